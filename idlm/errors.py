@@ -1,0 +1,17 @@
+"""The one exception that users see: a code, what was given and what is allowed, and what to do about it."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """A mistake in input or configuration, raised where the value enters.
+
+    `code` is stable ("IDLM-0201") and names one cause; `fix` is an instruction. Command lines print it without a
+    traceback and exit with status 2.
+    """
+
+    def __init__(self, code: str, message: str, *, fix: str) -> None:
+        super().__init__(f"{code}: {message}\n  fix: {fix}")
+        self.code = code
+        self.message = message
+        self.fix = fix
