@@ -1,0 +1,93 @@
+"""Temperature / top-k / top-p / min-p -> one law, used for p and q alike; and drawing from a law.
+
+The target of every decoder is the warped law, so no token outside it can ever be emitted, not even as a residual
+(facts/introspective.md, "Exactness"). Laws are fp64: the test `min(1, p/q)` divides them.
+Shapes: X rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warp:
+    """Per-row sampling settings. Neutral: temperature 1, top_k 0 (off), top_p 1, min_p 0; temperature 0 is greedy.
+
+    `temperature_X`, `top_p_X`, `min_p_X` fp64, `top_k_X` int64. The `any_*` flags are host booleans that let a batch
+    without a setting skip its cost; they may be True needlessly, never False wrongly.
+    """
+
+    temperature_X: Tensor
+    top_k_X: Tensor
+    top_p_X: Tensor
+    min_p_X: Tensor
+    any_greedy: bool = True
+    any_top_k: bool = True
+    any_top_p: bool = True
+    any_min_p: bool = True
+
+    def rows(self, index: Tensor) -> Warp:
+        """The settings of the rows `index`, in that order."""
+        return Warp(
+            temperature_X=self.temperature_X[index],
+            top_k_X=self.top_k_X[index],
+            top_p_X=self.top_p_X[index],
+            min_p_X=self.min_p_X[index],
+            any_greedy=self.any_greedy,
+            any_top_k=self.any_top_k,
+            any_top_p=self.any_top_p,
+            any_min_p=self.any_min_p,
+        )
+
+
+def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
+    """The probability law [X, V] (fp64, rows sum to 1) that tokens are drawn from and tested against.
+
+    Order: temperature, top-k, top-p, min-p, as in transformers. top-k keeps every token tied with the k-th; top-p
+    keeps the shortest prefix of the law, sorted by falling probability (ties: lower id first), whose mass reaches
+    top_p. temperature 0 gives the one-hot law of the argmax (ties: lowest id), which makes greedy decoding an
+    ordinary case of the accept/residual rule.
+    """
+    logits_XV = logits_XV.double()
+    greedy_X = warp.temperature_X == 0
+    scaled_XV = logits_XV / torch.where(greedy_X, 1.0, warp.temperature_X)[:, None]
+    if warp.any_top_k:
+        scaled_XV = _keep_top_k(scaled_XV, warp.top_k_X)
+    law_XV = scaled_XV.softmax(-1)
+    if warp.any_top_p:
+        law_XV = _keep_top_p(law_XV, warp.top_p_X)
+    if warp.any_min_p:
+        floor_X = warp.min_p_X * law_XV.amax(-1)
+        law_XV = law_XV.where(law_XV >= floor_X[:, None], 0.0)
+    law_XV = law_XV / law_XV.sum(-1, keepdim=True)
+    if warp.any_greedy:
+        argmax_X = logits_XV.argmax(-1)
+        one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, argmax_X[:, None], 1.0)
+        law_XV = torch.where(greedy_X[:, None], one_hot_XV, law_XV)
+    return law_XV
+
+
+def _keep_top_k(logits_XV: Tensor, top_k_X: Tensor) -> Tensor:
+    num_tokens = logits_XV.shape[-1]
+    k_X = torch.where(top_k_X > 0, top_k_X, num_tokens).clamp(max=num_tokens)
+    kth_X1 = logits_XV.sort(-1, descending=True).values.gather(-1, (k_X - 1)[:, None])
+    return logits_XV.masked_fill(logits_XV < kth_X1, -torch.inf)
+
+
+def _keep_top_p(law_XV: Tensor, top_p_X: Tensor) -> Tensor:
+    sorted_XV, order_XV = law_XV.sort(-1, descending=True, stable=True)
+    mass_before_XV = sorted_XV.cumsum(-1) - sorted_XV
+    keep_XV = (mass_before_XV < top_p_X[:, None]) | (top_p_X[:, None] >= 1.0)
+    keep_XV[:, 0] = True
+    return law_XV.where(torch.zeros_like(keep_XV).scatter_(-1, order_XV, keep_XV), 0.0)
+
+
+def draw(law_XV: Tensor, uniforms_X: Tensor) -> Tensor:
+    """One token id per row [X] int64 by inversion; a token of zero mass is never drawn. Rows need not sum to 1."""
+    cumulative_XV = law_XV.cumsum(-1)
+    threshold_X1 = uniforms_X[:, None] * cumulative_XV[:, -1:]
+    return (cumulative_XV <= threshold_X1).sum(-1)

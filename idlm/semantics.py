@@ -1,0 +1,87 @@
+"""What a checkpoint MEANS: causality, logit shift, block, mask id, stride, stop ids; written to `idlm_config.json`.
+
+None of this can be read off the weights: an I-DLM and an SDAR checkpoint share architecture strings and tensor names
+(facts/model_families.md, section 1). It is therefore said once, beside `config.json`, by whoever trained the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from idlm.errors import UserError
+
+FILE_NAME = "idlm_config.json"
+CAUSALITIES = ("causal", "block", "full")
+MASK_REGIONS = ("response", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Semantics:
+    """How the rows of a forward pass see each other and which token each predicts.
+
+    `stride` is the largest number of tokens one forward can finalise that the checkpoint was trained for (1: a plain
+    autoregressive model); it was trained with `stride - 1` masks in a block. `gated`: a LoRA that applies to mask
+    rows only. The defaults describe a plain autoregressive checkpoint.
+    """
+
+    causality: str = "causal"
+    logit_shift: bool = True
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    stride: int = 1
+    mask_region: str = "response"
+    gated: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.causality not in CAUSALITIES:
+            problems.append(f"causality={self.causality!r} is not one of {CAUSALITIES}")
+        if self.mask_region not in MASK_REGIONS:
+            problems.append(f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}")
+        if not _is_int(self.stride) or self.stride < 1:
+            problems.append(f"stride={self.stride!r} is not an integer >= 1")
+        if self.mask_token_id is not None and (not _is_int(self.mask_token_id) or self.mask_token_id < 0):
+            problems.append(f"mask_token_id={self.mask_token_id!r} is not a token id")
+        if self.stride > 1 and self.mask_token_id is None:
+            problems.append(f"stride={self.stride} needs a mask_token_id")
+        if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
+            problems.append(f"stop_token_ids={self.stop_token_ids!r} are not token ids")
+        if problems:
+            raise UserError("IDLM-0304", "; ".join(problems), fix=f"correct {FILE_NAME} or the arguments given")
+
+    def save(self, directory: Path) -> None:
+        """Write `idlm_config.json` into `directory`."""
+        payload: dict[str, Any] = dataclasses.asdict(self) | {"stop_token_ids": list(self.stop_token_ids)}
+        (Path(directory) / FILE_NAME).write_text(json.dumps(payload, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> Semantics:
+        """Read `idlm_config.json` of `directory`; without the file, the defaults of a plain AR checkpoint."""
+        path = Path(directory) / FILE_NAME
+        if not path.exists():
+            return cls()
+        try:
+            payload = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError("IDLM-0303", f"{path} is not valid JSON: {error}", fix="restore the file") from error
+        known = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(payload, dict) or payload.keys() - known:
+            given = sorted(payload.keys() - known) if isinstance(payload, dict) else type(payload).__name__
+            raise UserError(
+                "IDLM-0305",
+                f"{path} has unknown content: {given}; known keys are {sorted(known)}",
+                fix="the checkpoint may come from a newer idlm: update, or remove the unknown keys",
+            )
+        stops = payload.get("stop_token_ids", [])
+        if not isinstance(stops, list):
+            raise UserError("IDLM-0304", f"{path}: stop_token_ids={stops!r} is not a list", fix="give a list of ids")
+        return cls(**{**payload, "stop_token_ids": tuple(stops)})
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
