@@ -1,0 +1,31 @@
+"""What one forward pass asks of attention: which rows belong to whom and which slots each row sees.
+
+B sequences, R rows fed this pass, P KV pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRows:
+    """Plain data, all tensors int64 on one device; slots are LOGICAL slots of the row's own sequence.
+
+    Row `r` sees `[0, limits_R[r])` and `[branch_starts_R[r], own_slots_R[r]]`, and at least one slot in all.
+    """
+
+    cu_rows: torch.Tensor
+    """[B + 1]; rows of sequence b are `cu_rows[b]:cu_rows[b + 1]`, which may be empty."""
+    block_table: torch.Tensor
+    """[B, P] page ids, padded with 0."""
+    page_size: int
+    own_slots_R: torch.Tensor
+    limits_R: torch.Tensor
+    branch_starts_R: torch.Tensor
+    max_rows: int
+    """Largest number of rows of one sequence."""
+    max_slots: int
+    """Largest visible logical slot of any row, plus one."""
