@@ -1,0 +1,97 @@
+"""Logging for one process of many, and the fingerprint that goes beside every number we report.
+
+Rank 0 speaks; other ranks only warn. Nothing here imports torch until a fingerprint is asked for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rank() -> int:
+    """Rank of this process as its launcher set it (torchrun, DeepSpeed, SLURM); 0 without a launcher."""
+    for variable in ("RANK", "SLURM_PROCID"):
+        value = os.environ.get(variable, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+def get_logger(name: str = "idlm") -> logging.Logger:
+    """A logger under `idlm` that writes to stderr: INFO on rank 0 (or IDLM_LOG_LEVEL), WARNING elsewhere."""
+    root = logging.getLogger("idlm")
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        prefix = "" if rank() == 0 else f"[rank {rank()}] "
+        handler.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+        root.setLevel(os.environ.get("IDLM_LOG_LEVEL", "INFO").upper() if rank() == 0 else logging.WARNING)
+        root.propagate = False
+    return root if name == "idlm" else root.getChild(name.removeprefix("idlm."))
+
+
+def run_fingerprint() -> dict[str, Any]:
+    """What produced a result: commit, dirty, python, torch, transformers, cpu, num_cpus, gpu, num_gpus, date (UTC).
+
+    `commit` and `dirty` are None outside a clone; `gpu` is None without one. Imports torch.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    commit, dirty = _git_state()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
+        "cpu": _cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(0) if has_gpu else None,
+        "num_gpus": torch.cuda.device_count() if has_gpu else 0,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    # An installed copy may lie inside somebody else's repository: its commit is not ours.
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != ROOT:
+        return None, None
+    status = _git("status", "--porcelain")
+    return _git("rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

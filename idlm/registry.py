@@ -1,0 +1,105 @@
+"""Plug-in registries: one new file in a package is all it takes to add a task, decoder, accelerator or objective.
+
+A registry imports every module of its package on the first look-up, so registration needs no list anywhere. Third
+parties add members through the entry-point group `idlm.<kind>s`. Nothing named in a checkpoint is ever looked up here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from idlm.errors import UserError
+from idlm.suggest import did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Members of one `kind` by name. `package`, if given, is scanned on first use; its import errors propagate."""
+
+    def __init__(self, kind: str, package: str | None) -> None:
+        self.kind = kind
+        self.package = package
+        self._members: dict[str, T] = {}
+        self._is_scanned = False
+        self._scan_error: Exception | None = None
+        self._lock = threading.RLock()
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that adds its object as `name`; a name already taken raises ValueError naming both owners."""
+
+        def add(member: T) -> T:
+            if name in self._members:
+                raise ValueError(
+                    f"{self.kind} {name!r} is registered twice: by {_origin(self._members[name])} and by "
+                    f"{_origin(member)}; rename one of them"
+                )
+            self._members[name] = member
+            return member
+
+        return add
+
+    def get(self, name: str) -> T:
+        """The member called `name`; an unknown name raises UserError IDLM-0102 with the nearest one and the list."""
+        self._scan()
+        if name not in self._members:
+            raise UserError(
+                "IDLM-0102",
+                f"unknown {self.kind} {name!r}{did_you_mean(name, self._members)}",
+                fix=f"choose one of: {', '.join(self.names()) or '(none is registered)'}",
+            )
+        return self._members[name]
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        self._scan()
+        return sorted(self._members)
+
+    def _scan(self) -> None:
+        with self._lock:
+            if self._scan_error is not None:
+                raise self._scan_error
+            if self._is_scanned:
+                return
+            # Set first: a module of the package may look up another member while it is being imported.
+            self._is_scanned = True
+            try:
+                self._import_package()
+                self._load_entry_points()
+            except Exception as error:
+                # Python imports a module once, so a second scan would collide with what the first one registered.
+                self._scan_error = error
+                raise
+
+    def _import_package(self) -> None:
+        if self.package is None:
+            return
+        root = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(root.__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+
+    def _load_entry_points(self) -> None:
+        for entry in importlib.metadata.entry_points(group=f"idlm.{self.kind}s"):
+            try:
+                loaded: Any = entry.load()
+            except Exception as error:
+                owner = entry.dist.name if entry.dist else entry.value
+                raise UserError(
+                    "IDLM-0103",
+                    f"the {self.kind} {entry.name!r} of the installed package {owner} cannot be loaded: {error}",
+                    fix=f"update or uninstall {owner}",
+                ) from error
+            registered = self._members.get(entry.name)
+            if registered is not loaded and not isinstance(loaded, ModuleType):
+                self.register(entry.name)(loaded)
+
+
+def _origin(member: Any) -> str:
+    named = member if hasattr(member, "__qualname__") else type(member)
+    return f"{named.__module__}.{named.__qualname__}"
