@@ -1,0 +1,75 @@
+"""Stages of increasing stride in one run; which stage a step or data item belongs to is a pure function of its index.
+
+Nothing here is state: a resumed run and a run with other accumulation settings see the same stages at the same
+items. Paper arXiv 2604.11035, appendix H.1 (the authors run one job per stage by hand).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AUTO_BALANCED = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """`num_steps` optimizer steps at one stride; `clean_weight` None means s = L_mask / L_clean of the same step."""
+
+    index: int
+    stride: int
+    num_steps: int
+    clean_weight: float | None
+
+    @property
+    def name(self) -> str:
+        weight = AUTO_BALANCED if self.clean_weight is None else f"{self.clean_weight:g}"
+        return f"stride {self.stride}, clean weight {weight}, {self.num_steps} steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curriculum:
+    """The stages of a run in order; `global_batch` packed rows are consumed by one optimizer step over all ranks."""
+
+    stages: tuple[Stage, ...]
+    global_batch: int
+
+    @property
+    def num_steps(self) -> int:
+        return sum(stage.num_steps for stage in self.stages)
+
+    @property
+    def num_items(self) -> int:
+        return self.num_steps * self.global_batch
+
+    @property
+    def max_stride(self) -> int:
+        return max(stage.stride for stage in self.stages)
+
+    def stage_of_step(self, step: int) -> Stage:
+        """Stage of the 0-based optimizer step."""
+        assert 0 <= step < self.num_steps, f"{step=} {self.num_steps=}"
+        for stage in self.stages:
+            if step < stage.num_steps:
+                return stage
+            step -= stage.num_steps
+        raise AssertionError("unreachable: the stages add up to num_steps")
+
+    def stage_of_item(self, item: int) -> Stage:
+        """Stage of the 0-based data item (packed row)."""
+        return self.stage_of_step(item // self.global_batch)
+
+
+def split_steps(total: int, fractions: Sequence[float]) -> list[int]:
+    """Integer steps per stage that add up to `total`, each at least 1, by largest remainder."""
+    assert total >= len(fractions) > 0, f"{total=} {fractions=}"
+    exact = [total * fraction / sum(fractions) for fraction in fractions]
+    steps = [max(1, int(value)) for value in exact]
+    by_remainder = sorted(range(len(steps)), key=lambda i: exact[i] - steps[i], reverse=True)
+    turn = 0
+    while sum(steps) < total:
+        steps[by_remainder[turn % len(steps)]] += 1
+        turn += 1
+    while sum(steps) > total:
+        steps[max(range(len(steps)), key=lambda i: steps[i])] -= 1
+    return steps

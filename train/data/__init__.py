@@ -1,0 +1,1 @@
+"""Data sources, one file each, found by name in the registry `SOURCES`."""

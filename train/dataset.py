@@ -1,0 +1,166 @@
+"""The training set as the trainer sees it: item k, one packed row, is a pure function of (configuration, k).
+
+Order, curriculum and resuming need no state. Item k holds the samples that the packing plan put into row k, laid out
+for the stage that k belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from idlm.errors import UserError
+from idlm.train.curriculum import Curriculum
+from idlm.train.data.base import Source
+from idlm.train.layout import Sample, pack_rows
+from idlm.train.objectives.base import Objective
+from idlm.train.packing import StreamPlan, epoch_rows
+
+OVERLONG_POLICIES = ("error", "drop", "truncate")
+KEPT_POOLS = 4
+
+
+class PackedDataset(Dataset[dict[str, Any]]):
+    """`len` = items of the whole run; indexing is deterministic and stateless up to a cache."""
+
+    def __init__(
+        self,
+        source: Source,
+        objective: Objective,
+        curriculum: Curriculum,
+        *,
+        max_length: int,
+        row_length: int,
+        overlong: str,
+        pad_token_id: int,
+        seed: int,
+    ) -> None:
+        assert overlong in OVERLONG_POLICIES, f"{overlong=}"
+        self.source, self.objective, self.curriculum = source, objective, curriculum
+        self.max_length, self.row_length, self.overlong = max_length, row_length, overlong
+        self.pad_token_id, self.seed = pad_token_id, seed
+        self._pools: OrderedDict[int, list[list[int]]] = OrderedDict()
+        self._samples: OrderedDict[int, Sample | None] = OrderedDict()
+        self._epochs: list[list[list[int]]] = []
+        self._stream = StreamPlan(cost_of=self._cost, capacity=row_length)
+        self._file_ids: list[int] = []
+        self._file_costs: list[int] = []
+        if source.num_samples is not None:
+            self._measure_file(source.num_samples)
+
+    def __len__(self) -> int:
+        return self.curriculum.num_items
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        """ROW_FIELDS as arrays [T], with `item_id` and the `stage` the item belongs to."""
+        stage = self.curriculum.stage_of_item(item)
+        samples = [sample for index in self.members(item) if (sample := self._usable(index)) is not None]
+        documents = [self.objective.rows(sample, stage) for sample in samples]
+        packed: dict[str, Any] = pack_rows(documents, self.row_length, pad_token_id=self.pad_token_id)
+        return packed | {"item_id": item, "stage": stage.index}
+
+    def members(self, item: int) -> list[int]:
+        """Sample indices of the packed row `item`."""
+        if self.source.num_samples is None:
+            pool, row = divmod(item, self._stream.rows_per_pool)
+            return self._pool(pool)[row]
+        return self._row_of_file(item)
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples of a file left out because they are longer than `max_length`; 0 for endless sources."""
+        return 0 if self.source.num_samples is None else self.source.num_samples - len(self._file_ids)
+
+    def rows_per_epoch(self) -> int | None:
+        """Packed rows of the first epoch; None for an endless source."""
+        return None if self.source.num_samples is None else len(self._epoch(0))
+
+    def _measure_file(self, num_samples: int) -> None:
+        for index in range(num_samples):
+            sample = self._fitted(self.source.sample(index))
+            if sample is not None:
+                self._file_ids.append(index)
+                self._file_costs.append(self.objective.num_rows(sample))
+        if not self._file_ids:
+            raise UserError(
+                "IDLM-0205",
+                f"all {num_samples} samples are longer than max_length={self.max_length}",
+                fix="raise train.max_length or set train.overlong=truncate",
+            )
+
+    def _row_of_file(self, item: int) -> list[int]:
+        for epoch in itertools.count():
+            rows = self._epoch(epoch)
+            if item < len(rows):
+                return [self._file_ids[place] for place in rows[item]]
+            item -= len(rows)
+        raise AssertionError("unreachable: count() does not end")
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        while len(self._epochs) <= epoch:
+            plan = epoch_rows(self._file_costs, self.row_length, seed=self.seed, epoch=len(self._epochs))
+            self._epochs.append(plan)
+        return self._epochs[epoch]
+
+    def _pool(self, pool: int) -> list[list[int]]:
+        if pool not in self._pools:
+            self._pools[pool] = self._stream.pool(pool)
+            while len(self._pools) > KEPT_POOLS:
+                self._pools.popitem(last=False)
+        return self._pools[pool]
+
+    def _usable(self, index: int) -> Sample | None:
+        """The fitted sample; those of endless sources are kept for a while, because planning has just made them."""
+        if self.source.num_samples is not None:
+            return self._fitted(self.source.sample(index))
+        if index not in self._samples:
+            self._samples[index] = self._fitted(self.source.sample(index))
+            while len(self._samples) > KEPT_POOLS * 1024:
+                self._samples.popitem(last=False)
+        return self._samples[index]
+
+    def _cost(self, index: int) -> int:
+        sample = self._usable(index)
+        return 0 if sample is None else self.objective.num_rows(sample)
+
+    def _fitted(self, sample: Sample) -> Sample | None:
+        """The sample within `max_length`, by the overlong policy; None when it is dropped."""
+        fits_row = self.objective.num_rows(sample) <= self.row_length
+        if len(sample) <= self.max_length and fits_row:
+            return sample
+        if self.overlong == "drop":
+            return None
+        if self.overlong == "truncate":
+            return self._cut(sample)
+        limit = f"max_length={self.max_length}" if len(sample) > self.max_length else f"row_length={self.row_length}"
+        raise UserError(
+            "IDLM-0205",
+            f"{sample.origin} is too long: {len(sample)} tokens ({self.objective.num_rows(sample)} rows), {limit}",
+            fix="raise train.max_length, or set train.overlong=drop or train.overlong=truncate",
+        )
+
+    def _cut(self, sample: Sample) -> Sample | None:
+        length = min(len(sample), self.max_length)
+        while length >= 2 and self.objective.num_rows(sample.truncated(length)) > self.row_length:
+            length -= 1
+        cut = sample.truncated(length)
+        return cut if length >= 2 and cut.supervised[1:].any() else None
+
+
+def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Tensor]:
+    """Stack packed rows to [B, T] tensors; adds `item_ids` [B] and, as scalars, `stage` and `num_masks`."""
+    stages = {item["stage"] for item in items}
+    assert len(stages) == 1, f"a micro-batch mixes {stages=}"
+    (stage,) = stages
+    names = [name for name in items[0] if name not in ("item_id", "stage")]
+    batch = {name: torch.from_numpy(np.stack([item[name] for item in items])) for name in names}
+    batch["item_ids"] = torch.tensor([item["item_id"] for item in items])
+    batch["stage"] = torch.tensor(stage)
+    batch["num_masks"] = torch.tensor(curriculum.stages[stage].stride - 1)
+    return batch

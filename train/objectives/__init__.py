@@ -1,0 +1,1 @@
+"""Training objectives, one file each, found by name in the registry `OBJECTIVES`."""

@@ -1,0 +1,52 @@
+"""Plain next-token training on packed clean rows: the base model, and the control every conversion is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.train.curriculum import Stage
+from idlm.train.layout import IGNORE_LABEL, Sample, SampleRows, clean_rows, no_rows
+from idlm.train.objectives.base import MAX_LOGITS, OBJECTIVES, Batch, Head, Terms, chunked, supervised_index, token_losses
+
+
+@OBJECTIVES.register("ar")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autoregressive:
+    """`mask_region=response` trains response tokens only, `all` every token."""
+
+    mask_token_id: int | None
+    mask_region: str
+    vocab_size: int
+    term_names: tuple[str, ...] = ("clean",)
+
+    def default_row_length(self, max_length: int) -> int:
+        return max_length
+
+    def num_rows(self, sample: Sample) -> int:
+        return len(sample)
+
+    def rows(self, sample: Sample, stage: Stage) -> SampleRows:
+        return SampleRows(noisy=no_rows(), clean=clean_rows(sample, self.mask_region))
+
+    def counts(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != IGNORE_LABEL).sum().reshape(1)
+
+    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
+        index_M = supervised_index(batch["labels"], ~batch["is_noisy"])
+        labels_M = batch["labels"].flatten()[index_M]
+        hidden_MD = hidden_BTD.flatten(0, 1)[index_M]
+        (losses_M,) = chunked(
+            lambda hidden, labels: (token_losses(head(hidden), labels),),
+            (hidden_MD, labels_M),
+            rows=max(1, MAX_LOGITS // self.vocab_size),
+        )
+        return Terms(sums=losses_M.sum().reshape(1))
+
+    def needs_means(self, stage: Stage) -> bool:
+        return False
+
+    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        return torch.ones(1)

@@ -1,0 +1,75 @@
+"""Which samples share a packed row: best-fit-decreasing inside pools, a pure function of (seed, pool index).
+
+A pool is small enough to be planned in milliseconds and large enough that rows end up nearly full. Generated sources
+never end, so a pool fills a fixed number of rows; files are planned epoch by epoch and every sample is used once.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+POOL_SAMPLES = 1024
+
+
+def best_fit_decreasing(costs: Sequence[int], capacity: int, *, max_bins: int | None = None) -> list[list[int]]:
+    """Bins of indices into `costs`, each with a total cost <= capacity; what fits no bin of `max_bins` is left out."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    bins: list[list[int]] = []
+    space: list[tuple[int, int]] = []
+    for index in order:
+        cost = costs[index]
+        assert 0 < cost <= capacity, f"{cost=} {capacity=}"
+        place = bisect.bisect_left(space, (cost, -1))
+        if place < len(space):
+            remaining, chosen = space.pop(place)
+        elif max_bins is None or len(bins) < max_bins:
+            remaining, chosen = capacity, len(bins)
+            bins.append([])
+        else:
+            continue
+        bins[chosen].append(index)
+        bisect.insort(space, (remaining - cost, chosen))
+    return bins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlan:
+    """Rows of an endless source. Pool p owns the sample indices [p * span, (p + 1) * span): no two rows share one."""
+
+    cost_of: Callable[[int], int]
+    capacity: int
+    rows_per_pool: int = 32
+
+    def pool(self, index: int) -> list[list[int]]:
+        """The `rows_per_pool` rows of a pool as lists of sample indices.
+
+        Samples are drawn in order until they fill the rows by volume; the few that then fit nowhere are dropped, which
+        an endless source can afford.
+        """
+        volume = self.rows_per_pool * self.capacity
+        first = index * volume
+        costs: list[int] = []
+        total = 0
+        while total < volume:
+            costs.append(self.cost_of(first + len(costs)))
+            total += costs[-1]
+        rows = best_fit_decreasing(costs, self.capacity, max_bins=self.rows_per_pool)
+        rows.extend([] for _ in range(self.rows_per_pool - len(rows)))
+        order = np.random.default_rng([index, self.capacity]).permutation(self.rows_per_pool)
+        return [[first + sample for sample in sorted(rows[row])] for row in order]
+
+
+def epoch_rows(costs: Sequence[int], capacity: int, *, seed: int, epoch: int) -> list[list[int]]:
+    """All samples of a file as rows for one epoch: shuffled, packed in pools, rows shuffled again."""
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(costs))
+    rows: list[list[int]] = []
+    for start in range(0, len(order), POOL_SAMPLES):
+        pool = order[start : start + POOL_SAMPLES]
+        for members in best_fit_decreasing([costs[i] for i in pool], capacity):
+            rows.append([int(pool[i]) for i in members])
+    return [rows[i] for i in rng.permutation(len(rows))]
