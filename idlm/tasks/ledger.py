@@ -1,0 +1,315 @@
+"""Word problems about who has how many: one sentence per event, solved by a written chain of thought.
+
+"Lea has 9 shells. Lea wins 3. ... How many shells does Lea have?" Each event is answered in one of P surface forms,
+chosen uniformly: that choice is the entropy which sampling tests rely on. Judging is in `ledger_check.py`, which must
+not import this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+from idlm.errors import UserError
+from idlm.tasks import TASKS
+from idlm.tasks.base import Split, TaskSample, Verdict
+from idlm.tasks.ledger_check import check_ledger
+from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
+
+NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
+ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens", "stones", "beads", "nuts", "keys")
+VERBS = MappingProxyType(
+    {
+        "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
+        "lose": ("sells", "loses", "drops", "spends", "uses", "breaks"),
+        "give": ("gives", "hands", "sends"),
+        "times": ("multiplies", "scales"),
+        "half": ("halves",),
+    }
+)
+MAX_PARAPHRASES = 4
+QUESTIONS = ("one", "total", "any")
+
+_TOTAL = -1
+_SIGN = MappingProxyType({"gain": "+", "lose": "-", "times": "*", "half": "/"})
+_EVENT = MappingProxyType(
+    {
+        "gain": "{n} {v} {k}.",
+        "lose": "{n} {v} {k}.",
+        "give": "{n} {v} {k} to {o}.",
+        "times": "{n} {v} them by {k}.",
+        "half": "{n} {v} them.",
+    }
+)
+# n, o: actor and receiver; s, t: what they had; e, f: their sums written out; r, u: what they have now.
+_RESTATED = MappingProxyType(
+    {
+        "gain": (
+            "{n} has {s}, then plus {k} gives {e}. {n} has {r}.",
+            "With {s} {i}, {n} adds {k}: {e}. {n} has {r}.",
+            "Before it was {s}; {k} more makes {e}. {n} has {r}.",
+            "From {s} we go up by {k}, so {e}. {n} has {r}.",
+        ),
+        "lose": (
+            "{n} has {s}, then minus {k} gives {e}. {n} has {r}.",
+            "With {s} {i}, {n} removes {k}: {e}. {n} has {r}.",
+            "Before it was {s}; {k} less makes {e}. {n} has {r}.",
+            "From {s} we go down by {k}, so {e}. {n} has {r}.",
+        ),
+        "times": (
+            "{n} has {s}, then times {k} gives {e}. {n} has {r}.",
+            "With {s} {i}, {n} multiplies by {k}: {e}. {n} has {r}.",
+            "Before it was {s}; {k} times that makes {e}. {n} has {r}.",
+            "From {s} we scale by {k}, so {e}. {n} has {r}.",
+        ),
+        "half": (
+            "{n} has {s}, then half of that gives {e}. {n} has {r}.",
+            "With {s} {i}, {n} divides by {k}: {e}. {n} has {r}.",
+            "Before it was {s}; half of it makes {e}. {n} has {r}.",
+            "From {s} we take half, so {e}. {n} has {r}.",
+        ),
+        "give": (
+            "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
+            "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",
+            "Before it was {s} and {t}; moving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
+            "From {s} and {t} we move {k}, so {e} and {f}. {n} has {r} and {o} has {u}.",
+        ),
+    }
+)
+_PLAIN_ONE = ("{n}: {e}.", "Now {n} has {e}.", "So {e} for {n}.", "That makes {e} for {n}.")
+_PLAIN_GIVE = (
+    "{n}: {e}, {o}: {f}.",
+    "Now {n} has {e} and {o} has {f}.",
+    "So {e} for {n} and {f} for {o}.",
+    "That makes {e} for {n} and {f} for {o}.",
+)
+
+
+class Event(NamedTuple):
+    """One change: `actor` and `other` are entity indices, `other` is -1 unless something is given."""
+
+    kind: str
+    actor: int
+    operand: int
+    other: int
+
+
+class Story(NamedTuple):
+    """The structure of a problem, without words. `asked` is an entity index or -1 for the total."""
+
+    starts: tuple[int, ...]
+    events: tuple[Event, ...]
+    asked: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All knobs. Amounts are whole, never negative and never above `cap`."""
+
+    min_entities: int = 1
+    max_entities: int = 1
+    min_steps: int = 4
+    max_steps: int = 8
+    start_max: int = 20
+    operand_max: int = 9
+    cap: int = 50
+    operations: tuple[str, ...] = ("gain", "lose")
+    paraphrases: int = 2
+    restate: bool = True
+    question: str = "one"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = (
+            (1 <= self.min_entities <= self.max_entities <= 4, "1 <= min_entities <= max_entities <= 4"),
+            (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps"),
+            (1 <= self.start_max <= self.cap, "1 <= start_max <= cap"),
+            (1 <= self.operand_max <= self.cap, "1 <= operand_max <= cap"),
+            (set(self.operations) <= set(VERBS), f"operations among {', '.join(VERBS)}"),
+            ({"gain", "lose"} <= set(self.operations), "operations contain gain and lose"),
+            ("give" not in self.operations or self.min_entities >= 2, "give needs min_entities >= 2"),
+            (1 <= self.paraphrases <= MAX_PARAPHRASES, f"1 <= paraphrases <= {MAX_PARAPHRASES}"),
+            (self.question in QUESTIONS, f"question among {', '.join(QUESTIONS)}"),
+            (self.question == "one" or self.min_entities >= 2, "a total needs min_entities >= 2"),
+        )
+        broken = [text for holds, text in rules if not holds]
+        if broken:
+            raise UserError("IDLM-0222", f"ledger cannot use {self!r}", fix="make these hold: " + "; ".join(broken))
+
+
+LEVELS = MappingProxyType(
+    {
+        "tiny": Config(),
+        "p4": Config(paraphrases=4, start_max=50, cap=99),
+        "multi": Config(
+            min_entities=2,
+            max_entities=3,
+            min_steps=5,
+            max_steps=9,
+            cap=99,
+            operations=("gain", "lose", "give", "times", "half"),
+            restate=False,
+            question="any",
+        ),
+    }
+)
+
+
+def _lexicon() -> Lexicon:
+    words = {item: ITEMS[0] for item in ITEMS}
+    for verbs in VERBS.values():
+        words.update({verb: verbs[0] for verb in verbs})
+    return Lexicon(entities=frozenset(NAMES), words=words)
+
+
+LEXICON = _lexicon()
+
+
+def _draw_event(random: Callable[[], float], config: Config, amounts: list[int]) -> Event:
+    """Draw a legal event uniformly over operations (by rejection) and apply it to `amounts` in place."""
+    num_entities = len(amounts)
+    while True:
+        kind = config.operations[int(random() * len(config.operations))]
+        actor = int(random() * num_entities) if num_entities > 1 else 0
+        have, other = amounts[actor], -1
+        if kind == "gain":
+            limit = min(config.operand_max, config.cap - have)
+        elif kind == "lose":
+            limit = min(config.operand_max, have)
+        elif kind == "give":
+            other = (actor + 1 + int(random() * (num_entities - 1))) % num_entities
+            limit = min(config.operand_max, have, config.cap - amounts[other])
+        elif kind == "times":
+            limit = min(3, config.cap // have) - 1 if have else 0
+        else:
+            limit = 1 if have and have % 2 == 0 else 0
+        if limit < 1:
+            continue
+        operand = 1 + int(random() * limit)
+        if kind == "gain":
+            amounts[actor] = have + operand
+        elif kind == "lose":
+            amounts[actor] = have - operand
+        elif kind == "give":
+            amounts[actor] = have - operand
+            amounts[other] += operand
+        elif kind == "times":
+            operand += 1
+            amounts[actor] = have * operand
+        else:
+            operand = 2
+            amounts[actor] = have // 2
+        return Event(kind, actor, operand, other)
+
+
+def draw_story(rng: Random, config: Config) -> Story:
+    """Draw a problem's structure: number of entities, steps and starts uniform, then one legal event after the other."""
+    random = rng.random
+    num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
+    num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
+    starts = tuple(1 + int(random() * config.start_max) for _ in range(num_entities))
+    amounts = list(starts)
+    events = tuple(_draw_event(random, config, amounts) for _ in range(num_steps))
+    total = config.question == "total" or (config.question == "any" and random() < 0.5)
+    return Story(starts, events, _TOTAL if total else int(random() * num_entities))
+
+
+def render_prompt(story: Story, names: Sequence[str], item: str, verbs: Sequence[str]) -> str:
+    """Write the problem; `verbs` has one verb per event."""
+    parts = [f"{names[idx]} has {start} {item}." for idx, start in enumerate(story.starts)]
+    for (kind, actor, operand, other), verb in zip(story.events, verbs, strict=True):
+        parts.append(_EVENT[kind].format(n=names[actor], v=verb, k=operand, o=names[other]))
+    if story.asked == _TOTAL:
+        parts.append(f"How many {item} do they have together?")
+    else:
+        parts.append(f"How many {item} does {names[story.asked]} have?")
+    return " ".join(parts)
+
+
+def render_response(story: Story, names: Sequence[str], item: str, *, forms: Sequence[int], restate: bool) -> str:
+    """Write the reference solution; `forms` has one surface form (0-based) per event."""
+    amounts, parts = list(story.starts), []
+    for (kind, actor, operand, other), form in zip(story.events, forms, strict=True):
+        have, words = amounts[actor], {"n": names[actor], "k": operand, "i": item, "s": amounts[actor]}
+        if kind == "give":
+            had = amounts[other]
+            amounts[actor], amounts[other] = have - operand, had + operand
+            words |= {"o": names[other], "t": had, "u": had + operand, "f": f"{had}+{operand}={had + operand}"}
+            words["e"] = f"{have}-{operand}={have - operand}"
+        else:
+            now = {"gain": have + operand, "lose": have - operand, "times": have * operand, "half": have // 2}[kind]
+            amounts[actor] = now
+            words["e"] = f"{have}{_SIGN[kind]}{operand}={now}"
+        words["r"] = amounts[actor]
+        plain = _PLAIN_GIVE if kind == "give" else _PLAIN_ONE
+        parts.append((_RESTATED[kind] if restate else plain)[form].format_map(words))
+    answer = sum(amounts) if story.asked == _TOTAL else amounts[story.asked]
+    if story.asked == _TOTAL:
+        parts.append(f"In total {'+'.join(map(str, amounts))}={answer}.")
+    return f"{' '.join(parts)}\n#### {answer}"
+
+
+def _canonical_prompt(story: Story) -> str:
+    names = [canonical_entity(idx) for idx in range(len(story.starts))]
+    return render_prompt(story, names, ITEMS[0], [VERBS[event.kind][0] for event in story.events])
+
+
+@TASKS.register("ledger")
+class Ledger:
+    """The task object; see `Config` for its knobs and `LEVELS` for presets."""
+
+    name: ClassVar[str] = "ledger"
+    Config: ClassVar[type[Config]] = Config
+    LEVELS: ClassVar[MappingProxyType[str, Config]] = LEVELS
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._fingerprint = f"ledger|{config!r}"
+
+    def sample(self, index: int, split: str) -> TaskSample:
+        """Return sample `index` of `split`: pure in (config, split, index); errors as in `draw_in_split`."""
+        config = self.config
+        story, rng = draw_in_split(
+            self._fingerprint,
+            index,
+            split,
+            draw=lambda stream: draw_story(stream, config),
+            skeleton_of=_canonical_prompt,
+        )
+        random = rng.random
+        pool, names = list(NAMES), []
+        for _ in story.starts:
+            names.append(pool.pop(int(random() * len(pool))))
+        item = ITEMS[int(random() * len(ITEMS))]
+        verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in story.events]
+        forms = [int(random() * config.paraphrases) for _ in story.events]
+        return TaskSample(
+            prompt=render_prompt(story, names, item, verbs),
+            response=render_response(story, names, item, forms=forms, restate=config.restate),
+        )
+
+    def check(self, prompt: str, response: str) -> Verdict:
+        """Judge a response by re-executing the prompt's text."""
+        return check_ledger(prompt, response)
+
+    def split_of(self, prompt: str) -> Split:
+        """Return the split of a prompt, whatever names, items and verbs it uses."""
+        return split_of_skeleton(skeleton(prompt, LEXICON))
+
+    @staticmethod
+    def surface_texts() -> Iterator[str]:
+        """Yield texts that contain every word of the task in every position."""
+        blank = dict.fromkeys("nosktrueif", 0)
+        for name in NAMES:
+            yield from (name, f" {name}")
+        for group in (ITEMS, *VERBS.values()):
+            yield from (f" {word}" for word in group)
+        for forms in (*_RESTATED.values(), _PLAIN_ONE, _PLAIN_GIVE):
+            for form in forms:
+                text = form.format_map(blank)
+                yield from (text, f" {text}")
+        yield from (template.format_map(blank | {"v": 0}) for template in _EVENT.values())
+        yield " In total 0+0=0.\n#### 0 How many 0 do they have together? How many 0 does 0 have? +-*/"

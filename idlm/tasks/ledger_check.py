@@ -1,0 +1,167 @@
+"""Judge a ledger answer by reading and re-executing the prompt's text. Nothing here comes from the generator.
+
+The grammar of prompts and the accepted sentences are written down a second time on purpose: a slip in either place
+makes generated samples fail their own check. Names and items are whatever the prompt says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from idlm.tasks.base import Verdict
+
+_HAS = re.compile(r"([A-Z][a-z]+) has (0|[1-9]\d*) ([a-z]+)\.")
+_CHANGE = re.compile(r"([A-Z][a-z]+) ([a-z]+) (0|[1-9]\d*)\.")
+_HANDOVER = re.compile(r"([A-Z][a-z]+) (?:gives|hands|sends) (0|[1-9]\d*) to ([A-Z][a-z]+)\.")
+_PRODUCT = re.compile(r"([A-Z][a-z]+) (?:multiplies|scales) them by (0|[1-9]\d*)\.")
+_HALVING = re.compile(r"([A-Z][a-z]+) halves them\.")
+_ASK_ONE = re.compile(r"How many ([a-z]+) does ([A-Z][a-z]+) have\?")
+_ASK_ALL = re.compile(r"How many ([a-z]+) do they have together\?")
+_FINAL = re.compile(r"#### (0|[1-9]\d*)\Z")
+
+_UP = ("wins", "finds", "gets", "buys", "earns", "picks")
+_DOWN = ("sells", "loses", "drops", "spends", "uses", "breaks")
+
+
+class _Unreadable(Exception):
+    """The prompt is not a ledger problem with an answer."""
+
+
+def check_ledger(prompt: str, response: str) -> Verdict:
+    """Compare `response` with the run of `prompt`, sentence by sentence, any accepted form in any place."""
+    try:
+        steps, answer = _execute(prompt)
+    except _Unreadable as error:
+        return Verdict(correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}")
+    final = _FINAL.search(response)
+    final_ok = final is not None and int(final.group(1)) == answer
+    position = 0
+    for idx, forms in enumerate(steps):
+        lead = " " if idx else ""
+        matched = next((form for form in forms if response.startswith(lead + form, position)), None)
+        if matched is None:
+            found = response[position : position + 80].lstrip()
+            reason = f"step {idx}: found {found!r}, expected for example {forms[0]!r}"
+            return Verdict(correct=False, final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
+        position += len(lead) + len(matched)
+    if response[position:] != f"\n#### {answer}":
+        reason = f"ending: found {response[position : position + 80]!r}, expected '\\n#### {answer}'"
+        return Verdict(correct=False, final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
+    return Verdict(correct=True, final_answer_correct=True, first_bad_step=None, reason="")
+
+
+def _execute(prompt: str) -> tuple[list[list[str]], int]:
+    """Return the accepted sentences of every step and the final answer."""
+    holdings: dict[str, int] = {}
+    item, position = "", 0
+
+    while (match := _HAS.match(prompt, position)) is not None:
+        name, amount, noun = match.group(1), int(match.group(2)), match.group(3)
+        if name in holdings or (item and noun != item):
+            raise _Unreadable(f"{match.group()!r} contradicts what was said before")
+        holdings[name], item, position = amount, noun, _after(prompt, match)
+    if not holdings:
+        raise _Unreadable("nobody has anything at the start")
+
+    steps: list[list[str]] = []
+    while not prompt.startswith("How many", position):
+        forms, position = _event(prompt, position, holdings, item)
+        steps.append(forms)
+    if not steps:
+        raise _Unreadable("nothing happens")
+
+    one, everyone = _ASK_ONE.fullmatch(prompt, position), _ASK_ALL.fullmatch(prompt, position)
+    if one is not None and one.group(1) == item and one.group(2) in holdings:
+        return steps, holdings[one.group(2)]
+    if everyone is not None and everyone.group(1) == item and len(holdings) > 1:
+        total = sum(holdings.values())
+        steps.append(["In total " + "+".join(str(amount) for amount in holdings.values()) + f"={total}."])
+        return steps, total
+    raise _Unreadable(f"no answerable question in {prompt[position:]!r}")
+
+
+def _after(prompt: str, match: re.Match[str]) -> int:
+    if prompt[match.end() : match.end() + 1] != " ":
+        raise _Unreadable(f"no space after {match.group()!r}")
+    return match.end() + 1
+
+
+def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> tuple[list[str], int]:
+    """Read one event, apply it to `holdings` in place, and return its accepted sentences and where it ends."""
+    if (match := _HANDOVER.match(prompt, position)) is not None:
+        giver, number, receiver = match.group(1), int(match.group(2)), match.group(3)
+        if giver == receiver or receiver not in holdings:
+            raise _Unreadable(f"{match.group()!r} has no valid receiver")
+        before = _owned(holdings, giver), holdings[receiver]
+        holdings[giver] = _whole(before[0] - number, match)
+        holdings[receiver] = before[1] + number
+        return _handover_forms(giver, receiver, number, before, item), _after(prompt, match)
+    if (match := _PRODUCT.match(prompt, position)) is not None:
+        number = int(match.group(2))
+        return _apply(match, holdings, item, "*", number, lambda had: had * number), _after(prompt, match)
+    if (match := _HALVING.match(prompt, position)) is not None:
+        if _owned(holdings, match.group(1)) % 2:
+            raise _Unreadable(f"{match.group()!r} halves an odd amount")
+        return _apply(match, holdings, item, "/", 2, lambda had: had // 2), _after(prompt, match)
+    if (match := _CHANGE.match(prompt, position)) is not None:
+        verb, number = match.group(2), int(match.group(3))
+        if verb in _UP:
+            return _apply(match, holdings, item, "+", number, lambda had: had + number), _after(prompt, match)
+        if verb in _DOWN:
+            return _apply(match, holdings, item, "-", number, lambda had: had - number), _after(prompt, match)
+    raise _Unreadable(f"cannot read {prompt[position : position + 60]!r}")
+
+
+def _owned(holdings: dict[str, int], name: str) -> int:
+    if name not in holdings:
+        raise _Unreadable(f"{name} was not introduced")
+    return holdings[name]
+
+
+def _whole(amount: int, match: re.Match[str]) -> int:
+    if amount < 0:
+        raise _Unreadable(f"{match.group()!r} takes more than there is")
+    return amount
+
+
+def _apply(
+    match: re.Match[str], holdings: dict[str, int], item: str, sign: str, number: int, rule: Callable[[int], int]
+) -> list[str]:
+    name = match.group(1)
+    had = _owned(holdings, name)
+    holdings[name] = now = _whole(rule(had), match)
+    arithmetic = f"{had}{sign}{number}={now}"
+    state = f"{name} has {now}."
+    then = {"+": f"plus {number}", "-": f"minus {number}", "*": f"times {number}", "/": "half of that"}[sign]
+    does = {"+": "adds", "-": "removes", "*": "multiplies by", "/": "divides by"}[sign]
+    change = {"+": f"{number} more", "-": f"{number} less", "*": f"{number} times that", "/": "half of it"}[sign]
+    path = {
+        "+": f"go up by {number}", "-": f"go down by {number}", "*": f"scale by {number}", "/": "take half"
+    }[sign]  # fmt: skip
+    return [
+        f"{name} has {had}, then {then} gives {arithmetic}. {state}",
+        f"With {had} {item}, {name} {does} {number}: {arithmetic}. {state}",
+        f"Before it was {had}; {change} makes {arithmetic}. {state}",
+        f"From {had} we {path}, so {arithmetic}. {state}",
+        f"{name}: {arithmetic}.",
+        f"Now {name} has {arithmetic}.",
+        f"So {arithmetic} for {name}.",
+        f"That makes {arithmetic} for {name}.",
+    ]
+
+
+def _handover_forms(giver: str, receiver: str, number: int, before: tuple[int, int], item: str) -> list[str]:
+    less, more = before[0] - number, before[1] + number
+    minus, plus = f"{before[0]}-{number}={less}", f"{before[1]}+{number}={more}"
+    state = f"{giver} has {less} and {receiver} has {more}."
+    return [
+        f"{giver} has {before[0]} and {receiver} has {before[1]}, then giving {number} makes {minus} and {plus}. {state}",
+        f"With {before[0]} {item}, {giver} passes {number} to {receiver} with {before[1]}: {minus} and {plus}. {state}",
+        f"Before it was {before[0]} and {before[1]}; moving {number} makes {minus} and {plus}. {state}",
+        f"From {before[0]} and {before[1]} we move {number}, so {minus} and {plus}. {state}",
+        f"{giver}: {minus}, {receiver}: {plus}.",
+        f"Now {giver} has {minus} and {receiver} has {plus}.",
+        f"So {minus} for {giver} and {plus} for {receiver}.",
+        f"That makes {minus} for {giver} and {plus} for {receiver}.",
+    ]
