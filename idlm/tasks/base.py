@@ -6,9 +6,12 @@ prompt, so it judges a model's answer and a generator's mistake alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+from idlm.errors import UserError
+from idlm.suggest import did_you_mean
 
 Split = Literal["train", "validation", "test"]
 
@@ -36,7 +39,7 @@ class Verdict:
 
 
 class Task(Protocol):
-    """A generated task. Implementations register a class in `TASKS`; `make_task` builds one from a level's name."""
+    """A generated task. Implementations register a class in `TASKS` and are built from a level and knobs."""
 
     name: str
 
@@ -56,3 +59,32 @@ class Task(Protocol):
     def surface_texts() -> Iterator[str]:
         """Yield texts which together contain every word of the task in every position (for the tokenizer)."""
         ...
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def resolve_config(name: str, levels: Mapping[str, ConfigT], level: str, knobs: Mapping[str, Any]) -> ConfigT:
+    """Return the preset `level` of task `name` with single knobs replaced.
+
+    Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration class itself
+    raises IDLM-0222 for values that cannot work.
+    """
+    if level not in levels:
+        raise UserError(
+            "IDLM-0220",
+            f"task {name!r} has no level {level!r}{did_you_mean(level, levels)}",
+            fix=f"choose one of: {', '.join(sorted(levels))}",
+        )
+    preset: Any = levels[level]
+    known = [field.name for field in fields(preset)]
+    for knob in knobs:
+        if knob not in known:
+            raise UserError(
+                "IDLM-0221",
+                f"task {name!r} has no knob {knob!r}{did_you_mean(knob, known)}",
+                fix=f"use some of: {', '.join(known)}",
+            )
+    changes = {knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}
+    changed: ConfigT = replace(preset, **changes)
+    return changed

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict
+from idlm.tasks.base import Split, TaskSample, Verdict, resolve_config
 from idlm.tasks.ledger_check import check_ledger
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 
@@ -262,10 +262,10 @@ class Ledger:
     """The task object; see `Config` for its knobs and `LEVELS` for presets."""
 
     name: ClassVar[str] = "ledger"
-    Config: ClassVar[type[Config]] = Config
     LEVELS: ClassVar[MappingProxyType[str, Config]] = LEVELS
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, *, level: str = "tiny", **knobs: Any) -> None:
+        config = resolve_config("ledger", LEVELS, level, knobs)
         self.config = config
         self._fingerprint = f"ledger|{config!r}"
 

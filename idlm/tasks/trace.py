@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict
+from idlm.tasks.base import Split, TaskSample, Verdict, resolve_config
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 from idlm.tasks.trace_check import check_trace
 
@@ -140,10 +140,10 @@ class Trace:
     """The task object; see `Config` for its knobs and `LEVELS` for presets."""
 
     name: ClassVar[str] = "trace"
-    Config: ClassVar[type[Config]] = Config
     LEVELS: ClassVar[MappingProxyType[str, Config]] = LEVELS
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, *, level: str = "short", **knobs: Any) -> None:
+        config = resolve_config("trace", LEVELS, level, knobs)
         self.config = config
         self._fingerprint = f"trace|{config!r}"
 
