@@ -1,0 +1,305 @@
+"""Text to token ids and back: tokenizer files, the mask token, prompts, conversations, incremental decoding, stop ids.
+
+The only module that touches transformers' tokenizers, and it does so lazily, offline and without remote code. A
+checkpoint without tokenizer files is legal everywhere: its tokenizer is None and it speaks token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from idlm.errors import UserError
+
+Message = Mapping[str, str]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+_REPLACEMENT = "\ufffd"
+
+
+def load_tokenizer(path: Path | str) -> Any:
+    """Return the tokenizer of a local directory, or None when the directory has no tokenizer files.
+
+    Raises `UserError` IDLM-0203 when the directory does not exist or its files cannot be loaded.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError("IDLM-0203", f"{directory} is not a directory", fix="give the path of a checkpoint directory")
+    present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    if not present:
+        return None
+
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        loader = PreTrainedTokenizerFast if _is_self_contained(directory) else AutoTokenizer
+        tokenizer = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        if not tokenizer.is_fast or not set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder):
+            raise ValueError("the tokenizer has no vocabulary or no fast implementation")
+    # Broken files surface as OSError, KeyError, JSONDecodeError or a bare Exception from the Rust side.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0203",
+            f"the tokenizer files in {directory} ({', '.join(present)}) cannot be loaded: {error}",
+            fix="copy the tokenizer files of the original checkpoint again, or remove them to work with token ids",
+        ) from error
+    return tokenizer
+
+
+def _is_self_contained(directory: Path) -> bool:
+    """Tell whether `tokenizer.json` says everything, because no model-specific tokenizer class is asked for.
+
+    AutoTokenizer would then take the class of config.json's `model_type` and replace the file's own rules by that class's.
+    """
+    if not (directory / "tokenizer.json").exists():
+        return False
+    config_path = directory / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+    return config.get("tokenizer_class") in _GENERIC_CLASSES
+
+
+def num_token_ids(tokenizer: Any) -> int:
+    """Return the largest id of the tokenizer plus one; more than `len(tokenizer)` where ids have gaps."""
+    return max(max(tokenizer.get_vocab().values(), default=-1), *tokenizer.added_tokens_decoder, -1) + 1
+
+
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all tokens that never stand for text."""
+    flagged = (idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset((*tokenizer.all_special_ids, *flagged))
+
+
+def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
+    """Raise `UserError` IDLM-0213 when the tokenizer can emit an id that the embedding has no row for."""
+    num_ids = num_token_ids(tokenizer)
+    if num_ids > num_rows:
+        raise UserError(
+            "IDLM-0213",
+            f"the tokenizer has {num_ids} ids, but the model's embedding has only {num_rows} rows",
+            fix="use the tokenizer that belongs to this checkpoint, or resize the embedding",
+        )
+
+
+def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -> int:
+    """Return the mask token's id: `explicit`, else the tokenizer's mask token, else the first spare embedding row.
+
+    `num_rows` is the number of embedding rows; `tokenizer` may be None, then the id must be explicit. Raises `UserError`
+    IDLM-0210 (nothing to use), IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token that text contains).
+    """
+    if explicit is not None:
+        _check_mask_token_id(tokenizer, num_rows, explicit, source="the given mask_token_id")
+        return explicit
+    if tokenizer is None:
+        raise UserError(
+            "IDLM-0210",
+            "the checkpoint has no tokenizer files, so its mask token is unknown",
+            fix=f"give mask_token_id, an unused id from 0 to {num_rows - 1}",
+        )
+    if tokenizer.mask_token_id is not None:
+        _check_mask_token_id(tokenizer, num_rows, tokenizer.mask_token_id, source="the tokenizer's mask token")
+        return int(tokenizer.mask_token_id)
+    num_ids = num_token_ids(tokenizer)
+    if num_ids >= num_rows:
+        raise UserError(
+            "IDLM-0210",
+            f"there is no mask token: the tokenizer has none and its {num_ids} ids leave no spare row among the "
+            f"embedding's {num_rows}",
+            fix="resize the embedding by at least one row, or give the mask_token_id of an unused special token",
+        )
+    return num_ids
+
+
+def _check_mask_token_id(tokenizer: Any, num_rows: int, mask_token_id: int, *, source: str) -> None:
+    if not 0 <= mask_token_id < num_rows:
+        raise UserError(
+            "IDLM-0211",
+            f"{source} is {mask_token_id}, but the embedding has rows 0 to {num_rows - 1}",
+            fix="give an id inside this range",
+        )
+    token = None if tokenizer is None else tokenizer.convert_ids_to_tokens(mask_token_id)
+    if token is None:
+        return
+    is_boundary = mask_token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if is_boundary or mask_token_id not in special_token_ids(tokenizer):
+        what = "begins or ends every text" if is_boundary else "is an ordinary token"
+        raise UserError(
+            "IDLM-0212",
+            f"{source} is {mask_token_id}, the id of {token!r}, which {what}",
+            fix="give the id of an unused special token or of a row behind the tokenizer's last id",
+        )
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto", enable_thinking: bool | None = None
+) -> list[int]:
+    """Return the ids a model is fed for `prompt`.
+
+    `auto` makes it one user message of the chat template, if the tokenizer has one; `none` encodes the bare text with
+    the specials the tokenizer adds by itself. `enable_thinking` reaches the template only when it is not None.
+    """
+    if not prompt:
+        raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
+    if template == "auto" and tokenizer.chat_template:
+        return encode_messages(tokenizer, [{"role": "user", "content": prompt}], enable_thinking=enable_thinking)
+    return _plain_ids(tokenizer, prompt, add_special_tokens=True)
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None = None) -> list[int]:
+    """Return the ids of a conversation that the assistant is to continue; errors as in `render_conversation`."""
+    text = _render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
+    return _plain_ids(tokenizer, text, add_special_tokens=False)
+
+
+def render_conversation(
+    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None = None
+) -> tuple[list[int], list[bool]]:
+    """Return (ids, supervised): a whole conversation, and which of its tokens the assistant has to produce.
+
+    What comes before an assistant turn is tokenised exactly as `encode_messages` does it at inference. A turn's own
+    end-of-turn token is supervised, whitespace that the template puts behind it is not. Raises `UserError` IDLM-0214
+    when the template renders a shorter conversation differently from the start of a longer one, IDLM-0215 without a
+    chat template, IDLM-0217 when the template refuses the messages.
+    """
+    whole = _render(tokenizer, messages, open_turn=False, enable_thinking=enable_thinking)
+    ids: list[int] = []
+    supervised: list[bool] = []
+    done = ""
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:turn], open_turn=True, enable_thinking=enable_thinking)
+        after = _render(tokenizer, messages[: turn + 1], open_turn=False, enable_thinking=enable_thinking)
+        _require_prefix(done, before, turn)
+        _require_prefix(before, after, turn)
+        _require_prefix(after, whole, turn)
+        context = _plain_ids(tokenizer, before[len(done) :], add_special_tokens=False)
+        if ids + context != _plain_ids(tokenizer, before, add_special_tokens=False):
+            raise _disagreement(turn, "tokenises the turns before it differently when the conversation goes on")
+        answer = _plain_ids(tokenizer, after[len(before) :], add_special_tokens=False)
+        num_tail = _num_tail_tokens(tokenizer, answer)
+        ids += context + answer
+        supervised += [False] * len(context) + [True] * (len(answer) - num_tail) + [False] * num_tail
+        done = after
+    rest = _plain_ids(tokenizer, whole[len(done) :], add_special_tokens=False)
+    return ids + rest, supervised + [False] * len(rest)
+
+
+def _num_tail_tokens(tokenizer: Any, answer: Sequence[int]) -> int:
+    """Count the whitespace tokens behind the special token that closes a turn; 0 when no special token closes it."""
+    special = special_token_ids(tokenizer)
+    last = max((idx for idx, token_id in enumerate(answer) if token_id in special), default=None)
+    if last is None or _decode(tokenizer, answer[last + 1 :]).strip():
+        return 0
+    return len(answer) - last - 1
+
+
+def _require_prefix(shorter: str, longer: str, turn: int) -> None:
+    if not longer.startswith(shorter):
+        raise _disagreement(turn, f"renders {shorter[-40:]!r} differently in the longer conversation")
+
+
+def _disagreement(turn: int, what: str) -> UserError:
+    return UserError(
+        "IDLM-0214",
+        f"assistant turn at message {turn}: the chat template {what}, so its tokens cannot be told apart",
+        fix="split the conversation into one sample per assistant turn, each ending with that turn",
+    )
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], *, open_turn: bool, enable_thinking: bool | None) -> str:
+    if not tokenizer.chat_template:
+        raise UserError(
+            "IDLM-0215",
+            "the tokenizer has no chat template, so messages cannot be rendered",
+            fix="give plain text, or add chat_template to tokenizer_config.json",
+        )
+    if not messages:
+        return ""
+    extra = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn, **extra
+        )
+    # Templates are user data: they raise jinja2's errors, and TypeError or KeyError for messages they do not expect.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0217",
+            f"the chat template refuses {[message.get('role') for message in messages]}: {error}",
+            fix="give messages with the roles and fields that this model's template knows",
+        ) from error
+    return text
+
+
+def _plain_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
+class Detokenizer:
+    """Turns a stream of token ids into text pieces whose concatenation is the decoded whole.
+
+    A character split over several tokens is held back until it is complete. Special tokens are dropped unless
+    `keep_special`. Mutable: one object per generated sequence.
+    """
+
+    def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._dropped = frozenset() if keep_special else special_token_ids(tokenizer)
+        # Decoding starts one settled group early, because some decoders strip the space of the very first token.
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._num_emitted = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next ids and return the text that is settled by them (often empty, never wrong)."""
+        self._pending += [token_id for token_id in token_ids if token_id not in self._dropped]
+        if not self._pending:
+            return ""
+        text = self._pending_text()
+        settled = text.rstrip(_REPLACEMENT)
+        delta = settled[self._num_emitted :]
+        if len(settled) == len(text):
+            self._context, self._pending, self._num_emitted = self._pending, [], 0
+        else:
+            self._num_emitted = max(self._num_emitted, len(settled))
+        return delta
+
+    def flush(self) -> str:
+        """Return what is still held back; a character that never became complete comes out as U+FFFD."""
+        delta = self._pending_text()[self._num_emitted :] if self._pending else ""
+        self._context, self._pending, self._num_emitted = self._pending or self._context, [], 0
+        return delta
+
+    def _pending_text(self) -> str:
+        before = _decode(self._tokenizer, self._context) if self._context else ""
+        return _decode(self._tokenizer, self._context + self._pending)[len(before) :]
+
+
+def stop_token_ids(tokenizer: Any, generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos; either may be
+    None. Raises `UserError` IDLM-0216 when `eos_token_id` is neither an id nor a list of ids."""
+    given = (generation_config or {}).get("eos_token_id")
+    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    wrong = [value for value in listed if not isinstance(value, int) or isinstance(value, bool) or value < 0]
+    if wrong:
+        raise UserError(
+            "IDLM-0216",
+            f"eos_token_id in generation_config.json is {given!r}, allowed are a token id or a list of token ids",
+            fix="correct generation_config.json",
+        )
+    own = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(sorted({*listed, *own}))
