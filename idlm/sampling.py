@@ -79,7 +79,7 @@ def _keep_top_k(logits_XV: Tensor, top_k_X: Tensor) -> Tensor:
 
 
 def _keep_top_p(law_XV: Tensor, top_p_X: Tensor) -> Tensor:
-    sorted_XV, order_XV = law_XV.sort(-1, descending=True, stable=True)
+    sorted_XV, order_XV = law_XV.sort(dim=-1, descending=True, stable=True)
     mass_before_XV = sorted_XV.cumsum(-1) - sorted_XV
     keep_XV = (mass_before_XV < top_p_X[:, None]) | (top_p_X[:, None] >= 1.0)
     keep_XV[:, 0] = True

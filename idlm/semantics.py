@@ -52,7 +52,9 @@ class Semantics:
         if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
             problems.append(f"stop_token_ids={self.stop_token_ids!r} are not token ids")
         if problems:
-            raise UserError("IDLM-0304", "; ".join(problems), fix=f"correct {FILE_NAME} or the arguments given")
+            raise UserError(
+                "IDLM-0304", "; ".join(problems), fix=f"correct {FILE_NAME} or the arguments given"
+            )
 
     def save(self, directory: Path) -> None:
         """Write `idlm_config.json` into `directory`."""
@@ -68,7 +70,9 @@ class Semantics:
         try:
             payload = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError("IDLM-0303", f"{path} is not valid JSON: {error}", fix="restore the file") from error
+            raise UserError(
+                "IDLM-0303", f"{path} is not valid JSON: {error}", fix="restore the file"
+            ) from error
         known = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(payload, dict) or payload.keys() - known:
             given = sorted(payload.keys() - known) if isinstance(payload, dict) else type(payload).__name__
@@ -79,7 +83,9 @@ class Semantics:
             )
         stops = payload.get("stop_token_ids", [])
         if not isinstance(stops, list):
-            raise UserError("IDLM-0304", f"{path}: stop_token_ids={stops!r} is not a list", fix="give a list of ids")
+            raise UserError(
+                "IDLM-0304", f"{path}: stop_token_ids={stops!r} is not a list", fix="give a list of ids"
+            )
         return cls(**{**payload, "stop_token_ids": tuple(stops)})
 
 

@@ -33,7 +33,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
             leaf_distance = edit_distance(word, leaf) + 0.5
             if leaf_distance < distance:
                 distance, length = leaf_distance, max(len(word), len(leaf))
-        if distance <= max(2, length / 2) and distance < length and (best is None or (distance, candidate) < best):
+        if (
+            distance <= max(2, length / 2)
+            and distance < length
+            and (best is None or (distance, candidate) < best)
+        ):
             best = (distance, candidate)
     return None if best is None else best[1]
 

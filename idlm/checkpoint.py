@@ -1,0 +1,363 @@
+"""Atomic publication of a checkpoint directory, and its verification by a sha256 manifest.
+
+A publisher writes into a staging directory beside the target; the directory is hashed, flushed to disk and swapped in
+as a whole. Whoever loads finds the old checkpoint or the new one, never a mixture and never nothing. Layout while
+publishing: `.<name>.staging-XXXX/{lock, files/}`; `lock` is held (flock) as long as the publisher lives, so that the
+next publisher can tell a dead one's leftovers from a live one's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from idlm.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = "idlm-manifest-1"
+DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
+# safetensors and tokenizers report a full disk through their own exception types, with the text of the OS error.
+DISK_TEXTS = (
+    "No space left on device",
+    "os error 28",
+    "Disk quota exceeded",
+    "os error 122",
+    "Read-only file system",
+)
+
+
+@contextmanager
+def publish(target: Path) -> Iterator[Path]:
+    """Yield an empty staging directory; when the body succeeds it becomes `target`, atomically and durably.
+
+    An existing `target` is replaced. What it holds beside the files of its own manifest (logs, training state) is
+    kept; where such a file has the name of a new one the publication is refused with UserError IDLM-0306. On any
+    exception the staging directory is removed and `target` stays as it was. A full, quota-limited or read-only disk
+    raises UserError IDLM-0301.
+    """
+    target = Path(target).resolve()
+    is_staged = False
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover(target)
+        _remove_stale(target)
+        with _staging_root(target) as root:
+            staging = root / "files"
+            os.mkdir(staging)
+            is_staged = True
+            yield staging
+            _write_manifest(staging)
+            _keep_foreign_files(target, staging)
+            _fsync_tree(staging)
+            _swap(root, target)
+    except Exception as error:
+        reason = _disk_reason(error, is_staged=is_staged)
+        if reason is None:
+            raise
+        raise UserError(
+            "IDLM-0301",
+            f"cannot save {target}: {reason} ({_free_space(target)} free); the old checkpoint, if any, is intact",
+            fix="free space or choose another path, then save again",
+        ) from error
+
+
+def recover(target: Path) -> None:
+    """Finish the swap of a publisher that died between its two renames; without such a publisher, do nothing."""
+    target = Path(target).resolve()
+    if os.path.lexists(target):
+        return
+    for ready in sorted(target.parent.glob(f"{_staging_pattern(target)}/ready")):
+        # Another process may finish the same swap at this very moment: either is right.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(ready, target)
+            _fsync(target.parent)
+            return
+
+
+def verify(directory: Path, *, required: bool = True) -> None:
+    """Check size and sha256 of every file in the manifest of `directory`; finishes an interrupted swap first.
+
+    Mismatches, missing files, links and names that leave the directory raise UserError IDLM-0302 naming the file. A
+    missing manifest is an error unless `required` is False. Files that the manifest does not name are not looked at.
+    """
+    directory = Path(directory)
+    recover(directory)
+    if not directory.is_dir():
+        raise UserError("IDLM-0307", f"there is no checkpoint directory at {directory}", fix="check the path")
+    if not os.path.lexists(directory / MANIFEST):
+        if required:
+            raise _mismatch(directory / MANIFEST, "the file is missing")
+        return
+    for name, entry in _read_manifest(directory).items():
+        path = directory / name
+        inside = [path, *(parent for parent in path.parents if directory in parent.parents)]
+        if any(link.is_symlink() for link in inside):
+            raise _mismatch(path, "it is reached through a symbolic link")
+        if not path.is_file():
+            raise _mismatch(path, "the file is missing")
+        size = path.stat().st_size
+        if size != entry["size"]:
+            raise _mismatch(path, f"it has {size} bytes, the manifest says {entry['size']}")
+        if _sha256(path) != entry["sha256"]:
+            raise _mismatch(path, "its sha256 differs from the manifest")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; UserError IDLM-0303 names file, line and reason when there is none."""
+    path = Path(path)
+    fix = "restore the file from its source"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError("IDLM-0303", f"cannot read {path}: {error.strerror}", fix="check the path") from error
+    except json.JSONDecodeError as error:
+        raise UserError("IDLM-0303", f"{path}, line {error.lineno}: {error.msg}", fix=fix) from error
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError("IDLM-0303", f"{path}, line {line}: not UTF-8 text", fix=fix) from error
+    except RecursionError as error:
+        raise UserError("IDLM-0303", f"{path}, line 1: nested too deeply", fix=fix) from error
+    if not isinstance(content, dict):
+        raise UserError(
+            "IDLM-0303", f"{path}, line 1: expected an object, got {type(content).__name__}", fix=fix
+        )
+    return content
+
+
+def _read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
+    path = directory / MANIFEST
+    if path.is_symlink():
+        raise _mismatch(path, "it is a symbolic link")
+    manifest = read_json(path)
+    files = manifest.get("files")
+    if (
+        manifest.keys() != {"format", "files", "digest"}
+        or manifest["format"] != FORMAT
+        or not isinstance(files, dict)
+    ):
+        raise _mismatch(path, f"it is not a manifest of format {FORMAT!r}")
+    for name, entry in files.items():
+        pure = PurePosixPath(name)
+        if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+            raise _mismatch(path, f"the name {name!r} is not a plain path inside the checkpoint")
+        if not isinstance(entry, dict) or entry.keys() != {"sha256", "size"}:
+            raise _mismatch(path, f"its entry for {name!r} is malformed")
+    if manifest["digest"] != _digest(files):
+        raise _mismatch(path, "it was altered after publication")
+    return files
+
+
+def _mismatch(path: Path, reason: str) -> UserError:
+    return UserError(
+        "IDLM-0302",
+        f"{path} is not what was published: {reason}",
+        fix="copy or download the checkpoint again; never edit it in place",
+    )
+
+
+def _write_manifest(staging: Path) -> None:
+    files = {}
+    for path in sorted(staging.rglob("*")):
+        assert not path.is_symlink(), f"a checkpoint holds files, not links: {path=}"
+        if path.is_file():
+            files[path.relative_to(staging).as_posix()] = {
+                "sha256": _sha256(path),
+                "size": path.stat().st_size,
+            }
+    manifest = {"format": FORMAT, "files": files, "digest": _digest(files)}
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _keep_foreign_files(target: Path, staging: Path) -> None:
+    """Hard-link (or copy) into `staging` what `target` holds beside the files of its manifest."""
+    if not target.exists():
+        return
+    ours: set[Path] = set()
+    if target.is_dir() and (target / MANIFEST).exists():
+        ours = {target / name for name in (MANIFEST, *_read_manifest(target))}
+    found = [target] if not target.is_dir() else [path for path in target.rglob("*") if path not in ours]
+    clashes = []
+    for path in found:
+        kept = staging / path.relative_to(target)
+        is_directory = path.is_dir() and not path.is_symlink()
+        taken = [kept] if not is_directory else []
+        taken += [
+            parent for parent in (kept, *kept.parents) if staging in parent.parents and not parent.is_dir()
+        ]
+        if any(os.path.lexists(place) for place in taken):
+            clashes.append(str(path))
+        elif is_directory:
+            kept.mkdir(parents=True, exist_ok=True)
+        else:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(path, kept)
+    if clashes:
+        raise UserError(
+            "IDLM-0306",
+            f"saving to {target} would overwrite what idlm did not write: {', '.join(clashes[:5])}",
+            fix="choose another path, or move these files away",
+        )
+
+
+def _link_or_copy(source: Path, copy: Path) -> None:
+    try:
+        os.link(source, copy, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in DISK_ERRNOS:
+            raise
+        shutil.copy2(source, copy, follow_symlinks=False)
+
+
+def _swap(root: Path, target: Path) -> None:
+    """Put `root/files` in the place of `target`. The old directory, if any, ends inside `root`."""
+    staging = root / "files"
+    if not target.exists():
+        os.rename(staging, target)
+    elif not _exchange(staging, target):
+        # From here to the last rename a crash leaves `ready`, from which `recover` finishes.
+        os.rename(staging, root / "ready")
+        _fsync(root)
+        os.rename(target, root / "old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(root / "ready", target)
+    _fsync(target.parent)
+    _fsync(root)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two paths in one atomic step; False where the kernel, C library or file system cannot."""
+    renameat2 = (
+        getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    )
+    if renameat2 is None:
+        return False
+    at_cwd, exchange_flag = -100, 2
+    if renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange_flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+@contextmanager
+def _staging_root(target: Path) -> Iterator[Path]:
+    """A fresh locked directory beside `target`; gone at the end, after an interrupted swap has been finished."""
+    lock = None
+    while lock is None:
+        root = target.parent / f".{target.name}.staging-{secrets.token_hex(4)}"
+        try:
+            os.mkdir(root)
+            lock = _lock(root)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            lock = os.open(root, os.O_RDONLY)
+        finally:
+            if lock is None:
+                shutil.rmtree(root, ignore_errors=True)
+    try:
+        yield root
+    finally:
+        try:
+            recover(target)
+            shutil.rmtree(root, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _lock(root: Path) -> int | None:
+    """Take the lock of a staging directory: an open descriptor, or None when its owner lives or it has gone.
+
+    Raises OSError with an errno of NO_LOCKS on file systems without locks: there the owner may live.
+    """
+    try:
+        descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(root / "lock").st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _remove_stale(target: Path) -> None:
+    for root in target.parent.glob(_staging_pattern(target)):
+        try:
+            lock = _lock(root)
+        except OSError:
+            continue
+        if lock is None:
+            continue
+        try:
+            # The owner may have died in the middle of its swap after the caller looked.
+            recover(target)
+            shutil.rmtree(root, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _staging_pattern(target: Path) -> str:
+    return f".{glob.escape(target.name)}.staging-*"
+
+
+def _fsync_tree(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
+            _fsync(path)
+    _fsync(directory)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush a directory; their own rename is durable.
+        if not (error.errno in (errno.EINVAL, errno.ENOTSUP) and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _disk_reason(error: Exception, *, is_staged: bool) -> str | None:
+    """Why the disk refused, or None when the error is not about the disk."""
+    if isinstance(error, OSError) and (error.errno in DISK_ERRNOS or not is_staged):
+        return error.strerror or str(error)
+    return str(error) if any(text in str(error) for text in DISK_TEXTS) else None
+
+
+def _free_space(target: Path) -> str:
+    existing = next((parent for parent in target.parents if parent.is_dir()), Path("/"))
+    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
+
+
+def _digest(files: dict[str, dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

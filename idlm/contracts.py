@@ -1,0 +1,177 @@
+"""Plain data that crosses module borders: what a caller asks for, what a pass is fed, what comes back.
+
+Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
+J tokens a pass can emit for one sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from idlm.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling settings. The defaults draw from the model's own law; temperature 0 is greedy.
+
+    `top_k` 0, `top_p` 1 and `min_p` 0 are off. `tau` relaxes acceptance to min(1, (1+tau) p/q) and makes the answer
+    lossy. `seed` None draws a fresh one. `logprobs` k returns the log-probability (model's own law, before
+    temperature) of each token with those of the k likeliest. `n` samples come back as n completions.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    tau: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        problems = [text for text, is_bad in self._checks() if is_bad]
+        if problems:
+            raise UserError("IDLM-0401", "; ".join(problems), fix="correct the sampling settings named")
+
+    def _checks(self) -> list[tuple[str, bool]]:
+        return [
+            (
+                f"temperature={self.temperature!r} must be a finite number >= 0 (0 is greedy)",
+                not (_is_number(self.temperature) and 0 <= self.temperature < math.inf),
+            ),
+            (f"top_p={self.top_p!r} must be in (0, 1]", not (_is_number(self.top_p) and 0 < self.top_p <= 1)),
+            (f"top_k={self.top_k!r} must be an integer >= 0 (0 is off)", not _is_int(self.top_k, 0)),
+            (
+                f"min_p={self.min_p!r} must be in [0, 1]",
+                not (_is_number(self.min_p) and 0 <= self.min_p <= 1),
+            ),
+            (
+                f"seed={self.seed!r} must be an integer in [0, 2**63)",
+                self.seed is not None and not (_is_int(self.seed, 0) and self.seed < 2**63),
+            ),
+            (f"max_tokens={self.max_tokens!r} must be an integer >= 1", not _is_int(self.max_tokens, 1)),
+            (f"stop={self.stop!r} must be non-empty strings", not all(_is_text(text) for text in self.stop)),
+            (
+                f"stop_token_ids={self.stop_token_ids!r} must be integers >= 0",
+                not all(_is_int(token, 0) for token in self.stop_token_ids),
+            ),
+            (
+                f"logprobs={self.logprobs!r} must be an integer >= 0",
+                self.logprobs is not None and not _is_int(self.logprobs, 0),
+            ),
+            (f"n={self.n!r} must be an integer >= 1", not _is_int(self.n, 1)),
+            (
+                f"tau={self.tau!r} must be a finite number >= 0 (0 is exact)",
+                not (_is_number(self.tau) and 0 <= self.tau < math.inf),
+            ),
+        ]
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same settings with a definite seed."""
+        return replace(self, seed=seed)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_int(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability (nats) of an emitted token under the model's own law, and the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished answer.
+
+    `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a stop string.
+    `finish_reason`: "stop", "length" or "abort". `num_forwards` counts every forward pass that fed rows of this
+    request, prompt included. `tested_by_position[j]` drafts at position j+1 were tested, `accepted_by_position[j]`
+    of them accepted; `acceptance_rate` is their ratio over all positions, None where nothing was tested.
+    `exactness`: "exact" (the answer has the AR model's law) or "lossy".
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_forwards: int
+    accepted_by_position: tuple[int, ...] = ()
+    tested_by_position: tuple[int, ...] = ()
+    seed: int | None = None
+    exactness: str = "exact"
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Emitted tokens over forward passes (TPF); 1.0 for AR decoding of an unchunked prompt."""
+        return len(self.token_ids) / self.num_forwards if self.num_forwards else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the tested drafts that were accepted, or None."""
+        tested = sum(self.tested_by_position)
+        return sum(self.accepted_by_position) / tested if tested else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What ONE forward pass is fed, over all sequences of a batch, as plain data.
+
+    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r is token `token_ids_R[r]` at rotary position
+    `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it sees the slots
+    [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block, tree and branch alike.
+    Logits are wanted for `logit_rows_X` only. `first_logit_B[b]` is where sequence b's wanted rows start in X, -1 for
+    a sequence that only stores part of its prompt in this pass. All tensors int64 on the engine's device.
+    """
+
+    lanes_B: Tensor
+    cu_rows_B1: Tensor
+    token_ids_R: Tensor
+    positions_R: Tensor
+    slots_R: Tensor
+    limits_R: Tensor
+    branch_starts_R: Tensor
+    logit_rows_X: Tensor
+    first_logit_B: Tensor
+    num_feed_B: Tensor
+    max_rows: int
+    max_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
+
+    `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them accepted. Token j
+    of sequence b was predicted by wanted row first_logit_B[b] + j.
+    """
+
+    token_ids_BJ: Tensor
+    num_emitted_B: Tensor
+    num_accepted_B: Tensor
+    num_tested_B: Tensor

@@ -1,0 +1,252 @@
+"""From a checkpoint directory and keywords to the parts of an engine; every check that needs no forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from idlm.checkpoint import read_json
+from idlm.errors import UserError
+from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.decoders.base import DECODERS, Decoder
+from idlm.infer.kv_cache import KVCache, PagePool
+from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
+from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.infer.runner import Runner
+from idlm.infer.scheduler import Scheduler
+from idlm.infer.table import SequenceTable
+from idlm.infer.text import IncrementalDetokenizer
+from idlm.suggest import did_you_mean
+from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything about an engine that is neither model nor decoder.
+
+    `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager decide.
+    `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id` overrides the checkpoint's.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    mask_token_id: int | None = None
+    accelerators: tuple[str, ...] = ()
+    memory: str = "caching"
+    max_num_seqs: int = 64
+    max_length: int | None = None
+    max_prompt_rows: int = 1024
+    page_size: int = 16
+    num_pages: int | None = None
+    template: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What `Engine` is made of. `tokenizer` None: token ids in and out."""
+
+    settings: EngineSettings
+    model: LoadedModel
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    decoder: Decoder
+    table: SequenceTable
+    pool: PagePool
+    scheduler: Scheduler
+    runner: Runner
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text prompt, through the chat template where the tokenizer has one."""
+        if self.tokenizer is None:
+            raise UserError(
+                "IDLM-0414", "the checkpoint has no tokenizer files", fix="give prompts as token ids"
+            )
+        if not prompt:
+            return []
+        return list(encode_prompt(self.tokenizer, prompt, template=self.settings.template))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer; empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """A fresh incremental decoder."""
+        return Detokenizer(self.tokenizer)
+
+
+def build(path: str | Path, decoder: str | None, options: dict[str, Any]) -> EngineParts:
+    """Load the model and size the engine. `options` go to `EngineSettings` or to the decoder's Config, by name."""
+    path = Path(path)
+    settings, decoder_options = _split_options(options)
+    model = load_model(
+        path,
+        device=resolve_device(settings.device),
+        dtype=_resolve_dtype(settings.dtype),
+        mask_token_id=settings.mask_token_id,
+    )
+    chosen = DECODERS.get(decoder or ("isd" if model.semantics.stride > 1 else "ar"))
+    decoder_object = chosen(_decoder_config(chosen, decoder_options), model.semantics)
+    tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.spec.vocab_size)
+    settings = dataclasses.replace(settings, max_length=_max_length(settings, model))
+    return _assemble(settings, model, tokenizer, decoder_object, _eos_ids(path, model, tokenizer))
+
+
+def _assemble(
+    settings: EngineSettings, model: LoadedModel, tokenizer: Any, decoder: Decoder, eos_ids: tuple[int, ...]
+) -> EngineParts:
+    spec, max_length = model.spec, settings.max_length
+    assert max_length is not None
+    device = next(model.trunk.parameters()).device
+    dtype = next(model.trunk.parameters()).dtype
+    decoder.allocate(settings.max_num_seqs, spec.vocab_size, device)
+    max_slots = max_length - 1 + decoder.max_width
+    lane_pages = -(-max_slots // settings.page_size)
+    page_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * settings.page_size
+    demand = KVDemand(page_bytes=page_bytes, max_pages=lane_pages * settings.max_num_seqs, device=device)
+    num_pages = settings.num_pages or MEMORY_MANAGERS.get(settings.memory)().num_pages(demand)
+    pool = PagePool(
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        num_lanes=settings.max_num_seqs,
+        max_slots=max_slots,
+        device=device,
+    )
+    cache = KVCache(
+        num_layers=spec.num_layers,
+        num_slots=num_pages * settings.page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    return EngineParts(
+        settings=settings,
+        model=model,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        decoder=decoder,
+        table=SequenceTable(settings.max_num_seqs, max_length, device),
+        pool=pool,
+        scheduler=Scheduler(
+            pool,
+            num_lanes=settings.max_num_seqs,
+            max_prompt_rows=settings.max_prompt_rows,
+            max_width=decoder.max_width,
+        ),
+        runner=Runner(model, cache, pool),
+    )
+
+
+def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
+    names = {field.name for field in dataclasses.fields(EngineSettings)}
+    mine = {key: value for key, value in options.items() if key in names}
+    if isinstance(mine.get("dtype"), torch.dtype):
+        mine["dtype"] = str(mine["dtype"]).removeprefix("torch.")
+    if "device" in mine:
+        mine["device"] = str(mine["device"])
+    if "accelerators" in mine:
+        mine["accelerators"] = tuple(mine["accelerators"])
+    settings = EngineSettings(**mine)
+    _check_settings(settings)
+    return settings, {key: value for key, value in options.items() if key not in names}
+
+
+def _check_settings(settings: EngineSettings) -> None:
+    problems = [
+        f"{name}={value!r} must be an integer >= {least}"
+        for name, value, least in (
+            ("max_num_seqs", settings.max_num_seqs, 1),
+            ("max_prompt_rows", settings.max_prompt_rows, 1),
+            ("page_size", settings.page_size, 1),
+            ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
+            ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
+        )
+        if not isinstance(value, int) or value < least
+    ]
+    if settings.template not in ("auto", "none"):
+        problems.append(f"template={settings.template!r} must be 'auto' or 'none'")
+    if problems:
+        raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
+    MEMORY_MANAGERS.get(settings.memory)
+    for name in settings.accelerators:
+        ACCELERATORS.get(name)
+
+
+def _decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
+    known = [field.name for field in dataclasses.fields(chosen.Config)]
+    engine = [field.name for field in dataclasses.fields(EngineSettings)]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        hints = ", ".join(f"{key!r}{did_you_mean(key, [*known, *engine])}" for key in unknown)
+        raise UserError(
+            "IDLM-0416",
+            f"unknown option {hints}",
+            fix=f"decoder {chosen.name!r} takes {known or 'no options'}; the engine takes {engine}",
+        )
+    return chosen.Config(**options)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device meant: "auto" is the first GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(
+            "IDLM-0417", f"device={device!r} is not a device", fix="use auto, cpu or cuda:0"
+        ) from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "IDLM-0418", f"device={device!r}, but torch sees no GPU", fix="use device=cpu or device=auto"
+        )
+    return resolved
+
+
+def _resolve_dtype(dtype: str) -> torch.dtype | str:
+    if dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise UserError(
+            "IDLM-0419", f"dtype={dtype!r} is not one of {['auto', *DTYPES]}", fix="use dtype=auto"
+        )
+    return DTYPES[dtype]
+
+
+def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
+    context = model.spec.max_positions
+    if settings.max_length is not None and settings.max_length > context:
+        raise UserError(
+            "IDLM-0420",
+            f"max_length={settings.max_length} is beyond the {context} positions of the model",
+            fix=f"give max_length <= {context}",
+        )
+    return settings.max_length or context
+
+
+def _eos_ids(path: Path, model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end an answer: the checkpoint's own list, else tokenizer, generation_config and config."""
+    if model.semantics.stop_token_ids:
+        return model.semantics.stop_token_ids
+    generation_path = path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else None
+    if tokenizer is not None:
+        return tuple(stop_token_ids(tokenizer, generation))
+    eos = (generation or {}).get("eos_token_id", read_json(path / "config.json").get("eos_token_id"))
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

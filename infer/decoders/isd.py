@@ -1,0 +1,174 @@
+"""Introspective strided decoding: verify the last pass's drafts and draft the next ones in one causal pass.
+
+papers/idlm.txt section 3.2 and Algorithm 1, with the departures of facts/introspective.md: drafts are drawn from the
+very q that tests them (the published rule drafts by argmax and is biased), and p and q are warped by the request's own
+sampling settings before the test. What follows a rejection is a strategy (rejection.py).
+Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from idlm.acceptance import num_accepted, residual
+from idlm.contracts import StepOutcome, StepPlan
+from idlm.errors import UserError
+from idlm.infer.decoders.base import DECODERS, Batch, pack_rows
+from idlm.infer.decoders.layout import NO_ROW, LayoutTable
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.table import SequenceTable
+from idlm.sampling import draw, to_law
+from idlm.semantics import Semantics
+
+ACCEPTANCES = ("exact", "published")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsdConfig:
+    """`stride` None: the checkpoint's. `acceptance=published` is the authors' argmax-draft rule, lossy."""
+
+    stride: int | None = None
+    on_rejection: str = "tree"
+    acceptance: str = "exact"
+
+
+@DECODERS.register("isd")
+class IsdDecoder:
+    """Up to `stride` tokens per pass. Per lane: the drafts, the laws they were drawn from, the layout to feed next."""
+
+    name: ClassVar[str] = "isd"
+    Config: ClassVar[type] = IsdConfig
+
+    def __init__(self, config: IsdConfig, semantics: Semantics) -> None:
+        self.stride = semantics.stride if config.stride is None else config.stride
+        self._check(config, semantics)
+        self.config = config
+        self.num_masks = self.stride - 1
+        self.exactness = "exact" if config.acceptance == "exact" else "lossy"
+        self._mask_token_id = semantics.mask_token_id or 0
+        self._layout_list = STRATEGIES.get(config.on_rejection)().layouts(self.num_masks)
+        self.max_width = max(layout.width for layout in self._layout_list)
+
+    def _check(self, config: IsdConfig, semantics: Semantics) -> None:
+        if self.stride < 1:
+            raise UserError(
+                "IDLM-0402", f"stride={self.stride} must be >= 1", fix="give decoder.stride, 1 is AR"
+            )
+        if config.acceptance not in ACCEPTANCES:
+            raise UserError(
+                "IDLM-0403",
+                f"acceptance={config.acceptance!r} is not one of {ACCEPTANCES}",
+                fix="use acceptance=exact",
+            )
+        if self.stride > 1 and semantics.mask_token_id is None:
+            raise UserError(
+                "IDLM-0404",
+                f"decoder isd at stride {self.stride} needs the mask token id, and the checkpoint does not say it",
+                fix="give mask_token_id=..., convert the checkpoint with idlm-train, or use decoder=ar",
+            )
+        if self.stride > semantics.stride:
+            warnings.warn(
+                f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained for: the "
+                "output law is the same, but few of the further drafts will be accepted",
+                stacklevel=2,
+            )
+
+    def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
+        """Per lane: layout, drafts, and the whole law of each draft, fp64 (stride - 1) * vocab_size * 8 bytes."""
+        self._layouts = LayoutTable(self._layout_list, device)
+        self.layout_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
+        self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
+        self.draft_laws_ZJV = torch.zeros(
+            num_lanes, self.num_masks, vocab_size, dtype=torch.float64, device=device
+        )
+
+    def seat(self, lane: int) -> None:
+        """The new sequence has no drafts."""
+        self.layout_Z[lane] = 0
+
+    def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
+        """Known tokens, then the lane's drafts and the masks of its layout."""
+        lanes_B = torch.tensor(batch.lanes, dtype=torch.int64, device=table.device)
+        return pack_rows(
+            table,
+            batch,
+            layouts=self._layouts,
+            layout_B=self.layout_Z[lanes_B],
+            drafts_BJ=self.drafts_ZJ[lanes_B],
+            mask_token_id=self._mask_token_id,
+        )
+
+    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
+        """Test the drafts, emit the accepted ones and one token more, draw the next drafts."""
+        samples_B = plan.first_logit_B >= 0
+        num_sequences = len(batch.lanes)
+        token_ids_BJ = torch.zeros(num_sequences, self.stride, dtype=torch.int64, device=table.device)
+        accepted_B = torch.zeros(num_sequences, dtype=torch.int64, device=table.device)
+        tested_B = accepted_B.clone()
+        if len(logits_XV):
+            lanes_B = plan.lanes_B[samples_B]
+            first_B = plan.first_logit_B[samples_B]
+            laws_XV = self._laws(table, batch, lanes_B, logits_XV)
+            uniforms_BD = table.uniforms(lanes_B, 2 * self.num_masks + 1)
+            emitted_BJ, accepted, tested = self._verify(table, lanes_B, first_B, laws_XV, uniforms_BD)
+            self._draft(lanes_B, first_B, accepted, laws_XV, uniforms_BD[:, self.num_masks + 1 :])
+            token_ids_BJ[samples_B], accepted_B[samples_B], tested_B[samples_B] = emitted_BJ, accepted, tested
+        num_emitted_B = samples_B.long() + accepted_B
+        table.commit(plan.lanes_B, token_ids_BJ, num_emitted_B, plan.num_feed_B + accepted_B)
+        return StepOutcome(
+            token_ids_BJ=token_ids_BJ,
+            num_emitted_B=num_emitted_B,
+            num_accepted_B=accepted_B,
+            num_tested_B=tested_B,
+        )
+
+    def _laws(self, table: SequenceTable, batch: Batch, lanes_B: Tensor, logits_XV: Tensor) -> Tensor:
+        """p of the chain rows and q of the mask rows alike, under each request's own settings."""
+        width_B = self._layouts.width_Y[self.layout_Z[lanes_B]]
+        sequence_X = torch.repeat_interleave(torch.arange(len(lanes_B), device=table.device), width_B)
+        return to_law(logits_XV, table.warp(lanes_B, batch.lanes).rows(sequence_X))
+
+    def _verify(
+        self, table: SequenceTable, lanes_B: Tensor, first_B: Tensor, laws_XV: Tensor, uniforms_BD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Emitted tokens [B, stride], number accepted [B] and tested [B] (up to the first rejection)."""
+        num_drafts_B = self._layouts.num_drafts_Y[self.layout_Z[lanes_B]]
+        depth_J = torch.arange(self.num_masks, device=table.device)
+        drafts_BJ = self.drafts_ZJ[lanes_B]
+        rows_BJ = (first_B[:, None] + depth_J).clamp(max=len(laws_XV) - 1)
+        accepted_B = num_accepted(
+            laws_XV[rows_BJ, drafts_BJ],
+            self.draft_laws_ZJV[lanes_B[:, None], depth_J, drafts_BJ],
+            uniforms_BD[:, : self.num_masks],
+            table.tau_Z[lanes_B],
+            depth_J < num_drafts_B[:, None],
+        )
+        rejected_B = accepted_B < num_drafts_B
+        law_BV = laws_XV[first_B + accepted_B]
+        if self.num_masks:
+            draft_law_BV = self.draft_laws_ZJV[lanes_B, accepted_B.clamp(max=self.num_masks - 1)]
+            law_BV = torch.where(rejected_B[:, None], residual(law_BV, draft_law_BV), law_BV)
+        last_B1 = draw(law_BV, uniforms_BD[:, self.num_masks])[:, None]
+        emitted_BJ = torch.cat([drafts_BJ, last_B1], dim=1).scatter(1, accepted_B[:, None], last_B1)
+        return emitted_BJ, accepted_B, accepted_B + rejected_B.long()
+
+    def _draft(
+        self, lanes_B: Tensor, first_B: Tensor, accepted_B: Tensor, laws_XV: Tensor, uniforms_BJ: Tensor
+    ) -> None:
+        """Draw the next drafts from the rows that the layout names for this count of accepted drafts."""
+        layout_B = self.layout_Z[lanes_B]
+        rows_BJ = self._layouts.draft_row_YAJ[layout_B, accepted_B]
+        laws_BJV = laws_XV[torch.where(rows_BJ == NO_ROW, 0, first_B[:, None] + rows_BJ)]
+        self.draft_laws_ZJV[lanes_B] = laws_BJV
+        self.drafts_ZJ[lanes_B] = self._draw_drafts(laws_BJV, uniforms_BJ)
+        self.layout_Z[lanes_B] = self._layouts.next_layout_YA[layout_B, accepted_B]
+
+    def _draw_drafts(self, laws_BJV: Tensor, uniforms_BJ: Tensor) -> Tensor:
+        if self.config.acceptance == "published":
+            return laws_BJV.argmax(-1)
+        return draw(laws_BJV.flatten(0, 1), uniforms_BJ.flatten()).view(uniforms_BJ.shape)

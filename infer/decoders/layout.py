@@ -1,0 +1,101 @@
+"""Rows of one decoding step as data: a chain of tokens to verify and groups of masks hanging on it.
+
+All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is fed and, for
+every count `a` of accepted drafts, which rows the next drafts are drawn from and which layout comes next. Stacked
+into a `LayoutTable`, planning and advancing are table look-ups without branches.
+Shapes: Y layouts, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J = num_masks drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+MASK = -1
+NO_ROW = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """`[pending, draft_1 .. draft_m]` followed by groups of `num_masks` masks.
+
+    Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other, causally.
+    `draft_rows[a]`: after exactly `a` accepted drafts, the rows whose laws the next drafts come from, in order.
+    `next_layouts[a]`: index of the layout that the next step uses then.
+    """
+
+    num_drafts: int
+    num_masks: int
+    mask_parents: tuple[int, ...]
+    draft_rows: tuple[tuple[int, ...], ...]
+    next_layouts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.draft_rows) == len(self.next_layouts) == self.num_drafts + 1, f"{self=}"
+        assert all(0 <= parent <= self.num_drafts for parent in self.mask_parents), f"{self=}"
+
+    @property
+    def width(self) -> int:
+        """Rows in all."""
+        return 1 + self.num_drafts + self.num_masks * len(self.mask_parents)
+
+    def group(self, index: int) -> tuple[int, ...]:
+        """Rows of mask group `index`."""
+        return mask_rows(self.num_drafts, self.num_masks, index)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Per row: chain index or MASK, position, limit (exclusive), start of the row's own branch."""
+        chain = [(depth, depth, depth + 1, depth + 1) for depth in range(self.num_drafts + 1)]
+        masks = []
+        for index, parent in enumerate(self.mask_parents):
+            group = self.group(index)
+            masks += [(MASK, parent + 1 + place, parent + 1, group[0]) for place in range(self.num_masks)]
+        return tuple(chain + masks)
+
+
+def mask_rows(num_drafts: int, num_masks: int, group: int) -> tuple[int, ...]:
+    """Row numbers of a mask group behind a chain of `num_drafts` drafts."""
+    first = 1 + num_drafts + group * num_masks
+    return tuple(range(first, first + num_masks))
+
+
+class LayoutTable:
+    """A strategy's layouts, padded and stacked as int64 tensors on the engine's device."""
+
+    def __init__(self, layouts: list[RowLayout], device: torch.device) -> None:
+        self.layouts = layouts
+        self.max_width = max(layout.width for layout in layouts)
+        self.num_masks = layouts[0].num_masks
+
+        def stack(rows: list[list[int]]) -> Tensor:
+            return torch.tensor(rows, dtype=torch.int64, device=device)
+
+        def column(field: int) -> Tensor:
+            pad = self.max_width
+            return stack([[row[field] for row in y.rows] + [0] * (pad - y.width) for y in layouts])
+
+        self.width_Y = stack([[layout.width] for layout in layouts])[:, 0]
+        self.num_drafts_Y = stack([[layout.num_drafts] for layout in layouts])[:, 0]
+        self.source_YW, self.position_YW, self.limit_YW, self.branch_YW = (
+            column(field) for field in range(4)
+        )
+        self.next_layout_YA = stack([self._pad(y.next_layouts, self.num_masks + 1, 0) for y in layouts])
+        self.draft_row_YAJ = torch.tensor(
+            [
+                [
+                    self._pad(y.draft_rows[a] if a <= y.num_drafts else (), self.num_masks, NO_ROW)
+                    for a in range(self.num_masks + 1)
+                ]
+                for y in layouts
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+
+    @staticmethod
+    def _pad(values: tuple[int, ...], length: int, fill: int) -> list[int]:
+        return [*values, *[fill] * (length - len(values))]

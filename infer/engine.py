@@ -1,0 +1,313 @@
+"""The engine: requests in, completions out, one loop.
+
+    engine = Engine.from_pretrained("outputs/tiny", decoder="isd", stride=4)
+    [answer] = engine.generate(["Lea has 9 shells. ..."], SamplingParams(temperature=0))
+
+Data flows one way: scheduler.next -> decoder.plan -> runner.forward -> decoder.advance.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import Completion, SamplingParams, StepOutcome, StepPlan, TokenLogprob
+from idlm.errors import UserError
+from idlm.infer.build import EngineParts, EngineSettings, build
+from idlm.infer.request import Request, strip_stop_id
+from idlm.infer.scheduler import Schedule, lane_of
+from idlm.infer.text import AnswerText
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEvent:
+    """News of one sample after a pass: newly committed tokens, newly readable text, and at the end the completion."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    completion: Completion | None
+
+
+class Engine:
+    """Continuous batching over one model and one decoder. Not thread-safe."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self.tokenizer = parts.tokenizer
+        self.semantics = parts.model.semantics
+        self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
+        self.scheduler, self._runner = parts.scheduler, parts.runner
+        self._active: dict[str, list[Request]] = {}
+        self._texts: dict[Request, AnswerText] = {}
+        self._num_added = 0
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
+        """Load a checkpoint directory. `decoder` None: "isd" where the checkpoint was converted, else "ar".
+
+        `options` are the fields of `EngineSettings` (device, dtype, mask_token_id, max_num_seqs, memory, ...) and of
+        the decoder's own Config (for isd: stride, on_rejection, acceptance). Raises UserError for anything unusable.
+        """
+        return cls(build(path, decoder, options))
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What the engine was built with."""
+        return self._parts.settings
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """Answers in the order of the prompts; `n` samples of a prompt stand next to each other."""
+        keys = self._add_all(prompts, params, request_ids)
+        done: dict[tuple[str, int], Completion] = {}
+        try:
+            while len(done) < len(keys):
+                for event in self.step():
+                    if event.completion is not None:
+                        done[event.request_id, event.index] = event.completion
+        except BaseException:
+            for request_id in {request_id for request_id, _ in keys}:
+                self.abort(request_id)
+            raise
+        return [done[key] for key in keys]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Events of one prompt as passes finish; closing the iterator aborts the request."""
+        [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
+        open_samples = len(keys)
+        try:
+            while open_samples:
+                for event in self.step():
+                    if event.request_id == request_id:
+                        open_samples -= event.completion is not None
+                        yield event
+        finally:
+            self.abort(request_id)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, streams: bool = False
+    ) -> None:
+        """Queue a prompt (text, or token ids as they are). `streams`: decode text in every event, not only at the end."""
+        self._check_new(request_id)
+        params = params or SamplingParams()
+        prompt_ids = self._prompt_ids(request_id, prompt)
+        params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._parts.eos_ids))
+        if params.stop and self.tokenizer is None:
+            raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
+        for index in range(params.n):
+            request = Request(
+                request_id=request_id,
+                index=index,
+                order=self._num_added,
+                prompt_ids=prompt_ids,
+                params=params,
+                stop_ids=frozenset(stop_ids),
+                max_length=self._max_length(request_id, prompt_ids, params),
+            )
+            self._num_added += 1
+            self._active.setdefault(request_id, []).append(request)
+            if (params.stop or streams) and self.tokenizer is not None:
+                self._texts[request] = AnswerText(self._parts.detokenizer(), params.stop)
+            self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> list[Completion]:
+        """Stop a request wherever it is; returns what it had, [] when it is not (or no longer) here."""
+        completions = []
+        for request in list(self._active.get(request_id, ())):
+            request.finish_reason = "abort"
+            completions.append(self._finish(request))
+        return completions
+
+    def step(self) -> list[StreamEvent]:
+        """One forward pass for everyone who fits; [] when nothing is left to do."""
+        schedule = self.scheduler.next()
+        if not schedule.requests:
+            return []
+        self._seat(schedule)
+        batch = schedule.batch()
+        plan = self.decoder.plan(self.table, batch)
+        logits_XV = self._runner.forward(plan)
+        outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
+        return self._deliver(schedule, plan, outcome, logits_XV)
+
+    def _seat(self, schedule: Schedule) -> None:
+        for request in schedule.seated:
+            lane = lane_of(request)
+            self.table.seat(lane, request.prompt_ids, request.params, request.index)
+            self.decoder.seat(lane)
+        for request in schedule.preempted:
+            self.table.rewind(lane_of(request))
+
+    def _deliver(
+        self, schedule: Schedule, plan: StepPlan, outcome: StepOutcome, logits_XV: Tensor
+    ) -> list[StreamEvent]:
+        """Book what the pass committed, finish who is done. The one place where results reach the host."""
+        events = []
+        tokens, num_emitted = outcome.token_ids_BJ.tolist(), outcome.num_emitted_B.tolist()
+        accepted, tested = outcome.num_accepted_B.tolist(), outcome.num_tested_B.tolist()
+        for b, request in enumerate(schedule.requests):
+            request.num_forwards += 1
+            request.num_computed += schedule.num_feed[b] + accepted[b]
+            if not num_emitted[b]:
+                continue
+            request.count_drafts(accepted[b], tested[b])
+            new_ids, text = self._append(request, tokens[b][: num_emitted[b]])
+            if request.params.logprobs is not None:
+                first = int(plan.first_logit_B[b])
+                request.logprobs += _logprobs(
+                    logits_XV[first : first + len(new_ids)], new_ids, request.params.logprobs
+                )
+            is_done = request.finish_reason is not None
+            text += self._texts[request].finish() if is_done and request in self._texts else ""
+            events.append(
+                StreamEvent(
+                    request_id=request.request_id,
+                    index=request.index,
+                    token_ids=tuple(new_ids),
+                    text=text,
+                    completion=self._finish(request) if is_done else None,
+                )
+            )
+        return events
+
+    def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
+        """Add committed tokens one by one until something stops the answer."""
+        answer = self._texts.get(request)
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            request.push(token_id)
+            if answer is not None and token_id not in request.stop_ids:
+                text += answer.push([token_id])
+                if answer.is_stopped:
+                    request.finish_reason = "stop"
+            if request.finish_reason is not None:
+                return token_ids[:count], text
+        return token_ids, text
+
+    def _finish(self, request: Request) -> Completion:
+        self.scheduler.retire(request)
+        samples = self._active[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self._active[request.request_id]
+        answer = self._texts.pop(request, None)
+        if answer is not None:
+            answer.finish()
+            text = answer.text
+        else:
+            text = self._parts.decode(strip_stop_id(request.token_ids, request.stop_ids))
+        is_exact = self.decoder.exactness == "exact" and request.params.tau == 0
+        return request.complete(text, "exact" if is_exact else "lossy")
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        request_ids: Sequence[str] | None,
+        *,
+        streams: bool = False,
+    ) -> list[tuple[str, int]]:
+        if isinstance(prompts, str):
+            raise UserError(
+                "IDLM-0407", "prompts is a single string", fix="give a list: generate([prompt], ...)"
+            )
+        settings = (
+            [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        )
+        ids = (
+            list(request_ids)
+            if request_ids is not None
+            else [f"r{self._num_added + i}" for i in range(len(prompts))]
+        )
+        if not len(prompts) == len(settings) == len(ids):
+            raise UserError(
+                "IDLM-0408",
+                f"{len(prompts)} prompts, {len(settings)} sampling params and {len(ids)} request ids do not match",
+                fix="give one SamplingParams for all or one per prompt, and one id per prompt or none",
+            )
+        added: list[str] = []
+        try:
+            for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
+                self.add_request(request_id, prompt, setting, streams=streams)
+                added.append(request_id)
+        except UserError:
+            for request_id in added:
+                self.abort(request_id)
+            raise
+        return [
+            (request_id, k)
+            for request_id, setting in zip(ids, settings, strict=True)
+            for k in range(setting.n)
+        ]
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._active:
+            raise UserError(
+                "IDLM-0409", f"request id {request_id!r} is in use", fix="give every request its own id"
+            )
+
+    def _prompt_ids(self, request_id: str, prompt: Prompt) -> list[int]:
+        prompt_ids = self._parts.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        num_rows = self._parts.model.spec.vocab_size
+        bad = [token for token in prompt_ids if not (isinstance(token, int) and 0 <= token < num_rows)]
+        if not prompt_ids:
+            raise UserError(
+                "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
+            )
+        if bad:
+            raise UserError(
+                "IDLM-0411",
+                f"request {request_id!r}: token ids {bad[:5]} are outside the vocabulary [0, {num_rows})",
+                fix="encode the prompt with the checkpoint's own tokenizer",
+            )
+        return prompt_ids
+
+    def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
+        """Longest prompt plus answer that context and pool allow."""
+        context, pool = self.settings.max_length, self.pool.num_pages * self.pool.page_size
+        assert context is not None
+        if len(prompt_ids) >= context:
+            raise UserError(
+                "IDLM-0412",
+                f"request {request_id!r}: the prompt has {len(prompt_ids)} tokens, the context {context}",
+                fix="shorten the prompt so that at least one token can be generated, or raise max_length if the model allows",
+            )
+        longest = min(context, len(prompt_ids) + params.max_tokens)
+        if self.scheduler.slots_needed(longest) > pool:
+            raise UserError(
+                "IDLM-0413",
+                f"request {request_id!r} may need {self.scheduler.slots_needed(longest)} KV slots; the pool has {pool}",
+                fix=f"lower max_tokens, or raise num_pages to {math.ceil(longest / self.pool.page_size) + 2} or more",
+            )
+        return longest
+
+
+def _logprobs(logits_JV: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+    """Log-probabilities under the model's own law, before temperature and truncation."""
+    table_JV = torch.log_softmax(logits_JV.double(), dim=-1)
+    top = table_JV.topk(min(num_top, table_JV.shape[-1]), dim=-1)
+    return [
+        TokenLogprob(
+            token_id=token,
+            logprob=float(table_JV[j, token]),
+            top=dict(zip(top.indices[j].tolist(), top.values[j].tolist(), strict=True)),
+        )
+        for j, token in enumerate(token_ids)
+    ]

@@ -1,0 +1,83 @@
+"""One sample of one request: its prompt, what it has emitted, and when it is finished. Knows no decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from idlm.contracts import Completion, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A sequence on its way through the engine. `order` is its arrival; `lane` None while it waits.
+
+    `num_computed` mirrors the lane's KV pointer on the host. `max_length`: prompt and answer together.
+    """
+
+    request_id: str
+    index: int
+    order: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_length: int
+    lane: int | None = None
+    num_computed: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_forwards: int = 0
+    accepted: list[int] = field(default_factory=list)
+    tested: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and emitted tokens."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def wants_text(self) -> bool:
+        """Whether stopping depends on decoded text."""
+        return bool(self.params.stop)
+
+    def push(self, token_id: int) -> None:
+        """Append one emitted token and note a stop id or a length limit."""
+        self.token_ids.append(token_id)
+        if token_id in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.params.max_tokens or self.num_known >= self.max_length:
+            self.finish_reason = "length"
+
+    def count_drafts(self, num_accepted: int, num_tested: int) -> None:
+        """Book one pass's drafts by position."""
+        missing = num_tested - len(self.tested)
+        if missing > 0:
+            self.tested.extend([0] * missing)
+            self.accepted.extend([0] * missing)
+        for position in range(num_tested):
+            self.tested[position] += 1
+            self.accepted[position] += position < num_accepted
+
+    def complete(self, text: str, exactness: str) -> Completion:
+        """The finished answer."""
+        assert self.finish_reason is not None, f"{self.request_id=}"
+        return Completion(
+            request_id=self.request_id,
+            index=self.index,
+            text=text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=len(self.prompt_ids),
+            num_forwards=self.num_forwards,
+            accepted_by_position=tuple(self.accepted),
+            tested_by_position=tuple(self.tested),
+            seed=self.params.seed,
+            exactness=exactness,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+        )
+
+
+def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
+    """The tokens that become text: all but a final stop id."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids

@@ -1,0 +1,54 @@
+"""One forward pass: StepPlan in, logits of the wanted rows out. The only file that joins model, KV cache and kernel.
+
+Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import StepPlan
+from idlm.infer.kv_cache import KVCache, PagePool
+from idlm.infer.models.loader import LoadedModel
+from idlm.kernels.paged_attention.op import AttentionRows, paged_attention, plan_attention
+
+
+class Runner:
+    """Model and cache of one device."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache, pool: PagePool) -> None:
+        self._trunk, self._cache, self._pool = model.trunk, cache, pool
+        self._scale = model.spec.head_dim**-0.5
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Tensor:
+        """fp32 logits [X, V] of `plan.logit_rows_X`; writes the KV of every fed row."""
+        page_size = self._pool.page_size
+        num_pages = self._pool.pages_for(plan.max_slots)
+        block_table_BP = self._pool.block_table_ZP[plan.lanes_B, :num_pages]
+        rows = AttentionRows(
+            cu_rows=plan.cu_rows_B1,
+            block_table=block_table_BP,
+            page_size=page_size,
+            own_slots_R=plan.slots_R,
+            limits_R=plan.limits_R,
+            branch_starts_R=plan.branch_starts_R,
+            max_rows=plan.max_rows,
+            max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
+        )
+        sequence_R = torch.repeat_interleave(
+            torch.arange(len(plan.lanes_B), device=plan.lanes_B.device), plan.cu_rows_B1.diff()
+        )
+        slot_mapping_R = (
+            block_table_BP[sequence_R, plan.slots_R // page_size] * page_size + plan.slots_R % page_size
+        )
+        attention = plan_attention(rows)
+
+        def attend(layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor:
+            self._cache.write(layer, slot_mapping_R, k_RKH, v_RKH)
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            return paged_attention(q_RNH, keys, values, attention, scale=self._scale)
+
+        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, attend)
+        return self._trunk.logits(hidden_RD[plan.logit_rows_X])

@@ -1,0 +1,127 @@
+"""Continuous batching: who runs in the next pass, within a pool of pages and a prompt budget. Knows no algorithm.
+
+Every sequence simply has known tokens that are not computed yet (a prompt: many; a decoding sequence: one), so prompts
+are chunked into the same passes as decoding. When pages run out, the youngest sequence gives all of its pages back
+and recomputes later; its tokens, drafts and random stream stay, so its answer does not change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from idlm.infer.decoders.base import Batch
+from idlm.infer.kv_cache import PagePool
+from idlm.infer.request import Request
+
+
+@dataclass(slots=True, kw_only=True)
+class Schedule:
+    """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down or lost its KV."""
+
+    requests: list[Request] = field(default_factory=list)
+    num_feed: list[int] = field(default_factory=list)
+    seated: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def batch(self) -> Batch:
+        """The decoders' view."""
+        requests, num_feed = self.requests, self.num_feed
+        return Batch(
+            lanes=[lane_of(request) for request in requests],
+            num_computed=[request.num_computed for request in requests],
+            num_feed=num_feed,
+            samples=[r.num_computed + n == r.num_known for r, n in zip(requests, num_feed, strict=True)],
+        )
+
+
+class Scheduler:
+    """Lanes, queue and page accounting.
+
+    Every running sequence gets its decoding rows in every pass (`max_width` at most); `max_prompt_rows` bounds the
+    further prompt rows of all sequences together.
+    """
+
+    def __init__(self, pool: PagePool, *, num_lanes: int, max_prompt_rows: int, max_width: int) -> None:
+        self.pool = pool
+        self._max_prompt_rows = max_prompt_rows
+        self._max_width = max_width
+        self._free_lanes = list(range(num_lanes - 1, -1, -1))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def slots_needed(self, num_tokens: int) -> int:
+        """Slots of a sequence of `num_tokens` whose last token is pending, with its drafts and masks."""
+        return num_tokens - 1 + self._max_width
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def next(self) -> Schedule:
+        """Decide the next pass. Empty only when nothing is left to do."""
+        schedule = Schedule()
+        budget = self._max_prompt_rows
+        is_stalled = False
+        for request in list(self.running):
+            had_pages = self.pool.num_owned(lane_of(request)) > 0
+            if not had_pages and is_stalled:
+                continue
+            if self._reserve(request, schedule):
+                budget = self._feed(request, budget, schedule)
+            else:
+                is_stalled = True
+        while self.waiting and self._free_lanes and not is_stalled and budget > 0:
+            request = self.waiting[0]
+            lane = self._free_lanes.pop()
+            if not self.pool.reserve(lane, self.slots_needed(request.num_known)):
+                self._free_lanes.append(lane)
+                break
+            request.lane = lane
+            self.running.append(self.waiting.popleft())
+            schedule.seated.append(request)
+            budget = self._feed(request, budget, schedule)
+        return schedule
+
+    def retire(self, request: Request) -> None:
+        """Take a finished or aborted request out, wherever it is, and free what it holds."""
+        if request.lane is None:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self.pool.release(request.lane)
+        self._free_lanes.append(request.lane)
+        request.lane = None
+
+    def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
+        """Enter the request with as many known tokens as the prompt budget allows; returns what is left of it."""
+        remaining = request.num_known - request.num_computed
+        if remaining > 1 and budget == 0:
+            return 0
+        num_feed = min(remaining, 1 + budget)
+        schedule.requests.append(request)
+        schedule.num_feed.append(num_feed)
+        return budget - (num_feed - 1)
+
+    def _reserve(self, request: Request, schedule: Schedule) -> bool:
+        """Pages for the request's next pass; preempts younger sequences if that is what it takes.
+
+        A preempted sequence (no pages) never preempts others: it waits until its whole length fits.
+        """
+        lane = lane_of(request)
+        while not self.pool.reserve(lane, self.slots_needed(request.num_known)):
+            if self.pool.num_owned(lane) == 0:
+                return False
+            victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)
+            self.pool.release(lane_of(victim))
+            victim.num_computed = 0
+            schedule.preempted.append(victim)
+            self.num_preemptions += 1
+        return True
+
+
+def lane_of(request: Request) -> int:
+    """The lane of a seated request."""
+    assert request.lane is not None, f"{request.request_id=} is not seated"
+    return request.lane

@@ -1,0 +1,98 @@
+"""State of the running sequences as one struct of tensors: what every decoder reads and commits to.
+
+A lane is the seat of one running sequence. Everything a step needs is indexed by lane, so plans, sampling and
+commits are tensor operations over the batch and can run inside a captured graph. Decoders own further tensors of
+their own, indexed by the same lanes.
+Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J tokens a pass can emit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.rng import uniforms
+from idlm.sampling import Warp
+
+
+class SequenceTable:
+    """Known tokens, KV progress, sampling settings and random stream of each lane.
+
+    `num_known_Z` tokens are final (prompt and committed ones, the pending token included); the KV of the first
+    `num_computed_Z` of them is in the cache. In decoding exactly one token, the pending one, is known but not
+    computed.
+    """
+
+    def __init__(self, num_lanes: int, max_length: int, device: torch.device) -> None:
+        def ints() -> Tensor:
+            return torch.zeros(num_lanes, dtype=torch.int64, device=device)
+
+        def floats(value: float) -> Tensor:
+            return torch.full((num_lanes,), value, dtype=torch.float64, device=device)
+
+        self.device = device
+        self.tokens_ZL = torch.zeros(num_lanes, max_length, dtype=torch.int64, device=device)
+        self.num_known_Z, self.num_computed_Z = ints(), ints()
+        self.seeds_Z, self.samples_Z, self.steps_Z, self.top_k_Z = ints(), ints(), ints(), ints()
+        self.temperature_Z, self.top_p_Z, self.min_p_Z, self.tau_Z = (
+            floats(1),
+            floats(1),
+            floats(0),
+            floats(0),
+        )
+        self._settings: list[SamplingParams | None] = [None] * num_lanes
+
+    @property
+    def num_lanes(self) -> int:
+        """Seats in all."""
+        return len(self._settings)
+
+    def seat(self, lane: int, token_ids: list[int], params: SamplingParams, sample: int) -> None:
+        """Put a sequence on a free lane; overwrites every field of whoever sat there before."""
+        assert params.seed is not None, f"{params=}"
+        self.tokens_ZL[lane, : len(token_ids)] = torch.tensor(token_ids, device=self.device)
+        self.num_known_Z[lane], self.num_computed_Z[lane] = len(token_ids), 0
+        self.seeds_Z[lane], self.samples_Z[lane], self.steps_Z[lane] = params.seed, sample, 0
+        self.temperature_Z[lane], self.top_k_Z[lane] = params.temperature, params.top_k
+        self.top_p_Z[lane], self.min_p_Z[lane], self.tau_Z[lane] = params.top_p, params.min_p, params.tau
+        self._settings[lane] = params
+
+    def rewind(self, lane: int) -> None:
+        """Forget the KV of a preempted sequence; its tokens, drafts and random stream stay."""
+        self.num_computed_Z[lane] = 0
+
+    def warp(self, lanes_B: Tensor, host_lanes: list[int]) -> Warp:
+        """Sampling settings of the batch; the `any_*` flags come from the host copy, without a device read."""
+        settings = [params for lane in host_lanes if (params := self._settings[lane]) is not None]
+        return Warp(
+            temperature_X=self.temperature_Z[lanes_B],
+            top_k_X=self.top_k_Z[lanes_B],
+            top_p_X=self.top_p_Z[lanes_B],
+            min_p_X=self.min_p_Z[lanes_B],
+            any_greedy=any(params.temperature == 0 for params in settings),
+            any_top_k=any(params.top_k > 0 for params in settings),
+            any_top_p=any(params.top_p < 1 for params in settings),
+            any_min_p=any(params.min_p > 0 for params in settings),
+        )
+
+    def uniforms(self, lanes_B: Tensor, num_draws: int) -> Tensor:
+        """Random numbers [B, num_draws] (fp64) of each lane's current sampling step."""
+        return uniforms(self.seeds_Z[lanes_B], self.samples_Z[lanes_B], self.steps_Z[lanes_B], num_draws)
+
+    def commit(
+        self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor
+    ) -> None:
+        """Append each lane's emitted tokens, move its KV pointer on, and step its random stream."""
+        num_columns = token_ids_BJ.shape[1]
+        offsets_J = torch.arange(num_columns, device=self.device)
+        known_B = self.num_known_Z[lanes_B]
+        columns_BJ = (known_B[:, None] + offsets_J).clamp(max=self.tokens_ZL.shape[1] - 1)
+        emitted_BJ = offsets_J < num_emitted_B[:, None]
+        fits_BJ = known_B[:, None] + offsets_J < self.tokens_ZL.shape[1]
+        lanes_BJ = lanes_B[:, None].expand(-1, num_columns)
+        keep_BJ = emitted_BJ & fits_BJ
+        self.tokens_ZL[lanes_BJ[keep_BJ], columns_BJ[keep_BJ]] = token_ids_BJ[keep_BJ]
+        self.num_known_Z[lanes_B] = known_B + num_emitted_B
+        self.num_computed_Z[lanes_B] += num_computed_B
+        self.steps_Z[lanes_B] += (num_emitted_B > 0).long()

@@ -1,0 +1,49 @@
+"""Tiny random checkpoints, written by transformers, for tests that need a model but not a good one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURES = ("Qwen3", "Qwen2", "Llama")
+
+
+def write_toy_checkpoint(
+    directory: Path,
+    *,
+    architecture: str = "Qwen3",
+    vocab_size: int = 48,
+    width: int = 32,
+    num_layers: int = 2,
+    sharpness: float = 4.0,
+    seed: int = 0,
+    max_positions: int = 512,
+) -> Path:
+    """Save a stock checkpoint with random weights; `sharpness` scales the head, so laws are far from uniform."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if architecture == "Qwen3":
+        settings["head_dim"] = 16
+    config = getattr(transformers, f"{architecture}Config")(**settings)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness / (0.3 * width**0.5))
+    model.float().save_pretrained(directory)
+    return directory
