@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, on any device: plan once per step, then one gather and one product per layer.
+"""Paged attention in plain torch, on any device: plan once per step, then gather and multiply per layer.
 
 `plan_attention` computes everything that does not depend on the layer. Contract and formula in README.md.
 b sequences of a group, m rows and s slots they are padded to; R rows fed this pass, B sequences, P pages,
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from idlm.kernels.paged_attention.rows import AttentionRows
+
+__all__ = ["AttentionPlan", "AttentionRows", "paged_attention", "plan_attention"]
 
 FEW_ROWS = 16
 FEW_SLOTS = 512
@@ -41,7 +43,7 @@ class AttentionPlan:
     num_rows: int
     groups: tuple[_Group, ...]
     unpad_R: torch.Tensor | None
-    """Where each packed row lies in the groups' padded rows laid end to end; None when it is already in order."""
+    """Where each packed row lies in the groups' padded rows laid end to end; None: already in order."""
 
 
 def plan_attention(rows: AttentionRows) -> AttentionPlan:
@@ -77,7 +79,7 @@ def plan_attention(rows: AttentionRows) -> AttentionPlan:
 
 
 def _split(rows: AttentionRows, sequence_R: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
-    """Sequences by power-of-two size class: (sequence ids, their most rows, their most slots); empty ones are dropped."""
+    """Sequences by power-of-two size class: (sequence ids, most rows, most slots); empty ones are dropped."""
     counts_B = rows.cu_rows.diff()
     slots_R = torch.maximum(rows.limits_R, rows.own_slots_R + 1)
     slots_B = torch.zeros_like(counts_B).scatter_reduce_(0, sequence_R, slots_R, "amax")
@@ -135,7 +137,7 @@ def paged_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Return o_RNH (fresh memory, q's dtype) for one layer; this pass's keys and values must already be cached."""
+    """Return o_RNH (fresh memory, q's dtype) of one layer, whose new keys and values are already cached."""
     assert q_RNH.shape[0] == plan.num_rows, f"{q_RNH.shape=} {plan.num_rows=}"
     if not plan.groups:
         return torch.empty_like(q_RNH)
@@ -165,7 +167,7 @@ def _attend(
             enable_gqa=per_kv_head > 1,
         )
         return o_bNmH.transpose(1, 2).reshape(b * m, num_heads, head_dim)
-    # Query heads that share a KV head become rows of it, so that keys and values are not repeated per query head.
+    # Query heads that share a KV head become rows of it, so that keys and values are not repeated.
     q_bKGmH = q_XNH.reshape(b, m, num_kv_heads, per_kv_head, head_dim).permute(0, 2, 3, 1, 4)
     o_bKXH = F.scaled_dot_product_attention(
         q_bKGmH.reshape(b, num_kv_heads, per_kv_head * m, head_dim),
@@ -179,7 +181,7 @@ def _attend(
 
 
 def _bias(group: _Group, dtype: torch.dtype, repeats: int) -> torch.Tensor:
-    """Additive mask [b, 1, repeats * m, s]; kept for the other layers, because SDPA converts a bool mask in each."""
+    """Additive mask [b, 1, repeats * m, s], kept for the other layers: SDPA would convert a bool mask in each."""
     key = (dtype, repeats)
     if key not in group.bias:
         bias_bms = torch.zeros(group.visible_bms.shape, dtype=dtype, device=group.visible_bms.device)

@@ -1,0 +1,95 @@
+"""What the engine asks of a model: a spec, a trunk that calls back for attention, and a registry of families.
+
+A family maps `config.json` to a `ModelSpec` and names its tensors; it holds no arithmetic and no state. Adding one
+is one file in `families/`.
+R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from idlm.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Everything the dense trunk needs to know. `vocab_size` counts embedding rows, padding rows included."""
+
+    num_layers: int
+    width: int
+    ffn_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_inv_freq: tuple[float, ...]
+    """Radians per position, head_dim / 2 of them, fp32 values."""
+    rope_scaling: float
+    """Factor on cos and sin (yarn); 1 otherwise."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names in the checkpoint, by default those of stock Hugging Face decoders. `{}` is the layer number."""
+
+    embed: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    attention_norm: str = "model.layers.{}.input_layernorm.weight"
+    q: str = "model.layers.{}.self_attn.q_proj"
+    k: str = "model.layers.{}.self_attn.k_proj"
+    v: str = "model.layers.{}.self_attn.v_proj"
+    o: str = "model.layers.{}.self_attn.o_proj"
+    q_norm: str = "model.layers.{}.self_attn.q_norm.weight"
+    k_norm: str = "model.layers.{}.self_attn.k_norm.weight"
+    mlp_norm: str = "model.layers.{}.post_attention_layernorm.weight"
+    gate: str = "model.layers.{}.mlp.gate_proj"
+    up: str = "model.layers.{}.mlp.up_proj"
+    down: str = "model.layers.{}.mlp.down_proj"
+
+
+class Attend(Protocol):
+    """Stores this layer's keys and values, returns the attention output; all that a trunk calls back."""
+
+    def __call__(self, layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor: ...
+
+
+class Trunk(Protocol):
+    """A decoder over packed rows. Both calls run under inference mode and keep no state between passes."""
+
+    spec: ModelSpec
+
+    def __call__(self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend) -> Tensor:
+        """Return hidden_RD after the final norm."""
+        ...
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """Return logits_XV in fp32."""
+        ...
+
+
+class Family:
+    """Base of all families; registered in `FAMILIES` under the checkpoint's architecture string."""
+
+    tensor_names: ClassVar[TensorNames] = TensorNames()
+    has_known_semantics: ClassVar[bool] = True
+    """False: the architecture string names models that decode differently; somebody must say which this is."""
+
+    @classmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        """Read `config.json`; UserError IDLM-0604 names every field that is missing, wrong or unsupported."""
+        raise NotImplementedError
+
+
+FAMILIES: Registry[type[Family]] = Registry("family", "idlm.infer.models.families")

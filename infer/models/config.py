@@ -1,0 +1,152 @@
+"""Reads a decoder's `config.json` into a `ModelSpec`, and refuses what would silently change the arithmetic.
+
+Every problem of a file is reported in one error. Fields that no decoder here reads are ignored on purpose: a
+config carries much that does not touch the forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from idlm.errors import UserError
+from idlm.infer.models.base import ModelSpec
+from idlm.infer.models.rope import rope_frequencies
+
+MUST_BE_NULL = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "quantization_config",
+    "compression_config",
+)
+
+
+class ConfigReader:
+    """Typed access to a config dict that collects problems; `check` raises them together."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.problems: list[str] = []
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """The field, or `default` when it is absent or null; 1 (and a problem) when it is unusable."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problems.append(f"{name}={value!r} (must be an integer above 0)")
+        return 1
+
+    def positive_float(self, name: str, default: float) -> float:
+        value = self.config.get(name, default)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.problems.append(f"{name}={value!r} (must be a number above 0)")
+        return 1.0
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool):
+            return value
+        self.problems.append(f"{name}={value!r} (must be true or false)")
+        return False
+
+    def allow(self, name: str, *allowed: Any) -> None:
+        """Refuse a field whose value is none of `allowed`; an absent field is fine."""
+        value = self.config.get(name, allowed[0])
+        if value not in allowed:
+            self.problems.append(
+                f"{name}={value!r} (supported: {' or '.join(repr(item) for item in allowed)})"
+            )
+
+    def check(self) -> None:
+        """Raise UserError IDLM-0604 if anything was found."""
+        if self.problems:
+            raise UserError(
+                "IDLM-0604",
+                f"config.json (architectures={self.config.get('architectures')!r}) has values that this engine cannot "
+                f"run: {'; '.join(self.problems)}",
+                fix="use a checkpoint without these settings, or correct config.json where it misdescribes the weights",
+            )
+
+
+def dense_spec(
+    config: dict[str, Any],
+    *,
+    qkv_bias: bool,
+    o_bias: bool,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    default_head_dim: int | None = None,
+    default_rope_theta: float | None = None,
+) -> ModelSpec:
+    """Map a stock decoder config; keyword arguments are what the family fixes, or its defaults.
+
+    `default_head_dim` None is width / heads; without `default_rope_theta` the config must say the base period.
+    """
+    reader = ConfigReader(config)
+    width, num_heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")
+    num_kv_heads = reader.positive_int("num_key_value_heads", num_heads)
+    head_dim = reader.positive_int("head_dim", default_head_dim or max(1, width // num_heads))
+    num_layers = reader.positive_int("num_hidden_layers")
+    if num_heads % num_kv_heads:
+        reader.problems.append(
+            f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
+        )
+    if head_dim % 2:
+        reader.problems.append(f"head_dim={head_dim} (must be even)")
+    _refuse_unsupported(reader, num_layers)
+    max_positions = reader.positive_int("max_position_embeddings")
+    inv_freq, rope_scaling, rope_problems = rope_frequencies(
+        config, head_dim=head_dim, max_positions=max_positions, default_theta=default_rope_theta
+    )
+    reader.problems += rope_problems
+    spec = ModelSpec(
+        num_layers=num_layers,
+        width=width,
+        ffn_width=reader.positive_int("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=reader.positive_int("vocab_size"),
+        norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
+        rope_inv_freq=inv_freq,
+        rope_scaling=rope_scaling,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        tie_embeddings=reader.flag("tie_word_embeddings"),
+        max_positions=max_positions,
+    )
+    reader.check()
+    return spec
+
+
+def _refuse_unsupported(reader: ConfigReader, num_layers: int) -> None:
+    reader.allow("hidden_act", "silu", "swish")
+    reader.allow("is_causal", True, None)
+    for name in MUST_BE_NULL:
+        reader.allow(name, None)
+    config = reader.config
+    layer_types = config.get("layer_types") or []
+    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if other:
+        reader.problems.append(f"layer_types contains {other} (supported: 'full_attention' in every layer)")
+    is_windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    first_windowed = config.get("max_window_layers", 0)
+    if (
+        is_windowed
+        and not layer_types
+        and not (isinstance(first_windowed, int) and first_windowed >= num_layers)
+    ):
+        reader.problems.append(
+            f"use_sliding_window=True with max_window_layers={first_windowed!r} of {num_layers} layers "
+            "(supported: no layer with a sliding window)"
+        )

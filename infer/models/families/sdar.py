@@ -1,0 +1,19 @@
+"""SDAR and the published I-DLM checkpoints: one architecture string, Qwen3's tensors, two ways to decode.
+
+I-DLM (arXiv 2604.11035) is token-causal with shifted logits; SDAR (arXiv 2510.06303) is block-causal and predicts
+in place. Neither weights nor config tell them apart, so `idlm_config.json` or the caller must.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.families.qwen3 import Qwen3
+
+
+@FAMILIES.register("SDARForCausalLM")
+class Sdar(Qwen3):
+    """Computes exactly what Qwen3 does for a given visibility."""
+
+    has_known_semantics: ClassVar[bool] = False

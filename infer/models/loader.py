@@ -1,0 +1,161 @@
+"""Loads a Hugging Face style checkpoint directory into our trunk; transformers never sees the directory.
+
+`config.json` is read as data: its architecture string selects a family from our own registry and nothing named in
+the checkpoint is imported or instantiated. Weights come from safetensors only and are held once, in fused form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from idlm.checkpoint import read_json, recover, verify
+from idlm.errors import UserError
+from idlm.infer.models import weights
+from idlm.infer.models.base import FAMILIES, Family, ModelSpec
+from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.semantics import FILE_NAME as SEMANTICS_FILE
+from idlm.semantics import Semantics
+from idlm.suggest import did_you_mean
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, and what its checkpoint means. Holds no tokenizer."""
+
+    trunk: DenseTrunk
+    spec: ModelSpec
+    semantics: Semantics
+    architecture: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype = "auto",
+    mask_token_id: int | None = None,
+    semantics: Semantics | None = None,
+) -> LoadedModel:
+    """Load the checkpoint directory `path` onto `device`.
+
+    `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides the
+    one in either. Every rejected input is a UserError (IDLM-0302, 0303, 0600 to 0608); nothing is loaded in part.
+    """
+    directory = _existing(Path(path))
+    verify(directory, required=False)
+    config = read_json(directory / "config.json")
+    architecture, family = _family(config)
+    spec = family.spec(config)
+    meaning = _semantics(directory, config, family, spec, mask_token_id, semantics)
+    files = weights.locate(directory)
+    names = family.tensor_names
+    if spec.tie_embeddings and names.head in files and names.embed in files:
+        # transformers as well trusts the weights over the flag: a separate head that differs is used.
+        spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
+    resolved_dtype = _dtype(dtype, config, files, names.embed)
+    trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype)
+    ignored_head = names.head if spec.tie_embeddings else None
+    weights.fill(
+        weight_targets(trunk, names),
+        files,
+        lambda name: name == ignored_head or name.endswith("rotary_emb.inv_freq"),
+    )
+    return LoadedModel(
+        trunk=trunk.eval(),
+        spec=spec,
+        semantics=meaning,
+        architecture=architecture,
+        dtype=resolved_dtype,
+        device=torch.device(device),
+    )
+
+
+def _existing(directory: Path) -> Path:
+    recover(directory)
+    if not directory.exists():
+        siblings = [item.name for item in directory.parent.iterdir()] if directory.parent.is_dir() else []
+        hint = did_you_mean(directory.name, siblings)
+        raise UserError(
+            "IDLM-0600",
+            f"there is no checkpoint at {directory} (looked in {directory.parent.resolve()}){hint}",
+            fix="give a local directory; a model on the Hugging Face Hub is fetched first with "
+            "`hf download <owner>/<name> --local-dir <directory>`",
+        )
+    if not (directory / "config.json").is_file():
+        what = "is not a directory" if not directory.is_dir() else "has no config.json"
+        if (directory / "adapter_config.json").is_file():
+            what = "is a LoRA adapter without its base model"
+        raise UserError(
+            "IDLM-0600", f"{directory} {what}", fix="give the directory that holds config.json and weights"
+        )
+    return directory
+
+
+def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
+    architectures = config.get("architectures")
+    given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
+    if not isinstance(given, str) or given not in FAMILIES.names():
+        raise UserError(
+            "IDLM-0601",
+            f"config.json says architectures={architectures!r}; known are {', '.join(FAMILIES.names())}"
+            f"{did_you_mean(given, FAMILIES.names()) if isinstance(given, str) else ''}",
+            fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
+        )
+    return given, FAMILIES.get(given)
+
+
+def _semantics(
+    directory: Path,
+    config: dict[str, Any],
+    family: type[Family],
+    spec: ModelSpec,
+    mask_token_id: int | None,
+    given: Semantics | None,
+) -> Semantics:
+    if given is None and not family.has_known_semantics and not (directory / SEMANTICS_FILE).is_file():
+        raise UserError(
+            "IDLM-0605",
+            f"{directory} does not say how it decodes: I-DLM checkpoints (token-causal, logits shifted) and SDAR "
+            "checkpoints (block-causal, logits in place) share architecture and tensor names",
+            fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
+            '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR model '
+            '{"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669}; '
+            "or pass semantics=Semantics(...)",
+        )
+    meaning = Semantics.load(directory) if given is None else given
+    if mask_token_id is None and meaning.mask_token_id is None:
+        mask_token_id = config.get("mask_token_id")
+    if mask_token_id is not None:
+        meaning = replace(meaning, mask_token_id=mask_token_id)
+    if meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
+        raise UserError(
+            "IDLM-0606",
+            f"mask_token_id={meaning.mask_token_id} is outside the {spec.vocab_size} embedding rows",
+            fix=f"give an id below {spec.vocab_size}",
+        )
+    return meaning
+
+
+def _dtype(
+    dtype: str | torch.dtype, config: dict[str, Any], files: dict[str, Path], embed: str
+) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name: Any = dtype
+    if name == "auto":
+        name = config.get("dtype") or config.get("torch_dtype")
+        if name is None and embed in files:
+            name = str(weights.tensor_dtype(files, embed)).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(
+            "IDLM-0608", f"dtype={name!r} is none of auto, {', '.join(DTYPES)}", fix="give dtype= explicitly"
+        )
+    return DTYPES[name]

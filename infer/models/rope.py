@@ -1,0 +1,82 @@
+"""Rotary frequencies from a config, for every rope type whose frequencies are the same at every sequence length.
+
+Scaled types are computed by transformers' own functions, so that they cannot drift from the reference. Reads the
+layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta` beside `rope_scaling`).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+SCALED_TYPES = ("linear", "llama3", "yarn")
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
+
+
+def rope_frequencies(
+    config: dict[str, Any], *, head_dim: int, max_positions: int, default_theta: float | None
+) -> tuple[tuple[float, ...], float, list[str]]:
+    """Return (head_dim / 2 inverse frequencies, factor on cos and sin, problems); with problems the first is empty.
+
+    `default_theta` None: a config without a base period is a problem, because a guess would run and be wrong.
+    """
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        return (), 1.0, [f"rope_parameters={parameters!r} (must be an object)"]
+    theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    problems = _problems(config, parameters, rope_type, theta)
+    if problems:
+        return (), 1.0, problems
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return tuple((1.0 / theta**exponents).tolist()), 1.0, []
+    return _scaled(
+        config, {**parameters, "rope_type": rope_type, "rope_theta": theta}, head_dim, max_positions
+    )
+
+
+def _problems(config: dict[str, Any], parameters: dict[str, Any], rope_type: Any, theta: Any) -> list[str]:
+    problems = []
+    if any(isinstance(value, dict) for value in parameters.values()):
+        problems.append("rope_parameters differs between layer types (supported: one set for all layers)")
+    elif isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        problems.append(f"rope_theta={theta!r} (must be a number above 0, here or in rope_parameters)")
+    supported = ", ".join(("default", *SCALED_TYPES))
+    if rope_type in LENGTH_DEPENDENT_TYPES:
+        problems.append(
+            f"rope_type={rope_type!r} depends on the sequence length, which would change keys already cached "
+            f"(supported: {supported})"
+        )
+    elif rope_type not in ("default", *SCALED_TYPES):
+        problems.append(f"rope_type={rope_type!r} (supported: {supported})")
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        problems.append(f"partial_rotary_factor={partial!r} (supported: 1)")
+    return problems
+
+
+def _scaled(
+    config: dict[str, Any], parameters: dict[str, Any], head_dim: int, max_positions: int
+) -> tuple[tuple[float, ...], float, list[str]]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    trained_on = config.get("original_max_position_embeddings")
+    if trained_on is not None:
+        parameters["original_max_position_embeddings"] = trained_on
+    parameters.setdefault("original_max_position_embeddings", max_positions)
+    view = SimpleNamespace(
+        rope_parameters=parameters,
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_positions,
+        standardize_rope_params=lambda: None,
+    )
+    try:
+        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](view, device=None)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return (), 1.0, [f"rope_parameters={parameters!r} cannot be used: {type(error).__name__}: {error}"]
+    return tuple(inv_freq.float().tolist()), float(attention_scaling), []

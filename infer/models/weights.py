@@ -1,0 +1,147 @@
+"""Finds and streams the safetensors files of a checkpoint; nothing else is ever opened, pickles least of all.
+
+Two passes: the headers decide whether every tensor is there with the right shape, then the data is copied one
+tensor at a time into memory that the model already owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from idlm.checkpoint import read_json
+from idlm.errors import UserError
+from idlm.infer.models.dense import WeightTarget
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
+MAX_NAMED = 8
+
+
+def locate(directory: Path) -> dict[str, Path]:
+    """Return the file of every tensor. UserError IDLM-0602: no safetensors; IDLM-0607: broken or missing file."""
+    if (directory / SINGLE_FILE).is_file():
+        return dict.fromkeys(_tensor_names(directory / SINGLE_FILE), directory / SINGLE_FILE)
+    if (directory / INDEX_FILE).is_file():
+        return _locate_sharded(directory)
+    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
+    if pickles:
+        raise UserError(
+            "IDLM-0602",
+            f"{directory} holds its weights as {pickles[0]}; only safetensors are read, because loading a pickle "
+            "runs whatever code it contains",
+            fix="convert it once with transformers, in a place where you trust the file: "
+            f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('<new directory>')",
+        )
+    raise UserError(
+        "IDLM-0602",
+        f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}",
+        fix="give the directory that holds the weights; a download may be incomplete",
+    )
+
+
+def _locate_sharded(directory: Path) -> dict[str, Path]:
+    index_path = directory / INDEX_FILE
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            "IDLM-0607", f"{index_path} has no weight_map", fix="restore the file from its source"
+        )
+    shards = sorted({str(name) for name in weight_map.values()})
+    for shard in shards:
+        if Path(shard).name != shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
+            raise UserError(
+                "IDLM-0607",
+                f"{index_path} names the file {shard!r}; allowed are plain *.safetensors names",
+                fix="do not use this checkpoint unless you know where it comes from",
+            )
+    absent = [shard for shard in shards if not (directory / shard).is_file()]
+    if absent:
+        raise UserError(
+            "IDLM-0607",
+            f"{directory} lacks {len(absent)} of {len(shards)} weight files: {_some(absent)}",
+            fix="download the missing files",
+        )
+    present = {shard: set(_tensor_names(directory / shard)) for shard in shards}
+    return {name: directory / shard for name, shard in weight_map.items() if name in present[shard]}
+
+
+def fill(
+    targets: Mapping[str, WeightTarget], files: Mapping[str, Path], is_ignored: Callable[[str], bool]
+) -> None:
+    """Copy every tensor into its target, casting to the target's dtype.
+
+    Before data is read, all missing, unused and wrong-shaped tensors are reported in one UserError IDLM-0603.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name in sorted(targets.keys() & files.keys()):
+        by_file.setdefault(files[name], []).append(name)
+    wrong_shapes = []
+    for path, names in by_file.items():
+        with _opened(path) as file:
+            for name in names:
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != targets[name].shape:
+                    wrong_shapes.append(
+                        f"{name} is {list(shape)}, config.json says {list(targets[name].shape)}"
+                    )
+    missing = sorted(targets.keys() - files.keys())
+    unused = sorted(name for name in files.keys() - targets.keys() if not is_ignored(name))
+    problems = [
+        f"{len(found)} {what}: {_some(found)}"
+        for what, found in (("missing", missing), ("of the wrong shape", wrong_shapes), ("not used", unused))
+        if found
+    ]
+    if problems:
+        raise UserError(
+            "IDLM-0603",
+            f"the tensors do not fit config.json; {'; '.join(problems)}",
+            fix="use the config.json that belongs to these weights; adapters and headless models do not load",
+        )
+    with torch.no_grad():
+        for path, names in by_file.items():
+            with _opened(path) as file:
+                for name in names:
+                    targets[name].view.copy_(file.get_tensor(name))
+
+
+def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
+    """Whether two tensors of the checkpoint hold the same values."""
+    with _opened(files[first]) as one, _opened(files[second]) as other:
+        return torch.equal(one.get_tensor(first), other.get_tensor(second))
+
+
+def tensor_dtype(files: Mapping[str, Path], name: str) -> torch.dtype:
+    """The dtype in which the file stores a tensor; reads its data."""
+    with _opened(files[name]) as file:
+        return file.get_tensor(name).dtype
+
+
+def _tensor_names(path: Path) -> list[str]:
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            "IDLM-0607",
+            f"{path} cannot be read as safetensors: {error}",
+            fix="restore the file from its source",
+        ) from error
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"

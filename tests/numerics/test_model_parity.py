@@ -1,0 +1,244 @@
+"""Our trunk against transformers on random tiny checkpoints: prompt at once and token by token, fp32 and bf16.
+
+R rows fed this pass, V vocabulary, L sequence length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.kernels.paged_attention import AttentionRows, paged_attention, plan_attention
+from idlm.semantics import Semantics
+
+FP32_TOLERANCE = 1e-5
+VOCAB = 97
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-tied-mqa": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-linear": (
+        "Qwen2",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}},
+    ),
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+}
+
+
+def save_reference(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Save and return a random transformers model whose norms and biases are random as well."""
+    import transformers
+
+    family, extra = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **extra})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.2)
+    model = model.to(dtype)
+    model.save_pretrained(directory)
+    return model
+
+
+class PagedSession:
+    """Two sequences in a scattered paged cache; `feed` runs one packed pass and returns its logits."""
+
+    def __init__(
+        self, model: LoadedModel, num_sequences: int, *, page_size: int = 4, num_pages: int = 16
+    ) -> None:
+        self.model, self.page_size = model, page_size
+        spec = model.spec
+        shape = (
+            spec.num_layers,
+            (num_sequences * num_pages + 1) * page_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
+        self.keys, self.values = (torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(2))
+        pages = torch.randperm(num_sequences * num_pages) + 1
+        self.block_table = pages.reshape(num_sequences, num_pages)
+        self.lengths = [0] * num_sequences
+
+    @torch.inference_mode()
+    def feed(self, chunks: list[list[int]]) -> list[torch.Tensor]:
+        """Append a chunk to every sequence; one logits tensor [len(chunk), V] each."""
+        counts = [len(chunk) for chunk in chunks]
+        slots = torch.cat([torch.arange(n, n + count) for n, count in zip(self.lengths, counts, strict=True)])
+        sequence_R = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(counts))
+        physical_R = (
+            self.block_table[sequence_R, slots // self.page_size] * self.page_size + slots % self.page_size
+        )
+        self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        plan = plan_attention(
+            AttentionRows(
+                cu_rows=torch.tensor([0, *counts]).cumsum(0),
+                block_table=self.block_table,
+                page_size=self.page_size,
+                own_slots_R=slots,
+                limits_R=slots + 1,
+                branch_starts_R=slots + 1,
+                max_rows=max(counts),
+                max_slots=max(self.lengths),
+            )
+        )
+        scale = self.model.spec.head_dim**-0.5
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.keys[layer].index_copy_(0, physical_R, k)
+            self.values[layer].index_copy_(0, physical_R, v)
+            return paged_attention(q, self.keys[layer], self.values[layer], plan, scale=scale)
+
+        ids = torch.tensor([token for chunk in chunks for token in chunk])
+        logits = self.model.trunk.logits(self.model.trunk(ids, slots, attend))
+        assert logits.dtype == torch.float32
+        return list(logits.split(counts))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (45, 19)]
+
+
+def reference_logits(reference: Any, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([prompt])).logits[0].float()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_and_single_steps_equal_transformers(
+    name: str, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    reference = save_reference(name, tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    assert model.dtype == torch.float32
+    expected = [reference_logits(reference, prompt) for prompt in prompts]
+    for ours, theirs in zip(PagedSession(model, 2).feed(prompts), expected, strict=True):
+        assert (ours - theirs).abs().max() <= FP32_TOLERANCE
+
+    session, caches = PagedSession(model, 2), [None, None]
+    for step in range(17):
+        chunks = [prompt[step : step + 1] for prompt in prompts]
+        logits = session.feed(chunks)
+        for number, chunk in enumerate(chunks):
+            with torch.inference_mode():
+                theirs = reference(torch.tensor([chunk]), past_key_values=caches[number], use_cache=True)
+            caches[number] = theirs.past_key_values
+            assert (logits[number] - theirs.logits[0]).abs().max() <= FP32_TOLERANCE
+            assert (logits[number][0] - expected[number][step]).abs().max() <= FP32_TOLERANCE
+
+
+def test_uneven_chunks_equal_one_prefill(tmp_path: Path, prompts: list[list[int]]) -> None:
+    save_reference("qwen3", tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    whole = PagedSession(model, 2).feed(prompts)
+    session = PagedSession(model, 2)
+    parts = [session.feed([prompts[0][a:b], prompts[1][c:d]]) for a, b, c, d in chunk_bounds()]
+    for number in range(2):
+        joined = torch.cat([part[number] for part in parts])
+        assert (joined - whole[number]).abs().max() <= FP32_TOLERANCE
+
+
+def chunk_bounds() -> Iterator[tuple[int, int, int, int]]:
+    yield from [(0, 7, 0, 1), (7, 40, 1, 8), (40, 41, 8, 8), (41, 45, 8, 19)]
+
+
+@pytest.mark.parametrize("layout", ["rope_scaling", "top-level theta"])
+def test_rope_layout_of_transformers_4(layout: str, tmp_path: Path, prompts: list[list[int]]) -> None:
+    name = "llama-llama3" if layout == "rope_scaling" else "llama"
+    reference = save_reference(name, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = rope if layout == "rope_scaling" else None
+    path.write_text(json.dumps(config))
+    ours = PagedSession(load_model(tmp_path, device="cpu"), 2).feed(prompts)[0]
+    assert (ours - reference_logits(reference, prompts[0])).abs().max() <= FP32_TOLERANCE
+
+
+def test_sdar_checkpoints_compute_what_qwen3_does(tmp_path: Path, prompts: list[list[int]]) -> None:
+    reference = save_reference("qwen3", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}))
+    Semantics(mask_token_id=90, stride=4).save(tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    assert (model.architecture, model.semantics.stride) == ("SDARForCausalLM", 4)
+    ours = PagedSession(model, 2).feed(prompts)[0]
+    assert (ours - reference_logits(reference, prompts[0])).abs().max() <= FP32_TOLERANCE
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path, prompts: list[list[int]]) -> None:
+    reference = save_reference("qwen2", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    ours = PagedSession(load_model(tmp_path, device="cpu"), 2).feed(prompts)[0]
+    assert (ours - reference_logits(reference, prompts[0])).abs().max() <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama-llama3"])
+def test_bf16_is_as_close_to_the_fp32_law_as_transformers_is(
+    name: str, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    reference = save_reference(name, tmp_path, torch.bfloat16)
+    model = load_model(tmp_path, device="cpu", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    ours = torch.cat(PagedSession(model, 2).feed(prompts))
+    theirs = []
+    for attention in ("eager", "sdpa"):
+        reference.set_attn_implementation(attention)
+        theirs.append(torch.cat([reference_logits(reference, prompt) for prompt in prompts]))
+    truth = torch.cat([reference_logits(reference.float(), prompt) for prompt in prompts])
+    floor = max(mean_kl(truth, logits) for logits in theirs)
+    assert mean_kl(truth, ours) <= 1.25 * floor
+    assert mean_kl(theirs[1], ours) <= 1.25 * mean_kl(theirs[1], theirs[0])
+
+
+def mean_kl(target_RV: torch.Tensor, given_RV: torch.Tensor) -> float:
+    """Mean over rows of KL(target || given), nats."""
+    return torch.nn.functional.kl_div(
+        given_RV.log_softmax(-1), target_RV.log_softmax(-1), log_target=True, reduction="batchmean"
+    ).item()
