@@ -1,8 +1,8 @@
 """What the engine asks of a model: a spec, a trunk that calls back for attention, and a registry of families.
 
-A family maps `config.json` to a `ModelSpec` and names its tensors; it holds no arithmetic and no state. Adding one
-is one file in `families/`.
-R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, H head dim.
+A family maps `config.json` to a `ModelSpec` and names its tensors; it holds no arithmetic and no state.
+Adding one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
+KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Family:
 
     tensor_names: ClassVar[TensorNames] = TensorNames()
     has_known_semantics: ClassVar[bool] = True
-    """False: the architecture string names models that decode differently; somebody must say which this is."""
+    """False: the architecture string names models that decode differently; someone must say which it is."""
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:

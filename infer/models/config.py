@@ -70,9 +70,9 @@ class ConfigReader:
         if self.problems:
             raise UserError(
                 "IDLM-0604",
-                f"config.json (architectures={self.config.get('architectures')!r}) has values that this engine cannot "
-                f"run: {'; '.join(self.problems)}",
-                fix="use a checkpoint without these settings, or correct config.json where it misdescribes the weights",
+                f"config.json (architectures={self.config.get('architectures')!r}) has values that this engine "
+                f"cannot run: {'; '.join(self.problems)}",
+                fix="use a checkpoint without these settings, or correct config.json where it is wrong",
             )
 
 
@@ -88,7 +88,8 @@ def dense_spec(
 ) -> ModelSpec:
     """Map a stock decoder config; keyword arguments are what the family fixes, or its defaults.
 
-    `default_head_dim` None is width / heads; without `default_rope_theta` the config must say the base period.
+    `default_head_dim` None is width / heads; without `default_rope_theta` the config must say the base
+    period.
     """
     reader = ConfigReader(config)
     width, num_heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")

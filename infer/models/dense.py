@@ -1,8 +1,8 @@
 """The decoder trunk shared by all dense families: plain torch over packed ragged rows, fused projections.
 
-Not a transformers module: attention is a callback, there is no cache, no mask and no batch axis in here. Rounding
-follows transformers step by step (norms in fp32, then cast), so that bf16 logits agree as well.
-R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K, or N + K
+Not a transformers module: attention is a callback, there is no cache, no mask and no batch axis in here.
+Rounding follows transformers step by step (norms in fp32, then cast), so that bf16 logits agree as well. R
+rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K, or N + K
 without the values), H head dim, h half of it, D width, F ffn, V vocabulary.
 """
 
@@ -64,7 +64,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseTrunk(nn.Module):
-    """Embedding, layers, final norm, head. Built with uninitialised weights: the loader fills `weight_targets`."""
+    """Embedding, layers, final norm, head. Built empty: the loader fills `weight_targets`."""
 
     def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

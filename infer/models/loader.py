@@ -1,7 +1,8 @@
 """Loads a Hugging Face style checkpoint directory into our trunk; transformers never sees the directory.
 
-`config.json` is read as data: its architecture string selects a family from our own registry and nothing named in
-the checkpoint is imported or instantiated. Weights come from safetensors only and are held once, in fused form.
+`config.json` is read as data: its architecture string selects a family from our own registry and nothing
+named in the checkpoint is imported or instantiated. Weights come from safetensors only and are held once, in
+fused form.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def load_model(
 ) -> LoadedModel:
     """Load the checkpoint directory `path` onto `device`.
 
-    `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides the
-    one in either. Every rejected input is a UserError (IDLM-0302, 0303, 0600 to 0608); nothing is loaded in part.
+    `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
+    the one in either. Every rejected input is a UserError (IDLM-0302, 0303, 0600 to 0608); nothing is loaded
+    in part.
     """
     directory = _existing(Path(path))
     verify(directory, required=False)
@@ -123,11 +125,11 @@ def _semantics(
     if given is None and not family.has_known_semantics and not (directory / SEMANTICS_FILE).is_file():
         raise UserError(
             "IDLM-0605",
-            f"{directory} does not say how it decodes: I-DLM checkpoints (token-causal, logits shifted) and SDAR "
-            "checkpoints (block-causal, logits in place) share architecture and tensor names",
+            f"{directory} does not say how it decodes: I-DLM checkpoints (token-causal, logits shifted) and "
+            "SDAR checkpoints (block-causal, logits in place) share architecture and tensor names",
             fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
-            '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR model '
-            '{"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669}; '
+            '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
+            'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669}; '
             "or pass semantics=Semantics(...)",
         )
     meaning = Semantics.load(directory) if given is None else given

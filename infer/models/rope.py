@@ -1,7 +1,7 @@
-"""Rotary frequencies from a config, for every rope type whose frequencies are the same at every sequence length.
+"""Rotary frequencies from a config, for every rope type whose frequencies are the same at every length.
 
-Scaled types are computed by transformers' own functions, so that they cannot drift from the reference. Reads the
-layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta` beside `rope_scaling`).
+Scaled types are computed by transformers' own functions, so that they cannot drift from the reference. Reads
+the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta` beside `rope_scaling`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
 def rope_frequencies(
     config: dict[str, Any], *, head_dim: int, max_positions: int, default_theta: float | None
 ) -> tuple[tuple[float, ...], float, list[str]]:
-    """Return (head_dim / 2 inverse frequencies, factor on cos and sin, problems); with problems the first is empty.
+    """Return (head_dim / 2 inverse frequencies, factor on cos and sin, problems); problems empty the first.
 
     `default_theta` None: a config without a base period is a problem, because a guess would run and be wrong.
     """

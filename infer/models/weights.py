@@ -24,7 +24,7 @@ MAX_NAMED = 8
 
 
 def locate(directory: Path) -> dict[str, Path]:
-    """Return the file of every tensor. UserError IDLM-0602: no safetensors; IDLM-0607: broken or missing file."""
+    """Return the file of every tensor; UserError IDLM-0602: no safetensors, IDLM-0607: broken or missing."""
     if (directory / SINGLE_FILE).is_file():
         return dict.fromkeys(_tensor_names(directory / SINGLE_FILE), directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
@@ -33,8 +33,8 @@ def locate(directory: Path) -> dict[str, Path]:
     if pickles:
         raise UserError(
             "IDLM-0602",
-            f"{directory} holds its weights as {pickles[0]}; only safetensors are read, because loading a pickle "
-            "runs whatever code it contains",
+            f"{directory} holds its weights as {pickles[0]}; only safetensors are read, because loading a "
+            "pickle runs whatever code it contains",
             fix="convert it once with transformers, in a place where you trust the file: "
             f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('<new directory>')",
         )

@@ -1,7 +1,7 @@
 """SDAR and the published I-DLM checkpoints: one architecture string, Qwen3's tensors, two ways to decode.
 
-I-DLM (arXiv 2604.11035) is token-causal with shifted logits; SDAR (arXiv 2510.06303) is block-causal and predicts
-in place. Neither weights nor config tell them apart, so `idlm_config.json` or the caller must.
+I-DLM (arXiv 2604.11035) is token-causal with shifted logits; SDAR (arXiv 2510.06303) is block-causal and
+predicts in place. Neither weights nor config tell them apart, so `idlm_config.json` or the caller must.
 """
 
 from __future__ import annotations

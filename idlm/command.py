@@ -1,0 +1,58 @@
+"""What every command line shares: user errors without a traceback, Ctrl-C without noise, `key=value` plug-in options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import yaml
+
+from idlm.errors import UserError
+
+USER_ERROR_STATUS = 2
+INTERRUPTED_STATUS = 130
+
+
+def run(command: Callable[[list[str]], int]) -> int:
+    """Call `command` with the process arguments; returns the exit status and prints a UserError to stderr."""
+    try:
+        return command(sys.argv[1:])
+    except UserError as error:
+        print(f"error {error}", file=sys.stderr)
+        return USER_ERROR_STATUS
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def split_plugin_options(
+    arguments: Sequence[str], *, plugin: str, default: str | None
+) -> tuple[str | None, dict[str, Any], list[str]]:
+    """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
+
+    Plug-ins own their options (a dataclass in their file), so no schema elsewhere names them. Returns the name (or
+    `default`), the options with YAML values, and the remaining arguments.
+    """
+    name, options, rest = default, {}, []
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if equals and key == plugin:
+            name = value
+        elif equals and key.startswith(f"{plugin}."):
+            options[key.removeprefix(f"{plugin}.")] = _yaml(argument, value)
+        else:
+            rest.append(argument)
+    return name, options, rest
+
+
+def _yaml(argument: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(
+            "IDLM-0104", f"cannot read the value of {argument!r}", fix="quote it as YAML"
+        ) from error

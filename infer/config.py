@@ -1,0 +1,85 @@
+"""Typed configuration of `idlm-generate` and `idlm-eval`. Decoder options are not here: each decoder owns its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from idlm.contracts import SamplingParams
+
+
+def _help(text: str, default: Any) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """Sampling settings of every prompt that brings none of its own."""
+
+    temperature: float = _help("0 is greedy, 1 the model's own law", 1.0)
+    top_p: float = _help("keep the shortest likeliest prefix of this mass; 1 is off", 1.0)
+    top_k: int = _help("keep the k likeliest tokens; 0 is off", 0)
+    min_p: float = _help("drop tokens below this share of the likeliest; 0 is off", 0.0)
+    seed: int | None = _help("random stream of each prompt; null draws a fresh one", None)
+    max_tokens: int = _help("longest answer", 512)
+    stop: list[str] = field(default_factory=list, metadata={"help": "strings that end the answer"})
+    stop_token_ids: list[int] = field(default_factory=list, metadata={"help": "ids that end the answer"})
+    ignore_eos: bool = _help("go on past the end-of-sequence token", False)
+    logprobs: int | None = _help("also return log-probabilities, with this many alternatives", None)
+    n: int = _help("answers per prompt", 1)
+    tau: float = _help("relaxed acceptance (lossy); 0 is exact", 0.0)
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """The engine's form, with single settings replaced."""
+        values = dataclasses.asdict(self) | changes
+        return SamplingParams(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """Where and how the model runs: the fields of `EngineSettings`, one by one."""
+
+    device: str = _help("auto, cpu, cuda or cuda:N", "auto")
+    dtype: str = _help("auto (the checkpoint's), float32, bfloat16, float16", "auto")
+    mask_token_id: int | None = _help("overrides the checkpoint's mask token", None)
+    accelerator: list[str] = field(default_factory=list, metadata={"help": "plug-ins that thin attention"})
+    memory: str = _help("memory manager", "caching")
+    max_num_seqs: int = _help("sequences that run at once", 64)
+    max_length: int | None = _help("prompt and answer together; null is the model's context", None)
+    max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
+    page_size: int = _help("slots of a KV page", 16)
+    num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
+    template: str = _help("auto uses the tokenizer's chat template for text prompts, none does not", "auto")
+
+    def options(self) -> dict[str, Any]:
+        """Keywords for `Engine.from_pretrained`."""
+        values = {key: getattr(self, key) for key in EngineConfig.__dataclass_fields__}
+        return {"accelerators": tuple(values.pop("accelerator")), **values}
+
+
+@dataclass(kw_only=True)
+class GenerateConfig(EngineConfig):
+    """`idlm-generate`."""
+
+    model: str | None = _help("checkpoint directory", None)
+    prompt: list[str] = field(default_factory=list, metadata={"help": "prompts; also -p TEXT"})
+    input: str | None = _help("JSON lines with prompt, prompt_ids or messages (and id, sampling)", None)
+    output: str | None = _help("JSON lines, one completion each; null prints text", None)
+    overwrite: bool = _help("replace an existing output file", False)
+    stats: bool = _help("print tokens per forward, acceptance and speed to stderr", True)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(EngineConfig):
+    """`idlm-eval`: a task of idlm.tasks, decoded side by side with a baseline."""
+
+    model: str | None = _help("checkpoint directory", None)
+    task: str = _help("task name", "ledger")
+    level: str = _help("task level", "tiny")
+    split: str = _help("train, validation or test", "test")
+    num: int = _help("prompts", 200)
+    baseline: str | None = _help("decoder to run beside, null for none", "ar")
+    output: str | None = _help("JSON lines with every completion and its verdict", None)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
