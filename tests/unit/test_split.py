@@ -1,0 +1,121 @@
+"""The split by skeleton: about 1 % each, disjoint, and blind to names, items and verbs. And the sample builder."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.tasks import TASKS, ledger, trace
+from idlm.tasks.build import build
+from idlm.tasks.split import skeleton, split_of_skeleton
+
+LEXICONS = {"ledger": ledger.LEXICON, "trace": trace.LEXICON}
+TASK_LEVELS = [("ledger", "tiny"), ("ledger", "multi"), ("trace", "short"), ("trace", "long")]
+
+
+def test_shares_are_one_percent_each():
+    rng = random.Random(0)
+    drawn = [ledger._canonical_prompt(ledger.draw_story(rng, ledger.LEVELS["tiny"])) for _ in range(20_000)]
+    splits = [split_of_skeleton(text) for text in set(drawn)]
+    assert len(splits) > 19_000
+    for split in ("test", "validation"):
+        # Standard deviation of the share is 0.0007.
+        assert abs(splits.count(split) / len(splits) - 0.01) < 0.0035
+    assert set(splits) == {"train", "validation", "test"}
+
+
+@pytest.mark.parametrize(("name", "level"), TASK_LEVELS)
+def test_splits_share_no_skeleton(name, level):
+    task = TASKS.get(name)(level=level)
+    nums = {"train": 20_000 if level == "tiny" else 1_000, "validation": 60, "test": 60}
+    skeletons = {
+        split: {skeleton(task.sample(index, split).prompt, LEXICONS[name]) for index in range(num)}
+        for split, num in nums.items()
+    }
+    assert not skeletons["train"] & skeletons["test"]
+    assert not skeletons["train"] & skeletons["validation"]
+    assert not skeletons["validation"] & skeletons["test"]
+    assert len(skeletons["test"]) > 55
+
+
+@pytest.mark.parametrize(("name", "level"), TASK_LEVELS)
+def test_split_of_the_text_is_the_split_asked_for(name, level):
+    task = TASKS.get(name)(level=level)
+    for split, num in (("train", 200), ("validation", 10), ("test", 10)):
+        assert all(task.split_of(task.sample(index, split).prompt) == split for index in range(num))
+
+
+def renamed(prompt: str, rng: random.Random, classes: list[tuple[str, ...]], entities: tuple[str, ...]) -> str:
+    """Replace every word of a class by another of it, and entities by a random injective map."""
+    new_entities = dict(zip(entities, rng.sample(entities, len(entities)), strict=True))
+
+    def replace(match: re.Match[str]) -> str:
+        word = match.group()
+        return new_entities.get(word) or next((rng.choice(group) for group in classes if word in group), word)
+
+    return re.sub(r"[A-Za-z]+", replace, prompt)
+
+
+def test_renaming_never_moves_a_problem():
+    rng = random.Random(1)
+    story, program = TASKS.get("ledger")(level="multi"), TASKS.get("trace")(level="long")
+    for index in range(25):
+        for split in ("test", "train"):
+            prompt = story.sample(index, split).prompt
+            other = renamed(prompt, rng, [ledger.ITEMS, *ledger.VERBS.values()], ledger.NAMES)
+            assert other != prompt and story.split_of(other) == split
+            prompt = program.sample(index, split).prompt
+            other = renamed(prompt, rng, [], trace.VARIABLES)
+            assert program.split_of(other) == split
+
+
+def test_skeleton_keeps_what_matters():
+    base = "Lea has 9 nuts. Tom has 4 nuts. Lea wins 3. How many nuts does Lea have?"
+    assert skeleton(base, ledger.LEXICON) == skeleton(
+        "Zoe has 9 keys. Ida has 4 keys. Zoe buys 3. How many keys does Zoe have?", ledger.LEXICON
+    )
+    for changed in (
+        base.replace("3", "4"),
+        base.replace("wins", "sells"),
+        base.replace("does Lea", "does Tom"),
+        base.replace("Lea wins", "Tom wins"),
+    ):
+        assert skeleton(changed, ledger.LEXICON) != skeleton(base, ledger.LEXICON)
+
+
+def test_build_writes_the_tasks_own_samples(tmp_path):
+    output = build(["task=trace", "level=long", "split=test", "start=2", "num=5", f"output={tmp_path}/new/x.jsonl"])
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    task = TASKS.get("trace")(level="long")
+    expected = [task.sample(index, "test") for index in range(2, 7)]
+    assert lines == [{"prompt": sample.prompt, "response": sample.response} for sample in expected]
+    assert [path.name for path in output.parent.iterdir()] == ["x.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "names"),
+    [
+        (["lvel=tiny"], "IDLM-0225", "level"),
+        (["tiny"], "IDLM-0225", "key=value"),
+        (["num=3"], "IDLM-0225", "output"),
+        (["num=three", "output=x"], "IDLM-0225", "whole number"),
+        (["task=leger", "num=3", "output=x"], "IDLM-0102", "ledger"),
+        (["num=3", "output=/proc/none/x"], "IDLM-0226", "cannot write"),
+    ],
+)
+def test_build_refuses_bad_arguments(arguments, code, names):
+    with pytest.raises(UserError, match=names) as caught:
+        build(arguments)
+    assert caught.value.code == code
+
+
+def test_build_keeps_the_old_file_when_it_fails(tmp_path):
+    output = tmp_path / "x.jsonl"
+    output.write_text("old")
+    with pytest.raises(UserError):
+        build(["num=3", "split=dev", f"output={output}"])
+    assert output.read_text() == "old" and list(tmp_path.iterdir()) == [output]
