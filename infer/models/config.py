@@ -70,8 +70,8 @@ class ConfigReader:
         if self.problems:
             raise UserError(
                 "IDLM-0604",
-                f"config.json (architectures={self.config.get('architectures')!r}) has values that this engine "
-                f"cannot run: {'; '.join(self.problems)}",
+                f"config.json ({self.config.get('architectures')!r}) has values that this engine cannot run: "
+                f"{'; '.join(self.problems)}",
                 fix="use a checkpoint without these settings, or correct config.json where it is wrong",
             )
 

@@ -1,9 +1,9 @@
 """The decoder trunk shared by all dense families: plain torch over packed ragged rows, fused projections.
 
 Not a transformers module: attention is a callback, there is no cache, no mask and no batch axis in here.
-Rounding follows transformers step by step (norms in fp32, then cast), so that bf16 logits agree as well. R
-rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K, or N + K
-without the values), H head dim, h half of it, D width, F ffn, V vocabulary.
+Rounding follows transformers step by step (norms in fp32, then cast), so that bf16 logits agree as well.
+R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K, or
+N + K without the values), H head dim, h half of it, D width, F ffn, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our trunk against transformers on random tiny checkpoints: prompt at once and token by token, fp32 and bf16.
+"""Our trunk against transformers on random tiny checkpoints: prompt at once, token by token, fp32, bf16.
 
 R rows fed this pass, V vocabulary, L sequence length.
 """

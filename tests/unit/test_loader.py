@@ -1,0 +1,296 @@
+"""Loading: what a checkpoint may be; everything else is refused with a code, the values and a way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.checkpoint import publish
+from idlm.errors import UserError
+from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.infer.models.loader import load_model
+from idlm.semantics import Semantics
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "dtype": "float32",
+}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    family = FAMILIES.get("Qwen3ForCausalLM")
+    trunk = DenseTrunk(family.spec(CONFIG), device=torch.device("cpu"), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    targets = weight_targets(trunk, family.tensor_names)
+    return {name: torch.randn(target.shape, generator=generator) for name, target in targets.items()}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors(), directory / "model.safetensors")
+    return directory
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    merged = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in merged.items() if value != "REMOVED"}))
+
+
+def shard(directory: Path, names: tuple[str, ...] = ("a-1.safetensors", "a-2.safetensors")) -> None:
+    """Split the single file into shards with an index."""
+    stored = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    weight_map = {name: names[number % len(names)] for number, name in enumerate(stored)}
+    for file in names:
+        save_file({name: stored[name] for name in stored if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+
+
+def refused(directory: Path, code: str, *words: str, **kwargs: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        load_model(directory, device="cpu", **kwargs)
+    assert caught.value.code == code, caught.value
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_tensor_arrives_in_the_fused_weights_once(checkpoint: Path) -> None:
+    model, stored = load_model(checkpoint, device="cpu"), tensors()
+    targets = weight_targets(model.trunk, FAMILIES.get(model.architecture).tensor_names)
+    assert targets.keys() == stored.keys()
+    for name, target in targets.items():
+        assert torch.equal(target.view, stored[name].expand_as(target.view)), name
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.trunk.parameters()}
+    assert all(target.view.untyped_storage().data_ptr() in held for target in targets.values())
+    repeated_norms = CONFIG["num_hidden_layers"] * (2 + 1 - 2) * CONFIG["head_dim"]
+    in_file = sum(tensor.numel() for tensor in stored.values())
+    assert sum(parameter.numel() for parameter in model.trunk.parameters()) == in_file + repeated_norms
+
+
+def test_sharded_equals_single(checkpoint: Path) -> None:
+    single = load_model(checkpoint, device="cpu").trunk.state_dict()
+    shard(checkpoint)
+    sharded = load_model(checkpoint, device="cpu").trunk.state_dict()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+def test_tied_embeddings_share_memory_and_need_no_head(checkpoint: Path) -> None:
+    stored = tensors()
+    del stored["lm_head.weight"]
+    save_file(stored, checkpoint / "model.safetensors")
+    refused(checkpoint, "IDLM-0603", "1 missing: lm_head.weight")
+    edit_config(checkpoint, tie_word_embeddings=True)
+    trunk = load_model(checkpoint, device="cpu").trunk
+    assert trunk.head is trunk.embed
+
+
+def test_all_tensor_problems_are_reported_at_once(checkpoint: Path) -> None:
+    stored = tensors()
+    del stored["model.layers.1.mlp.up_proj.weight"], stored["model.norm.weight"]
+    stored["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(8, 13)
+    stored["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
+    save_file(stored, checkpoint / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        load_model(checkpoint, device="cpu")
+    message = str(caught.value)
+    assert caught.value.code == "IDLM-0603"
+    assert "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+    assert "model.layers.0.self_attn.o_proj.weight is [8, 13], config.json says [8, 12]" in message
+    assert "1 not used: model.layers.2.mlp.up_proj.weight" in message
+    assert "inv_freq" not in message
+
+
+def test_missing_path_names_the_nearest_sibling(checkpoint: Path) -> None:
+    refused(checkpoint.parent / "modle", "IDLM-0600", "modle", "did you mean 'model'?")
+    refused(checkpoint / "config.json", "IDLM-0600", "is not a directory")
+    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
+    refused(checkpoint, "IDLM-0600", "LoRA")
+
+
+@pytest.mark.parametrize(
+    "given", [["Qwen3ForCausalLm"], ["os.system"], [], None, [3], ["Qwen3ForCausalLM", "B"]]
+)
+def test_unknown_architecture_names_the_known_ones(checkpoint: Path, given: Any) -> None:
+    edit_config(checkpoint, architectures=given)
+    refused(checkpoint, "IDLM-0601", repr(given), "LlamaForCausalLM", "SDARForCausalLM")
+
+
+def test_remote_code_in_the_config_is_never_touched(checkpoint: Path, tmp_path: Path) -> None:
+    edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    (checkpoint / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    load_model(checkpoint, device="cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    refused(checkpoint, "IDLM-0602", "pytorch_model.bin", "save_pretrained")
+    (checkpoint / "pytorch_model.bin").unlink()
+    refused(checkpoint, "IDLM-0602", "neither")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "x.bin", 3]
+)
+def test_an_index_cannot_point_outside_the_directory(checkpoint: Path, name: Any) -> None:
+    shard(checkpoint)
+    save_file({"model.norm.weight": torch.zeros(8)}, checkpoint.parent / "x.safetensors")
+    path = checkpoint / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    refused(checkpoint, "IDLM-0607", repr(str(name)))
+
+
+def test_absent_and_broken_weight_files_are_named(checkpoint: Path) -> None:
+    shard(checkpoint)
+    content = (checkpoint / "a-2.safetensors").read_bytes()
+    (checkpoint / "a-2.safetensors").write_bytes(content[:-5])
+    refused(checkpoint, "IDLM-0607", "a-2.safetensors")
+    (checkpoint / "a-2.safetensors").unlink()
+    refused(checkpoint, "IDLM-0607", "lacks 1 of 2", "a-2.safetensors")
+
+
+def test_a_tensor_that_the_index_promises_but_the_shard_lacks_is_missing(checkpoint: Path) -> None:
+    shard(checkpoint)
+    stored = load_file(checkpoint / "a-1.safetensors")
+    name = sorted(stored)[0]
+    del stored[name]
+    save_file(stored, checkpoint / "a-1.safetensors")
+    refused(checkpoint, "IDLM-0603", f"1 missing: {name}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            ("use_sliding_window=True",),
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "sliding_attention")),
+        ({"attn_logit_softcapping": 50.0}, ("attn_logit_softcapping=50.0", "None")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "gptq")),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            ("'dynamic'", "yarn"),
+        ),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ("'longrope'", "llama3")),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ("cannot be used", "factor")),
+        ({"rope_parameters": "REMOVED"}, ("rope_theta=None",)),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5",)),
+        ({"head_dim": 7}, ("head_dim=7", "even")),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads=3",)),
+        ({"hidden_size": "REMOVED", "vocab_size": -1}, ("hidden_size=None", "vocab_size=-1")),
+        ({"num_hidden_layers": True}, ("num_hidden_layers=True",)),
+        ({"architectures": ["MistralForCausalLM"]}, ("sliding_window", "null")),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, ("sliding_window=64",)),
+    ],
+)
+def test_configs_that_change_the_arithmetic_are_refused(
+    checkpoint: Path, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    edit_config(checkpoint, **changes)
+    refused(checkpoint, "IDLM-0604", *words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": False, "sliding_window": 4096},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"attn_logit_softcapping": None, "some_new_field": 3},
+    ],
+)
+def test_harmless_fields_load(checkpoint: Path, changes: dict[str, Any]) -> None:
+    edit_config(checkpoint, **changes)
+    load_model(checkpoint, device="cpu")
+
+
+def test_sdar_needs_somebody_to_say_how_it_decodes(checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=["SDARForCausalLM"], mask_token_id=9)
+    refused(checkpoint, "IDLM-0605", "idlm_config.json", "SDAR", "I-DLM")
+    given = Semantics(causality="block", logit_shift=False, block_size=4)
+    loaded = load_model(checkpoint, device="cpu", semantics=given).semantics
+    assert (loaded.causality, loaded.mask_token_id) == ("block", 9)
+    Semantics(stride=3, mask_token_id=8).save(checkpoint)
+    loaded = load_model(checkpoint, device="cpu").semantics
+    assert (loaded.causality, loaded.stride, loaded.mask_token_id) == ("causal", 3, 8)
+
+
+def test_mask_token_id_must_be_a_row(checkpoint: Path) -> None:
+    assert load_model(checkpoint, device="cpu").semantics.mask_token_id is None
+    assert load_model(checkpoint, device="cpu", mask_token_id=10).semantics.mask_token_id == 10
+    refused(checkpoint, "IDLM-0606", "mask_token_id=11", "11 embedding rows", mask_token_id=11)
+
+
+@pytest.mark.parametrize(
+    ("config_dtype", "dtype", "expected"),
+    [
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "auto", torch.bfloat16),
+        ("REMOVED", "auto", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("bfloat16", torch.float32, torch.float32),
+    ],
+)
+def test_dtype(checkpoint: Path, config_dtype: str, dtype: str | torch.dtype, expected: torch.dtype) -> None:
+    edit_config(checkpoint, dtype=config_dtype)
+    model = load_model(checkpoint, device="cpu", dtype=dtype)
+    assert {parameter.dtype for parameter in model.trunk.parameters()} == {expected}
+    assert model.trunk.inv_freq.dtype == torch.float32
+    refused(checkpoint, "IDLM-0608", "int8", "bfloat16", dtype="int8")
+
+
+def test_a_manifest_is_checked(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "published"
+    with publish(target) as staging:
+        for file in checkpoint.iterdir():
+            (staging / file.name).write_bytes(file.read_bytes())
+    load_model(target, device="cpu")
+    content = bytearray((target / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (target / "model.safetensors").write_bytes(bytes(content))
+    refused(target, "IDLM-0302", "model.safetensors")
+
+
+def broken_json(directory: Path) -> None:
+    (directory / "config.json").write_text('{\n "architectures": [,]}')
+
+
+def a_list(directory: Path) -> None:
+    (directory / "config.json").write_text("[]")
+
+
+@pytest.mark.parametrize("damage", [broken_json, a_list])
+def test_unreadable_config_names_file_and_line(checkpoint: Path, damage: Callable[[Path], None]) -> None:
+    damage(checkpoint)
+    refused(checkpoint, "IDLM-0303", "config.json", "line")
