@@ -1,9 +1,9 @@
 """Atomic publication of a checkpoint directory, and its verification by a sha256 manifest.
 
-A publisher writes into a staging directory beside the target; the directory is hashed, flushed to disk and swapped in
-as a whole. Whoever loads finds the old checkpoint or the new one, never a mixture and never nothing. Layout while
-publishing: `.<name>.staging-XXXX/{lock, files/}`; `lock` is held (flock) as long as the publisher lives, so that the
-next publisher can tell a dead one's leftovers from a live one's work.
+A publisher writes into a staging directory beside the target; the directory is hashed, flushed to disk and
+swapped in as a whole. Whoever loads finds the old checkpoint or the new one, never a mixture and never
+nothing. Layout while publishing: `.<name>.staging-XXXX/{lock, files/}`; `lock` is held (flock) as long as the
+publisher lives, so that the next publisher can tell a dead one's leftovers from a live one's work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MANIFEST = "manifest.json"
 FORMAT = "idlm-manifest-1"
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
-# safetensors and tokenizers report a full disk through their own exception types, with the text of the OS error.
+# safetensors and tokenizers report a full disk through their own exception types, with the text of the OS
+# error.
 DISK_TEXTS = (
     "No space left on device",
     "os error 28",
@@ -45,10 +46,10 @@ DISK_TEXTS = (
 def publish(target: Path) -> Iterator[Path]:
     """Yield an empty staging directory; when the body succeeds it becomes `target`, atomically and durably.
 
-    An existing `target` is replaced. What it holds beside the files of its own manifest (logs, training state) is
-    kept; where such a file has the name of a new one the publication is refused with UserError IDLM-0306. On any
-    exception the staging directory is removed and `target` stays as it was. A full, quota-limited or read-only disk
-    raises UserError IDLM-0301.
+    An existing `target` is replaced. What it holds beside the files of its own manifest (logs, training
+    state) is kept; where such a file has the name of a new one the publication is refused with UserError
+    IDLM-0306. On any exception the staging directory is removed and `target` stays as it was. A full,
+    quota-limited or read-only disk raises UserError IDLM-0301.
     """
     target = Path(target).resolve()
     is_staged = False
@@ -71,13 +72,13 @@ def publish(target: Path) -> Iterator[Path]:
             raise
         raise UserError(
             "IDLM-0301",
-            f"cannot save {target}: {reason} ({_free_space(target)} free); the old checkpoint, if any, is intact",
+            f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
             fix="free space or choose another path, then save again",
         ) from error
 
 
 def recover(target: Path) -> None:
-    """Finish the swap of a publisher that died between its two renames; without such a publisher, do nothing."""
+    """Finish the swap of a publisher that died between its two renames; do nothing without one."""
     target = Path(target).resolve()
     if os.path.lexists(target):
         return
@@ -92,8 +93,9 @@ def recover(target: Path) -> None:
 def verify(directory: Path, *, required: bool = True) -> None:
     """Check size and sha256 of every file in the manifest of `directory`; finishes an interrupted swap first.
 
-    Mismatches, missing files, links and names that leave the directory raise UserError IDLM-0302 naming the file. A
-    missing manifest is an error unless `required` is False. Files that the manifest does not name are not looked at.
+    Mismatches, missing files, links and names that leave the directory raise UserError IDLM-0302 naming the
+    file. A missing manifest is an error unless `required` is False. Files that the manifest does not name are
+    not looked at.
     """
     directory = Path(directory)
     recover(directory)
@@ -145,19 +147,15 @@ def _read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
         raise _mismatch(path, "it is a symbolic link")
     manifest = read_json(path)
     files = manifest.get("files")
-    if (
-        manifest.keys() != {"format", "files", "digest"}
-        or manifest["format"] != FORMAT
-        or not isinstance(files, dict)
-    ):
+    if manifest.get("format") != FORMAT or not isinstance(files, dict):
         raise _mismatch(path, f"it is not a manifest of format {FORMAT!r}")
     for name, entry in files.items():
         pure = PurePosixPath(name)
-        if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+        if not pure.parts or "\0" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
             raise _mismatch(path, f"the name {name!r} is not a plain path inside the checkpoint")
         if not isinstance(entry, dict) or entry.keys() != {"sha256", "size"}:
             raise _mismatch(path, f"its entry for {name!r} is malformed")
-    if manifest["digest"] != _digest(files):
+    if path.read_text(encoding="utf-8") != _manifest_text(files):
         raise _mismatch(path, "it was altered after publication")
     return files
 
@@ -179,8 +177,7 @@ def _write_manifest(staging: Path) -> None:
                 "sha256": _sha256(path),
                 "size": path.stat().st_size,
             }
-    manifest = {"format": FORMAT, "files": files, "digest": _digest(files)}
-    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    (staging / MANIFEST).write_text(_manifest_text(files), encoding="utf-8")
 
 
 def _keep_foreign_files(target: Path, staging: Path) -> None:
@@ -257,7 +254,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def _staging_root(target: Path) -> Iterator[Path]:
-    """A fresh locked directory beside `target`; gone at the end, after an interrupted swap has been finished."""
+    """A fresh locked directory beside `target`; removed at the end, once the swap is finished."""
     lock = None
     while lock is None:
         root = target.parent / f".{target.name}.staging-{secrets.token_hex(4)}"
@@ -354,8 +351,10 @@ def _free_space(target: Path) -> str:
     return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
 
 
-def _digest(files: dict[str, dict[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
+    # The digest tells a damaged manifest from a damaged file.
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"format": FORMAT, "files": files, "digest": digest}, indent=1) + "\n"
 
 
 def _sha256(path: Path) -> str:

@@ -41,7 +41,8 @@ def get_logger(name: str = "idlm") -> logging.Logger:
 
 
 def run_fingerprint() -> dict[str, Any]:
-    """What produced a result: commit, dirty, python, torch, transformers, cpu, num_cpus, gpu, num_gpus, date (UTC).
+    """What produced a result: commit, dirty, python, torch, transformers, cpu, num_cpus, gpu, num_gpus, date
+    (UTC).
 
     `commit` and `dirty` are None outside a clone; `gpu` is None without one. Imports torch.
     """

@@ -1,7 +1,9 @@
-"""Plug-in registries: one new file in a package is all it takes to add a task, decoder, accelerator or objective.
+"""Plug-in registries: one new file in a package is all it takes to add a task, decoder, accelerator or
+objective.
 
-A registry imports every module of its package on the first look-up, so registration needs no list anywhere. Third
-parties add members through the entry-point group `idlm.<kind>s`. Nothing named in a checkpoint is ever looked up here.
+A registry imports every module of its package on the first look-up, so registration needs no list anywhere.
+Third parties add members through the entry-point group `idlm.<kind>s`. Nothing named in a checkpoint is ever
+looked up here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Members of one `kind` by name. `package`, if given, is scanned on first use; its import errors propagate."""
+    """Members of one `kind` by name; `package` is scanned on first use and its import errors propagate."""
 
     def __init__(self, kind: str, package: str | None) -> None:
         self.kind = kind
@@ -32,7 +34,7 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds its object as `name`; a name already taken raises ValueError naming both owners."""
+        """Decorator that adds its object as `name`; a taken name raises ValueError naming both owners."""
 
         def add(member: T) -> T:
             if name in self._members:
@@ -46,7 +48,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The member called `name`; an unknown name raises UserError IDLM-0102 with the nearest one and the list."""
+        """The member called `name`; UserError IDLM-0102 with the nearest name and the list if unknown."""
         self._scan()
         if name not in self._members:
             raise UserError(
@@ -73,7 +75,8 @@ class Registry(Generic[T]):
                 self._import_package()
                 self._load_entry_points()
             except Exception as error:
-                # Python imports a module once, so a second scan would collide with what the first one registered.
+                # Python imports a module once, so a second scan would collide with what the first one
+                # registered.
                 self._scan_error = error
                 raise
 
@@ -92,7 +95,7 @@ class Registry(Generic[T]):
                 owner = entry.dist.name if entry.dist else entry.value
                 raise UserError(
                     "IDLM-0103",
-                    f"the {self.kind} {entry.name!r} of the installed package {owner} cannot be loaded: {error}",
+                    f"the {self.kind} {entry.name!r} of the package {owner} cannot be loaded: {error}",
                     fix=f"update or uninstall {owner}",
                 ) from error
             registered = self._members.get(entry.name)

@@ -1,4 +1,4 @@
-"""The nearest known word to a misspelt one, for error messages. Not a search engine: vocabularies here are small."""
+"""The nearest known word to a misspelt one, for error messages; vocabularies here are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries find what lies in their package, refuse collisions and answer unknown names with the nearest one."""
+"""Registries find what lies in their package, refuse collisions and suggest for unknown names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from idlm.suggest import edit_distance, nearest
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "plugs_for_test"
     root.mkdir()
-    (root / "__init__.py").write_text("from idlm.registry import Registry\nPLUGS = Registry('plug', __name__)\n")
+    (root / "__init__.py").write_text(
+        "from idlm.registry import Registry\nPLUGS = Registry('plug', __name__)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == root.name]:
         monkeypatch.delitem(sys.modules, name)
@@ -25,7 +27,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_plug(package: Path, name: str, extra: str = "") -> None:
-    text = f"from plugs_for_test import PLUGS\n{extra}\n@PLUGS.register({name!r})\ndef plug(): return {name!r}\n"
+    text = (
+        f"from plugs_for_test import PLUGS\n{extra}\n@PLUGS.register({name!r})\ndef plug(): return {name!r}\n"
+    )
     (package / f"{name}_file.py").write_text(text)
 
 
@@ -44,7 +48,9 @@ def test_every_module_of_the_package_is_found_without_a_list(package: Path) -> N
 def test_collision_names_both_owners(package: Path) -> None:
     write_plug(package, "alpha")
     (package / "other.py").write_text((package / "alpha_file.py").read_text())
-    with pytest.raises(ValueError, match=r"plugs_for_test\.alpha_file\.plug and by plugs_for_test\.other\.plug"):
+    with pytest.raises(
+        ValueError, match=r"plugs_for_test\.alpha_file\.plug and by plugs_for_test\.other\.plug"
+    ):
         load(package).names()
 
 
