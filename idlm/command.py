@@ -1,4 +1,6 @@
-"""What every command line shares: user errors without a traceback, Ctrl-C without noise, `key=value` plug-in options."""
+"""What every command line shares: user errors without a traceback, Ctrl-C without noise, `key=value` plug-in
+options.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def split_plugin_options(
 ) -> tuple[str | None, dict[str, Any], list[str]]:
     """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
 
-    Plug-ins own their options (a dataclass in their file), so no schema elsewhere names them. Returns the name (or
-    `default`), the options with YAML values, and the remaining arguments.
+    Plug-ins own their options (a dataclass in their file), so no schema elsewhere names them. Returns the
+    name (or `default`), the options with YAML values, and the remaining arguments.
     """
     name, options, rest = default, {}, []
     for argument in arguments:

@@ -18,9 +18,10 @@ from idlm.errors import UserError
 class SamplingParams:
     """One request's sampling settings. The defaults draw from the model's own law; temperature 0 is greedy.
 
-    `top_k` 0, `top_p` 1 and `min_p` 0 are off. `tau` relaxes acceptance to min(1, (1+tau) p/q) and makes the answer
-    lossy. `seed` None draws a fresh one. `logprobs` k returns the log-probability (model's own law, before
-    temperature) of each token with those of the k likeliest. `n` samples come back as n completions.
+    `top_k` 0, `top_p` 1 and `min_p` 0 are off. `tau` relaxes acceptance to min(1, (1+tau) p/q) and makes
+    the answer lossy. `seed` None draws a fresh one. `logprobs` k returns the log-probability (model's own
+    law, before temperature) of each token with those of the k likeliest. `n` samples come back as n
+    completions.
     """
 
     temperature: float = 1.0
@@ -95,7 +96,7 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (nats) of an emitted token under the model's own law, and the likeliest alternatives."""
+    """Log-probability (nats) of an emitted token under the model's own law, and of the likeliest ones."""
 
     token_id: int
     logprob: float
@@ -106,11 +107,12 @@ class TokenLogprob:
 class Completion:
     """One finished answer.
 
-    `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a stop string.
-    `finish_reason`: "stop", "length" or "abort". `num_forwards` counts every forward pass that fed rows of this
-    request, prompt included. `tested_by_position[j]` drafts at position j+1 were tested, `accepted_by_position[j]`
-    of them accepted; `acceptance_rate` is their ratio over all positions, None where nothing was tested.
-    `exactness`: "exact" (the answer has the AR model's law) or "lossy".
+    `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a
+    stop string. `finish_reason`: "stop", "length" or "abort". `num_forwards` counts every forward pass
+    that fed rows of this request, prompt included. `tested_by_position[j]` drafts at position j+1 were
+    tested, `accepted_by_position[j]` of them accepted; `acceptance_rate` is their ratio over all
+    positions, None where nothing was tested. `exactness`: "exact" (the answer has the AR model's law) or
+    "lossy".
     """
 
     request_id: str
@@ -142,11 +144,12 @@ class Completion:
 class StepPlan:
     """What ONE forward pass is fed, over all sequences of a batch, as plain data.
 
-    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r is token `token_ids_R[r]` at rotary position
-    `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it sees the slots
-    [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block, tree and branch alike.
-    Logits are wanted for `logit_rows_X` only. `first_logit_B[b]` is where sequence b's wanted rows start in X, -1 for
-    a sequence that only stores part of its prompt in this pass. All tensors int64 on the engine's device.
+    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r is token `token_ids_R[r]` at rotary
+    position `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it
+    sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block,
+    tree and branch alike. Logits are wanted for `logit_rows_X` only. `first_logit_B[b]` is where sequence
+    b's wanted rows start in X, -1 for a sequence that only stores part of its prompt in this pass. All
+    tensors int64 on the engine's device.
     """
 
     lanes_B: Tensor
@@ -167,8 +170,8 @@ class StepPlan:
 class StepOutcome:
     """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
-    `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them accepted. Token j
-    of sequence b was predicted by wanted row first_logit_B[b] + j.
+    `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them
+    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j.
     """
 
     token_ids_BJ: Tensor

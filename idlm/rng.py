@@ -1,8 +1,8 @@
 """Counter-based uniform numbers: one independent stream per request, the same on every device and batch.
 
 Philox4x32-10 (Salmon et al., SC 2011), the generator behind `tl.philox`: a number is a pure function of
-(request seed, sample index, sampling step, draw). Nothing is ever stored or advanced, so an answer cannot depend on
-who else is in the batch, on preemption or on the order of draws, and no number is used twice.
+(request seed, sample index, sampling step, draw). Nothing is ever stored or advanced, so an answer cannot
+depend on who else is in the batch, on preemption or on the order of draws, and no number is used twice.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 def uniforms(seeds_B: Tensor, samples_B: Tensor, steps_B: Tensor, num_draws: int) -> Tensor:
     """Numbers in (0, 1), fp64 [B, num_draws], for one sampling step of B requests.
 
-    `seeds_B` int64 (all 64 bits are key), `samples_B` int64 (which of a request's `n` samples), `steps_B` int64 (the
-    request's own count of sampling steps). Draw d of step t is the same number however many draws are asked for.
+    `seeds_B` int64 (all 64 bits are key), `samples_B` int64 (which of a request's `n` samples), `steps_B`
+    int64 (the request's own count of sampling steps). Draw d of step t is the same number however many
+    draws are asked for.
     """
     draws_D = torch.arange(num_draws, device=seeds_B.device, dtype=torch.int64)
     shape = (len(seeds_B), num_draws)

@@ -1,7 +1,7 @@
 """Temperature / top-k / top-p / min-p -> one law, used for p and q alike; and drawing from a law.
 
-The target of every decoder is the warped law, so no token outside it can ever be emitted, not even as a residual
-(facts/introspective.md, "Exactness"). Laws are fp64: the test `min(1, p/q)` divides them.
+The target of every decoder is the warped law, so no token outside it can ever be emitted, not even as a
+residual (facts/introspective.md, "Exactness"). Laws are fp64: the test `min(1, p/q)` divides them.
 Shapes: X rows whose logits are wanted, V vocabulary.
 """
 
@@ -15,10 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warp:
-    """Per-row sampling settings. Neutral: temperature 1, top_k 0 (off), top_p 1, min_p 0; temperature 0 is greedy.
+    """Per-row sampling settings. Neutral: temperature 1, top_k 0 (off), top_p 1, min_p 0; temperature 0 is
+    greedy.
 
-    `temperature_X`, `top_p_X`, `min_p_X` fp64, `top_k_X` int64. The `any_*` flags are host booleans that let a batch
-    without a setting skip its cost; they may be True needlessly, never False wrongly.
+    `temperature_X`, `top_p_X`, `min_p_X` fp64, `top_k_X` int64. The `any_*` flags are host booleans that
+    let a batch without a setting skip its cost; they may be True needlessly, never False wrongly.
     """
 
     temperature_X: Tensor
@@ -47,10 +48,10 @@ class Warp:
 def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
     """The probability law [X, V] (fp64, rows sum to 1) that tokens are drawn from and tested against.
 
-    Order: temperature, top-k, top-p, min-p, as in transformers. top-k keeps every token tied with the k-th; top-p
-    keeps the shortest prefix of the law, sorted by falling probability (ties: lower id first), whose mass reaches
-    top_p. temperature 0 gives the one-hot law of the argmax (ties: lowest id), which makes greedy decoding an
-    ordinary case of the accept/residual rule.
+    Order: temperature, top-k, top-p, min-p, as in transformers. top-k keeps every token tied with the
+    k-th; top-p keeps the shortest prefix of the law, sorted by falling probability (ties: lower id first),
+    whose mass reaches top_p. temperature 0 gives the one-hot law of the argmax (ties: lowest id), which
+    makes greedy decoding an ordinary case of the accept/residual rule.
     """
     logits_XV = logits_XV.double()
     greedy_X = warp.temperature_X == 0
@@ -87,7 +88,9 @@ def _keep_top_p(law_XV: Tensor, top_p_X: Tensor) -> Tensor:
 
 
 def draw(law_XV: Tensor, uniforms_X: Tensor) -> Tensor:
-    """One token id per row [X] int64 by inversion; a token of zero mass is never drawn. Rows need not sum to 1."""
+    """One token id per row [X] int64 by inversion; a token of zero mass is never drawn. Rows need not sum to
+    1.
+    """
     cumulative_XV = law_XV.cumsum(-1)
     threshold_X1 = uniforms_X[:, None] * cumulative_XV[:, -1:]
     return (cumulative_XV <= threshold_X1).sum(-1)

@@ -1,7 +1,9 @@
-"""What a checkpoint MEANS: causality, logit shift, block, mask id, stride, stop ids; written to `idlm_config.json`.
+"""What a checkpoint MEANS: causality, logit shift, block, mask id, stride, stop ids; written to
+`idlm_config.json`.
 
-None of this can be read off the weights: an I-DLM and an SDAR checkpoint share architecture strings and tensor names
-(facts/model_families.md, section 1). It is therefore said once, beside `config.json`, by whoever trained the model.
+None of this can be read off the weights: an I-DLM and an SDAR checkpoint share architecture strings and
+tensor names (facts/model_families.md, section 1). It is therefore said once, beside `config.json`, by
+whoever trained the model.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ MASK_REGIONS = ("response", "all")
 class Semantics:
     """How the rows of a forward pass see each other and which token each predicts.
 
-    `stride` is the largest number of tokens one forward can finalise that the checkpoint was trained for (1: a plain
-    autoregressive model); it was trained with `stride - 1` masks in a block. `gated`: a LoRA that applies to mask
-    rows only. The defaults describe a plain autoregressive checkpoint.
+    `stride` is the largest number of tokens one forward can finalise that the checkpoint was trained for
+    (1: a plain autoregressive model); it was trained with `stride - 1` masks in a block. `gated`: a LoRA
+    that applies to mask rows only. The defaults describe a plain autoregressive checkpoint.
     """
 
     causality: str = "causal"

@@ -1,4 +1,4 @@
-"""From a checkpoint directory and keywords to the parts of an engine; every check that needs no forward pass."""
+"""From a checkpoint directory and keywords to the parts of an engine, with all checks that need no pass."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ DTYPES = {
 class EngineSettings:
     """Everything about an engine that is neither model nor decoder.
 
-    `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager decide.
-    `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id` overrides the checkpoint's.
+    `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
+    decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
+    overrides the checkpoint's.
     """
 
     device: str = "auto"
@@ -89,7 +90,9 @@ class EngineParts:
 
 
 def build(path: str | Path, decoder: str | None, options: dict[str, Any]) -> EngineParts:
-    """Load the model and size the engine. `options` go to `EngineSettings` or to the decoder's Config, by name."""
+    """Load the model and size the engine. `options` go to `EngineSettings` or to the decoder's Config, by
+    name.
+    """
     path = Path(path)
     settings, decoder_options = _split_options(options)
     model = load_model(

@@ -208,8 +208,5 @@ def summary(engine: Engine, completions: Sequence[Completion], seconds: float) -
     tested = sum(sum(done.tested_by_position) for done in completions)
     accepted = sum(sum(done.accepted_by_position) for done in completions)
     acceptance = f", acceptance {accepted / tested:.3f}" if tested else ""
-    exactness = completions[0].exactness
-    return (
-        f"[{engine.decoder.name}, {exactness}] {tokens} tokens, {tokens / forwards:.2f} per forward{acceptance}, "
-        f"{tokens / seconds:.0f} tokens/s"
-    )
+    law = f"[{engine.decoder.name}, {completions[0].exactness}]"
+    return f"{law} {tokens} tokens, {tokens / forwards:.2f} per forward{acceptance}, {tokens / seconds:.0f} tokens/s"

@@ -1,4 +1,6 @@
-"""Typed configuration of `idlm-generate` and `idlm-eval`. Decoder options are not here: each decoder owns its own."""
+"""Typed configuration of `idlm-generate` and `idlm-eval`. Decoder options are not here: each decoder owns its
+own.
+"""
 
 from __future__ import annotations
 

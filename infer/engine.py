@@ -30,7 +30,9 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
-    """News of one sample after a pass: newly committed tokens, newly readable text, and at the end the completion."""
+    """News of one sample after a pass: newly committed tokens, newly readable text, and at the end the
+    completion.
+    """
 
     request_id: str
     index: int
@@ -56,8 +58,9 @@ class Engine:
     def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
         """Load a checkpoint directory. `decoder` None: "isd" where the checkpoint was converted, else "ar".
 
-        `options` are the fields of `EngineSettings` (device, dtype, mask_token_id, max_num_seqs, memory, ...) and of
-        the decoder's own Config (for isd: stride, on_rejection, acceptance). Raises UserError for anything unusable.
+        `options` are the fields of `EngineSettings` (device, dtype, mask_token_id, max_num_seqs, memory,
+        ...) and of the decoder's own Config (for isd: stride, on_rejection, acceptance). Raises UserError
+        for anything unusable.
         """
         return cls(build(path, decoder, options))
 
@@ -103,7 +106,9 @@ class Engine:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, streams: bool = False
     ) -> None:
-        """Queue a prompt (text, or token ids as they are). `streams`: decode text in every event, not only at the end."""
+        """Queue a prompt (text, or token ids as they are). `streams`: decode text in every event, not only at
+        the end.
+        """
         self._check_new(request_id)
         params = params or SamplingParams()
         prompt_ids = self._prompt_ids(request_id, prompt)
@@ -239,7 +244,7 @@ class Engine:
         if not len(prompts) == len(settings) == len(ids):
             raise UserError(
                 "IDLM-0408",
-                f"{len(prompts)} prompts, {len(settings)} sampling params and {len(ids)} request ids do not match",
+                f"{len(prompts)} prompts, {len(settings)} params and {len(ids)} request ids do not match",
                 fix="give one SamplingParams for all or one per prompt, and one id per prompt or none",
             )
         added: list[str] = []
@@ -287,14 +292,15 @@ class Engine:
             raise UserError(
                 "IDLM-0412",
                 f"request {request_id!r}: the prompt has {len(prompt_ids)} tokens, the context {context}",
-                fix="shorten the prompt so that at least one token can be generated, or raise max_length if the model allows",
+                fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
             )
         longest = min(context, len(prompt_ids) + params.max_tokens)
-        if self.scheduler.slots_needed(longest) > pool:
+        needed = self.scheduler.slots_needed(longest)
+        if needed > pool:
             raise UserError(
                 "IDLM-0413",
-                f"request {request_id!r} may need {self.scheduler.slots_needed(longest)} KV slots; the pool has {pool}",
-                fix=f"lower max_tokens, or raise num_pages to {math.ceil(longest / self.pool.page_size) + 2} or more",
+                f"request {request_id!r} may need {needed} KV slots; the pool has {pool}",
+                fix=f"lower max_tokens, or raise num_pages to {math.ceil(needed / self.pool.page_size)} or more",
             )
         return longest
 

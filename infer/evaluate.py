@@ -1,4 +1,6 @@
-"""Exact-match, acceptance and tokens per forward of an engine on a verifiable task: the numbers of every table."""
+"""Exact-match, acceptance and tokens per forward of an engine on a verifiable task: the numbers of every
+table.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from idlm.tasks import Task, TaskSample, Verdict
 class Evaluation:
     """One engine on one set of prompts.
 
-    `tokens_per_forward` counts every pass, prompts included; `decode_tokens_per_forward` leaves each request's prompt
-    pass (which emits one token) aside, as the closed forms of idlm.acceptance do. `acceptance_by_position[j]`: share
-    of the tested drafts at position j+1 that were accepted. `seconds` of wall clock, batch decoding.
+    `tokens_per_forward` counts every pass, prompts included; `decode_tokens_per_forward` leaves each
+    request's prompt pass (which emits one token) aside, as the closed forms of idlm.acceptance do.
+    `acceptance_by_position[j]`: share of the tested drafts at position j+1 that were accepted. `seconds`
+    of wall clock, batch decoding.
     """
 
     num_prompts: int

@@ -1,8 +1,9 @@
 """Paged KV store: pages of `page_size` slots, handed to lanes and taken back; keys and values of all layers.
 
-Commit is a pointer (`SequenceTable.num_computed_Z`): slots past it are overwritten by the next pass, so rejected
-drafts and masks need no clean-up.
-Shapes: Z lanes, P pages of the longest sequence, S physical slots, K KV heads, H head dim, R rows of this pass.
+Commit is a pointer (`SequenceTable.num_computed_Z`): slots past it are overwritten by the next pass, so
+rejected drafts and masks need no clean-up.
+Shapes: Z lanes, P pages of the longest sequence, S physical slots, K KV heads, H head dim, R rows of this
+pass.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PagePool:
         return -(-num_slots // self.page_size)
 
     def reserve(self, lane: int, num_slots: int) -> bool:
-        """Give the lane pages for `num_slots` slots in all. False, changing nothing, when too few are free."""
+        """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
         owned = self._owned[lane]
         missing = self.pages_for(num_slots) - len(owned)
         if missing > len(self._free):

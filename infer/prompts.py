@@ -1,4 +1,6 @@
-"""Prompt files of `idlm-generate`: JSON lines with `prompt`, `prompt_ids` or `messages`, and per-line settings."""
+"""Prompt files of `idlm-generate`: JSON lines with `prompt`, `prompt_ids` or `messages`, and per-line
+settings.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class PromptLine:
 
 
 def read_prompts(path: str) -> Iterator[PromptLine]:
-    """Yield the lines of a file; UserError with file and line number for anything that is not one. Blank lines pass."""
+    """Yield the lines of a file; UserError with file and line number for anything that is not one. Blank
+    lines pass.
+    """
     source = Path(path)
     if not source.is_file():
         raise UserError("IDLM-0430", f"input={path!r} is not a file", fix="give a file of JSON lines")

@@ -1,4 +1,5 @@
-"""One forward pass: StepPlan in, logits of the wanted rows out. The only file that joins model, KV cache and kernel.
+"""One forward pass: StepPlan in, logits of the wanted rows out. The only file that joins model, KV cache and
+kernel.
 
 Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, V vocabulary.
 """

@@ -1,8 +1,10 @@
-"""Continuous batching: who runs in the next pass, within a pool of pages and a prompt budget. Knows no algorithm.
+"""Continuous batching: who runs in the next pass, within a pool of pages and a prompt budget. Knows no
+algorithm.
 
-Every sequence simply has known tokens that are not computed yet (a prompt: many; a decoding sequence: one), so prompts
-are chunked into the same passes as decoding. When pages run out, the youngest sequence gives all of its pages back
-and recomputes later; its tokens, drafts and random stream stay, so its answer does not change.
+Every sequence simply has known tokens that are not computed yet (a prompt: many; a decoding sequence:
+one), so prompts are chunked into the same passes as decoding. When pages run out, the youngest sequence
+gives all of its pages back and recomputes later; its tokens, drafts and random stream stay, so its answer
+does not change.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from idlm.infer.request import Request
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
-    """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down or lost its KV."""
+    """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down or
+    lost its KV.
+    """
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
@@ -38,8 +42,8 @@ class Schedule:
 class Scheduler:
     """Lanes, queue and page accounting.
 
-    Every running sequence gets its decoding rows in every pass (`max_width` at most); `max_prompt_rows` bounds the
-    further prompt rows of all sequences together.
+    Every running sequence gets its decoding rows in every pass (`max_width` at most); `max_prompt_rows`
+    bounds the further prompt rows of all sequences together.
     """
 
     def __init__(self, pool: PagePool, *, num_lanes: int, max_prompt_rows: int, max_width: int) -> None:
@@ -95,7 +99,9 @@ class Scheduler:
         request.lane = None
 
     def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
-        """Enter the request with as many known tokens as the prompt budget allows; returns what is left of it."""
+        """Enter the request with as many known tokens as the prompt budget allows; returns what is left of
+        it.
+        """
         remaining = request.num_known - request.num_computed
         if remaining > 1 and budget == 0:
             return 0

@@ -1,8 +1,8 @@
 """State of the running sequences as one struct of tensors: what every decoder reads and commits to.
 
-A lane is the seat of one running sequence. Everything a step needs is indexed by lane, so plans, sampling and
-commits are tensor operations over the batch and can run inside a captured graph. Decoders own further tensors of
-their own, indexed by the same lanes.
+A lane is the seat of one running sequence. Everything a step needs is indexed by lane, so plans, sampling
+and commits are tensor operations over the batch and can run inside a captured graph. Decoders own further
+tensors of their own, indexed by the same lanes.
 Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J tokens a pass can emit.
 """
 
@@ -19,9 +19,9 @@ from idlm.sampling import Warp
 class SequenceTable:
     """Known tokens, KV progress, sampling settings and random stream of each lane.
 
-    `num_known_Z` tokens are final (prompt and committed ones, the pending token included); the KV of the first
-    `num_computed_Z` of them is in the cache. In decoding exactly one token, the pending one, is known but not
-    computed.
+    `num_known_Z` tokens are final (prompt and committed ones, the pending token included); the KV of the
+    first `num_computed_Z` of them is in the cache. In decoding exactly one token, the pending one, is
+    known but not computed.
     """
 
     def __init__(self, num_lanes: int, max_length: int, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class SequenceTable:
         self.num_computed_Z[lane] = 0
 
     def warp(self, lanes_B: Tensor, host_lanes: list[int]) -> Warp:
-        """Sampling settings of the batch; the `any_*` flags come from the host copy, without a device read."""
+        """Sampling settings of the batch; the `any_*` flags come from the host copy, no device read."""
         settings = [params for lane in host_lanes if (params := self._settings[lane]) is not None]
         return Warp(
             temperature_X=self.temperature_Z[lanes_B],

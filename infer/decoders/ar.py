@@ -1,6 +1,8 @@
-"""Autoregressive decoding: one row, one token. The baseline beside every figure and the oracle of every law test.
+"""Autoregressive decoding: one row, one token. The baseline beside every figure and the oracle of every law
+test.
 
-Deliberately shares nothing with `isd` but the packing of rows: no drafts, no acceptance, one draw from one law.
+Deliberately shares nothing with `isd` but the packing of rows: no drafts, no acceptance, one draw from one
+law.
 Shapes: B sequences, X wanted rows (one per sampling sequence), V vocabulary.
 """
 

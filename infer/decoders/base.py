@@ -1,6 +1,8 @@
-"""The decoder contract: plan what one pass is fed, then advance by its logits. Plus the packing that all decoders share.
+"""The decoder contract: plan what one pass is fed, then advance by its logits. Plus the packing that all
+decoders share.
 
-Shapes: B sequences of this pass, R rows packed over sequences, X wanted rows, W rows of a layout, Z lanes, J masks.
+Shapes: B sequences of this pass, R rows packed over sequences, X wanted rows, W rows of a layout, Z lanes,
+J masks.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ def pack_rows(
 ) -> StepPlan:
     """Lay the batch's rows out: known tokens up to the pending one, then the layout's drafts and masks.
 
-    There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet, and whether
-    its masks ride along depends only on `samples`, never on a row count.
+    There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet,
+    and whether its masks ride along depends only on `samples`, never on a row count.
     """
     device = table.device
     lanes_B = torch.tensor(batch.lanes, dtype=torch.int64, device=device)

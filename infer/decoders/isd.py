@@ -1,8 +1,9 @@
 """Introspective strided decoding: verify the last pass's drafts and draft the next ones in one causal pass.
 
-papers/idlm.txt section 3.2 and Algorithm 1, with the departures of facts/introspective.md: drafts are drawn from the
-very q that tests them (the published rule drafts by argmax and is biased), and p and q are warped by the request's own
-sampling settings before the test. What follows a rejection is a strategy (rejection.py).
+papers/idlm.txt section 3.2 and Algorithm 1, with the departures of facts/introspective.md: drafts are
+drawn from the very q that tests them (the published rule drafts by argmax and is biased), and p and q are
+warped by the request's own sampling settings before the test. What follows a rejection is a strategy
+(rejection.py).
 Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
 """
 
@@ -39,7 +40,9 @@ class IsdConfig:
 
 @DECODERS.register("isd")
 class IsdDecoder:
-    """Up to `stride` tokens per pass. Per lane: the drafts, the laws they were drawn from, the layout to feed next."""
+    """Up to `stride` tokens per pass. Per lane: the drafts, the laws they were drawn from, the layout to feed
+    next.
+    """
 
     name: ClassVar[str] = "isd"
     Config: ClassVar[type] = IsdConfig
@@ -73,13 +76,15 @@ class IsdDecoder:
             )
         if self.stride > semantics.stride:
             warnings.warn(
-                f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained for: the "
-                "output law is the same, but few of the further drafts will be accepted",
+                f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained for: "
+                "the output law is the same, but few of the further drafts will be accepted",
                 stacklevel=2,
             )
 
     def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
-        """Per lane: layout, drafts, and the whole law of each draft, fp64 (stride - 1) * vocab_size * 8 bytes."""
+        """Per lane: layout, drafts, and the whole law of each draft, fp64 (stride - 1) * vocab_size * 8
+        bytes.
+        """
         self._layouts = LayoutTable(self._layout_list, device)
         self.layout_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)

@@ -1,9 +1,10 @@
 """Rows of one decoding step as data: a chain of tokens to verify and groups of masks hanging on it.
 
-All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is fed and, for
-every count `a` of accepted drafts, which rows the next drafts are drawn from and which layout comes next. Stacked
-into a `LayoutTable`, planning and advancing are table look-ups without branches.
-Shapes: Y layouts, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J = num_masks drafts.
+All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is
+fed and, for every count `a` of accepted drafts, which rows the next drafts are drawn from and which layout
+comes next. Stacked into a `LayoutTable`, planning and advancing are table look-ups without branches.
+Shapes: Y layouts, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J =
+num_masks drafts.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ NO_ROW = -1
 class RowLayout:
     """`[pending, draft_1 .. draft_m]` followed by groups of `num_masks` masks.
 
-    Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other, causally.
-    `draft_rows[a]`: after exactly `a` accepted drafts, the rows whose laws the next drafts come from, in order.
-    `next_layouts[a]`: index of the layout that the next step uses then.
+    Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other,
+    causally. `draft_rows[a]`: after exactly `a` accepted drafts, the rows whose laws the next drafts come
+    from, in order. `next_layouts[a]`: index of the layout that the next step uses then.
     """
 
     num_drafts: int

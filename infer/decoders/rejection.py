@@ -1,10 +1,11 @@
 """What happens after a rejection: three strategies, all exact, as sets of row layouts.
 
-After a rejection the drafts behind it are void. `cold` (papers/idlm.txt, Algorithm 1) spends the next pass on masks
-alone. `tree` feeds that pass the laws that the rejected pass had already computed further on, as drafts, with the
-masks on a branch that does not see them. `branch` hangs a group of masks on every possible rejection point, so there
-is no cold pass at all, for N^2 rows instead of 2N-1. Any law that is known exactly when the draft is drawn is a valid
-q, hence all three emit the AR law (facts/introspective.md, "Decoding step"). Layout 0 is the step without drafts.
+After a rejection the drafts behind it are void. `cold` (papers/idlm.txt, Algorithm 1) spends the next pass
+on masks alone. `tree` feeds that pass the laws that the rejected pass had already computed further on, as
+drafts, with the masks on a branch that does not see them. `branch` hangs a group of masks on every
+possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1. Any law that is
+known exactly when the draft is drawn is a valid q, hence all three emit the AR law
+(facts/introspective.md, "Decoding step"). Layout 0 is the step without drafts.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class Cold:
 class Tree:
     """Draft from the rejected pass's own laws, masks beside them. Never fewer tokens than `cold`, same rows.
 
-    After `a` of the m fill drafts pass, the masks' laws for the positions up to the new pending token are spent, so
-    num_masks - a drafts remain for the next step.
+    After `a` of the m fill drafts pass, the masks' laws for the positions up to the new pending token are
+    spent, so num_masks - a drafts remain for the next step.
     """
 
     def layouts(self, num_masks: int) -> list[RowLayout]:
-        """Index m: m drafts from masks; index num_masks + m: m fill drafts, masks hanging on the pending token."""
+        """Index m: m drafts from masks; index num_masks + m: m fill drafts, masks hanging on the pending
+        token.
+        """
         return [self._after_masks(m, num_masks) for m in range(num_masks + 1)] + [
             self._fill(m, num_masks) for m in range(1, num_masks + 1)
         ]

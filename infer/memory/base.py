@@ -12,7 +12,9 @@ from idlm.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDemand:
-    """What the engine would like: `page_bytes` of one page over all layers, and the pages that full lanes could use."""
+    """What the engine would like: `page_bytes` of one page over all layers, and the pages that full lanes
+    could use.
+    """
 
     page_bytes: int
     max_pages: int
