@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from idlm.errors import UserError
+from idlm.masks import PADDING_DOC
 from idlm.train.curriculum import Curriculum
 from idlm.train.data.base import Source
-from idlm.train.layout import Sample, pack_rows
+from idlm.train.layout import IGNORE_LABEL, ROW_FIELDS, Sample, pack_rows
 from idlm.train.objectives.base import Objective
 from idlm.train.packing import StreamPlan, epoch_rows
 
@@ -33,7 +34,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self,
         source: Source,
         objective: Objective,
-        curriculum: Curriculum,
         *,
         max_length: int,
         row_length: int,
@@ -42,7 +42,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         seed: int,
     ) -> None:
         assert overlong in OVERLONG_POLICIES, f"{overlong=}"
-        self.source, self.objective, self.curriculum = source, objective, curriculum
+        self.source, self.objective = source, objective
+        self._curriculum: Curriculum | None = None
         self.max_length, self.row_length, self.overlong = max_length, row_length, overlong
         self.pad_token_id, self.seed = pad_token_id, seed
         self._pools: OrderedDict[int, list[list[int]]] = OrderedDict()
@@ -53,6 +54,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._file_costs: list[int] = []
         if source.num_samples is not None:
             self._measure_file(source.num_samples)
+
+    @property
+    def curriculum(self) -> Curriculum:
+        assert self._curriculum is not None, "start() gives the curriculum"
+        return self._curriculum
+
+    def start(self, curriculum: Curriculum) -> None:
+        """Set the curriculum, whose length in epochs may depend on how many rows the data packs into."""
+        self._curriculum = curriculum
 
     def __len__(self) -> int:
         return self.curriculum.num_items
@@ -154,13 +164,19 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
 
 def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Tensor]:
-    """Stack packed rows to [B, T] tensors; adds `item_ids` [B] and, as scalars, `stage` and `num_masks`."""
+    """Stack packed rows to [B, T] tensors.
+
+    Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found here so
+    that no device ever waits for them), `item_ids` [B] and the scalars `num_masks` of the stage and `num_tokens`, the
+    document tokens of the micro-batch.
+    """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
-    (stage,) = stages
-    names = [name for name in items[0] if name not in ("item_id", "stage")]
-    batch = {name: torch.from_numpy(np.stack([item[name] for item in items])) for name in names}
-    batch["item_ids"] = torch.tensor([item["item_id"] for item in items])
-    batch["stage"] = torch.tensor(stage)
-    batch["num_masks"] = torch.tensor(curriculum.stages[stage].stride - 1)
-    return batch
+    arrays = {name: np.stack([item[name] for item in items]) for name in ROW_FIELDS}
+    supervised = arrays["labels"] != IGNORE_LABEL
+    arrays["noisy_index"] = np.flatnonzero(supervised & arrays["is_noisy"])
+    arrays["clean_index"] = np.flatnonzero(supervised & ~arrays["is_noisy"])
+    arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
+    arrays["num_tokens"] = np.asarray(((arrays["doc_ids"] != PADDING_DOC) & ~arrays["is_noisy"]).sum())
+    arrays["num_masks"] = np.asarray(curriculum.stages[stages.pop()].stride - 1)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -38,7 +38,10 @@ def best_fit_decreasing(costs: Sequence[int], capacity: int, *, max_bins: int | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """Rows of an endless source. Pool p owns the sample indices [p * span, (p + 1) * span): no two rows share one."""
+    """Rows of an endless source. Pool p owns as many sample indices as it has token rows: no two pools share one.
+
+    `cost_of(i)` is the number of rows sample i occupies, 0 for a sample that is dropped.
+    """
 
     cost_of: Callable[[int], int]
     capacity: int
@@ -51,16 +54,21 @@ class StreamPlan:
         an endless source can afford.
         """
         volume = self.rows_per_pool * self.capacity
-        first = index * volume
+        members: list[int] = []
         costs: list[int] = []
         total = 0
-        while total < volume:
-            costs.append(self.cost_of(first + len(costs)))
-            total += costs[-1]
+        for sample in range(index * volume, (index + 1) * volume):
+            cost = self.cost_of(sample)
+            if cost:
+                members.append(sample)
+                costs.append(cost)
+                total += cost
+            if total >= volume:
+                break
         rows = best_fit_decreasing(costs, self.capacity, max_bins=self.rows_per_pool)
         rows.extend([] for _ in range(self.rows_per_pool - len(rows)))
         order = np.random.default_rng([index, self.capacity]).permutation(self.rows_per_pool)
-        return [[first + sample for sample in sorted(rows[row])] for row in order]
+        return [sorted(members[place] for place in rows[row]) for row in order]
 
 
 def epoch_rows(costs: Sequence[int], capacity: int, *, seed: int, epoch: int) -> list[list[int]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from idlm.train.curriculum import Stage
-from idlm.train.layout import IGNORE_LABEL, Sample, SampleRows, clean_rows, no_rows
-from idlm.train.objectives.base import MAX_LOGITS, OBJECTIVES, Batch, Head, Terms, chunked, supervised_index, token_losses
+from idlm.train.layout import Sample, SampleRows, clean_rows, no_rows
+from idlm.train.objectives.base import MAX_LOGITS, OBJECTIVES, Batch, Head, Terms, chunked, token_losses
 
 
 @OBJECTIVES.register("ar")
@@ -32,10 +32,10 @@ class Autoregressive:
         return SampleRows(noisy=no_rows(), clean=clean_rows(sample, self.mask_region))
 
     def counts(self, batch: Batch) -> Tensor:
-        return (batch["labels"] != IGNORE_LABEL).sum().reshape(1)
+        return torch.tensor([batch["clean_index"].numel()])
 
     def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
-        index_M = supervised_index(batch["labels"], ~batch["is_noisy"])
+        index_M = batch["clean_index"]
         labels_M = batch["labels"].flatten()[index_M]
         hidden_MD = hidden_BTD.flatten(0, 1)[index_M]
         (losses_M,) = chunked(

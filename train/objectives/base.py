@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from idlm.registry import Registry
 from idlm.train.curriculum import Stage
-from idlm.train.layout import IGNORE_LABEL, Sample, SampleRows
+from idlm.train.layout import Sample, SampleRows
 
 Head = Callable[[Tensor], Tensor]
 Batch = dict[str, Tensor]
@@ -57,7 +57,7 @@ class Objective(Protocol):
         """The sample's rows at a stage of the curriculum."""
 
     def counts(self, batch: Batch) -> Tensor:
-        """Supervised tokens per term, int64 [num_terms]."""
+        """Supervised tokens per term, int64 [num_terms] on the CPU, from shapes alone."""
 
     def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
         """Summed losses of a micro-batch; `head` maps [M, D] to logits [M, V] and is called on supervised rows only."""
@@ -71,11 +71,6 @@ class Objective(Protocol):
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective", "idlm.train.objectives")
 """Factories `(mask_token_id: int | None, mask_region: str) -> Objective`."""
-
-
-def supervised_index(labels_BT: Tensor, chosen_BT: Tensor) -> Tensor:
-    """Flat indices into B*T of the rows of `chosen_BT` that have a target, in row order."""
-    return torch.nonzero((chosen_BT & (labels_BT != IGNORE_LABEL)).flatten()).squeeze(-1)
 
 
 def token_losses(logits_MV: Tensor, labels_M: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from idlm.acceptance import acceptance_rate
 from idlm.train.curriculum import Stage
-from idlm.train.layout import IGNORE_LABEL, Sample, SampleRows, clean_rows, noisy_rows, target_flags
+from idlm.train.layout import Sample, SampleRows, clean_rows, noisy_rows, target_flags
 from idlm.train.objectives.base import (
     MAX_LOGITS,
     OBJECTIVES,
@@ -23,7 +24,6 @@ from idlm.train.objectives.base import (
     Overlap,
     Terms,
     chunked,
-    supervised_index,
     token_losses,
 )
 
@@ -55,17 +55,13 @@ class IntrospectiveConsistency:
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
 
     def counts(self, batch: Batch) -> Tensor:
-        supervised = batch["labels"] != IGNORE_LABEL
-        return torch.stack([(supervised & batch["is_noisy"]).sum(), (supervised & ~batch["is_noisy"]).sum()])
+        return torch.tensor([batch["noisy_index"].numel(), batch["clean_index"].numel()])
 
     def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
         """The k-th noisy and the k-th supervised clean row predict the same token, so their laws are compared too."""
-        labels_BT, is_noisy_BT = batch["labels"], batch["is_noisy"]
-        noisy_M = supervised_index(labels_BT, is_noisy_BT)
-        clean_M = supervised_index(labels_BT, ~is_noisy_BT)
-        flat_labels = labels_BT.flatten()
+        noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
         hidden = hidden_BTD.flatten(0, 1)
-        tensors = (hidden[noisy_M], hidden[clean_M], flat_labels[noisy_M])
+        tensors = (hidden[noisy_M], hidden[clean_M], batch["labels"].flatten()[noisy_M])
 
         def pair(noisy_MD: Tensor, clean_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, ...]:
             draft_MV, verify_MV = head(noisy_MD), head(clean_MD)
@@ -92,7 +88,7 @@ def _overlap(draft_MV: Tensor, verify_MV: Tensor) -> Tensor:
     """Expected acceptance sum_x min(p(x), q(x)) of a sampled draft, float32 [M]."""
     draft = torch.softmax(draft_MV.detach().float(), dim=-1)
     verify = torch.softmax(verify_MV.detach().float(), dim=-1)
-    return torch.minimum(draft, verify).sum(dim=-1)
+    return acceptance_rate(verify, draft)
 
 
 def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch) -> Overlap:

@@ -1,0 +1,248 @@
+"""The configuration of `idlm-train`, typed and documented; `conf/train.yaml` and recipes give values, never logic.
+
+`problems` collects everything that is wrong before anything heavy is loaded. Not frozen: OmegaConf fills them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from idlm.errors import UserError
+from idlm.semantics import MASK_REGIONS
+from idlm.suggest import did_you_mean
+from idlm.train.attention import ATTENTIONS
+from idlm.train.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
+from idlm.train.data.base import SOURCES
+from idlm.train.dataset import OVERLONG_POLICIES
+from idlm.train.objectives.base import OBJECTIVES
+
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+TASK_TOKENIZER = "task"
+
+
+def _field(default: Any, text: str) -> Any:
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default.copy(), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """What is trained."""
+
+    path: str | None = _field(None, "directory of the base checkpoint; null to start from `config`")
+    config: dict[str, Any] = _field({}, "model_type and fields of a new transformers model, used when path is null")
+    tokenizer: str | None = _field(None, "tokenizer directory; null: the one in path; `task`: that of the tasks")
+    dtype: str = _field("float32", "parameter dtype while training: float32 or bfloat16")
+    mask_token_id: int | None = _field(None, "null: the tokenizer's mask token, else its first spare row")
+    attention: str = _field("auto", "auto, idlm_sdpa (dense mask) or idlm_flex (GPU)")
+    gradient_checkpointing: bool = _field(False, "recompute activations in the backward pass")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What it is trained on."""
+
+    source: str = _field("jsonl", "a registered source: jsonl or task")
+    path: str | None = _field(None, "file of the jsonl source: prompt+response, messages or text per line")
+    task: str = _field("ledger", "generated task of the task source")
+    level: str = _field("tiny", "level of the task")
+    task_args: dict[str, Any] = _field({}, "knobs of the task that differ from its level")
+    seed: int = _field(0, "order of a file's samples, or seed of a task")
+    chat_template: bool = _field(True, "render prompt+response through the tokenizer's chat template if it has one")
+
+
+@dataclass(kw_only=True)
+class StageConfig:
+    """One stage of the curriculum."""
+
+    stride: int = _field(2, "tokens one forward can finalise; blocks of stride-1 masks are trained")
+    steps: int | None = _field(None, "optimizer steps of this stage")
+    fraction: float | None = _field(None, "instead of steps: share of the run")
+    clean_weight: Any = _field(0.2, "s in L_mask + s * L_clean: a number, or auto")
+
+
+@dataclass(kw_only=True)
+class LoopConfig:
+    """How long, how fast, how much at once."""
+
+    stages: list[StageConfig] = _field([], "curriculum; empty for objectives without strides")
+    steps: int | None = _field(None, "optimizer steps of the run, where stages give fractions or there are none")
+    epochs: float | None = _field(None, "instead of steps: passes over a file")
+    batch_size: int = _field(1, "packed rows per device and micro-batch")
+    accumulation: int = _field(1, "micro-batches per optimizer step")
+    max_length: int = _field(4096, "longest sample in tokens")
+    row_length: int | None = _field(None, "rows of a packed row; null: what the longest sample needs")
+    overlong: str = _field("error", "samples above max_length: error, drop or truncate")
+    learning_rate: float = _field(1e-5, "peak learning rate")
+    warmup: float = _field(0.03, "share of the steps that warms up; a cosine to zero follows, over all stages")
+    weight_decay: float = _field(0.0, "AdamW weight decay")
+    adam_beta2: float = _field(0.999, "AdamW beta2")
+    max_grad_norm: float = _field(1.0, "gradient clipping; 0 switches it off")
+    bf16: bool = _field(False, "bfloat16 autocast over float32 parameters")
+    seed: int = _field(0, "seed of new weights and dropout")
+    device: str = _field("auto", "auto, cpu or cuda")
+    threads: int | None = _field(None, "CPU threads; null leaves torch's choice")
+    log_every: int = _field(10, "steps between metrics")
+    save_every: int = _field(500, "steps between checkpoints")
+    save_total_limit: int = _field(2, "checkpoints kept")
+    deepspeed: str | None = _field(None, "DeepSpeed configuration file, passed on as it is")
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """The published checkpoint."""
+
+    dtype: str | None = _field(None, "float32 or bfloat16; null: as trained")
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    """The report beside the checkpoint."""
+
+    enabled: bool = _field(True, "write report.md with plots")
+    num_samples: int = _field(8, "sample generations shown")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Everything `idlm-train` knows."""
+
+    output_dir: str = _field("outputs/train", "the checkpoint appears here; the run's own files in its folder `run`")
+    objective: str = _field("idlm", "a registered objective: idlm or ar")
+    mask_region: str = _field("response", "response or all: which tokens are supervised")
+    resume: str = _field("auto", "auto, never, or a checkpoint directory of this very run")
+    dry_run: bool = _field(False, "check and print the plan, train nothing")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raise UserError IDLM-0504 with every problem at once; reads no file but asks which ones exist."""
+    problems = [*_choices(config), *_model_problems(config), *_loop_problems(config), *_stage_problems(config)]
+    if config.data.source == "jsonl":
+        if config.data.path is None:
+            problems.append("data.path is missing: the jsonl source needs a file")
+        elif not Path(config.data.path).is_file():
+            problems.append(f"data.path={config.data.path} is not a file")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        plural = "s" if len(problems) > 1 else ""
+        raise UserError(
+            "IDLM-0504",
+            f"the configuration has {len(problems)} problem{plural}:{listed}",
+            fix="correct the values on the command line or in the recipe",
+        )
+
+
+def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int | None) -> Curriculum:
+    """Stages with absolute steps; `rows_per_epoch` is None for an endless source."""
+    loop = config.train
+    global_batch = loop.batch_size * loop.accumulation * world_size
+    stages = loop.stages or [StageConfig(stride=1, fraction=1.0, clean_weight=1.0)]
+    steps = [stage.steps for stage in stages if stage.steps is not None]
+    if len(steps) != len(stages):
+        total = loop.steps
+        if total is None:
+            assert rows_per_epoch is not None and loop.epochs is not None, f"{rows_per_epoch=} {loop.epochs=}"
+            total = max(len(stages), round(rows_per_epoch * loop.epochs / global_batch))
+        steps = split_steps(total, [stage.fraction or 0.0 for stage in stages])
+    return Curriculum(
+        stages=tuple(
+            Stage(
+                index=index,
+                stride=stage.stride,
+                num_steps=num_steps,
+                clean_weight=None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight),
+            )
+            for index, (stage, num_steps) in enumerate(zip(stages, steps, strict=True))
+        ),
+        global_batch=global_batch,
+    )
+
+
+def _choices(config: TrainConfig) -> list[str]:
+    allowed: list[tuple[str, str | None, tuple[str, ...]]] = [
+        ("objective", config.objective, tuple(OBJECTIVES.names())),
+        ("mask_region", config.mask_region, MASK_REGIONS),
+        ("data.source", config.data.source, tuple(SOURCES.names())),
+        ("model.dtype", config.model.dtype, DTYPES),
+        ("model.attention", config.model.attention, ("auto", *ATTENTIONS)),
+        ("train.overlong", config.train.overlong, OVERLONG_POLICIES),
+        ("train.device", config.train.device, DEVICES),
+    ]
+    if config.export.dtype is not None:
+        allowed.append(("export.dtype", config.export.dtype, DTYPES))
+    return [
+        f"{key}={value!r} is not one of {', '.join(values)}{did_you_mean(str(value), values)}"
+        for key, value, values in allowed
+        if value not in values
+    ]
+
+
+def _model_problems(config: TrainConfig) -> list[str]:
+    model, problems = config.model, []
+    if model.path is None and not model.config:
+        problems.append("model.path is missing (or give model.config to start from random weights)")
+    if model.path is not None and not (Path(model.path) / "config.json").is_file():
+        hint = "the directory does not exist" if not Path(model.path).exists() else "it has no config.json"
+        problems.append(f"model.path={model.path} is not a checkpoint directory: {hint}; hub names are not downloaded")
+    if model.path is None and model.tokenizer is None:
+        problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
+    if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
+        problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
+    return problems
+
+
+def _loop_problems(config: TrainConfig) -> list[str]:
+    loop, problems = config.train, []
+    positive = ("batch_size", "accumulation", "max_length", "log_every", "save_every", "save_total_limit")
+    for name in positive:
+        if getattr(loop, name) < 1:
+            problems.append(f"train.{name}={getattr(loop, name)} must be at least 1")
+    if loop.learning_rate <= 0:
+        problems.append(f"train.learning_rate={loop.learning_rate} must be above 0")
+    if not 0 <= loop.warmup < 1:
+        problems.append(f"train.warmup={loop.warmup} must be in [0, 1)")
+    if loop.max_length < 2:
+        problems.append(f"train.max_length={loop.max_length} leaves no token to predict")
+    if loop.steps is not None and loop.epochs is not None:
+        problems.append("train.steps and train.epochs exclude each other")
+    if loop.epochs is not None and config.data.source == "task":
+        problems.append("train.epochs has no meaning for the endless task source: use train.steps")
+    if loop.deepspeed is not None and not Path(loop.deepspeed).is_file():
+        problems.append(f"train.deepspeed={loop.deepspeed} is not a file")
+    return problems
+
+
+def _stage_problems(config: TrainConfig) -> list[str]:
+    loop, problems = config.train, []
+    if config.objective == "ar":
+        if loop.stages:
+            problems.append("objective=ar has no strides: remove train.stages and give train.steps")
+        return problems if loop.steps or loop.epochs else [*problems, "train.steps is missing"]
+    if not loop.stages:
+        return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
+    for index, stage in enumerate(loop.stages):
+        where = f"train.stages[{index}]"
+        if stage.stride < 2:
+            problems.append(f"{where}.stride={stage.stride} must be at least 2")
+        if (stage.steps is None) == (stage.fraction is None):
+            problems.append(f"{where} needs exactly one of steps and fraction")
+        if (stage.steps is not None and stage.steps < 1) or (stage.fraction is not None and stage.fraction <= 0):
+            problems.append(f"{where} has no steps")
+        weight = stage.clean_weight
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
+        if not is_number and weight != AUTO_BALANCED:
+            problems.append(f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}")
+    if len({stage.steps is None for stage in loop.stages}) > 1:
+        problems.append("train.stages mixes steps and fractions")
+    elif loop.stages[0].steps is None and loop.steps is None and loop.epochs is None:
+        problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
+    return problems

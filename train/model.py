@@ -1,0 +1,199 @@
+"""The model under training: loading, vocabulary and mask row, hidden states and head, and the checks it must pass.
+
+Any causal language model of transformers is taken as it is; `check_model` proves on a few tokens that it obeys our
+mask and that its logits are its head applied to its last hidden states, instead of trusting a list of families.
+
+Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from idlm.errors import UserError
+from idlm.masks import RowMeta
+from idlm.train.attention import prepared_mask, register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+TOLERANCE = 1e-3
+
+
+def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a local checkpoint directory, in training dtype."""
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(
+            "IDLM-0501",
+            f"model.path={path} is not a checkpoint directory: it has no config.json",
+            fix="give the directory that holds config.json and the safetensors files; hub names are not downloaded",
+        )
+    register_attention()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
+    )
+
+
+def create_base(config_values: dict[str, Any], *, attention: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A randomly initialised model from `model.config` (`model_type` and the fields of that family)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(config_values)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise UserError("IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3")
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except ValueError as error:
+        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config.model_type") from error
+    register_attention()
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> bool:
+    """Add rows (to a multiple of 64) when the mask id has none; returns whether it did."""
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    if mask_token_id < num_rows:
+        return False
+    model.resize_token_embeddings(mask_token_id + 1, pad_to_multiple_of=64, mean_resizing=True)
+    grown = model.get_input_embeddings().weight.shape[0]
+    log.info("no spare vocabulary row for mask id %d: grew %d rows to %d", mask_token_id, num_rows, grown)
+    return True
+
+
+@torch.no_grad()
+def prepare_mask_row(model: PreTrainedModel, mask_token_id: int) -> bool:
+    """Give the mask row the mean embedding when it is zero or not finite; a usable row is kept. Returns if replaced."""
+    rows_VD = model.get_input_embeddings().weight
+    norm = rows_VD[mask_token_id].float().norm()
+    if bool(torch.isfinite(norm)) and float(norm) > 0.0:
+        log.info("mask row %d kept as the base has it (norm %.3g)", mask_token_id, float(norm))
+        return False
+    others = torch.ones(len(rows_VD), dtype=torch.bool, device=rows_VD.device)
+    others[mask_token_id] = False
+    rows_VD[mask_token_id] = rows_VD[others].float().mean(dim=0).to(rows_VD.dtype)
+    log.info("mask row %d was unusable (norm %s): set to the mean embedding", mask_token_id, float(norm))
+    return True
+
+
+class BodyAndHead:
+    """Runs a model so that its body's hidden states come out and its head is left to the caller.
+
+    The model's own `forward` is called, never a submodule, so wrappers (DDP, DeepSpeed, PEFT, autocast) keep working:
+    a hook on the output embedding keeps the hidden states and passes no row on, which leaves the logits empty.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.lm_head: nn.Module = model.get_output_embeddings()
+
+    def hidden(self, model: nn.Module, batch: dict[str, Tensor], attention: str) -> Tensor:
+        """Last hidden states [B, T, D] of `model`, which may be wrapped, on a collated batch."""
+        meta = RowMeta(
+            doc_ids=batch["doc_ids"],
+            positions=batch["position_ids"],
+            block_starts=batch["block_starts"],
+            is_noisy=batch["is_noisy"],
+        )
+        with self._captured() as captured:
+            model(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                attention_mask=prepared_mask(meta, attention),
+                use_cache=False,
+            )
+        assert len(captured) == 1, f"the head ran {len(captured)} times in one forward pass"
+        return captured[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [M, V] of chosen rows [M, D]."""
+        return self.lm_head(hidden)
+
+    @contextlib.contextmanager
+    def _captured(self) -> Iterator[list[Tensor]]:
+        kept: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            kept.append(args[0])
+            return (args[0][:, :0], *args[1:])
+
+        handle = self.lm_head.register_forward_pre_hook(keep)
+        try:
+            yield kept
+        finally:
+            handle.remove()
+
+
+def window_problem(config: Any, row_positions: int) -> str | None:
+    """Why a sliding-window model cannot train on positions up to `row_positions`; None if it can."""
+    layer_types = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in layer_types or (window and not layer_types)
+    if slides and window and row_positions > window:
+        return f"max_length={row_positions} exceeds the model's sliding window of {window} tokens"
+    return None
+
+
+@torch.no_grad()
+def check_model(model: PreTrainedModel, *, attention: str) -> None:
+    """Refuse a model that ignores our mask or changes logits after its head, by comparing two tiny forward passes."""
+    device = model.get_input_embeddings().weight.device
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = 5
+    ids_BT = torch.randint(0, min(64, model.get_input_embeddings().weight.shape[0]), (1, 2 * num_tokens), generator=generator)
+    ids_BT = ids_BT.to(device)
+    order = torch.arange(num_tokens, device=device)
+    batch = {
+        "input_ids": ids_BT,
+        "position_ids": torch.cat([order, order])[None],
+        "doc_ids": torch.arange(2, device=device).repeat_interleave(num_tokens)[None],
+        "block_starts": torch.zeros_like(ids_BT),
+        "is_noisy": torch.zeros_like(ids_BT, dtype=torch.bool),
+    }
+    was_training = model.training
+    model.eval()
+    runner = BodyAndHead(model)
+    packed = runner.head(runner.hidden(model, batch, attention)[0]).float()
+    separate = []
+    for doc in (0, 1):
+        span = slice(doc * num_tokens, (doc + 1) * num_tokens)
+        alone = {name: value[:, span] for name, value in batch.items()}
+        meta = RowMeta(
+            doc_ids=alone["doc_ids"],
+            positions=alone["position_ids"],
+            block_starts=alone["block_starts"],
+            is_noisy=alone["is_noisy"],
+        )
+        mask = prepared_mask(meta, attention)
+        output = model(
+            input_ids=alone["input_ids"], position_ids=alone["position_ids"], attention_mask=mask, use_cache=False
+        )
+        separate.append(output.logits[0].float())
+    model.train(was_training)
+    expected = torch.cat(separate)
+    scale = float(expected.abs().max().clamp_min(1.0))
+    limit = scale * (TOLERANCE if packed.dtype == torch.float32 and model.dtype == torch.float32 else 5e-2)
+    gap = float((packed - expected).abs().max())
+    if not gap <= limit:
+        raise UserError(
+            "IDLM-0505",
+            f"{type(model).__name__} does not honour a prepared attention mask, or changes its logits after the head "
+            f"(two packed documents differ from the same documents alone by {gap:.3g})",
+            fix="use a causal model of transformers with standard attention layers and a plain output head",
+        )
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """`config.json` of a checkpoint directory, for checks before anything heavy is loaded."""
+    return json.loads((Path(path) / "config.json").read_text())

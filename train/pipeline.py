@@ -1,0 +1,323 @@
+"""One run from configuration to report: base model, data, stages, training, export. No command line in here.
+
+`run_training` is the whole story in order; each step is a function of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.errors import UserError
+from idlm.log import rank, run_fingerprint
+from idlm.semantics import Semantics
+from idlm.tokens import check_vocabulary, load_tokenizer, num_token_ids, resolve_mask_token_id, stop_token_ids
+from idlm.train.attention import choose_attention
+from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_curriculum
+from idlm.train.curriculum import Curriculum
+from idlm.train.data.base import SOURCES, Encoder
+from idlm.train.dataset import PackedDataset
+from idlm.train.export import export
+from idlm.train.model import (
+    check_model,
+    create_base,
+    grow_vocabulary,
+    load_base,
+    prepare_mask_row,
+    window_problem,
+)
+from idlm.train.objectives.base import OBJECTIVES, Objective
+from idlm.train.progress import Progress, describe, read_metrics
+from idlm.train.report import Sampler, SampleReport, write_report
+from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
+from idlm.train.signals import StopOnSignal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+
+log = logging.getLogger(__name__)
+VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything a run needs, checked and loaded."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    mask_token_id: int | None
+    objective: Objective
+    dataset: PackedDataset
+    curriculum: Curriculum
+    attention: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`signal` is None when the run finished; `report` is None when none was written."""
+
+    signal: int | None
+    last_step: int
+    seconds: float
+    report: Path | None = None
+
+
+def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None = None) -> Outcome:
+    """Train, export and report. Every rank of a distributed run calls this; rank 0 publishes and reports."""
+    start = time.perf_counter()
+    check_config(config)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    checkpoint = choose_checkpoint(config) if rank() == 0 or config.resume != "never" else None
+    args = training_arguments(config)
+    prepared = prepare(config, world_size=args.world_size, device=args.device)
+    args.max_steps = prepared.curriculum.num_steps
+    announce(config, prepared, checkpoint, console)
+    if config.dry_run:
+        return Outcome(signal=None, last_step=0, seconds=time.perf_counter() - start)
+    if rank() == 0:
+        store_config(config)
+    received, last_step = train(config, prepared, args, checkpoint, console)
+    if last_step < prepared.curriculum.num_steps:
+        return Outcome(signal=received, last_step=last_step, seconds=time.perf_counter() - start)
+    report = finish(config, prepared, sampler, seconds=time.perf_counter() - start) if rank() == 0 else None
+    return Outcome(signal=None, last_step=last_step, seconds=time.perf_counter() - start, report=report)
+
+
+def training_arguments(config: TrainConfig) -> TrainingArguments:
+    """The part of the configuration that transformers' Trainer reads."""
+    from transformers import TrainingArguments
+
+    loop = config.train
+    args = TrainingArguments(
+        output_dir=str(Path(config.output_dir) / RUN_FOLDER),
+        per_device_train_batch_size=loop.batch_size,
+        gradient_accumulation_steps=loop.accumulation,
+        learning_rate=loop.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=loop.warmup,
+        weight_decay=loop.weight_decay,
+        adam_beta2=loop.adam_beta2,
+        max_grad_norm=loop.max_grad_norm,
+        optim="adamw_torch",
+        bf16=loop.bf16,
+        seed=loop.seed,
+        use_cpu=loop.device == "cpu",
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=loop.save_every,
+        save_total_limit=loop.save_total_limit,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+        deepspeed=loop.deepspeed,
+        ddp_find_unused_parameters=False,
+    )
+    if args.n_gpu > 1:
+        raise UserError(
+            "IDLM-0508",
+            f"{args.n_gpu} GPUs are visible to one process",
+            fix="start with `torchrun --nproc-per-node <n> -m idlm.train.cli ...`, or set CUDA_VISIBLE_DEVICES=0",
+        )
+    return args
+
+
+def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:
+    """Load base, tokenizer and data, and check that they fit together."""
+    attention = choose_attention(config.model.attention, device)
+    tokenizer = prepare_tokenizer(config)
+    model = prepare_model(config, tokenizer, attention).to(device)
+    mask_token_id = None if config.objective == "ar" else prepare_mask(config, model, tokenizer)
+    check_model(model, attention=attention)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0])
+    problem = window_problem(model.config, config.train.max_length)
+    if problem is not None:
+        raise UserError("IDLM-0509", problem, fix="lower train.max_length to the window")
+    objective = OBJECTIVES.get(config.objective)(
+        mask_token_id=mask_token_id,
+        mask_region=config.mask_region,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+    )
+    dataset, curriculum = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
+    return Prepared(
+        model=model,
+        tokenizer=tokenizer,
+        mask_token_id=mask_token_id,
+        objective=objective,
+        dataset=dataset,
+        curriculum=curriculum,
+        attention=attention,
+    )
+
+
+def prepare_tokenizer(config: TrainConfig) -> Any:
+    """The tokenizer of the base or the one asked for; `task` writes that of the generated tasks into the run."""
+    if config.model.tokenizer == TASK_TOKENIZER:
+        from idlm.tasks.tokenizer import save_tokenizer
+
+        directory = Path(config.output_dir) / RUN_FOLDER / f"tokenizer-{rank()}"
+        directory.mkdir(parents=True, exist_ok=True)
+        save_tokenizer(directory)
+    else:
+        directory = Path(config.model.tokenizer or config.model.path or "")
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise UserError(
+            "IDLM-0510",
+            f"{directory} has no tokenizer files, and training data is text",
+            fix="copy the tokenizer files beside the checkpoint, or set model.tokenizer",
+        )
+    return tokenizer
+
+
+def prepare_model(config: TrainConfig, tokenizer: Any, attention: str) -> PreTrainedModel:
+    """The base: loaded from `model.path`, or new with a vocabulary that leaves a spare row for the mask token."""
+    dtype = getattr(torch, config.model.dtype)
+    if config.model.path is not None:
+        return load_base(config.model.path, attention=attention, dtype=dtype)
+    values = dict(config.model.config)
+    num_rows = -(-(num_token_ids(tokenizer) + 1) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    values.setdefault("vocab_size", num_rows)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values.setdefault(name, getattr(tokenizer, name))
+    return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed)
+
+
+def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> int:
+    """The mask token's id, with a usable embedding row; grows the vocabulary only when it has no spare row."""
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    first_spare = num_token_ids(tokenizer)
+    is_full = config.model.mask_token_id is None and tokenizer.mask_token_id is None and first_spare >= num_rows
+    explicit = first_spare if is_full else config.model.mask_token_id
+    if is_full:
+        grow_vocabulary(model, first_spare)
+        num_rows = model.get_input_embeddings().weight.shape[0]
+    mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
+    prepare_mask_row(model, mask_token_id)
+    return mask_token_id
+
+
+def prepare_data(
+    config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
+) -> tuple[PackedDataset, Curriculum]:
+    """The packed dataset and the curriculum; with epochs, the second needs the row count of the first."""
+    loop = config.train
+    encoder = Encoder(tokenizer, mask_token_id=mask_token_id, use_chat_template=config.data.chat_template)
+    dataset = PackedDataset(
+        SOURCES.get(config.data.source)(config.data, encoder),
+        objective,
+        max_length=loop.max_length,
+        row_length=loop.row_length or objective.default_row_length(loop.max_length),
+        overlong=loop.overlong,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        seed=config.data.seed,
+    )
+    curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=dataset.rows_per_epoch())
+    dataset.start(curriculum)
+    return dataset, curriculum
+
+
+def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, console: Any) -> None:
+    """Say what will happen, before it does."""
+    if rank() != 0:
+        return
+    curriculum, model = prepared.curriculum, prepared.model
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    lines = [
+        f"{type(model).__name__}, {num_parameters:,} parameters, {config.model.dtype}, {prepared.attention} on "
+        f"{model.device}",
+        f"objective {config.objective} on {config.data.source}, {curriculum.num_steps} steps of "
+        f"{curriculum.global_batch} x {prepared.dataset.row_length} rows",
+        *(f"stage {stage.index + 1}: {stage.name}" for stage in curriculum.stages if stage.stride > 1),
+        f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
+    ]
+    if prepared.dataset.num_dropped:
+        lines.append(f"dropped {prepared.dataset.num_dropped} samples longer than {config.train.max_length} tokens")
+    if checkpoint is not None:
+        lines.append(f"continues from {checkpoint}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def train(
+    config: TrainConfig, prepared: Prepared, args: TrainingArguments, checkpoint: Path | None, console: Any
+) -> tuple[int | None, int]:
+    """(signal that stopped the run or None, last step done)."""
+    from transformers import PrinterCallback
+    from transformers.utils.logging import disable_progress_bar
+
+    from idlm.train.trainer import IdlmTrainer
+
+    # Its bar for writing weight files would break the line of ours.
+    disable_progress_bar()
+    progress = Progress(Path(args.output_dir) / "metrics.jsonl", log_every=config.train.log_every, console=console)
+    stop = StopOnSignal()
+    trainer = IdlmTrainer(
+        model=prepared.model,
+        args=args,
+        train_dataset=prepared.dataset,
+        objective=prepared.objective,
+        attention=prepared.attention,
+        log_every=config.train.log_every,
+        callbacks=[progress, stop],
+    )
+    trainer.remove_callback(PrinterCallback)
+    progress.attach(trainer)
+    try:
+        with stop.listening():
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        progress.close()
+    return stop.received, trainer.state.global_step
+
+
+def finish(config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, seconds: float) -> Path | None:
+    """Publish the checkpoint, then describe it."""
+    target = Path(config.output_dir)
+    stride = prepared.curriculum.max_stride
+    semantics = Semantics(
+        mask_token_id=prepared.mask_token_id,
+        stride=stride,
+        mask_region=config.mask_region,
+        stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
+    )
+    dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
+    export(prepared.model, prepared.tokenizer, semantics, target, dtype=dtype)
+    if not config.report.enabled:
+        return None
+    metrics = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
+    samples: SampleReport | None = None if sampler is None else sampler(target, config.report.num_samples)
+    facts = {
+        "base": config.model.path or "new weights",
+        "architecture": type(prepared.model).__name__,
+        "objective": config.objective,
+        **{f"stage {stage.index + 1}": stage.name for stage in prepared.curriculum.stages},
+        "mask token id": str(prepared.mask_token_id),
+        "time": f"{seconds:.0f} s in this process, {sum(record['seconds'] for record in metrics):.0f} s of training",
+        "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
+        "last metrics": describe(metrics[-1]) if metrics else "none",
+    }
+    return write_report(
+        target,
+        metrics=metrics,
+        config_yaml=_yaml(config),
+        fingerprint=run_fingerprint(),
+        facts=facts,
+        samples=samples,
+    )
+
+
+def _yaml(config: TrainConfig) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(json.loads(json.dumps(asdict(config), default=os.fspath))))
