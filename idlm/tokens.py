@@ -1,7 +1,7 @@
-"""Text to token ids and back: tokenizer files, the mask token, prompts, conversations, incremental decoding, stop ids.
+"""Text to token ids and back: tokenizer files, mask token, prompts, conversations, streaming text, stop ids.
 
-The only module that touches transformers' tokenizers, and it does so lazily, offline and without remote code. A
-checkpoint without tokenizer files is legal everywhere: its tokenizer is None and it speaks token ids.
+The only module that touches transformers' tokenizers, and it does so lazily, offline and without remote code.
+A checkpoint without tokenizer files is legal everywhere: its tokenizer is None and it speaks token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def load_tokenizer(path: Path | str) -> Any:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise UserError("IDLM-0203", f"{directory} is not a directory", fix="give the path of a checkpoint directory")
+        raise UserError(
+            "IDLM-0203", f"{directory} is not a directory", fix="give the path of a checkpoint directory"
+        )
     present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     if not present:
         return None
@@ -44,14 +46,15 @@ def load_tokenizer(path: Path | str) -> Any:
     try:
         loader = PreTrainedTokenizerFast if _is_self_contained(directory) else AutoTokenizer
         tokenizer = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        if not tokenizer.is_fast or not set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder):
+        words = tokenizer.get_vocab().values() - tokenizer.added_tokens_decoder.keys()
+        if not tokenizer.is_fast or not words:
             raise ValueError("the tokenizer has no vocabulary or no fast implementation")
     # Broken files surface as OSError, KeyError, JSONDecodeError or a bare Exception from the Rust side.
     except Exception as error:
         raise UserError(
             "IDLM-0203",
             f"the tokenizer files in {directory} ({', '.join(present)}) cannot be loaded: {error}",
-            fix="copy the tokenizer files of the original checkpoint again, or remove them to work with token ids",
+            fix="copy the original checkpoint's tokenizer files again, or remove them to work with token ids",
         ) from error
     return tokenizer
 
@@ -59,7 +62,7 @@ def load_tokenizer(path: Path | str) -> Any:
 def _is_self_contained(directory: Path) -> bool:
     """Tell whether `tokenizer.json` says everything, because no model-specific tokenizer class is asked for.
 
-    AutoTokenizer would then take the class of config.json's `model_type` and replace the file's own rules by that class's.
+    AutoTokenizer would then take the class of config.json's `model_type` and its rules instead of the file's.
     """
     if not (directory / "tokenizer.json").exists():
         return False
@@ -70,7 +73,7 @@ def _is_self_contained(directory: Path) -> bool:
 
 def num_token_ids(tokenizer: Any) -> int:
     """Return the largest id of the tokenizer plus one; more than `len(tokenizer)` where ids have gaps."""
-    return max(max(tokenizer.get_vocab().values(), default=-1), *tokenizer.added_tokens_decoder, -1) + 1
+    return 1 + max((*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder), default=-1)
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
@@ -91,10 +94,11 @@ def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
 
 
 def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -> int:
-    """Return the mask token's id: `explicit`, else the tokenizer's mask token, else the first spare embedding row.
+    """Return the mask token's id: `explicit`, else the tokenizer's own, else the first spare embedding row.
 
-    `num_rows` is the number of embedding rows; `tokenizer` may be None, then the id must be explicit. Raises `UserError`
-    IDLM-0210 (nothing to use), IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token that text contains).
+    `num_rows` is the number of embedding rows; `tokenizer` may be None, then the id must be explicit. Raises
+    `UserError` IDLM-0210 (nothing to use), IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token
+    that text contains).
     """
     if explicit is not None:
         _check_mask_token_id(tokenizer, num_rows, explicit, source="the given mask_token_id")
@@ -106,15 +110,17 @@ def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -
             fix=f"give mask_token_id, an unused id from 0 to {num_rows - 1}",
         )
     if tokenizer.mask_token_id is not None:
-        _check_mask_token_id(tokenizer, num_rows, tokenizer.mask_token_id, source="the tokenizer's mask token")
+        _check_mask_token_id(
+            tokenizer, num_rows, tokenizer.mask_token_id, source="the tokenizer's mask token"
+        )
         return int(tokenizer.mask_token_id)
     num_ids = num_token_ids(tokenizer)
     if num_ids >= num_rows:
         raise UserError(
             "IDLM-0210",
-            f"there is no mask token: the tokenizer has none and its {num_ids} ids leave no spare row among the "
-            f"embedding's {num_rows}",
-            fix="resize the embedding by at least one row, or give the mask_token_id of an unused special token",
+            f"there is no mask token: the tokenizer has none and its {num_ids} ids leave no spare row in the "
+            f"embedding of {num_rows}",
+            fix="add a row to the embedding, or give the mask_token_id of an unused special token",
         )
     return num_ids
 
@@ -140,22 +146,31 @@ def _check_mask_token_id(tokenizer: Any, num_rows: int, mask_token_id: int, *, s
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: str, *, template: Literal["auto", "none"] = "auto", enable_thinking: bool | None = None
+    tokenizer: Any,
+    prompt: str,
+    *,
+    template: Literal["auto", "none"] = "auto",
+    enable_thinking: bool | None = None,
 ) -> list[int]:
     """Return the ids a model is fed for `prompt`.
 
-    `auto` makes it one user message of the chat template, if the tokenizer has one; `none` encodes the bare text with
-    the specials the tokenizer adds by itself. `enable_thinking` reaches the template only when it is not None.
+    `auto` makes it one user message of the chat template, if the tokenizer has one; `none` encodes the bare
+    text with the specials the tokenizer adds by itself. `enable_thinking` reaches the template only when it
+    is not None.
     """
     if not prompt:
         raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
     if template == "auto" and tokenizer.chat_template:
-        return encode_messages(tokenizer, [{"role": "user", "content": prompt}], enable_thinking=enable_thinking)
+        return encode_messages(
+            tokenizer, [{"role": "user", "content": prompt}], enable_thinking=enable_thinking
+        )
     return _plain_ids(tokenizer, prompt, add_special_tokens=True)
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None = None) -> list[int]:
-    """Return the ids of a conversation that the assistant is to continue; errors as in `render_conversation`."""
+def encode_messages(
+    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None = None
+) -> list[int]:
+    """Return the ids of a conversation for the assistant to continue; errors as in `render_conversation`."""
     text = _render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
     return _plain_ids(tokenizer, text, add_special_tokens=False)
 
@@ -165,10 +180,10 @@ def render_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Return (ids, supervised): a whole conversation, and which of its tokens the assistant has to produce.
 
-    What comes before an assistant turn is tokenised exactly as `encode_messages` does it at inference. A turn's own
-    end-of-turn token is supervised, whitespace that the template puts behind it is not. Raises `UserError` IDLM-0214
-    when the template renders a shorter conversation differently from the start of a longer one, IDLM-0215 without a
-    chat template, IDLM-0217 when the template refuses the messages.
+    What comes before an assistant turn is tokenised exactly as `encode_messages` does it at inference. A
+    turn's own end-of-turn token is supervised, whitespace that the template puts behind it is not. Raises
+    `UserError` IDLM-0214 when the template renders a shorter conversation differently from the start of a
+    longer one, IDLM-0215 without a chat template, IDLM-0217 when the template refuses the messages.
     """
     whole = _render(tokenizer, messages, open_turn=False, enable_thinking=enable_thinking)
     ids: list[int] = []
@@ -184,7 +199,9 @@ def render_conversation(
         _require_prefix(after, whole, turn)
         context = _plain_ids(tokenizer, before[len(done) :], add_special_tokens=False)
         if ids + context != _plain_ids(tokenizer, before, add_special_tokens=False):
-            raise _disagreement(turn, "tokenises the turns before it differently when the conversation goes on")
+            raise _disagreement(
+                turn, "tokenises the turns before it differently when the conversation goes on"
+            )
         answer = _plain_ids(tokenizer, after[len(before) :], add_special_tokens=False)
         num_tail = _num_tail_tokens(tokenizer, answer)
         ids += context + answer
@@ -195,7 +212,7 @@ def render_conversation(
 
 
 def _num_tail_tokens(tokenizer: Any, answer: Sequence[int]) -> int:
-    """Count the whitespace tokens behind the special token that closes a turn; 0 when no special token closes it."""
+    """Count the whitespace tokens behind the special token that closes a turn; 0 when none closes it."""
     special = special_token_ids(tokenizer)
     last = max((idx for idx, token_id in enumerate(answer) if token_id in special), default=None)
     if last is None or _decode(tokenizer, answer[last + 1 :]).strip():
@@ -216,7 +233,9 @@ def _disagreement(turn: int, what: str) -> UserError:
     )
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], *, open_turn: bool, enable_thinking: bool | None) -> str:
+def _render(
+    tokenizer: Any, messages: Sequence[Message], *, open_turn: bool, enable_thinking: bool | None
+) -> str:
     if not tokenizer.chat_template:
         raise UserError(
             "IDLM-0215",
@@ -230,7 +249,7 @@ def _render(tokenizer: Any, messages: Sequence[Message], *, open_turn: bool, ena
         text: str = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn, **extra
         )
-    # Templates are user data: they raise jinja2's errors, and TypeError or KeyError for messages they do not expect.
+    # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
     except Exception as error:
         raise UserError(
             "IDLM-0217",
@@ -245,7 +264,9 @@ def _plain_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[i
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     return text
 
 
@@ -259,7 +280,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._dropped = frozenset() if keep_special else special_token_ids(tokenizer)
-        # Decoding starts one settled group early, because some decoders strip the space of the very first token.
+        # Decoding starts one settled group early, because some decoders strip the first token's space.
         self._context: list[int] = []
         self._pending: list[int] = []
         self._num_emitted = 0
@@ -290,15 +311,17 @@ class Detokenizer:
 
 
 def stop_token_ids(tokenizer: Any, generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos; either may be
-    None. Raises `UserError` IDLM-0216 when `eos_token_id` is neither an id nor a list of ids."""
+    """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos.
+
+    Either argument may be None. Raises `UserError` IDLM-0216 when `eos_token_id` is neither an id nor a list.
+    """
     given = (generation_config or {}).get("eos_token_id")
     listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     wrong = [value for value in listed if not isinstance(value, int) or isinstance(value, bool) or value < 0]
     if wrong:
         raise UserError(
             "IDLM-0216",
-            f"eos_token_id in generation_config.json is {given!r}, allowed are a token id or a list of token ids",
+            f"eos_token_id in generation_config.json is {given!r}, allowed are a token id or a list of them",
             fix="correct generation_config.json",
         )
     own = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -1,4 +1,4 @@
-"""Generated tasks with exact answers: the data source and the quality gauge of models small enough to train here."""
+"""Generated tasks with exact answers: data source and quality gauge of models small enough to train here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from idlm.registry import Registry
 from idlm.tasks.base import Split, Task, TaskSample, Verdict
 
 TASKS: Registry[Any] = Registry("task", "idlm.tasks")
-"""Task classes by name; `TASKS.get("ledger")(level="tiny", seed=1)` builds one, further keywords are its knobs."""
+"""Task classes by name; `TASKS.get("ledger")(level="tiny", seed=1)` builds one, further keywords are knobs."""
 
 __all__ = ["TASKS", "Split", "Task", "TaskSample", "Verdict"]

@@ -1,7 +1,7 @@
-"""What every verifiable task offers: samples that are a pure function of their index, and a checker that reads text.
+"""What a verifiable task offers: samples that are a pure function of their index, a checker that reads text.
 
-A task is a generator and a checker which share nothing but the language they speak. The checker re-executes the
-prompt, so it judges a model's answer and a generator's mistake alike.
+A task is a generator and a checker which share nothing but the language they speak. The checker re-executes
+the prompt, so it judges a model's answer and a generator's mistake alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Verdict:
     final_answer_correct: bool
     """The number after the last `####` alone; steps are not looked at."""
     first_bad_step: int | None
-    """0-based step at which the response leaves the truth; the number of steps when only the ending is wrong."""
+    """0-based step that leaves the truth; the number of steps when only the ending is wrong."""
     reason: str
     """Empty when correct."""
 
@@ -67,8 +67,8 @@ ConfigT = TypeVar("ConfigT")
 def resolve_config(name: str, levels: Mapping[str, ConfigT], level: str, knobs: Mapping[str, Any]) -> ConfigT:
     """Return the preset `level` of task `name` with single knobs replaced.
 
-    Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration class itself
-    raises IDLM-0222 for values that cannot work.
+    Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration class
+    itself raises IDLM-0222 for values that cannot work.
     """
     if level not in levels:
         raise UserError(

@@ -1,6 +1,6 @@
-"""Write generated samples as JSON lines: `python -m idlm.tasks.build task=ledger level=tiny num=1000 output=x.jsonl`.
+"""Write generated samples as JSON lines: `python -m idlm.tasks.build num=1000 output=x.jsonl`.
 
-Keys: task, level, split (train), start (0), num, seed (0), output. Each line has `prompt` and `response`.
+Keys: task (ledger), level (tiny), split (train), start (0), num, seed (0), output. Each line has `prompt` and `response`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from idlm.errors import UserError
 from idlm.suggest import did_you_mean
 from idlm.tasks import TASKS
 
-_DEFAULTS = {"task": "ledger", "level": "tiny", "split": "train", "start": "0", "num": "", "seed": "0", "output": ""}
+_DEFAULTS = {
+    "task": "ledger",
+    "level": "tiny",
+    "split": "train",
+    "start": "0",
+    "num": "",
+    "seed": "0",
+    "output": "",
+}
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
@@ -32,18 +40,22 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
         values[key] = value
     missing = [key for key, value in values.items() if not value]
     if missing:
-        raise UserError("IDLM-0225", f"no value for {', '.join(missing)}", fix=f"add {missing[0]}=... to the command")
+        raise UserError(
+            "IDLM-0225", f"no value for {', '.join(missing)}", fix=f"add {missing[0]}=... to the command"
+        )
     return values
 
 
 def _whole_number(values: dict[str, str], key: str) -> int:
     if not values[key].isascii() or not values[key].isdigit():
-        raise UserError("IDLM-0225", f"{key} is {values[key]!r}, it must be a whole number", fix=f"write {key}=1000")
+        raise UserError(
+            "IDLM-0225", f"{key} is {values[key]!r}, it must be a whole number", fix=f"write {key}=1000"
+        )
     return int(values[key])
 
 
 def build(arguments: Sequence[str]) -> Path:
-    """Generate what the arguments say and return the file written; an older file is replaced only when complete."""
+    """Generate what the arguments say, return the file; an older one is replaced only when complete."""
     values = parse_arguments(arguments)
     start, num, seed = (_whole_number(values, key) for key in ("start", "num", "seed"))
     task = TASKS.get(values["task"])(level=values["level"], seed=seed)

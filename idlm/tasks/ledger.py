@@ -1,8 +1,8 @@
 """Word problems about who has how many: one sentence per event, solved by a written chain of thought.
 
-"Lea has 9 shells. Lea wins 3. ... How many shells does Lea have?" Each event is answered in one of P surface forms,
-chosen uniformly: that choice is the entropy which sampling tests rely on. Judging is in `ledger_check.py`, which must
-not import this file.
+"Lea has 9 shells. Lea wins 3. ... How many shells does Lea have?" Each event is answered in one of P surface
+forms, chosen uniformly: that choice is the entropy which sampling tests rely on. Judging is in
+`ledger_check.py`, which must not import this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from idlm.tasks.ledger_check import check_ledger
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
-ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens", "stones", "beads", "nuts", "keys")
+ITEMS = tuple("shells coins stamps marbles apples books cards pens stones beads nuts keys".split())
 VERBS = MappingProxyType(
     {
         "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
@@ -137,7 +137,9 @@ class Config:
         )
         broken = [text for holds, text in rules if not holds]
         if broken:
-            raise UserError("IDLM-0222", f"ledger cannot use {self!r}", fix="make these hold: " + "; ".join(broken))
+            raise UserError(
+                "IDLM-0222", f"ledger cannot use {self!r}", fix="make these hold: " + "; ".join(broken)
+            )
 
 
 LEVELS = MappingProxyType(
@@ -159,9 +161,9 @@ LEVELS = MappingProxyType(
 
 
 def _lexicon() -> Lexicon:
-    words = {item: ITEMS[0] for item in ITEMS}
+    words = dict.fromkeys(ITEMS, ITEMS[0])
     for verbs in VERBS.values():
-        words.update({verb: verbs[0] for verb in verbs})
+        words.update(dict.fromkeys(verbs, verbs[0]))
     return Lexicon(entities=frozenset(NAMES), words=words)
 
 
@@ -206,7 +208,7 @@ def _draw_event(random: Callable[[], float], config: Config, amounts: list[int])
 
 
 def draw_story(rng: Random, config: Config) -> Story:
-    """Draw a problem's structure: number of entities, steps and starts uniform, then one legal event after the other."""
+    """Draw a problem's structure: numbers of entities and steps and starts uniform, then legal events."""
     random = rng.random
     num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
     num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
@@ -229,7 +231,9 @@ def render_prompt(story: Story, names: Sequence[str], item: str, verbs: Sequence
     return " ".join(parts)
 
 
-def render_response(story: Story, names: Sequence[str], item: str, *, forms: Sequence[int], restate: bool) -> str:
+def render_response(
+    story: Story, names: Sequence[str], item: str, *, forms: Sequence[int], restate: bool
+) -> str:
     """Write the reference solution; `forms` has one surface form (0-based) per event."""
     amounts, parts = list(story.starts), []
     for (kind, actor, operand, other), form in zip(story.events, forms, strict=True):
@@ -237,10 +241,20 @@ def render_response(story: Story, names: Sequence[str], item: str, *, forms: Seq
         if kind == "give":
             had = amounts[other]
             amounts[actor], amounts[other] = have - operand, had + operand
-            words |= {"o": names[other], "t": had, "u": had + operand, "f": f"{had}+{operand}={had + operand}"}
+            words |= {
+                "o": names[other],
+                "t": had,
+                "u": had + operand,
+                "f": f"{had}+{operand}={had + operand}",
+            }
             words["e"] = f"{have}-{operand}={have - operand}"
         else:
-            now = {"gain": have + operand, "lose": have - operand, "times": have * operand, "half": have // 2}[kind]
+            now = {
+                "gain": have + operand,
+                "lose": have - operand,
+                "times": have * operand,
+                "half": have // 2,
+            }[kind]
             amounts[actor] = now
             words["e"] = f"{have}{_SIGN[kind]}{operand}={now}"
         words["r"] = amounts[actor]

@@ -1,7 +1,7 @@
 """Judge a ledger answer by reading and re-executing the prompt's text. Nothing here comes from the generator.
 
-The grammar of prompts and the accepted sentences are written down a second time on purpose: a slip in either place
-makes generated samples fail their own check. Names and items are whatever the prompt says.
+The grammar of prompts and the accepted sentences are written down a second time on purpose: a slip in either
+place makes generated samples fail their own check. Names and items are whatever the prompt says.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def check_ledger(prompt: str, response: str) -> Verdict:
     try:
         steps, answer = _execute(prompt)
     except _Unreadable as error:
-        return Verdict(correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}")
+        return Verdict(
+            correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}"
+        )
     final = _FINAL.search(response)
     final_ok = final is not None and int(final.group(1)) == answer
     position = 0
@@ -88,7 +90,7 @@ def _after(prompt: str, match: re.Match[str]) -> int:
 
 
 def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> tuple[list[str], int]:
-    """Read one event, apply it to `holdings` in place, and return its accepted sentences and where it ends."""
+    """Read one event, apply it to `holdings` in place; return its accepted sentences and where it ends."""
     if (match := _HANDOVER.match(prompt, position)) is not None:
         giver, number, receiver = match.group(1), int(match.group(2)), match.group(3)
         if giver == receiver or receiver not in holdings:
@@ -126,7 +128,12 @@ def _whole(amount: int, match: re.Match[str]) -> int:
 
 
 def _apply(
-    match: re.Match[str], holdings: dict[str, int], item: str, sign: str, number: int, rule: Callable[[int], int]
+    match: re.Match[str],
+    holdings: dict[str, int],
+    item: str,
+    sign: str,
+    number: int,
+    rule: Callable[[int], int],
 ) -> list[str]:
     name = match.group(1)
     had = _owned(holdings, name)
@@ -135,7 +142,9 @@ def _apply(
     state = f"{name} has {now}."
     then = {"+": f"plus {number}", "-": f"minus {number}", "*": f"times {number}", "/": "half of that"}[sign]
     does = {"+": "adds", "-": "removes", "*": "multiplies by", "/": "divides by"}[sign]
-    change = {"+": f"{number} more", "-": f"{number} less", "*": f"{number} times that", "/": "half of it"}[sign]
+    change = {"+": f"{number} more", "-": f"{number} less", "*": f"{number} times that", "/": "half of it"}[
+        sign
+    ]
     path = {
         "+": f"go up by {number}", "-": f"go down by {number}", "*": f"scale by {number}", "/": "take half"
     }[sign]  # fmt: skip
@@ -155,11 +164,12 @@ def _handover_forms(giver: str, receiver: str, number: int, before: tuple[int, i
     less, more = before[0] - number, before[1] + number
     minus, plus = f"{before[0]}-{number}={less}", f"{before[1]}+{number}={more}"
     state = f"{giver} has {less} and {receiver} has {more}."
+    had, sums = (f"{before[0]} and {before[1]}", f"{minus} and {plus}")
     return [
-        f"{giver} has {before[0]} and {receiver} has {before[1]}, then giving {number} makes {minus} and {plus}. {state}",
-        f"With {before[0]} {item}, {giver} passes {number} to {receiver} with {before[1]}: {minus} and {plus}. {state}",
-        f"Before it was {before[0]} and {before[1]}; moving {number} makes {minus} and {plus}. {state}",
-        f"From {before[0]} and {before[1]} we move {number}, so {minus} and {plus}. {state}",
+        f"{giver} has {before[0]} and {receiver} has {before[1]}, then giving {number} makes {sums}. {state}",
+        f"With {before[0]} {item}, {giver} passes {number} to {receiver} with {before[1]}: {sums}. {state}",
+        f"Before it was {had}; moving {number} makes {sums}. {state}",
+        f"From {had} we move {number}, so {sums}. {state}",
         f"{giver}: {minus}, {receiver}: {plus}.",
         f"Now {giver} has {minus} and {receiver} has {plus}.",
         f"So {minus} for {giver} and {plus} for {receiver}.",

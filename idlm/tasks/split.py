@@ -1,7 +1,8 @@
-"""Train, validation and test by a hash of the prompt's skeleton, so that no renaming leaks a problem into training.
+"""Train, validation and test by a hash of the prompt's skeleton, so that no renaming leaks a problem into
+training.
 
-The skeleton is the prompt with entities, items and verbs replaced by canonical words. A sample of a split is found by
-rejection: candidates are drawn from the sample's own random stream until one hashes into the split.
+The skeleton is the prompt with entities, items and verbs replaced by canonical words. A sample of a split is
+found by rejection: candidates are drawn from the sample's own random stream until one hashes into the split.
 """
 
 from __future__ import annotations
@@ -64,17 +65,26 @@ def split_of_skeleton(text: str) -> Split:
 
 
 def draw_in_split(
-    fingerprint: str, index: int, split: str, *, draw: Callable[[Random], Draft], skeleton_of: Callable[[Draft], str]
+    fingerprint: str,
+    index: int,
+    split: str,
+    *,
+    draw: Callable[[Random], Draft],
+    skeleton_of: Callable[[Draft], str],
 ) -> tuple[Draft, Random]:
     """Return the first candidate of stream (fingerprint, split, index) that lies in `split`, and the stream.
 
-    `fingerprint` identifies the task's configuration. About 1 draw is needed for train and 100 for the other splits.
-    Only `Random.random` may be used on the stream, whose values Python keeps stable across versions.
+    `fingerprint` identifies the task's configuration. About 1 draw is needed for train and 100 for the other
+    splits. Only `Random.random` may be used on the stream, whose values Python keeps stable across versions.
     """
     if split not in SPLITS:
-        raise UserError("IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these")
+        raise UserError(
+            "IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these"
+        )
     if index < 0:
-        raise UserError("IDLM-0224", f"sample index is {index}, it must be 0 or more", fix="start counting at 0")
+        raise UserError(
+            "IDLM-0224", f"sample index is {index}, it must be 0 or more", fix="start counting at 0"
+        )
     digest = blake2b(f"{fingerprint}|{split}|{index}".encode(), digest_size=16).digest()
     rng = Random(int.from_bytes(digest, "big"))
     while True:

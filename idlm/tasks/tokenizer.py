@@ -1,8 +1,8 @@
 """The word-level tokenizer of the generated tasks, written as stock fast-tokenizer files.
 
-Words carry their leading space, digits stand alone, and nothing is lost: decoding gives every task text back. The
-embedding has more rows than the tokenizer has ids, so the first spare row can be the mask token, as in Qwen3 (151669).
-Text outside the tasks' vocabulary encodes to `<unk>`.
+Words carry their leading space, digits stand alone, and nothing is lost: decoding gives every task text back.
+The embedding has more rows than the tokenizer has ids, so the first spare row can be the mask token, as in
+Qwen3 (151669). Text outside the tasks' vocabulary encodes to `<unk>`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SEPARATOR = "\n\n"
 ROW_MULTIPLE = 32
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{{ message['content'] }}{{ eos_token }}{% else %}{{ message['content'] }}{{ '\\n\\n' }}{% endif %}{% endfor %}"
+    "{{ message['content'] }}{{ eos_token }}"
+    "{% else %}{{ message['content'] }}{{ '\\n\\n' }}{% endif %}{% endfor %}"
 )
 
 _PIECE = r" ?[A-Za-z]+|[0-9]|####|\n\n|\n| |[^A-Za-z0-9 \n]"
@@ -41,7 +42,7 @@ def vocabulary() -> dict[str, int]:
 
 
 def num_embedding_rows(num_ids: int) -> int:
-    """Return the embedding size for a tokenizer of `num_ids`: a multiple of 32 with at least one spare row."""
+    """Return the embedding size for `num_ids` token ids: a multiple of 32 with at least one spare row."""
     return (num_ids // ROW_MULTIPLE + 1) * ROW_MULTIPLE
 
 
@@ -56,12 +57,14 @@ def build_tokenizer() -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocab[BOS])]
     )
-    tokenizer.add_special_tokens([AddedToken(special, special=True, normalized=False) for special in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(special, special=True, normalized=False) for special in SPECIALS]
+    )
     return tokenizer
 
 
 def save_tokenizer(directory: Path) -> int:
-    """Write `tokenizer.json` and `tokenizer_config.json` into an existing directory; return the number of ids."""
+    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`; return the number of ids."""
     tokenizer = build_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -80,16 +83,17 @@ def save_tokenizer(directory: Path) -> int:
 
 
 class TaskEncoder:
-    """Bulk encoder of task samples: the same ids as the tokenizer's, from one dictionary and one regular expression.
+    """Bulk encoder of task samples: the tokenizer's ids from one dictionary and one regular expression.
 
-    `ids` is the tokenizer's `get_vocab()`, so that samples are encoded for that checkpoint whatever tasks exist now.
+    `ids` is the tokenizer's `get_vocab()`, so that samples are encoded for that checkpoint whatever tasks
+    exist now.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a task text, no specials added; a word outside the vocabulary raises IDLM-0219."""
+        """Return the ids of a task text, without specials; an unknown word raises IDLM-0219."""
         ids = self._ids
         try:
             return [ids[piece] for piece in _FIND_PIECES(text)]

@@ -1,7 +1,8 @@
 r"""Straight-line programs: "x=25; a=9\nx=x-a; a=a*2; print x" is answered by "x=25-9=16; a=9*2=18; #### 16".
 
-Without paraphrases the answer is determined (entropy 0) and every step needs a look-up of the newest assignment; with
-P > 1 each step takes one of P forms, uniformly. Judging is in `trace_check.py`, which must not import this file.
+Without paraphrases the answer is determined (entropy 0) and every step needs a look-up of the newest
+assignment; with P > 1 each step takes one of P forms, uniformly. Judging is in `trace_check.py`, which must
+not import this file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _FORMS = ("{t}={e};", "{t} becomes {e};", "now {e} in {t};", "set {t} to {e};")
 
 
 class Assignment(NamedTuple):
-    """`target = left sign right`; target and left are variable indices, right is one as well unless `constant`."""
+    """`target = left sign right`; target and left are variable indices, right is one as well unless
+    `constant`."""
 
     target: int
     left: int
@@ -67,7 +69,9 @@ class Config:
         )
         broken = [text for holds, text in rules if not holds]
         if broken:
-            raise UserError("IDLM-0222", f"trace cannot use {self!r}", fix="make these hold: " + "; ".join(broken))
+            raise UserError(
+                "IDLM-0222", f"trace cannot use {self!r}", fix="make these hold: " + "; ".join(broken)
+            )
 
 
 LEVELS = MappingProxyType(
@@ -85,7 +89,8 @@ def draw_program(rng: Random, config: Config) -> Program:
     num_variables = config.min_variables + int(random() * (config.max_variables - config.min_variables + 1))
     num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
     starts = tuple(1 + int(random() * config.start_max) for _ in range(num_variables))
-    values, body = list(starts), []
+    values = list(starts)
+    body: list[Assignment] = []
     while len(body) < num_steps:
         target, left = int(random() * num_variables), int(random() * num_variables)
         sign, constant = "+-*"[int(random() * 3)], random() < 0.5
@@ -114,8 +119,8 @@ def render_prompt(program: Program, names: Sequence[str]) -> str:
     """Write the program; `names` has one variable name per index."""
     first = "; ".join(f"{names[idx]}={start}" for idx, start in enumerate(program.starts))
     body = [
-        f"{names[step.target]}={names[step.left]}{step.sign}{step.right if step.constant else names[step.right]}"
-        for step in program.body
+        f"{names[target]}={names[left]}{sign}{right if constant else names[right]}"
+        for target, left, sign, right, constant in program.body
     ]
     return f"{first}\n{'; '.join(body)}; print {names[program.printed]}"
 
@@ -162,7 +167,9 @@ class Trace:
         for _ in program.starts:
             names.append(pool.pop(int(random() * len(pool))))
         forms = [int(random() * config.paraphrases) for _ in program.body]
-        return TaskSample(prompt=render_prompt(program, names), response=render_response(program, names, forms=forms))
+        return TaskSample(
+            prompt=render_prompt(program, names), response=render_response(program, names, forms=forms)
+        )
 
     def check(self, prompt: str, response: str) -> Verdict:
         """Judge a response by re-executing the prompt's text."""

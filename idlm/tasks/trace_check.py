@@ -1,4 +1,5 @@
-"""Judge an answer to a straight-line program by reading and running the prompt. Nothing here comes from the generator."""
+"""Judge an answer to a straight-line program by reading and running the prompt. Nothing here comes from the
+generator."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def check_trace(prompt: str, response: str) -> Verdict:
     try:
         steps, answer = _execute(prompt)
     except _Unreadable as error:
-        return Verdict(correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}")
+        return Verdict(
+            correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}"
+        )
     final = _FINAL.search(response)
     final_ok = final is not None and int(final.group(1)) == answer
     rest = response

@@ -1,4 +1,5 @@
-"""The split by skeleton: about 1 % each, disjoint, and blind to names, items and verbs. And the sample builder."""
+"""The split by skeleton: about 1 % each, disjoint, and blind to names, items and verbs. And the sample
+builder."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_split_of_the_text_is_the_split_asked_for(name, level):
         assert all(task.split_of(task.sample(index, split).prompt) == split for index in range(num))
 
 
-def renamed(prompt: str, rng: random.Random, classes: list[tuple[str, ...]], entities: tuple[str, ...]) -> str:
+def renamed(
+    prompt: str, rng: random.Random, classes: list[tuple[str, ...]], entities: tuple[str, ...]
+) -> str:
     """Replace every word of a class by another of it, and entities by a random injective map."""
     new_entities = dict(zip(entities, rng.sample(entities, len(entities)), strict=True))
 
@@ -88,7 +91,9 @@ def test_skeleton_keeps_what_matters():
 
 
 def test_build_writes_the_tasks_own_samples(tmp_path):
-    output = build(["task=trace", "level=long", "split=test", "start=2", "num=5", f"output={tmp_path}/new/x.jsonl"])
+    output = build(
+        ["task=trace", "level=long", "split=test", "start=2", "num=5", f"output={tmp_path}/new/x.jsonl"]
+    )
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     task = TASKS.get("trace")(level="long")
     expected = [task.sample(index, "test") for index in range(2, 7)]

@@ -1,4 +1,5 @@
-"""Ledger: the generator is pure and uniform, and its checker, which shares nothing with it, lets no slip through."""
+"""Ledger: the generator is pure and uniform, and its checker, which shares nothing with it, lets no slip
+through."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ VARIANTS = [
     {"level": "multi", "paraphrases": 4, "question": "total"},
     {"level": "tiny", "restate": False, "paraphrases": 4, "operations": ["gain", "lose", "times", "half"]},
 ]
-# Upper 1e-5 points of chi-square: the samples are fixed, so this is a property of the generator, not a coin toss.
+# Upper 1e-5 points of chi-square: the samples are fixed, so this is a property of the generator, not a coin
+# toss.
 CHI_SQUARE_LIMIT = {1: 19.5, 3: 25.9, 7: 35.2}
 
 
@@ -39,7 +41,9 @@ def scaled(settings: dict[str, object], num: int) -> int:
 
 
 def digest(task: Task, num: int) -> str:
-    texts = [f"{sample.prompt}\n{sample.response}" for sample in (task.sample(i, "train") for i in range(num))]
+    texts = [
+        f"{sample.prompt}\n{sample.response}" for sample in (task.sample(i, "train") for i in range(num))
+    ]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
@@ -212,12 +216,14 @@ def test_amounts_stay_inside_the_configured_bounds():
 def test_sample_is_pure_across_objects_and_processes():
     task = make(level="tiny", seed=3)
     forward = [task.sample(index, "train") for index in range(50)]
-    assert [make(level="tiny", seed=3).sample(index, "train") for index in reversed(range(50))] == forward[::-1]
+    assert [make(level="tiny", seed=3).sample(index, "train") for index in reversed(range(50))] == forward[
+        ::-1
+    ]
     assert make(level="tiny", seed=4).sample(0, "train") != forward[0]
     assert len({sample.prompt for sample in forward}) == 50
     program = (
         "import hashlib; from idlm.tasks import TASKS; t = TASKS.get('ledger')(level='multi');"
-        "print(hashlib.sha256('|'.join(repr(t.sample(i, 'validation')) for i in range(5)).encode()).hexdigest())"
+        "print(hashlib.sha256(repr([t.sample(i, 'validation') for i in range(5)]).encode()).hexdigest())"
     )
     answers = {
         subprocess.run(
@@ -233,8 +239,11 @@ def test_sample_is_pure_across_objects_and_processes():
 
 
 def test_samples_of_the_tiny_level_never_drift():
-    """Committed checkpoints were trained on the train split: a drift would silently move held-out problems into it."""
-    assert digest(make(level="tiny"), 200) == "8bc2ab5a67d00d47202c8b5124c2582b0ba327200f03ac063d92c061746b2462"
+    """Committed checkpoints were trained on the train split: a drift would silently move held-out problems
+    into it."""
+    assert (
+        digest(make(level="tiny"), 200) == "8bc2ab5a67d00d47202c8b5124c2582b0ba327200f03ac063d92c061746b2462"
+    )
 
 
 @pytest.mark.parametrize(
