@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -318,6 +316,6 @@ def finish(config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, 
 
 
 def _yaml(config: TrainConfig) -> str:
-    from omegaconf import OmegaConf
+    import yaml
 
-    return OmegaConf.to_yaml(OmegaConf.create(json.loads(json.dumps(asdict(config), default=os.fspath))))
+    return yaml.safe_dump(asdict(config), sort_keys=False)

@@ -1,0 +1,65 @@
+"""Random tiny models and batches for the training tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from idlm.train.curriculum import Curriculum, Stage
+from idlm.train.dataset import collate
+from idlm.train.layout import Sample, pack_rows
+from idlm.train.model import create_base
+from idlm.train.objectives.base import Objective
+from idlm.train.objectives.idlm import IntrospectiveConsistency
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+VOCAB = 64
+MASK = 63
+
+
+def tiny_config(family: str) -> dict[str, Any]:
+    config = {
+        "model_type": family,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return config | ({"head_dim": 16} if family == "qwen3" else {})
+
+
+def tiny_model(family: str, attention: str = "idlm_sdpa") -> Any:
+    return create_base(tiny_config(family), attention=attention, dtype=torch.float32, seed=0).eval()
+
+
+def tiny_objective(mask_region: str = "response") -> IntrospectiveConsistency:
+    return IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region, vocab_size=VOCAB)
+
+
+def random_sample(seed: int, *, prompt: int, response: int) -> Sample:
+    token_ids = np.random.default_rng(seed).integers(0, VOCAB - 1, size=prompt + response).tolist()
+    return Sample.from_pair(token_ids[:prompt], token_ids[prompt:], origin=f"sample {seed}")
+
+
+def stage_of(stride: int, clean_weight: float | None = 0.2) -> Stage:
+    return Stage(index=0, stride=stride, num_steps=1, clean_weight=clean_weight)
+
+
+def batch_of(
+    samples: list[Sample], objective: Objective, stage: Stage, *, padding: int = 0
+) -> dict[str, torch.Tensor]:
+    """A collated micro-batch of one packed row."""
+    total = sum(objective.num_rows(sample) for sample in samples) + padding
+    row = pack_rows([objective.rows(sample, stage) for sample in samples], total, pad_token_id=0)
+    item = row | {"item_id": 0, "stage": 0}
+    return collate([item], Curriculum(stages=(stage,), global_batch=1))

@@ -1,0 +1,226 @@
+"""The training forward against plain causal forwards, and the loss against formulas written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from idlm.errors import UserError
+from idlm.masks import RowMeta, dense_mask
+from idlm.train import model as model_module
+from idlm.train.layout import IGNORE_LABEL
+from idlm.train.model import BodyAndHead, check_model, prepare_mask_row, window_problem
+from idlm.train.objectives import base, idlm
+from tests.tiny_training import (
+    FAMILIES,
+    MASK,
+    VOCAB,
+    batch_of,
+    random_sample,
+    stage_of,
+    tiny_model,
+    tiny_objective,
+)
+
+TOLERANCE = 1e-5
+
+
+def all_logits(model, batch, attention="idlm_sdpa"):
+    runner = BodyAndHead(model)
+    return runner.head(runner.hidden(model, batch, attention)[0])
+
+
+def plain_logits(model, token_ids):
+    """What transformers itself computes, with its own causal attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation("idlm_sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("region", ["response", "all"])
+@torch.no_grad()
+def test_every_row_equals_a_plain_causal_forward_on_its_picture(family: str, region: str) -> None:
+    model, objective = tiny_model(family), tiny_objective(region)
+    samples = [random_sample(1, prompt=5, response=11), random_sample(2, prompt=3, response=6)]
+    for stride in (2, 3, 4):
+        batch = batch_of(samples, objective, stage_of(stride), padding=3)
+        logits = all_logits(model, batch)
+        docs, positions = batch["doc_ids"][0], batch["position_ids"][0]
+        starts, noisy = batch["block_starts"][0], batch["is_noisy"][0]
+        for doc, sample in enumerate(samples):
+            tokens = sample.token_ids.tolist()
+            clean = (docs == doc) & ~noisy
+            torch.testing.assert_close(logits[clean], plain_logits(model, tokens), atol=TOLERANCE, rtol=0)
+            for start in starts[(docs == doc) & noisy].unique().tolist():
+                rows = torch.nonzero((docs == doc) & noisy & (starts == start)).squeeze(-1)
+                picture = tokens[:start] + [MASK] * len(rows)
+                expected = plain_logits(model, picture)[start:]
+                assert positions[rows].tolist() == list(range(start, start + len(rows)))
+                torch.testing.assert_close(logits[rows], expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
+    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that nobody sees."""
+    model, objective = tiny_model("qwen3"), tiny_objective()
+    sample = random_sample(3, prompt=6, response=9)
+    batch = batch_of([sample], objective, stage_of(3))
+    lean = all_logits(model, batch)
+    length = len(sample)
+    is_masked = torch.zeros(length, dtype=torch.bool)
+    lean_noisy = batch["is_noisy"][0]
+    masked_positions = batch["position_ids"][0][lean_noisy]
+    is_masked[masked_positions] = True
+    tokens, order = torch.from_numpy(sample.token_ids), torch.arange(length)
+    starts = order.clone()
+    starts[masked_positions] = batch["block_starts"][0][lean_noisy]
+    full = {
+        "input_ids": torch.cat([torch.where(is_masked, MASK, tokens), tokens])[None],
+        "position_ids": torch.cat([order, order])[None],
+        "doc_ids": torch.zeros(1, 2 * length, dtype=torch.int64),
+        "block_starts": torch.cat([starts, torch.zeros_like(starts)])[None],
+        "is_noisy": torch.cat([torch.ones(length), torch.zeros(length)]).bool()[None],
+    }
+    meta = RowMeta(
+        doc_ids=full["doc_ids"],
+        positions=full["position_ids"],
+        block_starts=full["block_starts"],
+        is_noisy=full["is_noisy"],
+    )
+    copies = torch.nonzero(~is_masked).squeeze(-1)
+    others = torch.tensor([row for row in range(2 * length) if row not in copies.tolist()])
+    assert not dense_mask(meta)[0][others][:, copies].any()
+    both = all_logits(model, full)
+    torch.testing.assert_close(both[:length][is_masked], lean[lean_noisy], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(both[length:], lean[~lean_noisy], atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_flex_attention_equals_sdpa() -> None:
+    objective = tiny_objective()
+    samples = [random_sample(1, prompt=5, response=11), random_sample(2, prompt=3, response=6)]
+    batch = batch_of(samples, objective, stage_of(4), padding=5)
+    sdpa = all_logits(tiny_model("qwen3"), batch)
+    flex = all_logits(tiny_model("qwen3", "idlm_flex"), batch, "idlm_flex")
+    torch.testing.assert_close(flex, sdpa, atol=TOLERANCE, rtol=0)
+
+
+def reference_losses(model, batch):
+    """(L_mask, L_clean) from the full logits of every row."""
+    logits, labels, noisy = all_logits(model, batch), batch["labels"][0], batch["is_noisy"][0]
+    return tuple(F.cross_entropy(logits[half], labels[half], ignore_index=IGNORE_LABEL) for half in (noisy, ~noisy))
+
+
+def terms_of(model, batch, objective, *, want_overlap=False):
+    runner = BodyAndHead(model)
+    hidden = runner.hidden(model, batch, "idlm_sdpa")
+    return objective.terms(runner.head, hidden, batch, want_overlap=want_overlap)
+
+
+def test_terms_are_the_cross_entropy_of_each_half() -> None:
+    model, objective = tiny_model("qwen3"), tiny_objective()
+    batch = batch_of([random_sample(1, prompt=4, response=9)], objective, stage_of(3), padding=2)
+    means = terms_of(model, batch, objective).sums / objective.counts(batch)
+    torch.testing.assert_close(means, torch.stack(reference_losses(model, batch)), atol=1e-6, rtol=0)
+
+
+def test_packed_documents_give_the_losses_of_the_documents_alone() -> None:
+    model, objective = tiny_model("qwen2"), tiny_objective()
+    samples = [random_sample(seed, prompt=2 + seed, response=5 + seed) for seed in range(4)]
+    packed = terms_of(model, batch_of(samples, objective, stage_of(4), padding=7), objective).sums
+    alone = sum(terms_of(model, batch_of([sample], objective, stage_of(4)), objective).sums for sample in samples)
+    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-6)
+
+
+def test_a_chunked_head_gives_the_same_losses_gradients_and_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = tiny_objective()
+    batch = batch_of([random_sample(1, prompt=4, response=23)], objective, stage_of(3))
+    results = []
+    for limit in (base.MAX_LOGITS, 5 * VOCAB):
+        monkeypatch.setattr(idlm, "MAX_LOGITS", limit)
+        model = tiny_model("llama")
+        terms = terms_of(model, batch, objective, want_overlap=True)
+        terms.sums.sum().backward()
+        results.append((terms, [parameter.grad for parameter in model.parameters()]))
+    (whole, whole_grads), (parts, part_grads) = results
+    torch.testing.assert_close(parts.sums, whole.sums)
+    torch.testing.assert_close(parts.overlap.sums, whole.overlap.sums)
+    for part, expected in zip(part_grads, whole_grads, strict=True):
+        torch.testing.assert_close(part, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_acceptance_is_the_overlap_of_both_laws_by_draft_position() -> None:
+    model, objective = tiny_model("qwen3"), tiny_objective()
+    batch = batch_of([random_sample(1, prompt=4, response=10)], objective, stage_of(4))
+    overlap = terms_of(model, batch, objective, want_overlap=True).overlap
+    laws = torch.softmax(all_logits(model, batch), dim=-1)
+    positions, starts, noisy = batch["position_ids"][0], batch["block_starts"][0], batch["is_noisy"][0]
+    sums, counts = torch.zeros(3), torch.zeros(3)
+    for row in torch.nonzero(noisy).squeeze(-1).tolist():
+        (twin,) = torch.nonzero(~noisy & (positions == positions[row])).squeeze(-1).tolist()
+        place = int(positions[row] - starts[row])
+        sums[place] += torch.minimum(laws[row], laws[twin]).sum()
+        counts[place] += 1
+    torch.testing.assert_close(overlap.sums, sums)
+    assert torch.equal(overlap.counts, counts)
+
+
+def test_clean_weight_is_fixed_or_balances_the_two_losses() -> None:
+    objective = tiny_objective()
+    assert objective.weights(stage_of(2, 0.2), None).tolist() == pytest.approx([1.0, 0.2])
+    means = torch.tensor([3.0, 0.5], requires_grad=True)
+    weights = objective.weights(stage_of(4, None), means)
+    assert not weights.requires_grad
+    terms = weights * means
+    assert float(terms[0]) == pytest.approx(float(terms[1]))
+
+
+def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3")
+    check_model(model, attention="idlm_sdpa")
+    monkeypatch.setattr(model_module, "prepared_mask", lambda meta, attention: None)
+    with pytest.raises(UserError, match="IDLM-0505"):
+        check_model(model, attention="idlm_sdpa")
+
+
+def test_logits_changed_after_the_head_are_refused() -> None:
+    model = tiny_model("llama")
+    plain = type(model).forward
+
+    class Capped(type(model)):
+        def forward(self, *args, **kwargs):
+            output = plain(self, *args, **kwargs)
+            output.logits = 5 * torch.tanh(output.logits / 5)
+            return output
+
+    model.__class__ = Capped
+    with pytest.raises(UserError, match="IDLM-0505"):
+        check_model(model, attention="idlm_sdpa")
+
+
+@pytest.mark.parametrize(("fill", "is_replaced"), [(0.0, True), (float("nan"), True), (None, False)])
+def test_only_an_unusable_mask_row_is_replaced(fill: float | None, is_replaced: bool) -> None:
+    model = tiny_model("qwen3")
+    rows = model.get_input_embeddings().weight
+    with torch.no_grad():
+        if fill is not None:
+            rows[MASK].fill_(fill)
+    before = rows[MASK].clone()
+    assert prepare_mask_row(model, MASK) is is_replaced
+    if is_replaced:
+        torch.testing.assert_close(rows[MASK], rows[:MASK].mean(dim=0))
+    else:
+        assert torch.equal(rows[MASK], before)
+
+
+def test_a_sliding_window_shorter_than_the_rows_is_named() -> None:
+    config = tiny_model("qwen3").config
+    assert window_problem(config, 10_000) is None
+    config.sliding_window, config.layer_types = 128, ["full_attention", "sliding_attention"]
+    assert "128" in str(window_problem(config, 129))
+    assert window_problem(config, 128) is None
