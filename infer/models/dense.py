@@ -23,26 +23,22 @@ class DenseLayer(nn.Module):
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
 
-        def empty(*shape: int, exists: bool = True) -> nn.Parameter | None:
-            return (
-                nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-                if exists
-                else None
-            )
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
         fused_heads, o_width = spec.num_heads + 2 * spec.num_kv_heads, spec.num_heads * spec.head_dim
         self.attention_norm = empty(spec.width)
         self.qkv = empty(fused_heads * spec.head_dim, spec.width)
-        self.qkv_bias = empty(fused_heads * spec.head_dim, exists=spec.qkv_bias)
+        self.qkv_bias = empty(fused_heads * spec.head_dim) if spec.qkv_bias else None
         # One row per head, all equal within queries and within keys: both are then normalised by one call.
-        self.qk_norm = empty(spec.num_heads + spec.num_kv_heads, spec.head_dim, exists=spec.qk_norm)
+        self.qk_norm = empty(spec.num_heads + spec.num_kv_heads, spec.head_dim) if spec.qk_norm else None
         self.o = empty(spec.width, o_width)
-        self.o_bias = empty(spec.width, exists=spec.o_bias)
+        self.o_bias = empty(spec.width) if spec.o_bias else None
         self.mlp_norm = empty(spec.width)
         self.gate_up = empty(2 * spec.ffn_width, spec.width)
-        self.gate_up_bias = empty(2 * spec.ffn_width, exists=spec.mlp_bias)
+        self.gate_up_bias = empty(2 * spec.ffn_width) if spec.mlp_bias else None
         self.down = empty(spec.width, spec.ffn_width)
-        self.down_bias = empty(spec.width, exists=spec.mlp_bias)
+        self.down_bias = empty(spec.width) if spec.mlp_bias else None
         self.spec = spec
 
     def forward(self, x_RD: Tensor, layer: int, cos_R1H: Tensor, sin_R1H: Tensor, attend: Attend) -> Tensor:
@@ -65,6 +61,8 @@ class DenseLayer(nn.Module):
 
 class DenseTrunk(nn.Module):
     """Embedding, layers, final norm, head. Built empty: the loader fills `weight_targets`."""
+
+    inv_freq: Tensor
 
     def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -132,6 +130,7 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
         targets[names.head] = _target(trunk.head)
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for number, layer in enumerate(trunk.layers):
+        assert isinstance(layer, DenseLayer)
         targets[names.attention_norm.format(number)] = _target(layer.attention_norm)
         targets[names.mlp_norm.format(number)] = _target(layer.mlp_norm)
         if layer.qk_norm is not None:

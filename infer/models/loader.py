@@ -63,13 +63,16 @@ def load_model(
         # transformers as well trusts the weights over the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
     resolved_dtype = _dtype(dtype, config, files, names.embed)
-    trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype)
     ignored_head = names.head if spec.tie_embeddings else None
-    weights.fill(
-        weight_targets(trunk, names),
+    # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
+    outline = DenseTrunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
+    weights.check(
+        weight_targets(outline, names),
         files,
         lambda name: name == ignored_head or name.endswith("rotary_emb.inv_freq"),
     )
+    trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype)
+    weights.copy(weight_targets(trunk, names), files)
     return LoadedModel(
         trunk=trunk.eval(),
         spec=spec,

@@ -71,18 +71,15 @@ def _locate_sharded(directory: Path) -> dict[str, Path]:
     return {name: directory / shard for name, shard in weight_map.items() if name in present[shard]}
 
 
-def fill(
+def check(
     targets: Mapping[str, WeightTarget], files: Mapping[str, Path], is_ignored: Callable[[str], bool]
 ) -> None:
-    """Copy every tensor into its target, casting to the target's dtype.
+    """Compare names and shapes; reads headers only, so the targets may lie on the meta device.
 
-    Before data is read, all missing, unused and wrong-shaped tensors are reported in one UserError IDLM-0603.
+    All missing, unused and wrong-shaped tensors are reported in one UserError IDLM-0603.
     """
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(targets.keys() & files.keys()):
-        by_file.setdefault(files[name], []).append(name)
     wrong_shapes = []
-    for path, names in by_file.items():
+    for path, names in _by_file(targets, files).items():
         with _opened(path) as file:
             for name in names:
                 shape = tuple(file.get_slice(name).get_shape())
@@ -103,11 +100,22 @@ def fill(
             f"the tensors do not fit config.json; {'; '.join(problems)}",
             fix="use the config.json that belongs to these weights; adapters and headless models do not load",
         )
+
+
+def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None:
+    """Copy every tensor into its target, casting to the target's dtype; call `check` first."""
     with torch.no_grad():
-        for path, names in by_file.items():
+        for path, names in _by_file(targets, files).items():
             with _opened(path) as file:
                 for name in names:
                     targets[name].view.copy_(file.get_tensor(name))
+
+
+def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> dict[Path, list[str]]:
+    by_file: dict[Path, list[str]] = {}
+    for name in sorted(targets.keys() & files.keys()):
+        by_file.setdefault(files[name], []).append(name)
+    return by_file
 
 
 def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
