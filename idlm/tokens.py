@@ -46,7 +46,7 @@ def load_tokenizer(path: Path | str) -> Any:
     try:
         loader = PreTrainedTokenizerFast if _is_self_contained(directory) else AutoTokenizer
         tokenizer = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        words = tokenizer.get_vocab().values() - tokenizer.added_tokens_decoder.keys()
+        words = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
         if not tokenizer.is_fast or not words:
             raise ValueError("the tokenizer has no vocabulary or no fast implementation")
     # Broken files surface as OSError, KeyError, JSONDecodeError or a bare Exception from the Rust side.

@@ -1,6 +1,7 @@
 """Write generated samples as JSON lines: `python -m idlm.tasks.build num=1000 output=x.jsonl`.
 
-Keys: task (ledger), level (tiny), split (train), start (0), num, seed (0), output. Each line has `prompt` and `response`.
+Keys: task (ledger), level (tiny), split (train), start (0), num, seed (0), output.
+Each line has `prompt` and `response`.
 """
 
 from __future__ import annotations
