@@ -26,19 +26,17 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """
     best: tuple[float, str] | None = None
     for candidate in known:
-        distance = float(edit_distance(word, candidate))
-        length = max(len(word), len(candidate))
+        forms = [(candidate, 0.0)]
         if "." in candidate and "." not in word:
-            leaf = candidate.rpartition(".")[2]
-            leaf_distance = edit_distance(word, leaf) + 0.5
-            if leaf_distance < distance:
-                distance, length = leaf_distance, max(len(word), len(leaf))
-        if (
-            distance <= max(2, length / 2)
-            and distance < length
-            and (best is None or (distance, candidate) < best)
-        ):
-            best = (distance, candidate)
+            forms.append((candidate.rpartition(".")[2], 0.5))
+        for form, penalty in forms:
+            length = max(len(word), len(form))
+            limit = min(max(2.0, length / 2), length - 1, best[0] if best else length)
+            if abs(len(word) - len(form)) + penalty > limit:
+                continue
+            distance = edit_distance(word, form) + penalty
+            if distance <= limit and (best is None or (distance, candidate) < best):
+                best = (distance, candidate)
     return None if best is None else best[1]
 
 
