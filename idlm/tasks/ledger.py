@@ -20,10 +20,10 @@ from idlm.tasks.ledger_check import check_ledger
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
-ITEMS = ("shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens", "stones", "beads") + (
-    "nuts",
-    "keys",
-)
+ITEMS = (
+    "shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens", "stones", "beads",
+    "nuts", "keys",
+)  # fmt: skip
 VERBS = MappingProxyType(
     {
         "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
