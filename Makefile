@@ -1,0 +1,63 @@
+# The two commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
+#   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
+#   make test   lint, types, import rules and every test that needs no GPU
+# PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
+KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# Idle OpenMP threads must not spin beside a busy neighbour; nothing here needs the network once installed; and a
+# folder of the working directory must never shadow a library (transformers imports a package called `kernels`).
+export OMP_WAIT_POLICY := passive
+export PYTHONSAFEPATH := 1
+export PYTHONPATH := $(CURDIR)
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo-$(KEY)
+	$(RUN) -m benchmarks.demo
+
+test: $(VENV)/.test-$(KEY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+	$(RUN) -m pytest -n 2
+
+format: $(VENV)/.test-$(KEY)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; give it as PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "cannot create $(VENV); on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+$(VENV)/.demo-$(KEY): | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once, one to two minutes) ..."
+	@$(PIP) $(call cpu_index) -e .
+	@touch $@
+
+$(VENV)/.test-$(KEY): | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once, one to two minutes) ..."
+	@$(PIP) $(call cpu_index) -e '.[dev]'
+	@touch $(VENV)/.demo-$(KEY) $@
+
+# Linux without a GPU: PyTorch's CPU wheels (200 MB instead of several GB) where their index can be reached. A CPU
+# wheel that pip already knows of, for example through find-links, is preferred by version order without it.
+define cpu_index
+$$(if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && \
+	$(RUN) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; \
+	then echo "--extra-index-url $(CPU_INDEX)"; fi)
+endef
