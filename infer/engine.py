@@ -153,10 +153,16 @@ class Engine:
         return self._deliver(schedule, plan, outcome, logits_XV)
 
     def _seat(self, schedule: Schedule) -> None:
-        for request in schedule.seated:
-            lane = lane_of(request)
-            self.table.seat(lane, request.prompt_ids, request.params, request.index)
-            self.decoder.seat(lane)
+        seated = schedule.seated
+        if seated:
+            lanes = [lane_of(request) for request in seated]
+            self.table.seat(
+                lanes,
+                [request.prompt_ids for request in seated],
+                [request.params for request in seated],
+                [request.index for request in seated],
+            )
+            self.decoder.seat(lanes)
         for request in schedule.preempted:
             self.table.rewind(lane_of(request))
 

@@ -22,7 +22,18 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._owned: list[list[int]] = [[] for _ in range(num_lanes)]
         max_pages = min(num_pages, self.pages_for(max_slots))
-        self.block_table_ZP = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
+        self._block_table_ZP = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
+        self._unwritten: dict[tuple[int, int], int] = {}
+
+    @property
+    def block_table_ZP(self) -> Tensor:
+        """Page ids of each lane, in order. Reservations since the last look are written in one go."""
+        if self._unwritten:
+            places = torch.tensor(list(self._unwritten)).to(self._block_table_ZP.device)
+            pages = torch.tensor(list(self._unwritten.values())).to(self._block_table_ZP.device)
+            self._block_table_ZP[places[:, 0], places[:, 1]] = pages
+            self._unwritten.clear()
+        return self._block_table_ZP
 
     @property
     def num_free(self) -> int:
@@ -43,13 +54,10 @@ class PagePool:
         missing = self.pages_for(num_slots) - len(owned)
         if missing > len(self._free):
             return False
-        if missing > 0:
-            pages = [self._free.pop() for _ in range(missing)]
-            start = len(owned)
-            self.block_table_ZP[lane, start : start + missing] = torch.tensor(
-                pages, device=self.block_table_ZP.device
-            )
-            owned.extend(pages)
+        for _ in range(missing):
+            page = self._free.pop()
+            self._unwritten[lane, len(owned)] = page
+            owned.append(page)
         return True
 
     def release(self, lane: int) -> None:

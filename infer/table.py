@@ -48,15 +48,32 @@ class SequenceTable:
         """Seats in all."""
         return len(self._settings)
 
-    def seat(self, lane: int, token_ids: list[int], params: SamplingParams, sample: int) -> None:
-        """Put a sequence on a free lane; overwrites every field of whoever sat there before."""
-        assert params.seed is not None, f"{params=}"
-        self.tokens_ZL[lane, : len(token_ids)] = torch.tensor(token_ids, device=self.device)
-        self.num_known_Z[lane], self.num_computed_Z[lane] = len(token_ids), 0
-        self.seeds_Z[lane], self.samples_Z[lane], self.steps_Z[lane] = params.seed, sample, 0
-        self.temperature_Z[lane], self.top_k_Z[lane] = params.temperature, params.top_k
-        self.top_p_Z[lane], self.min_p_Z[lane], self.tau_Z[lane] = params.top_p, params.min_p, params.tau
-        self._settings[lane] = params
+    def seat(
+        self,
+        lanes: list[int],
+        prompts: list[list[int]],
+        settings: list[SamplingParams],
+        samples: list[int],
+    ) -> None:
+        """Put sequences on free lanes; overwrites every field of whoever sat there before."""
+        width = max(len(token_ids) for token_ids in prompts)
+        lanes_B = torch.tensor(lanes, device=self.device)
+        padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in prompts]
+        self.tokens_ZL[lanes_B, :width] = torch.tensor(padded, device=self.device)
+        self.num_computed_Z[lanes_B] = self.steps_Z[lanes_B] = 0
+        for column_Z, values in (
+            (self.num_known_Z, [len(token_ids) for token_ids in prompts]),
+            (self.samples_Z, samples),
+            (self.seeds_Z, [params.seed for params in settings]),
+            (self.temperature_Z, [params.temperature for params in settings]),
+            (self.top_k_Z, [params.top_k for params in settings]),
+            (self.top_p_Z, [params.top_p for params in settings]),
+            (self.min_p_Z, [params.min_p for params in settings]),
+            (self.tau_Z, [params.tau for params in settings]),
+        ):
+            column_Z[lanes_B] = torch.tensor(values, dtype=column_Z.dtype, device=self.device)
+        for lane, params in zip(lanes, settings, strict=True):
+            self._settings[lane] = params
 
     def rewind(self, lane: int) -> None:
         """Forget the KV of a preempted sequence; its tokens, drafts and random stream stay."""

@@ -44,7 +44,7 @@ class ArDecoder:
         only = RowLayout(num_drafts=0, num_masks=0, mask_parents=(), draft_rows=((),), next_layouts=(0,))
         self._layouts = LayoutTable([only], device)
 
-    def seat(self, lane: int) -> None:
+    def seat(self, lanes: list[int]) -> None:
         """Nothing to reset."""
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:

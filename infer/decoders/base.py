@@ -48,8 +48,8 @@ class Decoder(Protocol):
         """Make the decoder's own per-lane state."""
         ...
 
-    def seat(self, lane: int) -> None:
-        """Reset the decoder's state of a lane: a new sequence sits down."""
+    def seat(self, lanes: list[int]) -> None:
+        """Reset the decoder's state of lanes on which new sequences sit down."""
         ...
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:

@@ -92,9 +92,9 @@ class IsdDecoder:
             num_lanes, self.num_masks, vocab_size, dtype=torch.float64, device=device
         )
 
-    def seat(self, lane: int) -> None:
-        """The new sequence has no drafts."""
-        self.layout_Z[lane] = 0
+    def seat(self, lanes: list[int]) -> None:
+        """The new sequences have no drafts."""
+        self.layout_Z[lanes] = 0
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of its layout."""
