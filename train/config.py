@@ -86,6 +86,7 @@ class LoopConfig:
     seed: int = _field(0, "seed of new weights and dropout")
     device: str = _field("auto", "auto, cpu or cuda")
     threads: int | None = _field(None, "CPU threads; null leaves torch's choice")
+    workers: int = _field(0, "processes that prepare rows; 0 prepares them in the training process")
     log_every: int = _field(10, "steps between metrics")
     save_every: int = _field(500, "steps between checkpoints")
     save_total_limit: int = _field(2, "checkpoints kept")

@@ -118,6 +118,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         report_to=[],
         deepspeed=loop.deepspeed,
         ddp_find_unused_parameters=False,
+        dataloader_num_workers=loop.workers,
     )
     if args.n_gpu > 1:
         raise UserError(
