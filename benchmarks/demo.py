@@ -1,0 +1,172 @@
+"""`make demo`: convert the bundled checkpoint on this machine, then measure what came out, side by side.
+
+    python -m benchmarks.demo [num=200] [output=outputs/tiny] [record=true]
+
+Prints one table on held-out prompts of the verifiable task. `record=true` appends the figures to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import append_rows, result_row
+from idlm import command
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.evaluate import Evaluation, evaluate, task_samples
+from idlm.tasks import TASKS
+
+BASE = Path("recipes/assets/tiny_ar")
+COMMAND = "make demo"
+STRIDE = 4
+MAX_TOKENS = 320
+SEED = 1
+FORMULAS = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One line of the table: a checkpoint, a decoder with its options, a temperature."""
+
+    label: str
+    is_base: bool
+    decoder: str
+    options: dict[str, Any]
+    temperature: float
+
+
+def arms() -> list[Arm]:
+    """AR base; converted model decoded AR; converted model decoded ISD with each strategy and at T=1."""
+    isd = [
+        Arm(
+            label=f"converted, ISD {strategy}",
+            is_base=False,
+            decoder="isd",
+            options={"stride": STRIDE, "on_rejection": strategy},
+            temperature=temperature,
+        )
+        for temperature in (0.0, 1.0)
+        for strategy in ("cold", "tree", "branch")
+    ]
+    plain = [
+        Arm(label=label, is_base=is_base, decoder="ar", options={}, temperature=temperature)
+        for label, is_base in (("AR base", True), ("converted, AR", False))
+        for temperature in (0.0, 1.0)
+    ]
+    return sorted([*plain, *isd], key=lambda arm: arm.temperature)
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(demo)
+
+
+def demo(arguments: list[str]) -> int:
+    """Convert, evaluate, print; returns the exit status."""
+    options = _options(arguments)
+    output = Path(options["output"])
+    convert_seconds = _convert(output)
+    task = TASKS.get("ledger")(level="tiny")
+    samples = task_samples(task, "test", int(options["num"]))
+    results: list[tuple[Arm, Evaluation]] = []
+    for arm in arms():
+        print(f"evaluating {arm.label}, temperature {arm.temperature:g}", file=sys.stderr)
+        engine = Engine.from_pretrained(BASE if arm.is_base else output, arm.decoder, **arm.options)
+        params = SamplingParams(temperature=arm.temperature, max_tokens=MAX_TOKENS, seed=SEED)
+        results.append((arm, evaluate(engine, task, samples, params)))
+    print(f"\nledger/tiny, {len(samples)} held-out prompts, stride {STRIDE}; converted in {convert_seconds:.0f} s\n")
+    print(table(results))
+    print(f"\nreport: {output}/report.md (plots and sample generations beside it)")
+    print(f'try it: .venv/bin/idlm-generate model={output} -p "{samples[0].prompt}" sampling.temperature=0')
+    if options["record"] == "true":
+        append_rows("demo", rows(results, convert_seconds))
+    return 0
+
+
+def table(results: list[tuple[Arm, Evaluation]]) -> str:
+    """The demo's table as Markdown, which is readable in a terminal too."""
+    head = ("decoder", "T", "exact-match", "acceptance", "TPF", "closed form", "tokens/s")
+    lines = [head, *(_line(arm, result) for arm, result in results)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    rule = "-|-".join("-" * width for width in widths)
+    return "\n".join(f"| {line} |" for line in (text[0], rule, *text[1:])).replace(f"| {rule} |", f"|-{rule}-|")
+
+
+def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:
+    rate, predicted = result.acceptance_rate, closed_form(arm, result)
+    return (
+        arm.label,
+        f"{arm.temperature:g}",
+        f"{100 * result.exact_match:.1f} %",
+        "-" if rate is None else f"{rate:.3f}",
+        f"{result.tokens_per_forward:.2f}",
+        "-" if predicted is None else f"{result.decode_tokens_per_forward:.2f} / {predicted:.2f}",
+        f"{result.tokens_per_second:.0f}",
+    )
+
+
+def closed_form(arm: Arm, result: Evaluation) -> float | None:
+    """Tokens per forward that the strategy's formula gives at the measured acceptance of each position."""
+    formula = FORMULAS.get(arm.options.get("on_rejection", ""))
+    return None if formula is None else formula(result.acceptance_by_position)
+
+
+def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[dict[str, Any]]:
+    """Result rows of the whole demo."""
+    base = {arm.temperature: result for arm, result in results if arm.is_base}
+    out = [result_row("demo", {}, "convert_seconds", convert_seconds, "s", command=COMMAND)]
+    for arm, result in results:
+        who = {"model": "base" if arm.is_base else "converted", "decoder": arm.decoder, **arm.options}
+        case = {**who, "temperature": arm.temperature, "num_prompts": result.num_prompts}
+        exactness = result.exactness
+        accuracy = base[arm.temperature].exact_match
+        speed = result.tokens_per_forward
+        out.append(
+            result_row("demo", case, "exact_match", result.exact_match, "share", baseline=accuracy, exactness=exactness)
+        )
+        out.append(result_row("demo", case, "tokens_per_forward", speed, "tokens", baseline=1.0, exactness=exactness))
+        if result.acceptance_rate is not None:
+            out.append(
+                result_row("demo", case, "acceptance_rate", result.acceptance_rate, "share", exactness=exactness)
+            )
+        predicted = closed_form(arm, result)
+        if predicted is not None:
+            decode = result.decode_tokens_per_forward
+            out.append(
+                result_row(
+                    "demo", case, "decode_tokens_per_forward", decode, "tokens", baseline=predicted, exactness=exactness
+                )
+            )
+    return out
+
+
+def _options(arguments: list[str]) -> dict[str, str]:
+    options = {"num": "200", "output": "outputs/tiny", "record": "false"}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in options:
+            raise UserError("IDLM-0105", f"unknown argument {argument!r}", fix=f"use some of {sorted(options)}")
+        options[key] = value
+    return options
+
+
+def _convert(output: Path) -> float:
+    """Run the real command in a process of its own; returns its wall-clock seconds."""
+    start = time.perf_counter()
+    arguments = ["+recipe=tiny", f"output_dir={output}", "resume=never"]
+    finished = subprocess.run([sys.executable, "-m", "idlm.train.cli", *arguments], check=False)
+    if finished.returncode != 0:
+        raise UserError("IDLM-0106", f"the conversion ended with status {finished.returncode}", fix="see its output above")
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())
