@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
 CONFIG_FILE = "config.json"
 FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export")
-FREE_LOOP_KEYS = ("log_every", "save_every", "save_total_limit", "threads", "device")
+FREE_LOOP_KEYS = ("log_every", "save_every", "save_total_limit", "threads", "workers", "device")
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:

@@ -1,0 +1,287 @@
+"""The command a user types, on a random tiny model: it trains, resumes bitwise, stops on a signal, exports stock files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from idlm.checkpoint import verify
+from idlm.errors import UserError
+from idlm.semantics import Semantics
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.train import cli, pipeline
+from idlm.train.export import export
+from idlm.train.layout import IGNORE_LABEL
+from idlm.train.model import BodyAndHead, create_base
+from idlm.train.report import Measurement, SampleReport, SampleText
+from idlm.train.trainer import IdlmTrainer
+from tests.tiny_training import tiny_config
+
+STAGES = "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, {stride: 4, steps: 5, clean_weight: auto}]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with 192 rows, of which the task tokenizer leaves some to spare."""
+    directory = tmp_path_factory.mktemp("base")
+    config = tiny_config("qwen3") | {"vocab_size": 192}
+    model = create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def arguments(base: Path, output: Path, **changes: object) -> list[str]:
+    values = {
+        "output_dir": output,
+        "model.path": base,
+        "data.source": "task",
+        "train.stages": STAGES,
+        "train.batch_size": 2,
+        "train.max_length": 300,
+        "train.row_length": 560,
+        "train.learning_rate": 0.003,
+        "train.device": "cpu",
+        "train.threads": 1,
+        "train.log_every": 1,
+        "train.save_every": 4,
+        "report.enabled": "false",
+    }
+    return [f"{key}={value}" for key, value in (values | changes).items()]
+
+
+def metrics_of(output: Path) -> list[dict]:
+    timing = ("seconds", "tokens_per_second")
+    lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run of ten steps, with a report."""
+    output = tmp_path_factory.mktemp("finished") / "out"
+
+    def sampler(directory: Path, num_samples: int) -> SampleReport:
+        verify(directory)
+        return SampleReport(
+            samples=(SampleText(prompt="Sam has", response="```fence```", verdict="wrong"),),
+            measurements=(Measurement(decoder="isd", acceptance_rate=0.5, tokens_per_forward=2.0),),
+        )
+
+    assert cli.main(arguments(base, output, **{"report.enabled": "true"}), sampler=sampler) == 0
+    return output
+
+
+def test_the_export_is_a_stock_checkpoint_with_semantics(finished: Path, base: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    verify(finished)
+    model = AutoModelForCausalLM.from_pretrained(finished, dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    config = json.loads((finished / "config.json").read_text())
+    assert "idlm" not in json.dumps(config), "the configuration must not name what only idlm knows"
+    stored = load_file(finished / "model.safetensors")
+    loaded = model.state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in stored.items())
+    before = load_file(base / "model.safetensors")
+    assert any(not torch.equal(value, before[name]) for name, value in stored.items()), "nothing was trained"
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    semantics = Semantics.load(finished)
+    assert semantics.stride == 4
+    assert semantics.mask_token_id == len(tokenizer)
+    assert semantics.stop_token_ids == (tokenizer.eos_token_id,)
+
+
+def test_the_report_shows_plots_samples_and_measurements(finished: Path) -> None:
+    text = (finished / "report.md").read_text()
+    for name in ("losses.png", "acceptance.png", "tpf.png"):
+        assert f"report/{name}" in text
+        assert (finished / "report" / name).stat().st_size > 1000
+    assert "50.0 %" in text
+    assert "````text\n```fence```\n````" in text
+
+
+def test_metrics_follow_the_curriculum(finished: Path) -> None:
+    records = metrics_of(finished)
+    assert [record["step"] for record in records] == list(range(1, 11))
+    assert [record["stride"] for record in records] == [2, 2, 2, 3, 3, 4, 4, 4, 4, 4]
+    assert [len(record["acceptance"]) for record in records] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3]
+    assert records[0]["clean_weight"] == pytest.approx(0.2)
+    for record in records[5:]:
+        assert record["clean_weight"] == pytest.approx(record["mask_loss"] / record["clean_loss"], rel=1e-5)
+
+
+def test_a_stopped_run_resumes_bitwise(
+    finished: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    plain = IdlmTrainer.training_step
+
+    def interrupted(self, *args):
+        if self.state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, *args)
+
+    monkeypatch.setattr(IdlmTrainer, "training_step", interrupted)
+    assert cli.main(arguments(base, output)) == 130
+    assert not (output / "config.json").exists(), "an unfinished run must not look like a checkpoint"
+    verify(output / "run" / "checkpoint-6")
+    told = capsys.readouterr().out
+    assert "step 6" in told
+    assert told.rstrip().endswith("resume=auto")
+    monkeypatch.setattr(IdlmTrainer, "training_step", plain)
+    assert cli.main([*arguments(base, output), "resume=auto"]) == 0
+    assert metrics_of(output) == metrics_of(finished)
+    whole, resumed = load_file(finished / "model.safetensors"), load_file(output / "model.safetensors")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    kept = sorted(path.name for path in (output / "run").glob("checkpoint-*"))
+    assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
+
+
+def test_accumulation_and_batch_are_the_same_run(base: Path, tmp_path: Path) -> None:
+    stages = "[{stride: 3, steps: 2, clean_weight: 0.2}, {stride: 4, steps: 3, clean_weight: auto}]"
+    records = []
+    for batch, accumulation in ((4, 1), (1, 4)):
+        output = tmp_path / f"{batch}x{accumulation}"
+        changes = {"train.stages": stages, "train.batch_size": batch, "train.accumulation": accumulation}
+        assert cli.main(arguments(base, output, **changes)) == 0
+        records.append(metrics_of(output))
+    for whole, split in zip(*records, strict=True):
+        for name in ("mask_loss", "clean_loss", "clean_weight"):
+            assert split[name] == pytest.approx(whole[name], abs=1e-5, rel=1e-5), f"step {whole['step']} {name}"
+    assert records[0][0]["mask_loss"] == pytest.approx(records[1][0]["mask_loss"], abs=1e-6)
+
+
+def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_path: Path) -> None:
+    """A plain loop: dense mask, full logits of every row, AdamW and a cosine written out."""
+    from idlm.compose import compose
+    from idlm.train.config import TrainConfig
+    from idlm.train.dataset import collate
+
+    config = compose("train", TrainConfig, arguments(base, tmp_path / "reference"))
+    prepared = pipeline.prepare(config, world_size=1, device=torch.device("cpu"))
+    model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
+    num_warmup = torch.tensor(config.train.warmup * curriculum.num_steps).ceil().item()
+    losses = []
+    for step in range(curriculum.num_steps):
+        batch = collate([data[2 * step], data[2 * step + 1]], curriculum)
+        runner = BodyAndHead(model)
+        logits = runner.head(runner.hidden(model, batch, "idlm_sdpa"))
+        halves = []
+        for half in (batch["is_noisy"], ~batch["is_noisy"]):
+            halves.append(F.cross_entropy(logits[half], batch["labels"][half], ignore_index=IGNORE_LABEL))
+        mask_loss, clean_loss = halves
+        weight = curriculum.stage_of_step(step).clean_weight
+        scale = (mask_loss / clean_loss).detach() if weight is None else weight
+        share = (step - num_warmup) / (curriculum.num_steps - num_warmup)
+        factor = step / num_warmup if step < num_warmup else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
+        optimizer.param_groups[0]["lr"] = config.train.learning_rate * float(factor)
+        optimizer.zero_grad()
+        (mask_loss + scale * clean_loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        optimizer.step()
+        losses.append((float(mask_loss.detach()), float(clean_loss.detach())))
+    trained = [(record["mask_loss"], record["clean_loss"]) for record in metrics_of(finished)]
+    torch.testing.assert_close(torch.tensor(trained), torch.tensor(losses), atol=1e-5, rtol=1e-5)
+
+
+def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = IdlmTrainer._terms
+
+    def poisoned(self, model, batch, *, want_overlap):
+        terms = plain(self, model, batch, want_overlap=want_overlap)
+        if self.state.global_step == 5:
+            terms.sums.data.fill_(float("nan"))
+        return terms
+
+    monkeypatch.setattr(IdlmTrainer, "_terms", poisoned)
+    assert cli.main(arguments(base, tmp_path / "out")) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0503" in told
+    assert "[10, 11]" in told, "the data items of step 6"
+    verify(tmp_path / "out" / "run" / "checkpoint-4")
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (finished / "manifest.json").read_bytes()
+    model = create_base(tiny_config("llama"), attention="idlm_sdpa", dtype=torch.float32, seed=1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(UserError, match="IDLM-0301"):
+        export(model, None, Semantics(mask_token_id=5, stride=2), finished, dtype=None)
+    assert (finished / "manifest.json").read_bytes() == before
+    verify(finished)
+
+
+def test_another_configuration_may_not_continue_a_run(
+    finished: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(base, finished, **{"train.learning_rate": 0.001})) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0507" in told
+    assert "learning_rate: 0.003 -> 0.001" in told
+    elsewhere = finished.parent / "checkpoint-3"
+    elsewhere.mkdir()
+    assert cli.main(arguments(base, finished, resume=elsewhere)) == 2
+    assert "IDLM-0506" in capsys.readouterr().err
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"train.batch_size": 0, "data.source": "tsk", "train.stages": "[{stride: 1, steps: 2}]"}
+    assert cli.main(arguments(tmp_path / "nowhere", tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr().err
+    for part in ("nowhere", "train.batch_size=0", "data.source='tsk'", "stages[0].stride=1"):
+        assert part in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_without_a_spare_row_grows_one(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    num_ids = save_tokenizer(base)
+    config = tiny_config("llama") | {"vocab_size": num_ids}
+    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
+    stages = "[{stride: 2, steps: 1, clean_weight: 0.2}]"
+    assert cli.main(arguments(base, tmp_path / "out", **{"train.stages": stages})) == 0
+    rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert Semantics.load(tmp_path / "out").mask_token_id == num_ids
+    assert len(rows) == 64 * (num_ids // 64 + 1)
+
+
+def test_a_new_ar_model_trains_by_the_same_code(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    fields = {k: v for k, v in tiny_config("qwen3").items() if not k.endswith("_token_id") and k != "vocab_size"}
+    changes = {
+        "objective": "ar",
+        "model.path": "null",
+        "model.tokenizer": "task",
+        "train.stages": "[]",
+        "train.steps": 3,
+        **{f"model.config.{key}": value for key, value in fields.items()},
+    }
+    assert cli.main(arguments(Path("unused"), output, **changes)) == 0
+    assert not (output / "idlm_config.json").exists(), "a plain AR checkpoint is stock"
+    assert json.loads((output / "config.json").read_text())["vocab_size"] % 64 == 0
+    assert [sorted(r) for r in metrics_of(output)][0].count("clean_loss") == 1
