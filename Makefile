@@ -6,7 +6,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
+# --no-compile: bytecode is written at first import, and most of what is installed is never imported.
+PIP := $(RUN) -m pip --disable-pip-version-check install -qq --no-compile
 KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 

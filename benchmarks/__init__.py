@@ -1,0 +1,1 @@
+"""What produced every figure in the README; results are JSON lines in `benchmarks/results`."""

@@ -1,0 +1,106 @@
+"""README tables from result rows: `python -m benchmarks.table` writes them, `--check` only compares.
+
+A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one
+column per metric, and holds the newest row of each. Rows whose parity gate failed are never printed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS, read_rows
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+_OPEN = r"(?P<open><!-- results:(?P<name>[\w-]+) -->\n)"
+_SECTION = re.compile(_OPEN + r"(?P<body>.*?)(?P<close><!-- /results:)", re.DOTALL)
+Row = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None, *, readme: Path = README, results: Path = RESULTS) -> int:
+    """Regenerate every marked section of `readme`; --check writes nothing and returns 1 when one is stale."""
+    given = sys.argv[1:] if arguments is None else arguments
+    text = readme.read_text(encoding="utf-8")
+    fresh = _SECTION.sub(lambda match: match["open"] + section(match["name"], results) + match["close"], text)
+    if fresh == text:
+        return 0
+    if "--check" in given:
+        stale = [
+            old["name"] for old in _SECTION.finditer(text) if section(old["name"], results) != old["body"]
+        ]
+        names = ", ".join(stale)
+        print(f"{readme.name} has figures without a result row in: {names}; run python -m benchmarks.table")
+        return 1
+    readme.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+def section(name: str, results: Path) -> str:
+    """The Markdown of one bench: a table per machine and command, newest rows; empty without rows."""
+    newest: dict[tuple[str, ...], Row] = {}
+    for row in read_rows(name, results=results):
+        if row["gate_passed"] is not False:
+            key = (_machine(row), row["command"], json.dumps(row["case"], sort_keys=True), row["metric"])
+            newest[key] = row
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in newest.values():
+        groups.setdefault((_machine(row), row["command"]), []).append(row)
+    return "".join(_table(rows) for rows in groups.values())
+
+
+def _table(rows: list[Row]) -> str:
+    metrics = list(dict.fromkeys(row["metric"] for row in rows if row["case"]))
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
+    shown = _varying_keys(row["case"] for row in rows if row["case"])
+    lines = []
+    for members in cases.values():
+        case = members[0]["case"]
+        if case:
+            cells = {row["metric"]: _cell(row) for row in members}
+            label = [str(case.get(key, "")) for key in shown]
+            lines.append([*label, *(cells.get(metric, "") for metric in metrics)])
+    last = max(rows, key=lambda row: row["date"])
+    single = "".join(f", {_words(row['metric'])} {_cell(row)}" for row in rows if not row["case"])
+    commit = (last["commit"] or "unknown").replace("-dirty", "+")[:12]
+    caption = f"`{last['command']}` on {_machine(last)}, commit {commit}, {last['date'][:10]}{single}.\n"
+    if not lines:
+        return f"{caption}\n"
+    head = [*map(_words, shown), *map(_words, metrics)]
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+        + f"\n\n{caption}"
+    )
+
+
+def _varying_keys(cases: Iterable[dict[str, Any]]) -> list[str]:
+    listed = list(cases)
+    keys = list(dict.fromkeys(key for case in listed for key in case))
+    return [key for key in keys if len({json.dumps(case.get(key)) for case in listed}) > 1] or keys[:1]
+
+
+def _cell(row: Row) -> str:
+    value, unit = row["value"], row["unit"]
+    if unit == "share":
+        text = f"{100 * value:.1f} %"
+    else:
+        digits = 0 if abs(value) >= 100 or float(value).is_integer() else 2
+        text = f"{value:,.{digits}f}" + ("" if unit in ("tokens", "") else f" {unit}")
+    return f"{text} (lossy)" if row["class"] == "lossy" else text
+
+
+def _machine(row: Row) -> str:
+    return "CPU" if row["gpu"] is None else f"{row['num_gpus']} x {row['gpu']}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Sizes and forbidden words: a rule without a machine drifts."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("idlm", "train", "infer", "kernels", "benchmarks", "conf", "tests")
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 60, 150
+FORBIDDEN_NAMES = {"NotImplementedError", "NotImplemented", "eval", "exec", "pickle", "dill", "cloudpickle"}
+SAFE_VALUES = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}
+WORK_MARKS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b")
+
+
+def python_files(*folders: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z", *folders],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    paths = {ROOT / name for name in listed if name.endswith(".py")}
+    return sorted(path for path in paths if path.is_file())
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def is_kernel(path: Path) -> bool:
+    return path.name == "kernel.py" and path.parent.parent.name == "kernels"
+
+
+def sizes(tree: ast.AST) -> list[tuple[str, int]]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        (node.name, node.end_lineno - node.lineno + 1) for node in ast.walk(tree) if isinstance(node, kinds)
+    ]
+
+
+def forbidden(tree: ast.AST) -> list[str]:
+    """Names and keyword arguments that have no place here, with their lines."""
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").split(".")[0]]
+        elif isinstance(node, ast.keyword) and node.arg in SAFE_VALUES:
+            is_safe = isinstance(node.value, ast.Constant) and node.value.value is SAFE_VALUES[node.arg]
+            found += [] if is_safe else [f"line {node.lineno}: {node.arg}"]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            given = {keyword.arg for keyword in node.keywords}
+            found += (
+                [] if "weights_only" in given else [f"line {node.lineno}: torch.load without weights_only"]
+            )
+        found += [f"line {node.lineno}: {name}" for name in names if name in FORBIDDEN_NAMES]
+    return found
+
+
+FILES = python_files(*CODE)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 10
+    assert ROOT / "idlm" / "checkpoint.py" in FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_file_and_function_sizes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE, (
+        f"{relative(path)} has {text.count(chr(10))} lines, at most {MAX_FILE}"
+    )
+    limit = MAX_KERNEL if is_kernel(path) else MAX_FUNCTION
+    too_long = [(name, lines) for name, lines in sizes(ast.parse(text)) if lines > limit]
+    assert not too_long, f"functions above {limit} lines: {too_long}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_forbidden_words(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not forbidden(ast.parse(text))
+    marks = [
+        f"line {number}" for number, line in enumerate(text.splitlines(), start=1) if WORK_MARKS.search(line)
+    ]
+    assert not marks, f"work that is left belongs into an issue: {marks}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise NotImplementedError",
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "f(trust_remote_code=True)",
+        "numpy.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_check_itself_finds_faults(code: str) -> None:
+    assert forbidden(ast.parse(code))
+    assert not forbidden(ast.parse("torch.load(path, weights_only=True); model.eval()"))
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, idlm; print([m for m in sys.modules if m.split('.')[0] in {heavy}])".format(
+        heavy={"torch", "transformers", "numpy", "hydra", "datasets", "deepspeed", "wandb"}
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_kernels_stay_a_namespace_and_import_nothing_of_ours() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "transformers would import it in place of its own"
+    for path in python_files("kernels"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [module or ""]
+            strangers = [
+                name for name in names if name.split(".")[0] == "idlm" and not name.startswith("idlm.kernels")
+            ]
+            assert not strangers, f"{relative(path)} imports {strangers}"
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [(f"idlm/{name}", f"../{name}") for name in ("train", "infer", "kernels", "conf")]
+    + [("conf/recipe", "../recipes")],
+)
+def test_links_of_the_tree_are_relative(link: str, target: str) -> None:
+    assert (ROOT / link).is_symlink()
+    assert (ROOT / link).readlink().as_posix() == target
