@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -122,16 +123,40 @@ def test_importing_the_package_is_cheap() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def imports(path: Path) -> list[str]:
+    """Full dotted names that a file imports, wherever in it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)} has a relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
 def test_kernels_stay_a_namespace_and_import_nothing_of_ours() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists(), "transformers would import it in place of its own"
     for path in python_files("kernels"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            module = node.module if isinstance(node, ast.ImportFrom) else None
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [module or ""]
-            strangers = [
-                name for name in names if name.split(".")[0] == "idlm" and not name.startswith("idlm.kernels")
-            ]
-            assert not strangers, f"{relative(path)} imports {strangers}"
+        ours = [name for name in imports(path) if name.split(".")[0] in ("idlm", "train", "infer", "conf")]
+        strangers = [name for name in ours if not name.startswith("idlm.kernels.")]
+        assert not strangers, f"{relative(path)} imports {strangers}"
+
+
+def test_the_core_imports_no_kernels_and_the_linter_knows_all_of_it() -> None:
+    core = [path for path in python_files("idlm") if path.parent.name in ("idlm", "tasks")]
+    for path in core:
+        assert not [name for name in imports(path) if name.startswith("idlm.kernels")], relative(path)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = {contract["id"]: contract for contract in project["tool"]["importlinter"]["contracts"]}
+    modules = {f"idlm.{path.stem}" for path in core if path.parent.name == "idlm"} - {"idlm.__init__"}
+    assert set(contracts["core"]["source_modules"]) >= modules
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_one_import_name_for_each_module(path: Path) -> None:
+    twins = [name for name in imports(path) if name.split(".")[0] in ("train", "infer", "conf")]
+    assert not twins, f"import them as idlm.train, idlm.infer: {twins} would be loaded twice"
 
 
 @pytest.mark.parametrize(
