@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.masks import RowMeta
-from idlm.train.attention import prepared_mask, register_attention
+from idlm.train.attention import mask_arguments, register_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,8 +110,8 @@ class BodyAndHead:
             model(
                 input_ids=batch["input_ids"],
                 position_ids=batch["position_ids"],
-                attention_mask=prepared_mask(meta, attention),
                 use_cache=False,
+                **mask_arguments(meta, attention),
             )
         assert len(captured) == 1, f"the head ran {len(captured)} times in one forward pass"
         return captured[0]
@@ -175,9 +175,11 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
             block_starts=alone["block_starts"],
             is_noisy=alone["is_noisy"],
         )
-        mask = prepared_mask(meta, attention)
         output = model(
-            input_ids=alone["input_ids"], position_ids=alone["position_ids"], attention_mask=mask, use_cache=False
+            input_ids=alone["input_ids"],
+            position_ids=alone["position_ids"],
+            use_cache=False,
+            **mask_arguments(meta, attention),
         )
         separate.append(output.logits[0].float())
     model.train(was_training)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from idlm.errors import UserError
+
 POOL_SAMPLES = 1024
 
 
@@ -65,6 +67,12 @@ class StreamPlan:
                 total += cost
             if total >= volume:
                 break
+        if not members:
+            raise UserError(
+                "IDLM-0205",
+                f"each of {volume} samples in turn is too long for train.max_length or train.row_length",
+                fix="raise train.max_length and train.row_length",
+            )
         rows = best_fit_decreasing(costs, self.capacity, max_bins=self.rows_per_pool)
         rows.extend([] for _ in range(self.rows_per_pool - len(rows)))
         order = np.random.default_rng([index, self.capacity]).permutation(self.rows_per_pool)

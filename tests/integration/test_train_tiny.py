@@ -174,7 +174,7 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
     from idlm.train.config import TrainConfig
     from idlm.train.dataset import collate
 
-    config = compose("train", TrainConfig, arguments(base, tmp_path / "reference"))
+    config = compose("train", TrainConfig, arguments(base, tmp_path / "reference", **{"model.attention": "idlm_sdpa"}))
     prepared = pipeline.prepare(config, world_size=1, device=torch.device("cpu"))
     model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
@@ -183,7 +183,7 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
     for step in range(curriculum.num_steps):
         batch = collate([data[2 * step], data[2 * step + 1]], curriculum)
         runner = BodyAndHead(model)
-        logits = runner.head(runner.hidden(model, batch, "idlm_sdpa"))
+        logits = runner.head(runner.hidden(model, batch, prepared.attention))
         halves = []
         for half in (batch["is_noisy"], ~batch["is_noisy"]):
             halves.append(F.cross_entropy(logits[half], batch["labels"][half], ignore_index=IGNORE_LABEL))
