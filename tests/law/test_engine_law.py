@@ -1,0 +1,132 @@
+"""The law of whole responses through the whole engine, against exhaustive enumeration by transformers.
+
+Every case draws from a toy of 5 tokens, mask id included, and tests the joint of tokens 0..3 and of tokens 4..7. By
+default 2e5 draws for every strategy at stride 4 and for every stride; all nine at 2e5:
+
+    .venv/bin/python -m pytest tests/law/test_engine_law.py -m "slow or not slow"
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.infer.decoders.rejection import STRATEGIES
+from tests.law.harness import (
+    MASK_ID,
+    NEUTRAL,
+    PROMPT,
+    WINDOW,
+    build_engine,
+    exact_law,
+    fit,
+    fits,
+    misfits,
+    sample,
+    worst,
+)
+
+STRIDES = (2, 3, 4)
+FULL, REDUCED, MIXED = 200_000, 20_000, 8_000
+FAMILY_LEVEL = 1e-6
+NUM_TESTS = 64
+"""At least as many chi-square tests as this file runs; each gets an equal part of the family's level."""
+LEVEL = FAMILY_LEVEL / NUM_TESTS
+CASES = list(itertools.product(STRIDES, STRATEGIES.names()))
+FULL_BY_DEFAULT = {(4, name) for name in STRATEGIES.names()} | {(2, "cold"), (3, "cold")}
+MIXED_PROMPT = (0, 3, 1)
+MIXED_SETTINGS = (
+    NEUTRAL,
+    replace(NEUTRAL, temperature=0.6, top_k=3),
+    replace(NEUTRAL, temperature=1.5, top_p=0.8),
+    replace(NEUTRAL, temperature=0.8, top_k=4, top_p=0.9),
+)
+
+
+def _check_isd(law_toy: Path, stride: int, strategy: str, num_draws: int) -> None:
+    engine = build_engine(law_toy, "isd", stride=stride, on_rejection=strategy)
+    sampled = sample(engine, [(PROMPT, NEUTRAL)], num_draws)
+    found = fits(law_toy, sampled)
+    assert not misfits(found, LEVEL), found
+    assert 0.3 < sampled.acceptance < 0.9, sampled.acceptance
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+@pytest.mark.parametrize(("stride", "strategy"), CASES)
+def test_isd_emits_the_ar_law(law_toy: Path, stride: int, strategy: str) -> None:
+    _check_isd(law_toy, stride, strategy, FULL if (stride, strategy) in FULL_BY_DEFAULT else REDUCED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stride", "strategy"), [case for case in CASES if case not in FULL_BY_DEFAULT])
+def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str) -> None:
+    _check_isd(law_toy, stride, strategy, FULL)
+
+
+def test_ar_emits_the_ar_law(law_toy: Path) -> None:
+    """The baseline decoder is right too, and the mask id is drawn like any other token."""
+    sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], FULL // 4)
+    found = fits(law_toy, sampled)
+    assert not misfits(found, LEVEL), found
+    assert (sampled.draws[PROMPT, NEUTRAL] == MASK_ID).any()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str) -> None:
+    """Temperature, top-k and top-p differ between requests that share every forward pass."""
+    engine = build_engine(law_toy, "isd", stride=4, on_rejection=strategy)
+    sampled = sample(engine, [(MIXED_PROMPT, params) for params in MIXED_SETTINGS], MIXED, per_request=50)
+    found = fits(law_toy, sampled)
+    assert len(found) == 2 * len(MIXED_SETTINGS)
+    assert not misfits(found, LEVEL), found
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
+    """Power: the argmax-draft rule fails the very check that the exact rule passes, by hundreds of decades."""
+    engine = build_engine(law_toy, "isd", stride=stride, on_rejection="cold", acceptance="published")
+    sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)
+    found = fits(law_toy, sampled)
+    assert len(misfits(found, LEVEL)) == 2
+    assert worst(found.values()) < 1e-100
+    completion = engine.generate([PROMPT], replace(NEUTRAL))[0]
+    assert completion.exactness == "lossy"
+
+
+def test_relaxed_acceptance_is_seen_and_labelled(law_toy: Path) -> None:
+    engine = build_engine(law_toy, "isd", stride=4, on_rejection="tree")
+    relaxed = replace(NEUTRAL, tau=1.0)
+    draws = sample(engine, [(PROMPT, relaxed)], 10_000).draws[PROMPT, relaxed]
+    start, _ = exact_law(law_toy, PROMPT, NEUTRAL)
+    powers = torch.tensor([125, 25, 5, 1])
+    assert fit((draws[:, :WINDOW] * powers).sum(1), start).p_value < LEVEL
+    assert engine.generate([PROMPT], relaxed)[0].exactness == "lossy"
+
+
+def test_the_check_accepts_the_law_and_rejects_a_small_shift(law_toy: Path) -> None:
+    """The statistic itself: calibrated on draws from the law, and sensitive to 3 % of mass in wrong places."""
+    law_C, other_C = exact_law(law_toy, PROMPT, NEUTRAL)
+    generator = torch.Generator().manual_seed(0)
+    p_values = [
+        fit(torch.multinomial(law_C, 20_000, True, generator=generator), law_C).p_value for _ in range(200)
+    ]
+    assert 0.4 < sum(p_values) / len(p_values) < 0.6
+    assert min(p_values) > 1e-5
+    shifted = torch.multinomial(0.97 * law_C + 0.03 * other_C.flip(0), FULL, True, generator=generator)
+    found = fit(shifted, law_C)
+    assert found.p_value < LEVEL
+    assert found.total_variation > found.bound
+
+
+def test_one_exact_law_sums_to_one_and_names_every_response(law_toy: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for law_C in exact_law(law_toy, MIXED_PROMPT, MIXED_SETTINGS[3]):
+            assert law_C.shape == (625,)
+            assert float(law_C.sum()) == pytest.approx(1.0, abs=1e-9)
+            assert bool((law_C == 0).any())
