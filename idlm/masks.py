@@ -1,8 +1,9 @@
-"""Who may see whom, once: the dense reference, the FlexAttention predicate and the engine's two ranges per row.
+"""Who may see whom, once: the dense reference, the FlexAttention predicate and the engine's two ranges per
+row.
 
-A training row `[x_t | x_0]` holds noisy rows (mask tokens) and clean rows of one or more packed documents. It is not
-an attention kernel: it only answers "may query row q see key row k". Paper arXiv 2604.11035, section 3.1 and appendix
-E; rule of facts/introspective.md, section "Training layout".
+A training row `[x_t | x_0]` holds noisy rows (mask tokens) and clean rows of one or more packed documents. It
+is not an attention kernel: it only answers "may query row q see key row k". Paper arXiv 2604.11035, section
+3.1 and appendix E; rule of facts/introspective.md, section "Training layout".
 
 Shape letters: B sequences, T rows of one packed training row, R rows fed in this pass, S KV slots.
 """
@@ -27,8 +28,9 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class RowMeta:
     """What visibility depends on, per row. All tensors are [T] or [B, T].
 
-    `doc_ids`: int, -1 marks padding. `positions`: int, position ids inside the document. `block_starts`: int, position
-    at which the diffusion block of a noisy row starts; never read for clean rows. `is_noisy`: bool, True for x_t rows.
+    `doc_ids`: int, -1 marks padding. `positions`: int, position ids inside the document. `block_starts`: int,
+    position at which the diffusion block of a noisy row starts; never read for clean rows. `is_noisy`: bool,
+    True for x_t rows.
     """
 
     doc_ids: Tensor
@@ -52,12 +54,19 @@ def dense_mask(meta: RowMeta) -> Tensor:
     start_q, start_k = meta.block_starts[..., :, None], meta.block_starts[..., None, :]
     noisy_q, noisy_k = meta.is_noisy[..., :, None], meta.is_noisy[..., None, :]
     rows = torch.arange(meta.doc_ids.shape[-1], device=meta.doc_ids.device)
-    return _rule(doc_q, doc_k, pos_q, pos_k, start_q, start_k, noisy_q, noisy_k, rows[:, None] == rows[None, :])
+    return _rule(
+        doc_q, doc_k, pos_q, pos_k, start_q, start_k, noisy_q, noisy_k, rows[:, None] == rows[None, :]
+    )
 
 
 def flex_predicate(meta: RowMeta) -> MaskMod:
     """The same rule as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`; `meta` tensors are [B, T]."""
-    doc_ids, positions, block_starts, is_noisy = meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy
+    doc_ids, positions, block_starts, is_noisy = (
+        meta.doc_ids,
+        meta.positions,
+        meta.block_starts,
+        meta.is_noisy,
+    )
     assert doc_ids.dim() == 2, f"{doc_ids.shape=}"
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

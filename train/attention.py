@@ -1,11 +1,14 @@
-"""Our attention functions, registered with transformers, so that any of its causal models trains on `[x_t | x_0]`.
+"""Our attention functions, registered with transformers, so that any of its causal models trains on `[x_t |
+x_0]`.
 
-`idlm_sdpa` takes a dense bool mask [B, 1, T, T], the plain reference; `idlm_split` runs each document of a packed row by
-itself, since a dense kernel would compute all pairs across documents only to mask them; `idlm_flex` takes a FlexAttention
-BlockMask (GPU; it has no backward pass on a CPU). transformers hands a prepared mask with four dimensions to every layer
-as it is, sliding-window layers included: `idlm.train.model` refuses rows longer than such a window.
+`idlm_sdpa` takes a dense bool mask [B, 1, T, T], the plain reference; `idlm_split` runs each document of a
+packed row by itself, since a dense kernel would compute all pairs across documents only to mask them;
+`idlm_flex` takes a FlexAttention BlockMask (GPU; it has no backward pass on a CPU). transformers hands a
+prepared mask with four dimensions to every layer as it is, sliding-window layers included: `idlm.train.model`
+refuses rows longer than such a window.
 
-Shape letters: B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim.
+Shape letters: B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H
+head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from idlm.masks import PADDING_DOC, RowMeta, dense_mask, flex_block_mask
 
@@ -28,9 +31,9 @@ ATTENTIONS = ("idlm_sdpa", "idlm_split", "idlm_flex")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentMasks:
-    """`rows_M`: flat indices into B*T, document after document; `masks`: bool [1, 1, m, m] per document."""
+    """`rows`: flat indices into B*T, document after document; `masks`: bool [1, 1, m, m] per document."""
 
-    rows_M: Tensor
+    rows: Tensor
     masks: tuple[Tensor, ...]
 
 
@@ -78,7 +81,7 @@ def document_masks(meta: RowMeta) -> DocumentMasks:
             )
             rows.append(rows_m + b * num_rows)
             masks.append(dense_mask(own)[None, None])
-    return DocumentMasks(rows_M=torch.cat(rows), masks=tuple(masks))
+    return DocumentMasks(rows=torch.cat(rows), masks=tuple(masks))
 
 
 def sdpa_attention(
@@ -92,8 +95,10 @@ def sdpa_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention under a bool mask; returns [B, T, N, H]. Without a mask it is plain causal."""
-    output = F.scaled_dot_product_attention(
+    """Scaled dot-product attention under a bool mask; returns [B, T, N, H]. Without a mask it is plain
+    causal.
+    """
+    output = functional.scaled_dot_product_attention(
         query_BNTH,
         key_BKTH,
         value_BKTH,
@@ -120,18 +125,23 @@ def split_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention document by document; returns [B, T, N, H], zero for padding rows."""
     assert document_masks is not None, "the model does not hand keyword arguments on to its attention"
-    rows_M = document_masks.rows_M
+    rows_M = document_masks.rows
     sizes = [mask.shape[-1] for mask in document_masks.masks]
-    parts = [tensor.transpose(1, 2).flatten(0, 1)[rows_M].split(sizes) for tensor in (query_BNTH, key_BKTH, value_BKTH)]
+    parts = [
+        tensor.transpose(1, 2).flatten(0, 1)[rows_M].split(sizes)
+        for tensor in (query_BNTH, key_BKTH, value_BKTH)
+    ]
     outputs = [
-        F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in document),
+        functional.scaled_dot_product_attention(
+            query_mNH.transpose(0, 1)[None],
+            key_mKH.transpose(0, 1)[None],
+            value_mKH.transpose(0, 1)[None],
             attn_mask=mask,
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
         )[0].transpose(0, 1)
-        for mask, *document in zip(document_masks.masks, *parts, strict=True)
+        for mask, query_mNH, key_mKH, value_mKH in zip(document_masks.masks, *parts, strict=True)
     ]
     num_seqs, num_heads, num_rows, head_dim = query_BNTH.shape
     flat = query_BNTH.new_zeros(num_seqs * num_rows, num_heads, head_dim)

@@ -1,7 +1,8 @@
-"""`idlm-train`: `idlm-train +recipe=tiny`, `idlm-train +recipe=qwen3_8b model.path=... data.path=... [resume=auto]`.
+"""`idlm-train`: `idlm-train +recipe=tiny`, `idlm-train +recipe=qwen3_8b model.path=... data.path=...
+[resume=auto]`.
 
-Exit status: 0 done, 2 a mistake in input or configuration, 130 / 143 stopped by SIGINT / SIGTERM after saving. The only
-module of training that may know the engine: it hands its samples to the report.
+Exit status: 0 done, 2 a mistake in input or configuration, 130 / 143 stopped by SIGINT / SIGTERM after
+saving. The only module of training that may know the engine: it hands its samples to the report.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ USER_ERROR_STATUS = 2
 def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> int:
     """Run the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    # A spinning OpenMP pool collapses four-fold beside a busy neighbour; it must be set before torch is loaded.
+    # A spinning OpenMP pool collapses four-fold beside a busy neighbour; it must be set before torch is
+    # loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         return _run(argv, sampler)
@@ -56,7 +58,9 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 def _say_how_to_resume(console: Any, argv: list[str], step: int) -> None:
     kept = [argument for argument in argv if not argument.startswith("resume=")]
     command = shlex.join(["idlm-train", *kept, "resume=auto"])
-    console.print(f"stopped and saved at step {step}; to continue:\n{command}", highlight=False, soft_wrap=True)
+    console.print(
+        f"stopped and saved at step {step}; to continue:\n{command}", highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

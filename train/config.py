@@ -1,6 +1,8 @@
-"""The configuration of `idlm-train`, typed and documented; `conf/train.yaml` and recipes give values, never logic.
+"""The configuration of `idlm-train`, typed and documented; `conf/train.yaml` and recipes give values, never
+logic.
 
-`problems` collects everything that is wrong before anything heavy is loaded. Not frozen: OmegaConf fills them.
+`problems` collects everything that is wrong before anything heavy is loaded. Not frozen: OmegaConf fills
+them.
 """
 
 from __future__ import annotations
@@ -23,9 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 TASK_TOKENIZER = "task"
 
 
-def _field(default: Any, text: str) -> Any:
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: default.copy(), metadata={"help": text})
+def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -33,90 +33,109 @@ def _field(default: Any, text: str) -> Any:
 class ModelConfig:
     """What is trained."""
 
-    path: str | None = _field(None, "directory of the base checkpoint; null to start from `config`")
-    config: dict[str, Any] = _field({}, "model_type and fields of a new transformers model, used when path is null")
-    tokenizer: str | None = _field(None, "tokenizer directory; null: the one in path; `task`: that of the tasks")
-    dtype: str = _field("float32", "parameter dtype while training: float32 or bfloat16")
-    mask_token_id: int | None = _field(None, "null: the tokenizer's mask token, else its first spare row")
-    attention: str = _field("auto", "auto, idlm_sdpa (dense mask) or idlm_flex (GPU)")
-    gradient_checkpointing: bool = _field(False, "recompute activations in the backward pass")
+    path: str | None = _setting(None, "directory of the base checkpoint; null to start from `config`")
+    config: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "model_type and fields of a new transformers model, used when path is null"},
+    )
+    tokenizer: str | None = _setting(
+        None, "tokenizer directory; null: the one in path; `task`: that of the tasks"
+    )
+    dtype: str = _setting("float32", "parameter dtype while training: float32 or bfloat16")
+    mask_token_id: int | None = _setting(None, "null: the tokenizer's mask token, else its first spare row")
+    attention: str = _setting(
+        "auto", "auto, idlm_split (by document), idlm_sdpa (dense mask) or idlm_flex (GPU)"
+    )
+    gradient_checkpointing: bool = _setting(False, "recompute activations in the backward pass")
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     """What it is trained on."""
 
-    source: str = _field("jsonl", "a registered source: jsonl or task")
-    path: str | None = _field(None, "file of the jsonl source: prompt+response, messages or text per line")
-    task: str = _field("ledger", "generated task of the task source")
-    level: str = _field("tiny", "level of the task")
-    task_args: dict[str, Any] = _field({}, "knobs of the task that differ from its level")
-    seed: int = _field(0, "order of a file's samples, or seed of a task")
-    chat_template: bool = _field(True, "render prompt+response through the tokenizer's chat template if it has one")
+    source: str = _setting("jsonl", "a registered source: jsonl or task")
+    path: str | None = _setting(None, "file of the jsonl source: prompt+response, messages or text per line")
+    task: str = _setting("ledger", "generated task of the task source")
+    level: str = _setting("tiny", "level of the task")
+    task_args: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "knobs of the task that differ from its level"}
+    )
+    seed: int = _setting(0, "order of a file's samples, or seed of a task")
+    chat_template: bool = _setting(
+        True, "render prompt+response through the tokenizer's chat template if it has one"
+    )
 
 
 @dataclass(kw_only=True)
 class StageConfig:
     """One stage of the curriculum."""
 
-    stride: int = _field(2, "tokens one forward can finalise; blocks of stride-1 masks are trained")
-    steps: int | None = _field(None, "optimizer steps of this stage")
-    fraction: float | None = _field(None, "instead of steps: share of the run")
-    clean_weight: Any = _field(0.2, "s in L_mask + s * L_clean: a number, or auto")
+    stride: int = _setting(2, "tokens one forward can finalise; blocks of stride-1 masks are trained")
+    steps: int | None = _setting(None, "optimizer steps of this stage")
+    fraction: float | None = _setting(None, "instead of steps: share of the run")
+    clean_weight: Any = field(default=0.2, metadata={"help": "s in L_mask + s * L_clean: a number, or auto"})
 
 
 @dataclass(kw_only=True)
 class LoopConfig:
     """How long, how fast, how much at once."""
 
-    stages: list[StageConfig] = _field([], "curriculum; empty for objectives without strides")
-    steps: int | None = _field(None, "optimizer steps of the run, where stages give fractions or there are none")
-    epochs: float | None = _field(None, "instead of steps: passes over a file")
-    batch_size: int = _field(1, "packed rows per device and micro-batch")
-    accumulation: int = _field(1, "micro-batches per optimizer step")
-    max_length: int = _field(4096, "longest sample in tokens")
-    row_length: int | None = _field(None, "rows of a packed row; null: what the longest sample needs")
-    overlong: str = _field("error", "samples above max_length: error, drop or truncate")
-    learning_rate: float = _field(1e-5, "peak learning rate")
-    warmup: float = _field(0.03, "share of the steps that warms up; a cosine to zero follows, over all stages")
-    weight_decay: float = _field(0.0, "AdamW weight decay")
-    adam_beta2: float = _field(0.999, "AdamW beta2")
-    max_grad_norm: float = _field(1.0, "gradient clipping; 0 switches it off")
-    bf16: bool = _field(False, "bfloat16 autocast over float32 parameters")
-    seed: int = _field(0, "seed of new weights and dropout")
-    device: str = _field("auto", "auto, cpu or cuda")
-    threads: int | None = _field(None, "CPU threads; null leaves torch's choice")
-    workers: int = _field(0, "processes that prepare rows; 0 prepares them in the training process")
-    log_every: int = _field(10, "steps between metrics")
-    save_every: int = _field(500, "steps between checkpoints")
-    save_total_limit: int = _field(2, "checkpoints kept")
-    deepspeed: str | None = _field(None, "DeepSpeed configuration file, passed on as it is")
+    stages: list[StageConfig] = field(
+        default_factory=list, metadata={"help": "curriculum; empty for objectives without strides"}
+    )
+    steps: int | None = _setting(
+        None, "optimizer steps of the run, where stages give fractions or there are none"
+    )
+    epochs: float | None = _setting(None, "instead of steps: passes over a file")
+    batch_size: int = _setting(1, "packed rows per device and micro-batch")
+    accumulation: int = _setting(1, "micro-batches per optimizer step")
+    max_length: int = _setting(4096, "longest sample in tokens")
+    row_length: int | None = _setting(None, "rows of a packed row; null: what the longest sample needs")
+    overlong: str = _setting("error", "samples above max_length: error, drop or truncate")
+    learning_rate: float = _setting(1e-5, "peak learning rate")
+    warmup: float = _setting(
+        0.03, "share of the steps that warms up; a cosine to zero follows, over all stages"
+    )
+    weight_decay: float = _setting(0.0, "AdamW weight decay")
+    adam_beta2: float = _setting(0.999, "AdamW beta2")
+    max_grad_norm: float = _setting(1.0, "gradient clipping; 0 switches it off")
+    bf16: bool = _setting(False, "bfloat16 autocast over float32 parameters")
+    seed: int = _setting(0, "seed of new weights and dropout")
+    device: str = _setting("auto", "auto, cpu or cuda")
+    threads: int | None = _setting(None, "CPU threads; null leaves torch's choice")
+    workers: int = _setting(0, "processes that prepare rows; 0 prepares them in the training process")
+    log_every: int = _setting(10, "steps between metrics")
+    save_every: int = _setting(500, "steps between checkpoints")
+    save_total_limit: int = _setting(2, "checkpoints kept")
+    deepspeed: str | None = _setting(None, "DeepSpeed configuration file, passed on as it is")
 
 
 @dataclass(kw_only=True)
 class ExportConfig:
     """The published checkpoint."""
 
-    dtype: str | None = _field(None, "float32 or bfloat16; null: as trained")
+    dtype: str | None = _setting(None, "float32 or bfloat16; null: as trained")
 
 
 @dataclass(kw_only=True)
 class ReportConfig:
     """The report beside the checkpoint."""
 
-    enabled: bool = _field(True, "write report.md with plots")
-    num_samples: int = _field(8, "sample generations shown")
+    enabled: bool = _setting(True, "write report.md with plots")
+    num_samples: int = _setting(8, "sample generations shown")
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """Everything `idlm-train` knows."""
 
-    output_dir: str = _field("outputs/train", "the checkpoint appears here; the run's own files in its folder `run`")
-    objective: str = _field("idlm", "a registered objective: idlm or ar")
-    mask_region: str = _field("response", "response or all: which tokens are supervised")
-    resume: str = _field("auto", "auto, never, or a checkpoint directory of this very run")
-    dry_run: bool = _field(False, "check and print the plan, train nothing")
+    output_dir: str = _setting(
+        "outputs/train", "the checkpoint appears here; the run's own files in its folder `run`"
+    )
+    objective: str = _setting("idlm", "a registered objective: idlm or ar")
+    mask_region: str = _setting("response", "response or all: which tokens are supervised")
+    resume: str = _setting("auto", "auto, never, or a checkpoint directory of this very run")
+    dry_run: bool = _setting(False, "check and print the plan, train nothing")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -126,7 +145,12 @@ class TrainConfig:
 
 def check_config(config: TrainConfig) -> None:
     """Raise UserError IDLM-0504 with every problem at once; reads no file but asks which ones exist."""
-    problems = [*_choices(config), *_model_problems(config), *_loop_problems(config), *_stage_problems(config)]
+    problems = [
+        *_choices(config),
+        *_model_problems(config),
+        *_loop_problems(config),
+        *_stage_problems(config),
+    ]
     if config.data.source == "jsonl":
         if config.data.path is None:
             problems.append("data.path is missing: the jsonl source needs a file")
@@ -193,7 +217,9 @@ def _model_problems(config: TrainConfig) -> list[str]:
         problems.append("model.path is missing (or give model.config to start from random weights)")
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
         hint = "the directory does not exist" if not Path(model.path).exists() else "it has no config.json"
-        problems.append(f"model.path={model.path} is not a checkpoint directory: {hint}; hub names are not downloaded")
+        problems.append(
+            f"model.path={model.path} is not a checkpoint directory: {hint}; hub names are not downloaded"
+        )
     if model.path is None and model.tokenizer is None:
         problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
@@ -236,7 +262,9 @@ def _stage_problems(config: TrainConfig) -> list[str]:
             problems.append(f"{where}.stride={stage.stride} must be at least 2")
         if (stage.steps is None) == (stage.fraction is None):
             problems.append(f"{where} needs exactly one of steps and fraction")
-        if (stage.steps is not None and stage.steps < 1) or (stage.fraction is not None and stage.fraction <= 0):
+        if (stage.steps is not None and stage.steps < 1) or (
+            stage.fraction is not None and stage.fraction <= 0
+        ):
             problems.append(f"{where} has no steps")
         weight = stage.clean_weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0

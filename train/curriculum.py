@@ -1,7 +1,8 @@
-"""Stages of increasing stride in one run; which stage a step or data item belongs to is a pure function of its index.
+"""Stages of increasing stride in one run; which stage a step or data item belongs to is a pure function of
+its index.
 
-Nothing here is state: a resumed run and a run with other accumulation settings see the same stages at the same
-items. Paper arXiv 2604.11035, appendix H.1 (the authors run one job per stage by hand).
+Nothing here is state: a resumed run and a run with other accumulation settings see the same stages at the
+same items. Paper arXiv 2604.11035, appendix H.1 (the authors run one job per stage by hand).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ AUTO_BALANCED = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """`num_steps` optimizer steps at one stride; `clean_weight` None means s = L_mask / L_clean of the same step."""
+    """`num_steps` optimizer steps at one stride; `clean_weight` None means s = L_mask / L_clean of the same
+    step.
+    """
 
     index: int
     stride: int
@@ -29,7 +32,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The stages of a run in order; `global_batch` packed rows are consumed by one optimizer step over all ranks."""
+    """The stages of a run in order; `global_batch` packed rows are consumed by one optimizer step over all
+    ranks.
+    """
 
     stages: tuple[Stage, ...]
     global_batch: int

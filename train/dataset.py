@@ -1,7 +1,7 @@
 """The training set as the trainer sees it: item k, one packed row, is a pure function of (configuration, k).
 
-Order, curriculum and resuming need no state. Item k holds the samples that the packing plan put into row k, laid out
-for the stage that k belongs to.
+Order, curriculum and resuming need no state. Item k holds the samples that the packing plan put into row k,
+laid out for the stage that k belongs to.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return self._pools[pool]
 
     def _usable(self, index: int) -> Sample | None:
-        """The fitted sample; those of endless sources are kept for a while, because planning has just made them."""
+        """The fitted sample; those of endless sources are kept for a while, because planning has just made
+        them.
+        """
         if self.source.num_samples is not None:
             return self._fitted(self.source.sample(index))
         if index not in self._samples:
@@ -148,10 +150,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
             return None
         if self.overlong == "truncate":
             return self._cut(sample)
-        limit = f"max_length={self.max_length}" if len(sample) > self.max_length else f"row_length={self.row_length}"
+        limit = (
+            f"max_length={self.max_length}"
+            if len(sample) > self.max_length
+            else f"row_length={self.row_length}"
+        )
         raise UserError(
             "IDLM-0205",
-            f"{sample.origin} is too long: {len(sample)} tokens ({self.objective.num_rows(sample)} rows), {limit}",
+            f"{sample.origin} is too long: {len(sample)} tokens in {self.objective.num_rows(sample)} rows, "
+            f"{limit}",
             fix="raise train.max_length, or set train.overlong=drop or train.overlong=truncate",
         )
 
@@ -166,9 +173,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Tensor]:
     """Stack packed rows to [B, T] tensors.
 
-    Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found here so
-    that no device ever waits for them), `item_ids` [B] and the scalars `num_masks` of the stage and `num_tokens`, the
-    document tokens of the micro-batch.
+    Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found
+    here so that no device ever waits for them), `item_ids` [B] and the scalars `num_masks` of the stage and
+    `num_tokens`, the document tokens of the micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"

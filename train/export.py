@@ -1,7 +1,7 @@
 """Publishing a trained model as a stock checkpoint of its base architecture, plus `idlm_config.json`.
 
-Any tool that loads the base architecture loads the result. Nothing is published whose files do not read back bitwise
-equal to the weights in memory.
+Any tool that loads the base architecture loads the result. Nothing is published whose files do not read back
+bitwise equal to the weights in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def export(
 ) -> None:
     """Publish `target` atomically: config, safetensors, tokenizer, generation config and semantics.
 
-    `dtype` converts the weights, in place; None keeps the training dtype. Errors as in `idlm.checkpoint.publish`.
+    `dtype` converts the weights, in place; None keeps the training dtype. Errors as in
+    `idlm.checkpoint.publish`.
     """
     if dtype is not None:
         model.to(dtype)

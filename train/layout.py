@@ -1,8 +1,10 @@
-"""From a tokenised sample to the rows of one packed training row `[noisy rows of all docs | clean rows of all docs]`.
+"""From a tokenised sample to the rows of one packed training row `[noisy rows of all docs | clean rows of all
+docs]`.
 
-Noisy (x_t) rows exist only where they carry a loss: a clean copy inside x_t is seen by nobody and trains nothing, so
-leaving it out changes no logit and no loss (tests/unit/test_layout.py proves it against the full 2L layout). Knows
-nothing about objectives, models or files. Paper arXiv 2604.11035, section 3.1; facts/introspective.md.
+Noisy (x_t) rows exist only where they carry a loss: a clean copy inside x_t is seen by nobody and trains
+nothing, so leaving it out changes no logit and no loss (tests/unit/test_layout.py proves it against the full
+2L layout). Knows nothing about objectives, models or files. Paper arXiv 2604.11035, section 3.1;
+facts/introspective.md.
 
 Shape letters: L tokens of one sample, T rows of one packed training row.
 """
@@ -22,14 +24,18 @@ ROW_FIELDS = ("input_ids", "labels", "position_ids", "doc_ids", "block_starts", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`token_ids` int64 [L]; `supervised` bool [L], true where the token itself is a target; `origin` for messages."""
+    """`token_ids` int64 [L]; `supervised` bool [L], true where the token itself is a target; `origin` for
+    messages.
+    """
 
     token_ids: np.ndarray
     supervised: np.ndarray
     origin: str = ""
 
     def __post_init__(self) -> None:
-        assert self.token_ids.shape == self.supervised.shape, f"{self.token_ids.shape=} {self.supervised.shape=}"
+        assert self.token_ids.shape == self.supervised.shape, (
+            f"{self.token_ids.shape=} {self.supervised.shape=}"
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -38,11 +44,15 @@ class Sample:
     def from_pair(prompt_ids: Sequence[int], response_ids: Sequence[int], *, origin: str = "") -> Sample:
         """Prompt tokens are context, response tokens (the final eos among them) are targets."""
         token_ids = np.asarray([*prompt_ids, *response_ids], dtype=np.int64)
-        return Sample(token_ids=token_ids, supervised=np.arange(len(token_ids)) >= len(prompt_ids), origin=origin)
+        return Sample(
+            token_ids=token_ids, supervised=np.arange(len(token_ids)) >= len(prompt_ids), origin=origin
+        )
 
     def truncated(self, limit: int) -> Sample:
         """The first `limit` tokens."""
-        return Sample(token_ids=self.token_ids[:limit], supervised=self.supervised[:limit], origin=self.origin)
+        return Sample(
+            token_ids=self.token_ids[:limit], supervised=self.supervised[:limit], origin=self.origin
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +70,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """The two halves of one document. The k-th noisy row and the k-th supervised clean row share their position."""
+    """The two halves of one document. The k-th noisy row and the k-th supervised clean row share their
+    position.
+    """
 
     noisy: Rows
     clean: Rows
@@ -82,13 +94,17 @@ def clean_rows(sample: Sample, mask_region: str) -> Rows:
     labels = np.full(len(sample), IGNORE_LABEL, dtype=np.int64)
     labels[:-1] = np.where(flags[:-1], sample.token_ids[1:], IGNORE_LABEL)
     positions = np.arange(len(sample), dtype=np.int64)
-    return Rows(input_ids=sample.token_ids, positions=positions, block_starts=np.zeros_like(positions), labels=labels)
+    return Rows(
+        input_ids=sample.token_ids, positions=positions, block_starts=np.zeros_like(positions), labels=labels
+    )
 
 
 def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: int) -> Rows:
-    """One mask per supervised position; every maximal run of them is cut into blocks of `stride - 1` from its start.
+    """One mask per supervised position; every maximal run of them is cut into blocks of `stride - 1` from its
+    start.
 
-    The first response token is therefore predicted on the masked path too: its mask sits on the last prompt position.
+    The first response token is therefore predicted on the masked path too: its mask sits on the last prompt
+    position.
     """
     assert stride >= 2, f"{stride=}"
     flags = target_flags(sample, mask_region)

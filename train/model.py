@@ -1,7 +1,9 @@
-"""The model under training: loading, vocabulary and mask row, hidden states and head, and the checks it must pass.
+"""The model under training: loading, vocabulary and mask row, hidden states and head, and the checks it must
+pass.
 
-Any causal language model of transformers is taken as it is; `check_model` proves on a few tokens that it obeys our
-mask and that its logits are its head applied to its last hidden states, instead of trusting a list of families.
+Any causal language model of transformers is taken as it is; `check_model` proves on a few tokens that it
+obeys our mask and that its logits are its head applied to its last hidden states, instead of trusting a list
+of families.
 
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary.
 """
@@ -37,7 +39,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
         raise UserError(
             "IDLM-0501",
             f"model.path={path} is not a checkpoint directory: it has no config.json",
-            fix="give the directory that holds config.json and the safetensors files; hub names are not downloaded",
+            fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
         )
     register_attention()
     return AutoModelForCausalLM.from_pretrained(
@@ -45,18 +47,24 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
     )
 
 
-def create_base(config_values: dict[str, Any], *, attention: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def create_base(
+    config_values: dict[str, Any], *, attention: str, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
     """A randomly initialised model from `model.config` (`model_type` and the fields of that family)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config_values)
     model_type = values.pop("model_type", None)
     if model_type is None:
-        raise UserError("IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3")
+        raise UserError(
+            "IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3"
+        )
     try:
         config = AutoConfig.for_model(model_type, **values)
     except ValueError as error:
-        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config.model_type") from error
+        raise UserError(
+            "IDLM-0502", f"model.config: {error}", fix="correct model.config.model_type"
+        ) from error
     register_attention()
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -75,7 +83,9 @@ def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> bool:
 
 @torch.no_grad()
 def prepare_mask_row(model: PreTrainedModel, mask_token_id: int) -> bool:
-    """Give the mask row the mean embedding when it is zero or not finite; a usable row is kept. Returns if replaced."""
+    """Give the mask row the mean embedding when it is zero or not finite; a usable row is kept. Returns if
+    replaced.
+    """
     rows_VD = model.get_input_embeddings().weight
     norm = rows_VD[mask_token_id].float().norm()
     if bool(torch.isfinite(norm)) and float(norm) > 0.0:
@@ -91,8 +101,9 @@ def prepare_mask_row(model: PreTrainedModel, mask_token_id: int) -> bool:
 class BodyAndHead:
     """Runs a model so that its body's hidden states come out and its head is left to the caller.
 
-    The model's own `forward` is called, never a submodule, so wrappers (DDP, DeepSpeed, PEFT, autocast) keep working:
-    a hook on the output embedding keeps the hidden states and passes no row on, which leaves the logits empty.
+    The model's own `forward` is called, never a submodule, so wrappers (DDP, DeepSpeed, PEFT, autocast) keep
+    working: a hook on the output embedding keeps the hidden states and passes no row on, which leaves the
+    logits empty.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -147,11 +158,15 @@ def window_problem(config: Any, row_positions: int) -> str | None:
 
 @torch.no_grad()
 def check_model(model: PreTrainedModel, *, attention: str) -> None:
-    """Refuse a model that ignores our mask or changes logits after its head, by comparing two tiny forward passes."""
+    """Refuse a model that ignores our mask or changes logits after its head, by comparing two tiny forward
+    passes.
+    """
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(0)
     num_tokens = 5
-    ids_BT = torch.randint(0, min(64, model.get_input_embeddings().weight.shape[0]), (1, 2 * num_tokens), generator=generator)
+    ids_BT = torch.randint(
+        0, min(64, model.get_input_embeddings().weight.shape[0]), (1, 2 * num_tokens), generator=generator
+    )
     ids_BT = ids_BT.to(device)
     order = torch.arange(num_tokens, device=device)
     batch = {
@@ -190,8 +205,8 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
     if not gap <= limit:
         raise UserError(
             "IDLM-0505",
-            f"{type(model).__name__} does not honour a prepared attention mask, or changes its logits after the head "
-            f"(two packed documents differ from the same documents alone by {gap:.3g})",
+            f"{type(model).__name__} does not honour a prepared attention mask, or changes its logits after "
+            f"the head (two packed documents differ from the same documents alone by {gap:.3g})",
             fix="use a causal model of transformers with standard attention layers and a plain output head",
         )
 

@@ -1,7 +1,8 @@
 """Which samples share a packed row: best-fit-decreasing inside pools, a pure function of (seed, pool index).
 
-A pool is small enough to be planned in milliseconds and large enough that rows end up nearly full. Generated sources
-never end, so a pool fills a fixed number of rows; files are planned epoch by epoch and every sample is used once.
+A pool is small enough to be planned in milliseconds and large enough that rows end up nearly full. Generated
+sources never end, so a pool fills a fixed number of rows; files are planned epoch by epoch and every sample
+is used once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from idlm.errors import UserError
 POOL_SAMPLES = 1024
 
 
-def best_fit_decreasing(costs: Sequence[int], capacity: int, *, max_bins: int | None = None) -> list[list[int]]:
-    """Bins of indices into `costs`, each with a total cost <= capacity; what fits no bin of `max_bins` is left out."""
+def best_fit_decreasing(
+    costs: Sequence[int], capacity: int, *, max_bins: int | None = None
+) -> list[list[int]]:
+    """Bins of indices into `costs`, each with a total cost <= capacity; what fits no bin of `max_bins` is
+    left out.
+    """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []
@@ -40,7 +45,8 @@ def best_fit_decreasing(costs: Sequence[int], capacity: int, *, max_bins: int | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """Rows of an endless source. Pool p owns as many sample indices as it has token rows: no two pools share one.
+    """Rows of an endless source. Pool p owns as many sample indices as it has token rows: no two pools share
+    one.
 
     `cost_of(i)` is the number of rows sample i occupies, 0 for a sample that is dropped.
     """
@@ -52,8 +58,8 @@ class StreamPlan:
     def pool(self, index: int) -> list[list[int]]:
         """The `rows_per_pool` rows of a pool as lists of sample indices.
 
-        Samples are drawn in order until they fill the rows by volume; the few that then fit nowhere are dropped, which
-        an endless source can afford.
+        Samples are drawn in order until they fill the rows by volume; the few that then fit nowhere are
+        dropped, which an endless source can afford.
         """
         volume = self.rows_per_pool * self.capacity
         members: list[int] = []

@@ -124,7 +124,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         raise UserError(
             "IDLM-0508",
             f"{args.n_gpu} GPUs are visible to one process",
-            fix="start with `torchrun --nproc-per-node <n> -m idlm.train.cli ...`, or set CUDA_VISIBLE_DEVICES=0",
+            fix="start with `torchrun --nproc-per-node N -m idlm.train.cli` or set CUDA_VISIBLE_DEVICES=0",
         )
     return args
 
@@ -160,7 +160,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
 
 
 def prepare_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of the base or the one asked for; `task` writes that of the generated tasks into the run."""
+    """The tokenizer of the base or the one asked for; `task` writes that of the tasks into the run."""
     if config.model.tokenizer == TASK_TOKENIZER:
         from idlm.tasks.tokenizer import save_tokenizer
 
@@ -180,7 +180,9 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
 
 
 def prepare_model(config: TrainConfig, tokenizer: Any, attention: str) -> PreTrainedModel:
-    """The base: loaded from `model.path`, or new with a vocabulary that leaves a spare row for the mask token."""
+    """The base: loaded from `model.path`, or new with a vocabulary that leaves a spare row for the mask
+    token.
+    """
     dtype = getattr(torch, config.model.dtype)
     if config.model.path is not None:
         return load_base(config.model.path, attention=attention, dtype=dtype)
@@ -193,10 +195,12 @@ def prepare_model(config: TrainConfig, tokenizer: Any, attention: str) -> PreTra
 
 
 def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> int:
-    """The mask token's id, with a usable embedding row; grows the vocabulary only when it has no spare row."""
+    """The mask token's id, with a usable row; grows the vocabulary only when it has no spare row."""
     num_rows = model.get_input_embeddings().weight.shape[0]
     first_spare = num_token_ids(tokenizer)
-    is_full = config.model.mask_token_id is None and tokenizer.mask_token_id is None and first_spare >= num_rows
+    is_full = (
+        config.model.mask_token_id is None and tokenizer.mask_token_id is None and first_spare >= num_rows
+    )
     explicit = first_spare if is_full else config.model.mask_token_id
     if is_full:
         grow_vocabulary(model, first_spare)
@@ -233,15 +237,17 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
     curriculum, model = prepared.curriculum, prepared.model
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [
-        f"{type(model).__name__}, {num_parameters:,} parameters, {config.model.dtype}, {prepared.attention} on "
-        f"{model.device}",
+        f"{type(model).__name__}, {num_parameters:,} parameters, {config.model.dtype}, "
+        f"{prepared.attention} on {model.device}",
         f"objective {config.objective} on {config.data.source}, {curriculum.num_steps} steps of "
         f"{curriculum.global_batch} x {prepared.dataset.row_length} rows",
         *(f"stage {stage.index + 1}: {stage.name}" for stage in curriculum.stages if stage.stride > 1),
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]
     if prepared.dataset.num_dropped:
-        lines.append(f"dropped {prepared.dataset.num_dropped} samples longer than {config.train.max_length} tokens")
+        lines.append(
+            f"dropped {prepared.dataset.num_dropped} samples longer than {config.train.max_length} tokens"
+        )
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:
@@ -259,7 +265,9 @@ def train(
 
     # Its bar for writing weight files would break the line of ours.
     disable_progress_bar()
-    progress = Progress(Path(args.output_dir) / "metrics.jsonl", log_every=config.train.log_every, console=console)
+    progress = Progress(
+        Path(args.output_dir) / "metrics.jsonl", log_every=config.train.log_every, console=console
+    )
     stop = StopOnSignal()
     trainer = IdlmTrainer(
         model=prepared.model,
@@ -280,7 +288,9 @@ def train(
     return stop.received, trainer.state.global_step
 
 
-def finish(config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, seconds: float) -> Path | None:
+def finish(
+    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, seconds: float
+) -> Path | None:
     """Publish the checkpoint, then describe it."""
     target = Path(config.output_dir)
     stride = prepared.curriculum.max_stride
@@ -296,13 +306,14 @@ def finish(config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, 
         return None
     metrics = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
     samples: SampleReport | None = None if sampler is None else sampler(target, config.report.num_samples)
+    training_seconds = sum(record["seconds"] for record in metrics)
     facts = {
         "base": config.model.path or "new weights",
         "architecture": type(prepared.model).__name__,
         "objective": config.objective,
         **{f"stage {stage.index + 1}": stage.name for stage in prepared.curriculum.stages},
         "mask token id": str(prepared.mask_token_id),
-        "time": f"{seconds:.0f} s in this process, {sum(record['seconds'] for record in metrics):.0f} s of training",
+        "time": f"{seconds:.0f} s in this process, {training_seconds:.0f} s of training",
         "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
         "last metrics": describe(metrics[-1]) if metrics else "none",
     }

@@ -1,6 +1,7 @@
 """What a run shows while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
 
-Losses are means over all tokens since the last line; acceptance is the teacher-forced expectation of the step shown.
+Losses are means over all tokens since the last line; acceptance is the teacher-forced expectation of the step
+shown.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Progress(TrainerCallback):
         self._rewrite(kept)
         if self.console.is_terminal:
             self._bar = _new_bar(self.console)
-            self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step, text="")
+            self._task = self._bar.add_task(
+                "training", total=state.max_steps, completed=state.global_step, text=""
+            )
             self._bar.start()
 
     def on_step_end(
@@ -94,8 +97,12 @@ class Progress(TrainerCallback):
     def _accumulate(self) -> None:
         assert self.trainer is not None and self.trainer.step_losses is not None
         step = self.trainer.step_losses
-        if self._sums is None:
-            self._sums, self._counts, self._tokens = step.sums.clone(), step.counts.clone(), step.num_tokens.clone()
+        if self._sums is None or self._counts is None or self._tokens is None:
+            self._sums, self._counts, self._tokens = (
+                step.sums.clone(),
+                step.counts.clone(),
+                step.num_tokens.clone(),
+            )
         else:
             self._sums += step.sums
             self._counts += step.counts
@@ -135,7 +142,9 @@ class Progress(TrainerCallback):
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, text=text)
         else:
-            self.console.print(f"step {record['step']}/{state.max_steps}  {text}", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"step {record['step']}/{state.max_steps}  {text}", highlight=False, soft_wrap=True
+            )
 
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         """A resumed run repeats the steps after its checkpoint; their old lines go."""
@@ -157,7 +166,13 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def _new_bar(console: Any) -> Bar:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bar
 
     return Bar(

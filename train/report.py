@@ -19,7 +19,9 @@ PLOT_FOLDER = "report"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleText:
-    """One generation; `verdict` is free text, such as the checker's reason, and empty where nothing judged it."""
+    """One generation; `verdict` is free text, such as the checker's reason, and empty where nothing judged
+    it.
+    """
 
     prompt: str
     response: str
@@ -57,7 +59,7 @@ def write_report(
     facts: dict[str, str],
     samples: SampleReport | None,
 ) -> Path:
-    """Write `report.md` and its plots into `directory`; returns the path. `facts` are lines of the summary."""
+    """Write `report.md` and its plots into `directory`; `facts` are lines of the summary."""
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
     parts = ["# Training report", _table(("what", "value"), list(facts.items()))]
     for title, name in plots:
@@ -96,7 +98,9 @@ def _sample_parts(report: SampleReport) -> list[str]:
         parts.append("## Sample generations")
     for number, sample in enumerate(report.samples, start=1):
         verdict = f"\n\n{sample.verdict}" if sample.verdict else ""
-        parts.append(f"{number}. Prompt\n\n{_quoted(sample.prompt)}\n\nResponse\n\n{_quoted(sample.response)}{verdict}")
+        parts.append(
+            f"{number}. Prompt\n\n{_quoted(sample.prompt)}\n\nResponse\n\n{_quoted(sample.response)}{verdict}"
+        )
     return parts
 
 
@@ -122,7 +126,9 @@ def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, s
             name: ([r["step"] for r in drafted], [expected_tpf(r["acceptance"])[name] for r in drafted])
             for name in ("cold", "branch")
         }
-        plots.append(("Tokens per forward that the acceptance predicts", "tpf.png", forwards, "tokens per forward"))
+        plots.append(
+            ("Tokens per forward that the acceptance predicts", "tpf.png", forwards, "tokens per forward")
+        )
     boundaries = [b["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
     for title, name, lines, unit in plots:
         _plot(folder / name, lines, title=title, unit=unit, boundaries=boundaries)
@@ -147,7 +153,11 @@ def _plot(
         axes.plot(steps, values, label=label, marker="." if len(steps) < 20 else None)
     for step in boundaries:
         axes.axvline(step, color="grey", linestyle=":", linewidth=1)
-    axes.set(title=title, xlabel="optimizer step (dotted: next stage)" if boundaries else "optimizer step", ylabel=unit)
+    axes.set(
+        title=title,
+        xlabel="optimizer step (dotted: next stage)" if boundaries else "optimizer step",
+        ylabel=unit,
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -155,7 +165,9 @@ def _plot(
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
+    return "\n".join(
+        [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
+    )
 
 
 def _quoted(text: str) -> str:

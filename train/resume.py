@@ -1,7 +1,8 @@
-"""Which checkpoint a run continues from, and whether it may: only its own, verified, and with the same configuration.
+"""Which checkpoint a run continues from, and whether it may: only its own, verified, and with the same
+configuration.
 
-Training state is a torch file; it is read with weights_only, and only from the run's own directory after its manifest
-was checked.
+Training state is a torch file; it is read with weights_only, and only from the run's own directory after its
+manifest was checked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ FREE_LOOP_KEYS = ("log_every", "save_every", "save_total_limit", "threads", "wor
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint to continue from, or None to start. `resume=never` moves an old run aside instead of losing it."""
+    """The checkpoint to continue from, or None to start. `resume=never` moves an old run aside instead of
+    losing it.
+    """
     run = Path(config.output_dir) / RUN_FOLDER
     if config.resume == "never":
         _move_aside(run)
@@ -58,8 +61,12 @@ def store_config(config: TrainConfig) -> None:
 
 
 def _newest_intact(run: Path) -> Path | None:
-    checkpoints = [path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for path in sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    checkpoints = [
+        path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    for path in sorted(
+        checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True
+    ):
         try:
             verify(path)
         except UserError as error:
@@ -73,7 +80,10 @@ def _require_same_config(config: TrainConfig, run: Path) -> None:
     path = run / CONFIG_FILE
     if not path.is_file():
         return
-    before, now = _comparable(json.loads(path.read_text())), _comparable(json.loads(json.dumps(asdict(config))))
+    before, now = (
+        _comparable(json.loads(path.read_text())),
+        _comparable(json.loads(json.dumps(asdict(config)))),
+    )
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())

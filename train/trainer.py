@@ -1,7 +1,9 @@
-"""A thin subclass of transformers' Trainer: our loss over the global batch, atomic checkpoints, stop on a bad loss.
+"""A thin subclass of transformers' Trainer: our loss over the global batch, atomic checkpoints, stop on a bad
+loss.
 
-Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer step),
-`compute_loss`, `_get_train_sampler`, `_save_checkpoint` and `_get_output_dir`. The loop itself is transformers'.
+Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
+step), `compute_loss`, `_get_train_sampler`, `_save_checkpoint` and `_get_output_dir`. The loop itself is
+transformers'.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepLosses:
-    """What one optimizer step computed, over all its micro-batches: tensors, so that reading them is the caller's cost.
+    """What one optimizer step computed, over all its micro-batches: tensors, so that reading them is the
+    caller's cost.
 
-    `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks] and
-    `num_tokens` (document tokens, a scalar) are of this rank alone. `weights` [num_terms].
+    `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks]
+    and `num_tokens` (document tokens, a scalar) are of this rank alone. `weights` [num_terms].
     """
 
     stage: Stage
@@ -74,7 +77,8 @@ class IdlmTrainer(Trainer):
             data_collator=functools.partial(collate, curriculum=train_dataset.curriculum),
             callbacks=callbacks,
         )
-        # Our losses are already divided by the global count, so the Trainer must not divide by the accumulation again.
+        # Our losses are already divided by the global count, so the Trainer must not divide by the
+        # accumulation again.
         self.model_accepts_loss_kwargs = True
         self.objective = objective
         self.attention = attention
@@ -119,7 +123,9 @@ class IdlmTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
-        """This rank's share of the step's loss, scaled so that averaging gradients over ranks gives the global mean."""
+        """This rank's share of the step's loss, scaled so that averaging gradients over ranks gives the
+        global mean.
+        """
         step = self.step_losses
         assert step is not None and not return_outputs
         terms = self._terms(model, inputs, want_overlap=self._is_logged_step())
@@ -140,9 +146,9 @@ class IdlmTrainer(Trainer):
     def _weights(self, stage: Stage, batches: list[Batch], counts: Tensor, device: torch.device) -> Tensor:
         """Weights known before the first backward pass.
 
-        An auto-balanced stage needs the losses of the whole step first. With one micro-batch they come from that very
-        forward pass; with accumulation they take a pass without gradients over all micro-batches, about a third more
-        compute for the step.
+        An auto-balanced stage needs the losses of the whole step first. With one micro-batch they come from
+        that very forward pass; with accumulation they take a pass without gradients over all micro-batches,
+        about a third more compute for the step.
         """
         if not self.objective.needs_means(stage):
             return self.objective.weights(stage, None).to(device)
@@ -163,15 +169,17 @@ class IdlmTrainer(Trainer):
             hidden_BTD = self.runner.hidden(model, batch, self.attention)
             return self.objective.terms(self.runner.head, hidden_BTD, batch, want_overlap=want_overlap)
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
         """One micro-batch; a loss that is not finite ends the run before the optimizer can spread it."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not bool(torch.isfinite(loss)):
             item_ids = [int(item) for batch in self._micro_batches for item in batch["item_ids"].tolist()]
             raise UserError(
                 "IDLM-0503",
-                f"the loss became {float(loss)} at step {self.state.global_step + 1} on the data items {item_ids}",
-                fix="the last checkpoint is intact: lower train.learning_rate, look at those items, then resume=auto",
+                f"the loss became {float(loss)} at step {self.state.global_step + 1}, data items {item_ids}",
+                fix="the last checkpoint is intact: lower train.learning_rate or look at those items",
             )
         return loss
 
@@ -179,15 +187,20 @@ class IdlmTrainer(Trainer):
         return self._staging if self._staging is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint aside and publish it with a manifest; weights that are not finite are never saved."""
+        """Write the checkpoint aside and publish it with a manifest; weights that are not finite are never
+        saved.
+        """
         self._refuse_bad_weights()
         run_dir = self.args.output_dir
         name = f"checkpoint-{self.state.global_step}"
         _on_rank_zero_then_all(
-            functools.partial(publish, Path(run_dir) / name), lambda staging: self._write_into(staging, name, model, trial)
+            functools.partial(publish, Path(run_dir) / name),
+            lambda staging: self._write_into(staging, name, model, trial),
         )
         if self.args.should_save:
-            rotate_checkpoints(output_dir=run_dir, save_total_limit=self.args.save_total_limit, use_mtime=False)
+            rotate_checkpoints(
+                output_dir=run_dir, save_total_limit=self.args.save_total_limit, use_mtime=False
+            )
 
     def _write_into(self, staging: str, name: str, model: nn.Module, trial: Any) -> None:
         self._staging = staging
@@ -207,11 +220,16 @@ class IdlmTrainer(Trainer):
             for entry in sorted(written.iterdir()):
                 os.rename(entry, Path(staging) / entry.name)
             shutil.rmtree(written)
-            # Pickled arguments that nothing here ever loads: the run's own config.yaml says the same in the open.
+            # Pickled arguments that nothing here ever loads: the run's own config.yaml says the same in the
+            # open.
             (Path(staging) / "training_args.bin").unlink(missing_ok=True)
 
     def _refuse_bad_weights(self) -> None:
-        bad = [name for name, value in self.model.named_parameters() if value.numel() and not value.isfinite().all()]
+        bad = [
+            name
+            for name, value in self.model.named_parameters()
+            if value.numel() and not value.isfinite().all()
+        ]
         if bad:
             raise UserError(
                 "IDLM-0503",
@@ -236,7 +254,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def _on_rank_zero_then_all(open_staging: Callable[[], Any], write: Callable[[str], None]) -> None:
-    """Rank 0 opens the staging directory, all ranks write into it, rank 0 publishes, and no rank runs ahead."""
+    """Rank 0 opens the staging directory, all ranks write into it, rank 0 publishes; none runs ahead."""
     if not _is_distributed():
         with open_staging() as staging:
             write(str(staging))
@@ -246,7 +264,7 @@ def _on_rank_zero_then_all(open_staging: Callable[[], Any], write: Callable[[str
         with open_staging() as staging:
             name[0] = str(staging)
             dist.broadcast_object_list(name, src=0)
-            write(name[0])
+            write(str(staging))
             dist.barrier()
     else:
         dist.broadcast_object_list(name, src=0)

@@ -1,16 +1,21 @@
-"""The command a user types, on a random tiny model: it trains, resumes bitwise, stops on a signal, exports stock files."""
+"""The command a user types, on a random tiny model: it trains, resumes bitwise, stops on a signal, exports
+stock files.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional as F
+from torch.nn import functional
 
 from idlm.checkpoint import verify
 from idlm.errors import UserError
@@ -24,7 +29,10 @@ from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.trainer import IdlmTrainer
 from tests.tiny_training import tiny_config
 
-STAGES = "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, {stride: 4, steps: 5, clean_weight: auto}]"
+STAGES = (
+    "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
+    "{stride: 4, steps: 5, clean_weight: auto}]"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,7 +135,11 @@ def test_metrics_follow_the_curriculum(finished: Path) -> None:
 
 
 def test_a_stopped_run_resumes_bitwise(
-    finished: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = tmp_path / "out"
     plain = IdlmTrainer.training_step
@@ -164,7 +176,9 @@ def test_accumulation_and_batch_are_the_same_run(base: Path, tmp_path: Path) -> 
         records.append(metrics_of(output))
     for whole, split in zip(*records, strict=True):
         for name in ("mask_loss", "clean_loss", "clean_weight"):
-            assert split[name] == pytest.approx(whole[name], abs=1e-5, rel=1e-5), f"step {whole['step']} {name}"
+            assert split[name] == pytest.approx(whole[name], abs=1e-5, rel=1e-5), (
+                f"step {whole['step']} {name}"
+            )
     assert records[0][0]["mask_loss"] == pytest.approx(records[1][0]["mask_loss"], abs=1e-6)
 
 
@@ -174,7 +188,9 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
     from idlm.train.config import TrainConfig
     from idlm.train.dataset import collate
 
-    config = compose("train", TrainConfig, arguments(base, tmp_path / "reference", **{"model.attention": "idlm_sdpa"}))
+    config = compose(
+        "train", TrainConfig, arguments(base, tmp_path / "reference", **{"model.attention": "idlm_sdpa"})
+    )
     prepared = pipeline.prepare(config, world_size=1, device=torch.device("cpu"))
     model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
@@ -186,12 +202,16 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
         logits = runner.head(runner.hidden(model, batch, prepared.attention))
         halves = []
         for half in (batch["is_noisy"], ~batch["is_noisy"]):
-            halves.append(F.cross_entropy(logits[half], batch["labels"][half], ignore_index=IGNORE_LABEL))
+            halves.append(
+                functional.cross_entropy(logits[half], batch["labels"][half], ignore_index=IGNORE_LABEL)
+            )
         mask_loss, clean_loss = halves
         weight = curriculum.stage_of_step(step).clean_weight
         scale = (mask_loss / clean_loss).detach() if weight is None else weight
         share = (step - num_warmup) / (curriculum.num_steps - num_warmup)
-        factor = step / num_warmup if step < num_warmup else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
+        factor = (
+            step / num_warmup if step < num_warmup else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
+        )
         optimizer.param_groups[0]["lr"] = config.train.learning_rate * float(factor)
         optimizer.zero_grad()
         (mask_loss + scale * clean_loss).backward()
@@ -272,7 +292,9 @@ def test_a_base_without_a_spare_row_grows_one(tmp_path: Path) -> None:
 
 def test_a_new_ar_model_trains_by_the_same_code(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    fields = {k: v for k, v in tiny_config("qwen3").items() if not k.endswith("_token_id") and k != "vocab_size"}
+    fields = {
+        k: v for k, v in tiny_config("qwen3").items() if not k.endswith("_token_id") and k != "vocab_size"
+    }
     changes = {
         "objective": "ar",
         "model.path": "null",
@@ -284,4 +306,30 @@ def test_a_new_ar_model_trains_by_the_same_code(tmp_path: Path) -> None:
     assert cli.main(arguments(Path("unused"), output, **changes)) == 0
     assert not (output / "idlm_config.json").exists(), "a plain AR checkpoint is stock"
     assert json.loads((output / "config.json").read_text())["vocab_size"] % 64 == 0
-    assert [sorted(r) for r in metrics_of(output)][0].count("clean_loss") == 1
+    assert all("clean_loss" in record and "mask_loss" not in record for record in metrics_of(output))
+
+
+def test_two_processes_follow_one(base: Path, tmp_path: Path) -> None:
+    """Two gloo ranks with one row each are one process with two: counts, balance and gradients are global."""
+    stages = "[{stride: 2, steps: 1, clean_weight: 0.2}, {stride: 4, steps: 2, clean_weight: auto}]"
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert cli.main(arguments(base, one, **{"train.stages": stages})) == 0
+    changes = {"train.stages": stages, "train.batch_size": 1}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        environment = (
+            os.environ | places | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        )
+        command = [sys.executable, "-m", "idlm.train.cli", *arguments(base, two, **changes)]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    for alone, together in zip(metrics_of(one), metrics_of(two), strict=True):
+        assert together.pop("acceptance") == pytest.approx(alone.pop("acceptance"), abs=1e-5)
+        assert together == pytest.approx(alone, abs=1e-5)
+    verify(two)
+    verify(two / "run" / "checkpoint-3")

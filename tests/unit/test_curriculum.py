@@ -1,4 +1,4 @@
-"""Stages, packing and the dataset: everything is a pure function of the item, whatever the batch arithmetic."""
+"""Stages, packing and the dataset: everything is a pure function of the item, however it is batched."""
 
 from __future__ import annotations
 
@@ -32,16 +32,29 @@ class FakeSource:
         return Sample.from_pair(token_ids[:prompt], token_ids[prompt:], origin=f"sample {index}")
 
 
-def make_dataset(source: FakeSource, *, batch: int = 2, accumulation: int = 1, world: int = 1, **changes) -> PackedDataset:
+def make_dataset(
+    source: FakeSource, *, batch: int = 2, accumulation: int = 1, world: int = 1, **changes
+) -> PackedDataset:
     loop = LoopConfig(
-        stages=[StageConfig(stride=s, steps=n, clean_weight=w) for s, n, w in ((2, 3, 0.2), (3, 2, 0.2), (4, 4, "auto"))],
+        stages=[
+            StageConfig(stride=s, steps=n, clean_weight=w)
+            for s, n, w in ((2, 3, 0.2), (3, 2, 0.2), (4, 4, "auto"))
+        ],
         batch_size=batch,
         accumulation=accumulation,
     )
-    settings = {"max_length": 100, "row_length": 256, "overlong": "error", "pad_token_id": 0, "seed": 3} | changes
+    settings = {
+        "max_length": 100,
+        "row_length": 256,
+        "overlong": "error",
+        "pad_token_id": 0,
+        "seed": 3,
+    } | changes
     objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response", vocab_size=1000)
     dataset = PackedDataset(source, objective, **settings)
-    curriculum = make_curriculum(TrainConfig(train=loop), world_size=world, rows_per_epoch=dataset.rows_per_epoch())
+    curriculum = make_curriculum(
+        TrainConfig(train=loop), world_size=world, rows_per_epoch=dataset.rows_per_epoch()
+    )
     dataset.start(curriculum)
     return dataset
 

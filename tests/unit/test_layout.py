@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from idlm.train.curriculum import Stage
 from idlm.train.layout import IGNORE_LABEL, Sample, clean_rows, noisy_rows, pack_rows, target_flags
 from idlm.train.objectives.ar import Autoregressive
 from idlm.train.objectives.idlm import IntrospectiveConsistency
-from idlm.train.curriculum import Stage
 
 MASK = 500
 
@@ -35,7 +35,9 @@ def test_blocks_restart_with_every_supervised_run() -> None:
     assert rows.block_starts.tolist() == [1, 1, 1, 6, 6, 6, 9]
 
 
-@given(st.lists(st.booleans(), min_size=2, max_size=40), st.integers(2, 6), st.sampled_from(["response", "all"]))
+@given(
+    st.lists(st.booleans(), min_size=2, max_size=40), st.integers(2, 6), st.sampled_from(["response", "all"])
+)
 @settings(max_examples=200, deadline=None)
 def test_laws_of_the_noisy_half(flags: list[bool], stride: int, region: str) -> None:
     sample = sample_of(flags)

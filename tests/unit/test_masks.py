@@ -1,4 +1,6 @@
-"""The mask against a brute-force reading of the rule, for every short length, packed and not; predicate == dense."""
+"""The mask against a brute-force reading of the rule, for every short length, packed and not; predicate ==
+dense.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_predicate_equals_dense_and_its_block_mask_keeps_every_visible_pair() ->
 
 
 def test_the_engine_picture_is_the_training_picture() -> None:
-    """A clean prefix of c tokens, then pending and its masks: two ranges per row give the noisy rows of a block."""
+    """A clean prefix of c tokens, then pending and its masks: two ranges per row give the noisy rows of a
+    block.
+    """
     meta = packed_meta([(6, 3)], 4)
     mask = dense_mask(meta)
     noisy = torch.nonzero(meta.is_noisy).squeeze(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
@@ -130,7 +130,10 @@ def test_split_attention_has_the_gradients_of_dense_sdpa(family: str) -> None:
 def reference_losses(model, batch):
     """(L_mask, L_clean) from the full logits of every row."""
     logits, labels, noisy = all_logits(model, batch), batch["labels"][0], batch["is_noisy"][0]
-    return tuple(F.cross_entropy(logits[half], labels[half], ignore_index=IGNORE_LABEL) for half in (noisy, ~noisy))
+    return tuple(
+        functional.cross_entropy(logits[half], labels[half], ignore_index=IGNORE_LABEL)
+        for half in (noisy, ~noisy)
+    )
 
 
 def terms_of(model, batch, objective, *, want_overlap=False, attention="idlm_sdpa"):
@@ -150,11 +153,15 @@ def test_packed_documents_give_the_losses_of_the_documents_alone() -> None:
     model, objective = tiny_model("qwen2"), tiny_objective()
     samples = [random_sample(seed, prompt=2 + seed, response=5 + seed) for seed in range(4)]
     packed = terms_of(model, batch_of(samples, objective, stage_of(4), padding=7), objective).sums
-    alone = sum(terms_of(model, batch_of([sample], objective, stage_of(4)), objective).sums for sample in samples)
+    alone = sum(
+        terms_of(model, batch_of([sample], objective, stage_of(4)), objective).sums for sample in samples
+    )
     torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-6)
 
 
-def test_a_chunked_head_gives_the_same_losses_gradients_and_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunked_head_gives_the_same_losses_gradients_and_acceptance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     objective = tiny_objective()
     batch = batch_of([random_sample(1, prompt=4, response=23)], objective, stage_of(3))
     results = []

@@ -49,7 +49,9 @@ def test_task_samples_supervise_the_response_and_its_eos(tokenizer, encoder: Enc
         prompt_ids, response_ids = TaskEncoder(tokenizer.get_vocab()).encode_sample(task)
         assert sample.token_ids.tolist() == prompt_ids + response_ids
         assert sample.supervised.tolist() == [False] * len(prompt_ids) + [True] * len(response_ids)
-        assert prompt_ids == encode_prompt(tokenizer, task.prompt), "training and inference disagree on the prompt"
+        assert prompt_ids == encode_prompt(tokenizer, task.prompt), (
+            "training and inference disagree on the prompt"
+        )
 
 
 def test_the_three_shapes_of_a_line(tmp_path: Path, tokenizer, encoder: Encoder) -> None:
@@ -60,7 +62,11 @@ def test_the_three_shapes_of_a_line(tmp_path: Path, tokenizer, encoder: Encoder)
         {"role": "assistant", "content": "Sam has 4."},
     ]
     config = jsonl(
-        tmp_path, {"prompt": "Sam has 1", "response": "1-1=0"}, "", {"messages": messages}, {"text": "Sam has 7."}
+        tmp_path,
+        {"prompt": "Sam has 1", "response": "1-1=0"},
+        "",
+        {"messages": messages},
+        {"text": "Sam has 7."},
     )
     source = SOURCES.get("jsonl")(config, encoder)
     assert source.num_samples == 3
@@ -75,7 +81,9 @@ def test_the_three_shapes_of_a_line(tmp_path: Path, tokenizer, encoder: Encoder)
 def test_without_a_template_prompt_and_response_are_joined_bare(tokenizer) -> None:
     encoder = Encoder(tokenizer, mask_token_id=MASK, use_chat_template=False)
     sample = encoder.pair("Sam has 1", "1-1=0", origin="here")
-    assert np.array_equal(sample.token_ids[~sample.supervised], encode_prompt(tokenizer, "Sam has 1", template="none"))
+    assert np.array_equal(
+        sample.token_ids[~sample.supervised], encode_prompt(tokenizer, "Sam has 1", template="none")
+    )
 
 
 @pytest.mark.parametrize(

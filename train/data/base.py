@@ -1,7 +1,7 @@
 """What a data source is, and how text becomes a `Sample`: one encoding for every source.
 
-A source is map-style and pure: sample i never depends on what was read before it. It does not pack and does not know
-the objective.
+A source is map-style and pure: sample i never depends on what was read before it. It does not pack and does
+not know the objective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from idlm.tokens import Message, render_conversation
 from idlm.train.layout import Sample
 
 if TYPE_CHECKING:
-    from idlm.train.config import DataConfig
+    pass
 
 
 class Source(Protocol):
@@ -33,7 +33,7 @@ SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data")
 
 
 class Encoder:
-    """Text to token ids with supervision flags; refuses the mask token, which only the objective may place."""
+    """Text to token ids with supervision flags; refuses the mask token: only objectives place it."""
 
     def __init__(self, tokenizer: Any, *, mask_token_id: int | None, use_chat_template: bool) -> None:
         self.tokenizer = tokenizer

@@ -1,6 +1,7 @@
 """A JSON-lines file as a data source: `prompt` and `response`, `messages`, or `text` on every line.
 
-The whole file is checked and tokenised at start, so that a bad line stops the run before training, not after hours.
+The whole file is checked and tokenised at start, so that a bad line stops the run before training, not after
+hours.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from idlm.train.layout import Sample
 if TYPE_CHECKING:
     from idlm.train.config import DataConfig
 
-SHAPES = '{"prompt": str, "response": str}, {"messages": [{"role": str, "content": str}, ...]} or {"text": str}'
+SHAPES = (
+    '{"prompt": str, "response": str}, {"messages": [{"role": str, "content": str}, ...]} or {"text": str}'
+)
 
 
 class JsonlSource:
-    """Tokenised samples in three flat arrays (5 bytes per token): one Python object per sample would cost far more."""
+    """Tokenised samples in three flat arrays (5 bytes per token): one Python object per sample would cost far
+    more.
+    """
 
     num_samples: int | None
 
@@ -38,7 +43,9 @@ class JsonlSource:
             supervised.append(sample.supervised)
             self.lines.append(line_number)
         if not token_ids:
-            raise UserError("IDLM-0208", f"{path} has no samples", fix=f"give one JSON object per line: {SHAPES}")
+            raise UserError(
+                "IDLM-0208", f"{path} has no samples", fix=f"give one JSON object per line: {SHAPES}"
+            )
         self.offsets = np.cumsum([0, *map(len, token_ids)])
         self.token_ids = np.concatenate(token_ids)
         self.supervised = np.concatenate(supervised)
@@ -64,7 +71,9 @@ def jsonl_source(config: DataConfig, encoder: Encoder) -> JsonlSource:
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(1-based line number, object) of every non-empty line; a line that is not a JSON object is an error."""
     if not path.is_file():
-        raise UserError("IDLM-0209", f"the data file {path} does not exist", fix="set data.path to a .jsonl file")
+        raise UserError(
+            "IDLM-0209", f"the data file {path} does not exist", fix="set data.path to a .jsonl file"
+        )
     with path.open("rb") as lines:
         for line_number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -105,4 +114,6 @@ def _are_messages(messages: Any) -> bool:
 
 
 def _unknown_shape(origin: str, found: str) -> UserError:
-    return UserError("IDLM-0202", f"{origin} has {found}", fix=f"each line must have one of the shapes {SHAPES}")
+    return UserError(
+        "IDLM-0202", f"{origin} has {found}", fix=f"each line must have one of the shapes {SHAPES}"
+    )

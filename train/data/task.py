@@ -23,7 +23,9 @@ class TaskSource:
 
     def sample(self, index: int) -> Sample:
         generated = self.task.sample(index, "train")
-        return self.encoder.pair(generated.prompt, generated.response, origin=f"{self.task.name} sample {index}")
+        return self.encoder.pair(
+            generated.prompt, generated.response, origin=f"{self.task.name} sample {index}"
+        )
 
 
 @SOURCES.register("task")

@@ -1,4 +1,6 @@
-"""Plain next-token training on packed clean rows: the base model, and the control every conversion is compared with."""
+"""Plain next-token training on packed clean rows: the base model, and the control every conversion is
+compared with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an objective is: which rows a sample becomes, and which summed losses they yield. The trainer knows no more.
+"""What an objective is: which rows a sample becomes, and which summed losses they yield. The trainer knows no
+more.
 
 Adding an objective is one new file in this package that registers a class.
 
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from idlm.registry import Registry
@@ -23,12 +24,16 @@ from idlm.train.layout import Sample, SampleRows
 Head = Callable[[Tensor], Tensor]
 Batch = dict[str, Tensor]
 MAX_LOGITS = 2**26
-"""Logit elements that may exist at once; 2**26 fp32 values are 256 MiB. Beyond it the head runs chunk by chunk."""
+"""Logit elements that may exist at once; 2**26 fp32 values are 256 MiB. Beyond it the head runs chunk by
+chunk.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Teacher-forced expected acceptance, per draft position: sums [num_masks] and counts [num_masks], detached."""
+    """Teacher-forced expected acceptance, per draft position: sums [num_masks] and counts [num_masks],
+    detached.
+    """
 
     sums: Tensor
     counts: Tensor
@@ -36,7 +41,9 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of `Objective.term_names`."""
+    """`sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of
+    `Objective.term_names`.
+    """
 
     sums: Tensor
     overlap: Overlap | None = None
@@ -45,7 +52,9 @@ class Terms:
 class Objective(Protocol):
     """One training objective; stateless."""
 
-    term_names: tuple[str, ...]
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """Names of the summed losses, in the order of `Terms.sums`."""
 
     def default_row_length(self, max_length: int) -> int:
         """Rows that hold the longest allowed sample."""
@@ -60,13 +69,17 @@ class Objective(Protocol):
         """Supervised tokens per term, int64 [num_terms] on the CPU, from shapes alone."""
 
     def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
-        """Summed losses of a micro-batch; `head` maps [M, D] to logits [M, V] and is called on supervised rows only."""
+        """Summed losses of a micro-batch; `head` maps [M, D] to logits [M, V] and is called on supervised
+        rows only.
+        """
 
     def needs_means(self, stage: Stage) -> bool:
-        """Whether `weights` looks at the step's own losses, which must then be known before the backward pass."""
+        """Whether `weights` looks at the step's own losses, which must then be known before the backward
+        pass.
+        """
 
     def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        """Weight of each term, float32 [num_terms]; `means` are the step's global means where `needs_means`."""
+        """Weight of each term, float32 [num_terms]; `means`: global means, given where `needs_means`."""
 
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective", "idlm.train.objectives")
@@ -75,13 +88,17 @@ OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective", "idlm.tra
 
 def token_losses(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     """Negative log-likelihood in float32 [M]."""
-    return F.cross_entropy(logits_MV.float(), labels_M, reduction="none")
+    return functional.cross_entropy(logits_MV.float(), labels_M, reduction="none")
 
 
-def chunked(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], *, rows: int) -> list[Tensor]:
-    """Apply `function` to chunks of at most `rows` rows, recomputing in backward when there is more than one chunk.
+def chunked(
+    function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], *, rows: int
+) -> list[Tensor]:
+    """Apply `function` to chunks of at most `rows` rows, recomputing in backward when there is more than one
+    chunk.
 
-    Returns the concatenated outputs. Keeps at most one chunk of logits alive, at the price of a second head product.
+    Returns the concatenated outputs. Keeps at most one chunk of logits alive, at the price of a second head
+    product.
     """
     total = len(tensors[0])
     if total <= rows:

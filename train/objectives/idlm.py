@@ -1,7 +1,7 @@
 """Introspective-consistency training: L = L_mask + s * L_clean over one forward pass of `[x_t | x_0]`.
 
-Both halves have labels shifted by one; s is fixed or the detached ratio L_mask / L_clean of the same step's global
-means. Paper arXiv 2604.11035, section 3.1, equations 1 and 2.
+Both halves have labels shifted by one; s is fixed or the detached ratio L_mask / L_clean of the same step's
+global means. Paper arXiv 2604.11035, section 3.1, equations 1 and 2.
 
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions.
 """
@@ -58,7 +58,9 @@ class IntrospectiveConsistency:
         return torch.tensor([batch["noisy_index"].numel(), batch["clean_index"].numel()])
 
     def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
-        """The k-th noisy and the k-th supervised clean row predict the same token, so their laws are compared too."""
+        """The k-th noisy and the k-th supervised clean row predict the same token, so their laws are compared
+        too.
+        """
         noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
         hidden = hidden_BTD.flatten(0, 1)
         tensors = (hidden[noisy_M], hidden[clean_M], batch["labels"].flatten()[noisy_M])
@@ -94,5 +96,7 @@ def _overlap(draft_MV: Tensor, verify_MV: Tensor) -> Tensor:
 def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch) -> Overlap:
     position_M = (batch["position_ids"] - batch["block_starts"]).flatten()[noisy_M]
     num_masks = int(batch["num_masks"])
-    sums = torch.zeros(num_masks, dtype=torch.float32, device=overlap_M.device).index_add_(0, position_M, overlap_M)
+    sums = torch.zeros(num_masks, dtype=torch.float32, device=overlap_M.device).index_add_(
+        0, position_M, overlap_M
+    )
     return Overlap(sums=sums, counts=torch.bincount(position_M, minlength=num_masks).float())
