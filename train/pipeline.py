@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,8 +74,10 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     check_config(config)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    checkpoint = choose_checkpoint(config) if rank() == 0 or config.resume != "never" else None
     args = training_arguments(config)
+    # Rank 0 may move an old run aside; the others must look only after that.
+    with args.main_process_first(local=False, desc="choosing the checkpoint"):
+        checkpoint = None if config.dry_run else choose_checkpoint(config)
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
@@ -160,15 +163,14 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
 
 
 def prepare_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of the base or the one asked for; `task` writes that of the tasks into the run."""
+    """The tokenizer of the base or the one asked for; `task` is that of the tasks."""
     if config.model.tokenizer == TASK_TOKENIZER:
         from idlm.tasks.tokenizer import save_tokenizer
 
-        directory = Path(config.output_dir) / RUN_FOLDER / f"tokenizer-{rank()}"
-        directory.mkdir(parents=True, exist_ok=True)
-        save_tokenizer(directory)
-    else:
-        directory = Path(config.model.tokenizer or config.model.path or "")
+        with tempfile.TemporaryDirectory() as temporary:
+            save_tokenizer(Path(temporary))
+            return load_tokenizer(temporary)
+    directory = Path(config.model.tokenizer or config.model.path or "")
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         raise UserError(

@@ -56,7 +56,7 @@ class StopOnSignal(TrainerCallback):
         return control
 
     def _agree(self, args: TrainingArguments) -> None:
-        """Ranks may hear a signal on different sides of a step, and a rank that stops alone hangs the others."""
+        """Ranks may hear a signal on different sides of a step; one that stops alone hangs the others."""
         if args.world_size > 1:
             heard = torch.tensor(self.received or 0, device=args.device)
             dist.all_reduce(heard, op=dist.ReduceOp.MAX)

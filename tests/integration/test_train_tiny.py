@@ -166,6 +166,15 @@ def test_a_stopped_run_resumes_bitwise(
     assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
 
 
+def test_a_finished_run_is_not_trained_again(finished: Path, base: Path) -> None:
+    before, metrics = load_file(finished / "model.safetensors"), metrics_of(finished)
+    assert cli.main(arguments(base, finished)) == 0
+    assert metrics_of(finished) == metrics
+    again = load_file(finished / "model.safetensors")
+    assert all(torch.equal(value, again[name]) for name, value in before.items())
+    assert not list(finished.glob("run.old*"))
+
+
 def test_accumulation_and_batch_are_the_same_run(base: Path, tmp_path: Path) -> None:
     stages = "[{stride: 3, steps: 2, clean_weight: 0.2}, {stride: 4, steps: 3, clean_weight: auto}]"
     records = []
@@ -266,6 +275,12 @@ def test_another_configuration_may_not_continue_a_run(
     elsewhere.mkdir()
     assert cli.main(arguments(base, finished, resume=elsewhere)) == 2
     assert "IDLM-0506" in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_no_trace(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(base, tmp_path / "out", dry_run="true")) == 0
+    assert "stride 4, clean weight auto, 5 steps" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
