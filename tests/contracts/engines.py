@@ -1,0 +1,119 @@
+"""What the engine's contract tests share: checkpoints of every family, one whose drafts are often right, and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+from tests.toy import write_toy_checkpoint
+
+MASK_ID = 47
+MAX_STRIDE = 8
+CYCLE = 9
+
+
+def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int = 0) -> Path:
+    """A random checkpoint that says it was converted; few of its drafts are right."""
+    write_toy_checkpoint(directory, architecture=architecture, seed=seed)
+    Semantics(mask_token_id=MASK_ID, stride=MAX_STRIDE).save(directory)
+    return directory
+
+
+def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_steps: int = 120) -> Path:
+    """A toy taught for seconds to walk a cycle of tokens, behind masks as well: drafts are often right, not always.
+
+    Trained on the picture `[tokens, M x 7]` with shifted labels, in plain torch.
+    """
+    import transformers
+
+    write_toy_checkpoint(directory, architecture=architecture, seed=1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
+    generator = torch.Generator().manual_seed(7)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=0.15)
+    walk = torch.randperm(CYCLE, generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    num_masks = MAX_STRIDE - 1
+    for step in range(num_steps):
+        num_clean = 1 + int(torch.randint(0, 12, (), generator=generator))
+        start_B1 = torch.randint(0, CYCLE, (48, 1), generator=generator)
+        tokens_BL = walk[(start_B1 + torch.arange(num_clean + num_masks + 1)) % CYCLE]
+        fed_BL = tokens_BL[:, :-1].clone()
+        fed_BL[:, num_clean:] = MASK_ID
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - step / num_steps)
+        logits_BLV = model(fed_BL).logits
+        torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
+    Semantics(mask_token_id=MASK_ID, stride=MAX_STRIDE).save(directory)
+    return directory
+
+
+def build_engine(directory: Path, decoder: str, **options: object) -> Engine:
+    """An fp32 CPU engine; small pages and prompt chunks, so that borders are crossed."""
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        "max_length": 128,
+        "max_prompt_rows": 12,
+        "page_size": 4,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Engine.from_pretrained(directory, decoder, **{**settings, **options})
+
+
+def prompts_of(lengths: Sequence[int], *, seed: int = 0, vocab_size: int = MASK_ID) -> list[list[int]]:
+    """Random prompts of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def acceptance_of(completions: Sequence[Completion]) -> float:
+    """Accepted over tested drafts."""
+    tested = sum(sum(c.tested_by_position) for c in completions)
+    return sum(sum(c.accepted_by_position) for c in completions) / max(tested, 1)
+
+
+def tokens_per_forward(completions: Sequence[Completion]) -> float:
+    """Tokens over forwards, all completions together."""
+    return sum(len(c.token_ids) for c in completions) / sum(c.num_forwards for c in completions)
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing of any request is left behind."""
+    engine.pool.check()
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert sorted(engine.scheduler._free_lanes) == list(range(engine.settings.max_num_seqs))
+    assert not engine._active
+    assert not engine._texts
+    assert engine.step() == []
+
+
+greedy = functools.partial(SamplingParams, temperature=0.0, ignore_eos=True)
+
+
+def answers(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], str, str]]:
+    """What must not depend on the decoder: tokens, reason to stop, text."""
+    return [(c.token_ids, c.finish_reason, c.text) for c in completions]
+
+
+def with_length(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The same settings, another limit."""
+    return dataclasses.replace(params, max_tokens=max_tokens)

@@ -1,0 +1,164 @@
+"""Greedy ISD gives greedy AR's answers token for token in fp32: every strategy, stride, family, batch size and stop.
+
+Runs on random checkpoints, whose drafts are nearly always rejected, and on one that was taught to foresee.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.infer.decoders.rejection import STRATEGIES
+from tests.contracts.engines import (
+    CYCLE,
+    MASK_ID,
+    acceptance_of,
+    answers,
+    assert_idle,
+    build_engine,
+    greedy,
+    prompts_of,
+    tokens_per_forward,
+    with_length,
+    write_converted_toy,
+    write_foreseeing_toy,
+)
+from tests.toy import ARCHITECTURES
+
+STRIDES = (2, 3, 4, 8)
+MAX_PROMPT_ROWS = 12
+
+
+def _lengths(stride: int) -> list[int]:
+    """One token; exactly 2N-1 and its neighbours; chunked prompts, with a last chunk of exactly 2N-1 rows."""
+    width = 2 * stride - 1
+    return [1, width, 2 * stride, width - 1, 30, 1 + MAX_PROMPT_ROWS + width, 2, 5, 17, 3, 9, 4, 25, 7, 1, 11]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_converted_toy(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("stride", STRIDES)
+def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -> None:
+    prompts = prompts_of(_lengths(stride))
+    expected = answers(build_engine(converted, "ar").generate(prompts, greedy(max_tokens=14)))
+    engine = build_engine(converted, "isd", stride=stride, on_rejection=strategy)
+    assert answers(engine.generate(prompts, greedy(max_tokens=14))) == expected
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("stride", STRIDES)
+def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, strategy: str) -> None:
+    """Batch sizes 1 to 16, and more prompts than lanes; drafts are accepted and rejected in the same pass."""
+    prompts = prompts_of(_lengths(stride), vocab_size=CYCLE)
+    expected = answers(build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=24)))
+    for num_lanes, num_prompts in ((1, 3), (2, 2), (3, 5), (7, 7), (16, 16)):
+        engine = build_engine(foreseeing, "isd", stride=stride, on_rejection=strategy, max_num_seqs=num_lanes)
+        completions = engine.generate(prompts[:num_prompts], greedy(max_tokens=24))
+        assert answers(completions) == expected[:num_prompts]
+        assert_idle(engine)
+    assert 0.2 < acceptance_of(completions) < 0.95, acceptance_of(completions)
+    assert tokens_per_forward(completions) > 1.0
+
+
+def test_all_batch_sizes(foreseeing: Path) -> None:
+    prompts = prompts_of(_lengths(4), vocab_size=CYCLE)
+    expected = answers(build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=12)))
+    for strategy in STRATEGIES.names():
+        engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy)
+        for size in range(1, 17):
+            assert answers(engine.generate(prompts[:size], greedy(max_tokens=12))) == expected[:size]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
+    """max_prompt_rows = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that decode."""
+    prompts = prompts_of([21, 7, 14, 1, 28], vocab_size=CYCLE)
+    expected = answers(build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=16)))
+    for num_lanes in (1, 5):
+        engine = build_engine(
+            foreseeing, "isd", stride=4, on_rejection=strategy, max_prompt_rows=6, max_num_seqs=num_lanes
+        )
+        assert answers(engine.generate(prompts, greedy(max_tokens=16))) == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_every_length_limit_cuts_at_the_same_token(foreseeing: Path, strategy: str) -> None:
+    prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
+    full = build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=12))
+    engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy)
+    for max_tokens in range(1, 13):
+        cut = engine.generate(prompts, with_length(greedy(), max_tokens))
+        assert [c.token_ids for c in cut] == [c.token_ids[:max_tokens] for c in full]
+        assert {c.finish_reason for c in cut} == {"length"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_a_stop_id_inside_an_accepted_run_ends_the_answer(foreseeing: Path, strategy: str) -> None:
+    """Each token of the answer in turn is the stop id, so that it falls on every place of an accepted run."""
+    prompts = prompts_of([5, 12], vocab_size=CYCLE)
+    full = build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=20))
+    engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy)
+    num_inside = 0
+    for stop_id in sorted(set(full[0].token_ids) | set(full[1].token_ids)):
+        params = greedy(max_tokens=20, stop_token_ids=(stop_id,))
+        stopped = engine.generate(prompts, params)
+        for whole, part in zip(full, stopped, strict=True):
+            has_stop = stop_id in whole.token_ids
+            end = whole.token_ids.index(stop_id) + 1 if has_stop else 20
+            assert part.token_ids == whole.token_ids[:end]
+            assert part.finish_reason == ("stop" if has_stop else "length")
+            num_inside += sum(part.accepted_by_position) > len(part.token_ids) - part.num_forwards
+    assert num_inside > 0, "no stop fell before the end of an accepted run"
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_the_context_limit_ends_the_answer_at_the_same_token(foreseeing: Path, strategy: str) -> None:
+    prompts = prompts_of([58, 63, 40], vocab_size=CYCLE)
+    options = {"max_length": 64, "max_prompt_rows": 100}
+    expected = build_engine(foreseeing, "ar", **options).generate(prompts, greedy(max_tokens=100))
+    engine = build_engine(foreseeing, "isd", stride=8, on_rejection=strategy, **options)
+    assert answers(engine.generate(prompts, greedy(max_tokens=100))) == answers(expected)
+    assert [len(c.token_ids) for c in expected] == [6, 1, 24]
+
+
+def test_tree_never_needs_more_passes_than_cold(foreseeing: Path, converted: Path) -> None:
+    for checkpoint, vocab_size in ((foreseeing, CYCLE), (converted, MASK_ID)):
+        prompts = prompts_of(_lengths(4), vocab_size=vocab_size)
+        for stride in STRIDES:
+            passes = {
+                strategy: tokens_per_forward(
+                    build_engine(
+                        checkpoint, "isd", stride=stride, on_rejection=strategy, max_prompt_rows=500
+                    ).generate(prompts, greedy(max_tokens=40))
+                )
+                for strategy in ("cold", "tree")
+            }
+            assert passes["tree"] >= passes["cold"], (checkpoint, stride, passes)
+
+
+def test_stride_one_is_ar(converted: Path) -> None:
+    prompts = prompts_of([1, 6, 20])
+    expected = answers(build_engine(converted, "ar").generate(prompts, greedy(max_tokens=10)))
+    for strategy in STRATEGIES.names():
+        engine = build_engine(converted, "isd", stride=1, on_rejection=strategy)
+        completions = engine.generate(prompts, greedy(max_tokens=10))
+        assert answers(completions) == expected
+        assert acceptance_of(completions) == 0.0

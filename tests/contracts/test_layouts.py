@@ -1,0 +1,123 @@
+"""Every strategy's row layouts against a brute-force reading of what a row may see and what a draft will be tested at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.infer.decoders.layout import MASK, NO_ROW, LayoutTable, RowLayout
+from idlm.infer.decoders.rejection import STRATEGIES
+
+CASES = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range(8)]
+
+
+def _visible(layout: RowLayout, row: int) -> set[int]:
+    """Rows that `row` sees, by the two ranges of the attention contract (slots equal rows, relative to pending)."""
+    _, _, limit, branch_start = layout.rows[row]
+    return set(range(limit)) | set(range(branch_start, row + 1))
+
+
+def _owner(layout: RowLayout, row: int) -> tuple[int, int] | None:
+    """(parent chain row, place in its group) of a mask row, None for a chain row; counted off one by one."""
+    walk = layout.num_drafts + 1
+    for parent in layout.mask_parents:
+        for place in range(layout.num_masks):
+            if walk == row:
+                return parent, place
+            walk += 1
+    return None
+
+
+def _tested_position(num_accepted: int, draft: int) -> int:
+    """Relative to the old pending token: with `a` accepted the new pending sits at a + 1, draft d (from 0) behind it."""
+    return num_accepted + 1 + draft + 1
+
+
+@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int) -> None:
+    for layout in STRATEGIES.get(strategy)().layouts(num_masks):
+        assert len(layout.rows) == layout.width
+        for row, (source, position, _, _) in enumerate(layout.rows):
+            owner = _owner(layout, row)
+            if owner is None:
+                assert source == row
+                assert position == row
+                assert _visible(layout, row) == set(range(row + 1))
+            else:
+                parent, place = owner
+                assert source == MASK
+                assert position == parent + 1 + place
+                assert _visible(layout, row) == set(range(parent + 1)) | set(range(row - place, row + 1))
+
+
+@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+def test_each_draft_is_drawn_where_it_will_be_tested(strategy: str, num_masks: int) -> None:
+    """A row's law is of the token at its position + 1; and it may condition on nothing that a rejection voids."""
+    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
+    for layout in layouts:
+        for num_accepted, draft_rows in enumerate(layout.draft_rows):
+            assert layouts[layout.next_layouts[num_accepted]].num_drafts == len(draft_rows) <= num_masks
+            for draft, row in enumerate(draft_rows):
+                assert 0 <= row < layout.width
+                assert layout.rows[row][1] + 1 == _tested_position(num_accepted, draft)
+                owner = _owner(layout, row)
+                if owner is not None:
+                    assert owner[0] <= num_accepted, "masks hang on a rejected draft"
+
+
+@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+def test_the_layouts_are_closed_and_all_reachable(strategy: str, num_masks: int) -> None:
+    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
+    assert layouts[0].num_drafts == 0
+    assert all(layout.num_masks == num_masks for layout in layouts)
+    reached, frontier = {0}, [0]
+    while frontier:
+        following = set(layouts[frontier.pop()].next_layouts) - reached
+        reached |= following
+        frontier += following
+    assert reached == set(range(len(layouts)))
+
+
+@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, num_masks: int) -> None:
+    """After a clean sweep the next drafts come from masks behind the last draft: full stride at full acceptance."""
+    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
+    index = layouts[0].next_layouts[0]
+    for _ in range(3):
+        layout = layouts[index]
+        assert layout.num_drafts == num_masks
+        assert len(layout.draft_rows[-1]) == num_masks
+        for row in layout.draft_rows[-1]:
+            assert _visible(layout, row) >= set(range(layout.num_drafts + 1))
+        index = layout.next_layouts[-1]
+
+
+def test_branch_hangs_a_group_on_every_rejection_point() -> None:
+    steady = STRATEGIES.get("branch")().layouts(3)[1]
+    assert steady.width == 16
+    for num_accepted, draft_rows in enumerate(steady.draft_rows):
+        assert {_owner(steady, row) for row in draft_rows} == {(num_accepted, place) for place in range(3)}
+
+
+def test_tree_masks_never_see_fill_drafts() -> None:
+    for layout in STRATEGIES.get("tree")().layouts(3)[4:]:
+        for row in range(layout.num_drafts + 1, layout.width):
+            assert not _visible(layout, row) & set(range(1, layout.num_drafts + 1))
+
+
+@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+def test_the_stacked_table_repeats_the_layouts(strategy: str, num_masks: int) -> None:
+    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
+    table = LayoutTable(layouts, torch.device("cpu"))
+    assert table.max_width == max(layout.width for layout in layouts)
+    for y, layout in enumerate(layouts):
+        assert int(table.width_Y[y]) == layout.width
+        assert int(table.num_drafts_Y[y]) == layout.num_drafts
+        columns = (table.source_YW, table.position_YW, table.limit_YW, table.branch_YW)
+        stacked = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
+        assert [tuple(row) for row in stacked.tolist()] == list(layout.rows)
+        for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_layouts, strict=True)):
+            row_J = table.draft_row_YAJ[y, a].tolist()
+            assert row_J[: len(draft_rows)] == list(draft_rows)
+            assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
+            assert int(table.next_layout_YA[y, a]) == following
