@@ -31,6 +31,8 @@ def export(
     """
     if dtype is not None:
         model.to(dtype)
+    # The Trainer switches the cache off for training; a stock checkpoint generates with it.
+    model.config.use_cache = True
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
     for name in ("bos_token_id", "pad_token_id"):
         setattr(model.generation_config, name, getattr(tokenizer, name, None))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -95,8 +96,14 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
 def training_arguments(config: TrainConfig) -> TrainingArguments:
     """The part of the configuration that transformers' Trainer reads."""
     from transformers import TrainingArguments
+    from transformers.utils.logging import disable_progress_bar
 
     loop = config.train
+    # Bars for reading and writing weight files would break the line of ours.
+    disable_progress_bar()
+    if loop.deepspeed is None and not torch.cuda.is_available():
+        # accelerate imports DeepSpeed where it is installed, and that warns of the missing GPU unless told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     args = TrainingArguments(
         output_dir=str(Path(config.output_dir) / RUN_FOLDER),
         per_device_train_batch_size=loop.batch_size,
@@ -261,12 +268,9 @@ def train(
 ) -> tuple[int | None, int]:
     """(signal that stopped the run or None, last step done)."""
     from transformers import PrinterCallback
-    from transformers.utils.logging import disable_progress_bar
 
     from idlm.train.trainer import IdlmTrainer
 
-    # Its bar for writing weight files would break the line of ours.
-    disable_progress_bar()
     progress = Progress(
         Path(args.output_dir) / "metrics.jsonl", log_every=config.train.log_every, console=console
     )

@@ -103,6 +103,7 @@ def test_the_export_is_a_stock_checkpoint_with_semantics(finished: Path, base: P
     assert type(model).__name__ == "Qwen3ForCausalLM"
     config = json.loads((finished / "config.json").read_text())
     assert "idlm" not in json.dumps(config), "the configuration must not name what only idlm knows"
+    assert config["use_cache"] is True
     stored = load_file(finished / "model.safetensors")
     loaded = model.state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in stored.items())
