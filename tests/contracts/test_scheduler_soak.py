@@ -1,0 +1,226 @@
+"""2,000 requests through a KV pool too small for its lanes, 30 % aborted anywhere: no leak, and survivors unharmed.
+
+An answer is a function of prompt, settings and seed alone. So the survivors must equal an abort-free run in a pool
+that never preempts, whoever came, went or was thrown out beside them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from tests.contracts.engines import (
+    CYCLE,
+    acceptance_of,
+    assert_idle,
+    build_engine,
+    prompts_of,
+    write_foreseeing_toy,
+)
+
+NUM_REQUESTS = 2_000
+ABORT_SHARE = 0.3
+TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_prompt_rows": 10, "max_length": 64}
+ROOMY = {"max_num_seqs": 128, "page_size": 16, "max_prompt_rows": 4096, "max_length": 64}
+DECODERS = ["ar", *STRATEGIES.names()]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of the soak. `abort_after` passes on a lane it is aborted; -1 in the queue, None never."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    abort_after: int | None
+
+
+def _arrivals(count: int, seed: int) -> list[Arrival]:
+    dice = random.Random(seed)
+    prompts = prompts_of([dice.randint(1, 30) for _ in range(count)], seed=seed, vocab_size=CYCLE)
+    return [
+        Arrival(
+            request_id=f"q{i}",
+            prompt=prompt,
+            params=SamplingParams(
+                max_tokens=dice.randint(1, 24),
+                temperature=dice.choice((0.0, 0.7, 1.0, 1.3)),
+                top_k=dice.choice((0, 0, 5)),
+                top_p=dice.choice((1.0, 0.9)),
+                seed=dice.randrange(2**63),
+                stop_token_ids=dice.choice(((), (), (2,))),
+            ),
+            abort_after=dice.choice((-1, 1, 2, 4, 7)) if dice.random() < ABORT_SHARE else None,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _engine(checkpoint: Path, decoder: str, options: dict[str, int]) -> Engine:
+    if decoder == "ar":
+        return build_engine(checkpoint, "ar", **options)
+    return build_engine(checkpoint, "isd", stride=4, on_rejection=decoder, **options)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Soak:
+    """Drives an engine step by step, checks the books after each, and counts where aborts struck."""
+
+    engine: Engine
+    finished: dict[str, Completion]
+    struck: dict[str, int]
+
+    def run(self, arrivals: list[Arrival]) -> None:
+        """Keep up to 24 requests in the engine until all have come and gone."""
+        waiting = list(reversed(arrivals))
+        doomed: dict[str, int] = {}
+        while waiting or self.engine._active:
+            while waiting and len(self.engine._active) < 24:
+                arrival = waiting.pop()
+                self.engine.add_request(arrival.request_id, arrival.prompt, arrival.params)
+                if arrival.abort_after is not None:
+                    doomed[arrival.request_id] = arrival.abort_after
+            for event in self.engine.step():
+                if event.completion is not None:
+                    self.finished[event.request_id] = event.completion
+                    doomed.pop(event.request_id, None)
+            for request_id in list(doomed):
+                [request] = self.engine._active[request_id]
+                doomed[request_id] -= request.lane is not None
+                if doomed[request_id] < 0 or (doomed[request_id] == 0 and request.lane is not None):
+                    del doomed[request_id]
+                    self._abort(request_id)
+            self._check_books()
+
+    def _abort(self, request_id: str) -> None:
+        [request] = self.engine._active[request_id]
+        if request.lane is None:
+            where = "queued"
+        elif self.engine.pool.num_owned(request.lane) == 0:
+            where = "preempted"
+        else:
+            where = "decoding" if request.token_ids else "prefilling"
+        self.struck[where] = self.struck.get(where, 0) + 1
+        [completion] = self.engine.abort(request_id)
+        assert completion.finish_reason == "abort"
+        assert self.engine.abort(request_id) == []
+
+    def _check_books(self) -> None:
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        pool.check()
+        lanes = [request.lane for request in scheduler.running]
+        assert len(set(lanes)) == len(lanes)
+        assert sorted([*lanes, *scheduler._free_lanes]) == list(range(self.engine.settings.max_num_seqs))
+        assert all(pool.num_owned(lane) == 0 for lane in scheduler._free_lanes)
+        table = self.engine.table
+        for request in scheduler.running:
+            assert int(table.num_known_Z[request.lane]) == request.num_known
+            assert int(table.num_computed_Z[request.lane]) == request.num_computed < request.num_known
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_soak(checkpoint: Path, decoder: str) -> None:
+    count = NUM_REQUESTS // len(DECODERS)
+    arrivals = _arrivals(count, seed=DECODERS.index(decoder))
+    soak = _Soak(engine=_engine(checkpoint, decoder, TINY), finished={}, struck={})
+    soak.run(arrivals)
+    assert_idle(soak.engine)
+    assert soak.engine.scheduler.num_preemptions > 20
+    assert {"queued", "prefilling", "decoding"} <= soak.struck.keys(), soak.struck
+    assert 0.2 * count < sum(soak.struck.values()) < 0.4 * count
+    assert len(soak.finished) + sum(soak.struck.values()) == count
+
+    roomy = _engine(checkpoint, decoder, ROOMY)
+    undisturbed = roomy.generate([a.prompt for a in arrivals], [a.params for a in arrivals])
+    assert roomy.scheduler.num_preemptions == 0
+    for arrival, expected in zip(arrivals, undisturbed, strict=True):
+        survivor = soak.finished.get(arrival.request_id)
+        if survivor is not None:
+            assert survivor.token_ids == expected.token_ids, arrival
+            assert survivor.finish_reason == expected.finish_reason
+            assert survivor.tested_by_position == expected.tested_by_position
+    if decoder != "ar":
+        assert acceptance_of(undisturbed) > 0.2
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_an_exception_in_the_middle_of_generate_leaves_nothing_behind(
+    checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(checkpoint, decoder, TINY)
+    prompts = prompts_of([3, 20, 9, 1], vocab_size=CYCLE)
+    params = [SamplingParams(max_tokens=12, seed=i) for i in range(4)]
+    expected = [c.token_ids for c in engine.generate(prompts, params)]
+    forward, calls = engine._runner.forward, []
+
+    def failing(plan: object) -> torch.Tensor:
+        calls.append(plan)
+        if len(calls) == 4:
+            raise RuntimeError("device lost")
+        return forward(plan)
+
+    monkeypatch.setattr(engine._runner, "forward", failing)
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.generate(prompts, params)
+    assert_idle(engine)
+    assert [c.token_ids for c in engine.generate(prompts, params)] == expected
+
+
+def test_closing_a_stream_frees_the_request(checkpoint: Path) -> None:
+    engine = _engine(checkpoint, "tree", TINY)
+    events = engine.stream([1, 2, 3], SamplingParams(max_tokens=20, seed=0))
+    assert next(events).token_ids
+    events.close()
+    assert_idle(engine)
+
+
+def test_duplicate_ids_are_refused_and_the_first_request_lives(checkpoint: Path) -> None:
+    engine = _engine(checkpoint, "branch", TINY)
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=3, seed=1))
+    with pytest.raises(UserError) as caught:
+        engine.add_request("a", [3], SamplingParams(max_tokens=3))
+    assert caught.value.code == "IDLM-0409"
+    with pytest.raises(UserError):
+        engine.generate([[1], [2]], SamplingParams(max_tokens=2), request_ids=["b", "b"])
+    done = []
+    while not done:
+        done = [event.completion for event in engine.step() if event.completion]
+    assert done[0].request_id == "a"
+    assert len(done[0].token_ids) == 3
+    assert_idle(engine)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_its_slots(checkpoint: Path) -> None:
+    engine = _engine(checkpoint, "branch", {**TINY, "num_pages": 8})
+    needed = 10 + 40 - 1 + 16
+    with pytest.raises(UserError) as caught:
+        engine.add_request("big", [1] * 10, SamplingParams(max_tokens=40))
+    assert caught.value.code == "IDLM-0413"
+    assert str(needed) in str(caught.value)
+    assert "32" in str(caught.value)
+    assert_idle(engine)
+    assert len(engine.generate([[1] * 10], SamplingParams(max_tokens=7))[0].token_ids) == 7
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_one_lane_serves_everyone_in_turn(checkpoint: Path, decoder: str) -> None:
+    prompts = prompts_of([5, 1, 17, 8], vocab_size=CYCLE)
+    params = [SamplingParams(max_tokens=9, seed=i, n=2) for i in range(4)]
+    alone = _engine(checkpoint, decoder, {**TINY, "max_num_seqs": 1}).generate(prompts, params)
+    together = _engine(checkpoint, decoder, ROOMY).generate(prompts, params)
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
+    assert [(c.request_id, c.index) for c in alone] == [(f"r{i}", k) for i in range(4) for k in range(2)]

@@ -1,0 +1,280 @@
+"""What the engine is given and gives back: every refusal by its code and words, log-probabilities, seeds, streaming."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+from idlm.tasks.tokenizer import num_embedding_rows, save_tokenizer
+from tests.toy import write_toy_checkpoint
+
+MASK_ID, VOCAB = 47, 48
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
+    Semantics(mask_token_id=MASK_ID, stride=4).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    return Engine.from_pretrained(checkpoint, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine with the task tokenizer over a random model."""
+    directory = tmp_path_factory.mktemp("speaking")
+    num_ids = save_tokenizer(directory)
+    write_toy_checkpoint(directory, vocab_size=num_embedding_rows(num_ids), sharpness=2.0)
+    Semantics(mask_token_id=num_ids, stride=4).save(directory)
+    return Engine.from_pretrained(directory, **OPTIONS)
+
+
+def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.fix
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.5),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+        ("max_tokens", 0),
+        ("stop", ("",)),
+        ("stop_token_ids", (-1,)),
+        ("logprobs", -1),
+        ("n", 0),
+        ("tau", -0.1),
+        ("tau", math.nan),
+    ],
+)
+def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> None:
+    error = _refusal(SamplingParams, **{field: value})
+    assert error.code == "IDLM-0401"
+    assert f"{field}=" in error.message
+    assert repr(value) in error.message
+
+
+def test_all_wrong_settings_are_named_at_once() -> None:
+    error = _refusal(SamplingParams, temperature=-1, top_p=0, n=0)
+    assert all(f"{field}=" in error.message for field in ("temperature", "top_p", "n"))
+
+
+def test_the_edges_of_the_settings_are_allowed() -> None:
+    SamplingParams(temperature=0, top_p=1, top_k=0, min_p=1, seed=2**63 - 1, max_tokens=1, tau=0, logprobs=0)
+    assert SamplingParams(stop="x").stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("code", "prompts", "params", "words"),
+    [
+        ("IDLM-0410", [[]], None, ("empty",)),
+        ("IDLM-0411", [[1, VOCAB]], None, (str(VOCAB), "vocabulary")),
+        ("IDLM-0411", [[-1]], None, ("-1",)),
+        ("IDLM-0411", [[1, "a"]], None, ("'a'",)),
+        ("IDLM-0412", [[1] * 64], None, ("64", "context")),
+        ("IDLM-0414", ["hello"], None, ("tokenizer",)),
+        ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
+        ("IDLM-0407", "hello", None, ("string",)),
+        ("IDLM-0408", [[1], [2]], [SamplingParams()], ("2 prompts", "1 ")),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_nothing(
+    engine: Engine, code: str, prompts: Any, params: Any, words: tuple[str, ...]
+) -> None:
+    error = _refusal(engine.generate, prompts, params)
+    assert error.code == code
+    assert all(word in error.message for word in words), error.message
+    assert not engine._active
+    assert engine.step() == []
+
+
+def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
+    assert _refusal(engine.generate, [[1], [2], []]).code == "IDLM-0410"
+    assert not engine._active
+    assert not engine.scheduler.waiting
+
+
+@pytest.mark.parametrize(
+    ("code", "decoder", "options", "words"),
+    [
+        ("IDLM-0102", "idsd", {}, ("'isd'",)),
+        ("IDLM-0102", "isd", {"on_rejection": "three"}, ("'tree'", "cold")),
+        ("IDLM-0416", "isd", {"strid": 4}, ("stride",)),
+        ("IDLM-0416", "isd", {"max_num_seq": 4}, ("max_num_seqs",)),
+        ("IDLM-0416", "ar", {"stride": 4}, ("stride",)),
+        ("IDLM-0403", "isd", {"acceptance": "sloppy"}, ("exact", "published")),
+        ("IDLM-0402", "isd", {"stride": 0}, ("stride=0",)),
+        ("IDLM-0415", "ar", {"num_pages": 0}, ("num_pages=0",)),
+        ("IDLM-0415", "ar", {"max_num_seqs": 0}, ("max_num_seqs=0",)),
+        ("IDLM-0415", "ar", {"page_size": 0, "max_prompt_rows": 0}, ("page_size=0", "max_prompt_rows=0")),
+        ("IDLM-0415", "ar", {"template": "chat"}, ("template",)),
+        ("IDLM-0417", "ar", {"device": "tpu9"}, ("tpu9",)),
+        ("IDLM-0419", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
+        ("IDLM-0420", "ar", {"max_length": 100_000}, ("100000", "512")),
+        ("IDLM-0102", "ar", {"memory": "cacheing"}, ("'caching'",)),
+        ("IDLM-0606", "isd", {"mask_token_id": VOCAB}, (str(VOCAB),)),
+    ],
+)
+def test_bad_engine_options_are_refused(
+    checkpoint: Path, code: str, decoder: str, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    error = _refusal(Engine.from_pretrained, checkpoint, decoder, **{**OPTIONS, **options})
+    assert error.code == code
+    assert all(word in str(error) for word in words), str(error)
+
+
+def test_isd_without_a_mask_id_is_refused(tmp_path: Path) -> None:
+    plain = write_toy_checkpoint(tmp_path / "plain")
+    error = _refusal(Engine.from_pretrained, plain, "isd", stride=2, **OPTIONS)
+    assert error.code == "IDLM-0404"
+    assert Engine.from_pretrained(plain, **OPTIONS).decoder.name == "ar"
+    with pytest.warns(UserWarning, match="trained for"):
+        Engine.from_pretrained(plain, "isd", stride=2, mask_token_id=MASK_ID, **OPTIONS)
+
+
+def test_a_stride_beyond_the_checkpoint_warns_and_within_does_not(checkpoint: Path) -> None:
+    with pytest.warns(UserWarning, match="stride 5 is larger than the 4"):
+        Engine.from_pretrained(checkpoint, "isd", stride=5, **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Engine.from_pretrained(checkpoint, "isd", stride=3, **OPTIONS).decoder.num_masks == 2
+
+
+def test_a_pool_too_small_names_what_is_needed(checkpoint: Path) -> None:
+    engine = Engine.from_pretrained(checkpoint, "ar", num_pages=2, page_size=4, **OPTIONS)
+    error = _refusal(engine.generate, [[1, 2, 3]], SamplingParams(max_tokens=20))
+    assert error.code == "IDLM-0413"
+    assert "8" in error.message
+    assert "num_pages" in error.fix
+
+
+@pytest.mark.parametrize("decoder", ["ar", "isd"])
+def test_logprobs_are_the_models_own(checkpoint: Path, decoder: str) -> None:
+    """Against log_softmax of one transformers forward, whatever temperature the tokens were drawn at."""
+    import transformers
+
+    engine = Engine.from_pretrained(checkpoint, decoder, **OPTIONS)
+    prompt = [3, 14, 15, 9]
+    params = SamplingParams(max_tokens=12, temperature=0.7, top_k=9, seed=5, logprobs=3)
+    [completion] = engine.generate([prompt], params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).float().eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + list(completion.token_ids)])).logits[0].double()
+    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids) == 12
+    for row, token_id, entry in zip(table, completion.token_ids, completion.logprobs, strict=True):
+        assert entry.token_id == token_id
+        assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+        best = row.topk(3)
+        assert list(entry.top) == best.indices.tolist()
+        assert list(entry.top.values()) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("decoder", ["ar", "isd"])
+def test_a_seed_names_one_answer_alone_and_in_a_crowd(checkpoint: Path, decoder: str) -> None:
+    prompts = [[(7 * i + j) % MASK_ID for j in range(1 + 2 * i % 11)] for i in range(16)]
+    params = [SamplingParams(max_tokens=12, temperature=1.0 + i / 20, seed=i) for i in range(16)]
+    crowd = Engine.from_pretrained(checkpoint, decoder, **OPTIONS).generate(prompts, params)
+    engine = Engine.from_pretrained(checkpoint, decoder, max_num_seqs=1, **OPTIONS)
+    for prompt, setting, expected in zip(prompts, params, crowd, strict=True):
+        [alone] = engine.generate([prompt], setting)
+        assert alone.token_ids == expected.token_ids
+        assert alone.seed == setting.seed
+    [other] = engine.generate([prompts[0]], replace(params[0], seed=99))
+    assert other.token_ids != crowd[0].token_ids
+
+
+def test_samples_of_a_request_differ_and_repeat(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10, seed=3, n=6)
+    first, again = engine.generate([[1, 2]], params), engine.generate([[1, 2]], params)
+    assert len({c.token_ids for c in first}) > 3
+    assert [c.token_ids for c in first] == [c.token_ids for c in again]
+    assert [c.index for c in first] == list(range(6))
+
+
+def test_without_a_seed_answers_differ_and_say_their_seed(engine: Engine) -> None:
+    drawn = engine.generate([[1, 2]] * 6, SamplingParams(max_tokens=10))
+    assert len({c.seed for c in drawn}) == 6
+    assert len({c.token_ids for c in drawn}) > 3
+    [repeated] = engine.generate([[1, 2]], SamplingParams(max_tokens=10, seed=drawn[2].seed))
+    assert repeated.token_ids == drawn[2].token_ids
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_streamed_pieces_are_the_completion(speaking: Engine, seed: int) -> None:
+    params = SamplingParams(max_tokens=30, seed=seed)
+    events = list(speaking.stream("Lea has 9 shells.", params))
+    final = events[-1].completion
+    assert final is not None
+    assert [event.completion for event in events[:-1]] == [None] * (len(events) - 1)
+    assert "".join(event.text for event in events) == final.text
+    assert tuple(t for event in events for t in event.token_ids) == final.token_ids
+    [whole] = speaking.generate(["Lea has 9 shells."], params)
+    assert (whole.token_ids, whole.text) == (final.token_ids, final.text)
+
+
+def test_stop_strings_that_straddle_tokens_end_text_before_them(speaking: Engine) -> None:
+    """Stops cut from the unstopped answer, over the borders of its tokens; the held-back text is never released."""
+    params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    [free] = speaking.generate(["Lea has 9 shells."], params)
+    assert len(free.text) > 40
+    for start in range(5, 35, 3):
+        stop = free.text[start : start + 7]
+        first = free.text.index(stop)
+        events = list(speaking.stream("Lea has 9 shells.", replace(params, stop=(stop, "never there"))))
+        final = events[-1].completion
+        assert final is not None
+        assert final.finish_reason == "stop"
+        assert final.text == "".join(event.text for event in events) == free.text[:first]
+        assert final.token_ids == free.token_ids[: len(final.token_ids)]
+        [whole] = speaking.generate(["Lea has 9 shells."], replace(params, stop=stop))
+        assert (whole.text, whole.token_ids) == (final.text, final.token_ids)
+
+
+def test_a_stop_id_is_a_token_of_the_answer_but_not_of_its_text(speaking: Engine) -> None:
+    params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    [free] = speaking.generate(["Lea"], params)
+    stop_id = free.token_ids[6]
+    [cut] = speaking.generate(["Lea"], replace(params, stop_token_ids=(stop_id,)))
+    end = free.token_ids.index(stop_id) + 1
+    assert cut.token_ids == free.token_ids[:end]
+    assert cut.finish_reason == "stop"
+    assert cut.text == speaking.tokenizer.decode(list(cut.token_ids[:-1]), skip_special_tokens=True)
+    assert _refusal(speaking.generate, [""]).code == "IDLM-0410"
