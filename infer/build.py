@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -51,7 +51,7 @@ class EngineSettings:
     max_prompt_rows: int = 1024
     page_size: int = 16
     num_pages: int | None = None
-    template: str = "auto"
+    template: Literal["auto", "none"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from idlm.contracts import SamplingParams
 
@@ -34,8 +34,10 @@ class SamplingConfig:
 
     def params(self, **changes: Any) -> SamplingParams:
         """The engine's form, with single settings replaced."""
-        values = dataclasses.asdict(self) | changes
-        return SamplingParams(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        values: dict[str, Any] = dataclasses.asdict(self) | changes
+        for key, value in values.items():
+            values[key] = tuple(value) if isinstance(value, list) else value
+        return SamplingParams(**values)
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,7 @@ class EngineConfig:
     max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
     page_size: int = _help("slots of a KV page", 16)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
-    template: str = _help("auto uses the tokenizer's chat template for text prompts, none does not", "auto")
+    template: Literal["auto", "none"] = _help("auto uses the tokenizer's chat template for text prompts, none does not", "auto")
 
     def options(self) -> dict[str, Any]:
         """Keywords for `Engine.from_pretrained`."""

@@ -7,6 +7,7 @@ KV heads, H head dim.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -79,7 +80,7 @@ class Trunk(Protocol):
         ...
 
 
-class Family:
+class Family(ABC):
     """Base of all families; registered in `FAMILIES` under the checkpoint's architecture string."""
 
     tensor_names: ClassVar[TensorNames] = TensorNames()
@@ -87,9 +88,9 @@ class Family:
     """False: the architecture string names models that decode differently; someone must say which it is."""
 
     @classmethod
+    @abstractmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         """Read `config.json`; UserError IDLM-0604 names every field that is missing, wrong or unsupported."""
-        raise NotImplementedError
 
 
 FAMILIES: Registry[type[Family]] = Registry("family", "idlm.infer.models.families")

@@ -30,6 +30,7 @@ def rope_frequencies(
     problems = _problems(config, parameters, rope_type, theta)
     if problems:
         return (), 1.0, problems
+    assert theta is not None
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return tuple((1.0 / theta**exponents).tolist()), 1.0, []
