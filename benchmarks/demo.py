@@ -2,7 +2,8 @@
 
     python -m benchmarks.demo [num=200] [output=outputs/tiny] [record=true]
 
-Prints one table on held-out prompts of the verifiable task. `record=true` appends the figures to benchmarks/results.
+Prints one table on held-out prompts of the verifiable task. `record=true` appends the figures to
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def demo(arguments: list[str]) -> int:
         engine = Engine.from_pretrained(BASE if arm.is_base else output, arm.decoder, **arm.options)
         params = SamplingParams(temperature=arm.temperature, max_tokens=MAX_TOKENS, seed=SEED)
         results.append((arm, evaluate(engine, task, samples, params)))
-    print(f"\nledger/tiny, {len(samples)} held-out prompts, stride {STRIDE}; converted in {convert_seconds:.0f} s\n")
+    print(f"\n{len(samples)} held-out prompts, stride {STRIDE}; converted in {convert_seconds:.0f} s\n")
     print(table(results))
     print(f"\nreport: {output}/report.md (plots and sample generations beside it)")
-    print(f'try it: .venv/bin/idlm-generate model={output} -p "{samples[0].prompt}" sampling.temperature=0')
+    print(f"try it: .venv/bin/idlm-generate model={output} sampling.temperature=0 -p '{samples[0].prompt}'")
     if options["record"] == "true":
         append_rows("demo", rows(results, convert_seconds))
     return 0
@@ -97,7 +98,9 @@ def table(results: list[tuple[Arm, Evaluation]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     rule = "-|-".join("-" * width for width in widths)
-    return "\n".join(f"| {line} |" for line in (text[0], rule, *text[1:])).replace(f"| {rule} |", f"|-{rule}-|")
+    return "\n".join(f"| {line} |" for line in (text[0], rule, *text[1:])).replace(
+        f"| {rule} |", f"|-{rule}-|"
+    )
 
 
 def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:
@@ -124,27 +127,38 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
     base = {arm.temperature: result for arm, result in results if arm.is_base}
     out = [result_row("demo", {}, "convert_seconds", convert_seconds, "s", command=COMMAND)]
     for arm, result in results:
-        who = {"model": "base" if arm.is_base else "converted", "decoder": arm.decoder, **arm.options}
-        case = {**who, "temperature": arm.temperature, "num_prompts": result.num_prompts}
-        exactness = result.exactness
-        accuracy = base[arm.temperature].exact_match
-        speed = result.tokens_per_forward
-        out.append(
-            result_row("demo", case, "exact_match", result.exact_match, "share", baseline=accuracy, exactness=exactness)
-        )
-        out.append(result_row("demo", case, "tokens_per_forward", speed, "tokens", baseline=1.0, exactness=exactness))
+        case = {
+            "model": "base" if arm.is_base else "converted",
+            "decoder": arm.decoder,
+            "strategy": arm.options.get("on_rejection", "-"),
+            "stride": arm.options.get("stride", 1),
+            "temperature": arm.temperature,
+        }
+        reference = base[arm.temperature]
+        measured: list[tuple[str, float, str, float | None]] = [
+            ("exact_match", result.exact_match, "share", reference.exact_match),
+            ("tokens_per_forward", result.tokens_per_forward, "tokens", 1.0),
+            ("tokens_per_second", result.tokens_per_second, "tokens/s", reference.tokens_per_second),
+        ]
         if result.acceptance_rate is not None:
-            out.append(
-                result_row("demo", case, "acceptance_rate", result.acceptance_rate, "share", exactness=exactness)
-            )
+            measured.append(("acceptance_rate", result.acceptance_rate, "share", None))
         predicted = closed_form(arm, result)
         if predicted is not None:
             decode = result.decode_tokens_per_forward
-            out.append(
-                result_row(
-                    "demo", case, "decode_tokens_per_forward", decode, "tokens", baseline=predicted, exactness=exactness
-                )
+            measured.append(("decode_tokens_per_forward", decode, "tokens", predicted))
+        out += [
+            result_row(
+                "demo",
+                case,
+                metric,
+                value,
+                unit,
+                baseline=baseline,
+                exactness=result.exactness,
+                command=COMMAND,
             )
+            for metric, value, unit, baseline in measured
+        ]
     return out
 
 
@@ -153,7 +167,9 @@ def _options(arguments: list[str]) -> dict[str, str]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or key not in options:
-            raise UserError("IDLM-0105", f"unknown argument {argument!r}", fix=f"use some of {sorted(options)}")
+            raise UserError(
+                "IDLM-0107", f"unknown argument {argument!r}", fix=f"use some of {sorted(options)}"
+            )
         options[key] = value
     return options
 
@@ -164,7 +180,9 @@ def _convert(output: Path) -> float:
     arguments = ["+recipe=tiny", f"output_dir={output}", "resume=never"]
     finished = subprocess.run([sys.executable, "-m", "idlm.train.cli", *arguments], check=False)
     if finished.returncode != 0:
-        raise UserError("IDLM-0106", f"the conversion ended with status {finished.returncode}", fix="see its output above")
+        raise UserError(
+            "IDLM-0108", f"the conversion ended with status {finished.returncode}", fix="see its output above"
+        )
     return time.perf_counter() - start
 
 

@@ -4,6 +4,7 @@ options.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import yaml
 
 from idlm.errors import UserError
+
+# Before torch is loaded: a spinning OpenMP pool collapses four-fold beside a busy neighbour (facts/dependencies.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130

@@ -210,3 +210,7 @@ def summary(engine: Engine, completions: Sequence[Completion], seconds: float) -
     acceptance = f", acceptance {accepted / tested:.3f}" if tested else ""
     law = f"[{engine.decoder.name}, {completions[0].exactness}]"
     return f"{law} {tokens} tokens, {tokens / forwards:.2f} per forward{acceptance}, {tokens / seconds:.0f} tokens/s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from idlm import command
@@ -61,3 +62,7 @@ def _write(path: Path, prompts: list[str], results: dict[str, Evaluation]) -> No
             for prompt, done, verdict in zip(prompts, result.completions, result.verdicts, strict=True):
                 record = {"decoder": name, "prompt": prompt, "verdict": dataclasses.asdict(verdict)}
                 out.write(json.dumps(record | {"completion": dataclasses.asdict(done)}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,14 +10,20 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idlm.errors import UserError
 
 if TYPE_CHECKING:
-    from idlm.train.report import Sampler
+    from idlm.infer.engine import Engine
+    from idlm.train.config import TrainConfig
+    from idlm.train.report import Measurement, Sampler, SampleReport
 
 USER_ERROR_STATUS = 2
+SAMPLE_TOKENS = 512
+CORRECT = "correct"
 
 
 def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> int:
@@ -46,13 +52,88 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
     from idlm.train.pipeline import run_training
 
-    outcome = run_training(config, console=console, sampler=sampler)
+    outcome = run_training(config, console=console, sampler=sampler or engine_sampler(config))
     if outcome.signal is not None:
         _say_how_to_resume(console, argv, outcome.last_step)
         return 128 + outcome.signal
     if outcome.report is not None:
         console.print(f"report: {outcome.report}", highlight=False, soft_wrap=True)
     return 0
+
+
+def engine_sampler(config: TrainConfig) -> Sampler:
+    """Greedy generations of the published checkpoint: held-out prompts of a task, or the first of a file.
+
+    A converted checkpoint answers by ISD and by AR decoding, so the report shows whether both agree.
+    """
+
+    def sample(directory: Path, num_samples: int) -> SampleReport:
+        from idlm.train.report import SampleReport
+
+        try:
+            return _generate(config, directory, num_samples)
+        except UserError as error:
+            # The checkpoint is published by now: a report without samples is better than none.
+            print(f"the report has no samples: {error}", file=sys.stderr)
+            return SampleReport()
+
+    return sample
+
+
+def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleReport:
+    from idlm.contracts import SamplingParams
+    from idlm.infer.engine import Engine
+    from idlm.semantics import Semantics
+    from idlm.train.report import SampleReport, SampleText
+
+    params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
+    measurements, texts = [], []
+    for decoder in ("isd", "ar") if Semantics.load(directory).stride > 1 else ("ar",):
+        engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
+        prompts, judge = _prompts(config, engine, num_samples)
+        done = engine.generate(prompts, params)
+        verdicts = [judge(place, completion.text) for place, completion in enumerate(done)]
+        measurements.append(_measure(decoder, done, verdicts))
+        if not texts:
+            shown = [p if isinstance(p, str) else engine.tokenizer.decode(p) for p in prompts]
+            texts = [
+                SampleText(prompt=prompt, response=completion.text, verdict=verdict or "")
+                for prompt, completion, verdict in zip(shown, done, verdicts, strict=True)
+            ]
+    return SampleReport(samples=tuple(texts), measurements=tuple(measurements))
+
+
+def _prompts(
+    config: TrainConfig, engine: Engine, num_samples: int
+) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
+    """Prompts, and a judge `(place, answer) -> verdict`, None where nothing can judge."""
+    from idlm.tasks import TASKS
+    from idlm.train.data.base import SOURCES, Encoder
+
+    data = config.data
+    if data.source == "task":
+        task = TASKS.get(data.task)(level=data.level, **data.task_args)
+        texts = [task.sample(index, "validation").prompt for index in range(num_samples)]
+        return list(texts), lambda place, answer: task.check(texts[place], answer).reason or CORRECT
+    encoder = Encoder(engine.tokenizer, mask_token_id=None, use_chat_template=data.chat_template)
+    source = SOURCES.get(data.source)(data, encoder)
+    samples = [source.sample(index) for index in range(min(num_samples, source.num_samples or num_samples))]
+    prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
+    return prompts, lambda place, answer: None
+
+
+def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:
+    from idlm.train.report import Measurement
+
+    tested = sum(sum(completion.tested_by_position) for completion in done)
+    accepted = sum(sum(completion.accepted_by_position) for completion in done)
+    is_judged = all(verdict is not None for verdict in verdicts)
+    return Measurement(
+        decoder=decoder,
+        exact_match=sum(verdict == CORRECT for verdict in verdicts) / len(done) if is_judged else None,
+        acceptance_rate=accepted / tested if tested else None,
+        tokens_per_forward=sum(len(c.token_ids) for c in done) / sum(c.num_forwards for c in done),
+    )
 
 
 def _say_how_to_resume(console: Any, argv: list[str], step: int) -> None:
