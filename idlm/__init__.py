@@ -1,4 +1,4 @@
-"""Convert an autoregressive checkpoint into an introspective diffusion language model, and generate with it."""
+"""Convert an autoregressive checkpoint into an introspective diffusion language model, and generate."""
 
 from __future__ import annotations
 

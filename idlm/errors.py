@@ -6,8 +6,8 @@ from __future__ import annotations
 class UserError(ValueError):
     """A mistake in input or configuration, raised where the value enters.
 
-    `code` is stable ("IDLM-0201") and names one cause; `fix` is an instruction. Command lines print it without a
-    traceback and exit with status 2.
+    `code` is stable ("IDLM-0201") and names one cause; `fix` is an instruction. Command lines print it
+    without a traceback and exit with status 2.
     """
 
     def __init__(self, code: str, message: str, *, fix: str) -> None:

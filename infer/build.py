@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from idlm import schema
 from idlm.checkpoint import read_json
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
@@ -95,6 +96,9 @@ def build(path: str | Path, decoder: str | None, options: dict[str, Any]) -> Eng
     """
     path = Path(path)
     settings, decoder_options = _split_options(options)
+    if decoder is not None:
+        # A misspelt name or option is known before gigabytes of weights are read.
+        _decoder_config(DECODERS.get(decoder), decoder_options)
     model = load_model(
         path,
         device=resolve_device(settings.device),
@@ -202,7 +206,11 @@ def _decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
             f"unknown option {hints}",
             fix=f"decoder {chosen.name!r} takes {known or 'no options'}; the engine takes {engine}",
         )
-    return chosen.Config(**options)
+    problems: list[str] = []
+    config = schema.build(chosen.Config, options, problems, "decoder.")
+    if problems:
+        raise UserError("IDLM-0416", "; ".join(problems), fix=f"correct the options of {chosen.name!r}")
+    return config
 
 
 def resolve_device(device: str) -> torch.device:

@@ -6,22 +6,27 @@ idlm-generate model=outputs/tiny -p "Lea has 9 shells. ..." sampling.temperature
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from idlm import command
 from idlm.compose import compose, describe
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.answers import AnswerRun, Tally, as_record, encode_line
 from idlm.infer.config import GenerateConfig
+from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
-from idlm.infer.prompts import PromptLine, read_prompts
+from idlm.infer.output import answer_file, check_output
+from idlm.infer.prompts import PromptLine, check_prompts, read_prompts, text_prompts
+from idlm.schema import show_default
 from idlm.tokens import encode_messages
+
+HELP_FLAGS = {"-h", "--help"}
 
 
 def main() -> int:
@@ -31,11 +36,12 @@ def main() -> int:
 
 def generate(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__, "\ndecoder=NAME and decoder.OPTION=VALUE choose the decoder; further keys:\n")
-        print(describe(GenerateConfig))
-        return 0
     texts, arguments = take_prompts(arguments)
+    if HELP_FLAGS & set(arguments):
+        print(__doc__)
+        print("-p TEXT, --prompt TEXT, --prompt=TEXT\n    a prompt; as often as you like")
+        print(describe_decoders(), describe(GenerateConfig), sep="\n")
+        return 0
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
@@ -43,9 +49,10 @@ def generate(arguments: list[str]) -> int:
     engine = load_engine(config.model, decoder, {**config.options(), **options})
     if lines is None:
         return _chat(engine, config)
-    if config.output is None and len(texts) == 1 and config.sampling.n == 1:
-        return _print_one(engine, lines, config)
-    return _answer_all(engine, lines, config)
+    first = list(itertools.islice(lines, 2))
+    if config.input is None and config.output is None and len(first) == 1 and first[0].params.n == 1:
+        return _print_one(engine, first[0], config)
+    return _answer_all(engine, itertools.chain(first, lines), config)
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -65,6 +72,18 @@ def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return prompts, rest
 
 
+def describe_decoders() -> str:
+    """Help on the decoders and the options they own."""
+    lines = []
+    for name in DECODERS.names():
+        options = [
+            f"decoder.{field.name}={show_default(field.default)}"
+            for field in dataclasses.fields(DECODERS.get(name).Config)
+        ]
+        lines.append(f"decoder={name}\n    {', '.join(options) or 'no options'}")
+    return "\n".join(lines)
+
+
 def load_engine(model: str | None, decoder: str | None, options: dict[str, Any]) -> Engine:
     """The engine of a `model=` argument."""
     if model is None:
@@ -73,28 +92,31 @@ def load_engine(model: str | None, decoder: str | None, options: dict[str, Any])
 
 
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
-    """Where prompts come from; None means a chat."""
+    """Where prompts come from; None means a chat. Finds every mistake that can be found without a model."""
+    config.sampling.params()
     if config.prompt and config.input:
         raise UserError("IDLM-0439", "both prompt and input are given", fix="give one of them")
-    if config.output and Path(config.output).exists() and not config.overwrite:
-        raise UserError(
-            "IDLM-0431", f"output={config.output!r} exists", fix="give overwrite=true or another name"
-        )
+    check_output(config.output, overwrite=config.overwrite)
     if config.input:
-        return read_prompts(config.input)
-    texts = config.prompt
-    if not texts and not sys.stdin.isatty():
-        texts = [sys.stdin.read().strip()]
-    if not texts:
-        return None
-    return iter([PromptLine(request_id=str(i), prompt=text, sampling={}) for i, text in enumerate(texts)])
+        if config.output and Path(config.output).resolve() == Path(config.input).resolve():
+            raise UserError("IDLM-0439", "input and output are the same file", fix="choose another output=")
+        check_prompts(config.input, config.sampling)
+        return read_prompts(config.input, config.sampling)
+    if config.prompt:
+        return iter(text_prompts(config.prompt, config.sampling, place="prompt"))
+    if not sys.stdin.isatty():
+        return iter(text_prompts([sys.stdin.read().rstrip("\r\n")], config.sampling, place="stdin"))
+    if config.output is not None or config.sampling.n > 1:
+        raise UserError(
+            "IDLM-0440", "a chat has no output file and one answer per turn", fix="give -p TEXT or input=FILE"
+        )
+    return None
 
 
-def _print_one(engine: Engine, lines: Iterator[PromptLine], config: GenerateConfig) -> int:
+def _print_one(engine: Engine, line: PromptLine, config: GenerateConfig) -> int:
     """Stream one answer to the terminal."""
-    line = next(lines)
-    done = _stream(engine, _prompt(engine, line.prompt), config.sampling.params(), config.stats)
-    return 0 if done.finish_reason != "abort" else 1
+    _stream(engine, encode_line(engine, line), line.params, config.stats)
+    return 0
 
 
 def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, stats: bool) -> Completion:
@@ -108,77 +130,32 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, sta
     print()
     assert completion is not None
     if stats:
-        print(summary(engine, [completion], time.perf_counter() - start), file=sys.stderr)
+        tally = Tally()
+        tally.add(completion)
+        print(tally.line(engine.decoder.name, time.perf_counter() - start), file=sys.stderr)
     return completion
 
 
 def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateConfig) -> int:
-    """Answer every line, write in input order as soon as possible; an interrupted run keeps what it wrote."""
+    """Answer every line; what is finished when a run is stopped is written as well."""
     start = time.perf_counter()
-    completions: list[Completion] = []
-    partial = Path(f"{config.output}.partial") if config.output else None
-    out: TextIO = partial.open("w", encoding="utf-8") if partial else sys.stdout
-    try:
-        for line, completion in _run(engine, lines, config):
-            completions.append(completion)
-            _write(out, line, completion, as_json=partial is not None)
-    finally:
-        if partial is not None:
-            out.flush()
-            os.fsync(out.fileno())
-            out.close()
-    if partial is not None and config.output is not None:
-        partial.replace(config.output)
-    if config.stats and completions:
-        print(summary(engine, completions, time.perf_counter() - start), file=sys.stderr)
+    run, tally = AnswerRun(engine, lines), Tally()
+    if config.output is None:
+        for _, done in run:
+            tally.add(done)
+            print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
+    else:
+        with answer_file(config.output) as answers:
+            try:
+                for line, done in run:
+                    tally.add(done)
+                    answers.write(as_record(line, done))
+            finally:
+                for line, done in run.finished():
+                    answers.write(as_record(line, done))
+    if config.stats:
+        print(tally.line(engine.decoder.name, time.perf_counter() - start), file=sys.stderr)
     return 0
-
-
-def _run(
-    engine: Engine, lines: Iterator[PromptLine], config: GenerateConfig
-) -> Iterator[tuple[PromptLine, Completion]]:
-    """Keep the engine's queue filled from the lines; yield finished answers in input order."""
-    order: list[tuple[PromptLine, tuple[str, int]]] = []
-    done: dict[tuple[str, int], Completion] = {}
-    num_open, num_lines = 0, 0
-    while True:
-        while num_open < 4 * engine.settings.max_num_seqs and (line := next(lines, None)) is not None:
-            params = config.sampling.params(**line.sampling)
-            key = f"{num_lines}:{line.request_id}"
-            engine.add_request(key, _prompt(engine, line.prompt), params)
-            order += [(line, (key, index)) for index in range(params.n)]
-            num_open, num_lines = num_open + params.n, num_lines + 1
-        for event in engine.step():
-            if event.completion is not None:
-                done[event.request_id, event.index] = event.completion
-                num_open -= 1
-        while order and order[0][1] in done:
-            line, request = order.pop(0)
-            yield line, dataclasses.replace(done.pop(request), request_id=line.request_id)
-        if not order and num_open == 0:
-            return
-
-
-def _prompt(engine: Engine, prompt: str | list[int] | list[dict[str, str]]) -> str | list[int]:
-    """Text and ids pass; a conversation is rendered by the tokenizer's chat template."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        if engine.tokenizer is None:
-            raise UserError("IDLM-0414", "messages need a tokenizer", fix="give prompt_ids")
-        return list(encode_messages(engine.tokenizer, prompt))  # type: ignore[arg-type]
-    return prompt  # type: ignore[return-value]
-
-
-def _write(out: TextIO, line: PromptLine, completion: Completion, *, as_json: bool) -> None:
-    if not as_json:
-        print(completion.text if completion.text else list(completion.token_ids), file=out)
-        return
-    record = {"prompt": line.prompt, **dataclasses.asdict(completion)}
-    record |= {
-        "tokens_per_forward": completion.tokens_per_forward,
-        "acceptance_rate": completion.acceptance_rate,
-    }
-    out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    out.flush()
 
 
 def _chat(engine: Engine, config: GenerateConfig) -> int:
@@ -196,20 +173,14 @@ def _chat(engine: Engine, config: GenerateConfig) -> int:
             messages = []
             continue
         messages.append({"role": "user", "content": text})
-        prompt = encode_messages(engine.tokenizer, messages) if engine.tokenizer.chat_template else text
-        completion = _stream(engine, prompt, config.sampling.params(), config.stats)
+        try:
+            prompt = encode_messages(engine.tokenizer, messages) if engine.tokenizer.chat_template else text
+            completion = _stream(engine, prompt, config.sampling.params(), config.stats)
+        except UserError as error:
+            print(f"error {error}\n  an empty line starts over", file=sys.stderr)
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": completion.text})
-
-
-def summary(engine: Engine, completions: Sequence[Completion], seconds: float) -> str:
-    """One line of figures about finished answers."""
-    tokens = sum(len(done.token_ids) for done in completions)
-    forwards = sum(done.num_forwards for done in completions)
-    tested = sum(sum(done.tested_by_position) for done in completions)
-    accepted = sum(sum(done.accepted_by_position) for done in completions)
-    acceptance = f", acceptance {accepted / tested:.3f}" if tested else ""
-    law = f"[{engine.decoder.name}, {completions[0].exactness}]"
-    return f"{law} {tokens} tokens, {tokens / forwards:.2f} per forward{acceptance}, {tokens / seconds:.0f} tokens/s"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class EngineConfig:
     max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
     page_size: int = _help("slots of a KV page", 16)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
-    template: Literal["auto", "none"] = _help("auto uses the tokenizer's chat template for text prompts, none does not", "auto")
+    template: Literal["auto", "none"] = _help(
+        "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
+    )
 
     def options(self) -> dict[str, Any]:
         """Keywords for `Engine.from_pretrained`."""
@@ -86,4 +88,5 @@ class EvaluateConfig(EngineConfig):
     num: int = _help("prompts", 200)
     baseline: str | None = _help("decoder to run beside, null for none", "ar")
     output: str | None = _help("JSON lines with every completion and its verdict", None)
+    overwrite: bool = _help("replace an existing output file", False)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -306,7 +306,8 @@ class Engine:
             raise UserError(
                 "IDLM-0413",
                 f"request {request_id!r} may need {needed} KV slots; the pool has {pool}",
-                fix=f"lower max_tokens, or raise num_pages to {math.ceil(needed / self.pool.page_size)} or more",
+                fix="lower max_tokens, or raise num_pages to "
+                f"{math.ceil(needed / self.pool.page_size)} or more",
             )
         return longest
 

@@ -6,16 +6,23 @@ idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.t
 from __future__ import annotations
 
 import dataclasses
-import json
+import gc
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from idlm import command
 from idlm.compose import compose, describe
-from idlm.infer.cli import load_engine
+from idlm.errors import UserError
+from idlm.infer.answers import figures
+from idlm.infer.cli import HELP_FLAGS, describe_decoders, load_engine
 from idlm.infer.config import EvaluateConfig
+from idlm.infer.decoders.base import DECODERS
 from idlm.infer.evaluate import Evaluation, evaluate, task_samples
-from idlm.tasks import TASKS
+from idlm.infer.output import answer_file, check_output
+from idlm.tasks import TASKS, Task, TaskSample
 
 
 def main() -> int:
@@ -25,23 +32,51 @@ def main() -> int:
 
 def run_evaluation(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__, "\ndecoder=NAME and decoder.OPTION=VALUE choose the decoder; further keys:\n")
-        print(describe(EvaluateConfig))
+    if HELP_FLAGS & set(arguments):
+        print(__doc__)
+        print(describe_decoders(), describe(EvaluateConfig), sep="\n")
         return 0
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     config = compose("eval", EvaluateConfig, rest)
     task = TASKS.get(config.task)(level=config.level)
-    samples = task_samples(task, config.split, config.num)
-    runs = [(config.baseline, {})] if config.baseline is not None and config.baseline != decoder else []
-    results: dict[str, Evaluation] = {}
-    for name, decoder_options in [*runs, (decoder, options)]:
-        engine = load_engine(config.model, name, {**config.options(), **decoder_options})
-        results[engine.decoder.name] = evaluate(engine, task, samples, config.sampling.params())
+    samples = _check(config, task)
+    name, evaluation = _evaluate(config, decoder, options, task, samples)
+    results = {name: evaluation}
+    if config.baseline not in (None, name):
+        baseline, evaluation = _evaluate(config, config.baseline, {}, task, samples)
+        results = {baseline: evaluation, **results}
     print(table(results))
     if config.output is not None:
-        _write(Path(config.output), [sample.prompt for sample in samples], results)
+        _write(config.output, samples, config.sampling.n, results)
     return 0
+
+
+def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
+    """The samples, after every mistake that can be found without a model."""
+    config.sampling.params()
+    check_output(config.output, overwrite=config.overwrite)
+    if config.baseline is not None:
+        DECODERS.get(config.baseline)
+    if config.num < 1:
+        raise UserError("IDLM-0443", f"num={config.num} prompts", fix="give num >= 1")
+    return task_samples(task, config.split, config.num)
+
+
+def _evaluate(
+    config: EvaluateConfig,
+    decoder: str | None,
+    options: dict[str, Any],
+    task: Task,
+    samples: Sequence[TaskSample],
+) -> tuple[str, Evaluation]:
+    """One decoder's name and figures. Its memory is free again afterwards: the next engine sizes its own."""
+    engine = load_engine(config.model, decoder, {**config.options(), **options})
+    name, result = engine.decoder.name, evaluate(engine, task, samples, config.sampling.params())
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return name, result
 
 
 def table(results: dict[str, Evaluation]) -> str:
@@ -56,12 +91,19 @@ def table(results: dict[str, Evaluation]) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, prompts: list[str], results: dict[str, Evaluation]) -> None:
-    with path.open("w", encoding="utf-8") as out:
+def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
+    prompts = [sample.prompt for sample in samples for _ in range(n)]
+    with answer_file(output) as answers:
         for name, result in results.items():
             for prompt, done, verdict in zip(prompts, result.completions, result.verdicts, strict=True):
-                record = {"decoder": name, "prompt": prompt, "verdict": dataclasses.asdict(verdict)}
-                out.write(json.dumps(record | {"completion": dataclasses.asdict(done)}) + "\n")
+                answers.write(
+                    {
+                        "decoder": name,
+                        "prompt": prompt,
+                        "verdict": dataclasses.asdict(verdict),
+                        "completion": figures(done),
+                    }
+                )
 
 
 if __name__ == "__main__":

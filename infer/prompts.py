@@ -1,15 +1,16 @@
-"""Prompt files of `idlm-generate`: JSON lines with `prompt`, `prompt_ids` or `messages`, and per-line
-settings.
+"""Prompts of `idlm-generate`: texts, and JSON lines with `prompt`, `prompt_ids` or `messages` and settings of
+their own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.config import SamplingConfig
 from idlm.suggest import did_you_mean
@@ -20,33 +21,50 @@ KEYS = (*SHAPES, "id", "sampling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One line: what to answer (text, ids or a conversation), under which id and settings."""
+    """One request: what to answer (text, ids or a conversation), under which id and settings.
 
+    `place` (`file:line`) goes in front of every complaint about it.
+    """
+
+    place: str
     request_id: str
     prompt: str | list[int] | list[dict[str, str]]
-    sampling: dict[str, Any]
+    params: SamplingParams
 
 
-def read_prompts(path: str) -> Iterator[PromptLine]:
-    """Yield the lines of a file; UserError with file and line number for anything that is not one. Blank
-    lines pass.
+def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) -> list[PromptLine]:
+    """Requests of plain texts, numbered from 0."""
+    for number, text in enumerate(texts):
+        _check_text(f"{place} {number}", text)
+    return [
+        PromptLine(place=f"{place} {number}", request_id=str(number), prompt=text, params=sampling.params())
+        for number, text in enumerate(texts)
+    ]
+
+
+def read_prompts(path: str, sampling: SamplingConfig) -> Iterator[PromptLine]:
+    """Yield the requests of a file, with `sampling` where a line sets nothing else. Blank lines pass.
+
+    UserError with file and line number for anything that is not a request.
     """
     source = Path(path)
     if not source.is_file():
         raise UserError("IDLM-0430", f"input={path!r} is not a file", fix="give a file of JSON lines")
-    with source.open(encoding="utf-8") as lines:
+    with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _parse(f"{path}:{number}", number, line)
+                yield _parse(f"{path}:{number}", number, line, sampling)
 
 
-def _parse(place: str, number: int, line: str) -> PromptLine:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line"
-        ) from error
+def check_prompts(path: str, sampling: SamplingConfig) -> None:
+    """Read a whole file once, so that a mistake in its last line is known before a model is loaded."""
+    num_lines = sum(1 for _ in read_prompts(path, sampling))
+    if not num_lines:
+        raise UserError("IDLM-0430", f"input={path!r} has no lines", fix="give a file of JSON lines")
+
+
+def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> PromptLine:
+    record = _record(place, line)
     if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
     unknown = [key for key in record if key not in KEYS]
@@ -56,19 +74,81 @@ def _parse(place: str, number: int, line: str) -> PromptLine:
             f"{place}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], KEYS)}",
             fix=f"use {KEYS}",
         )
-    sampling = record.get("sampling", {})
+    shape = next(key for key in SHAPES if key in record)
+    problem = _problem(shape, record[shape])
+    if problem:
+        raise UserError("IDLM-0436", f"{place}: {shape} {problem[0]}", fix=problem[1])
+    return PromptLine(
+        place=place,
+        request_id=str(record.get("id", number)),
+        prompt=record[shape],
+        params=_params(place, record.get("sampling", {}), sampling),
+    )
+
+
+def _record(place: str, line: bytes) -> Any:
+    try:
+        text = line.decode("utf-8-sig")
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line, in UTF-8"
+        ) from error
+    _check_text(place, json.dumps(record, ensure_ascii=False))
+    return record
+
+
+def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParams:
     known = tuple(SamplingConfig.__dataclass_fields__)
-    bad = [key for key in sampling if key not in known] if isinstance(sampling, dict) else [str(sampling)]
+    if not isinstance(changes, dict):
+        raise UserError(
+            "IDLM-0435", f"{place}: sampling is {changes!r}", fix='write {"sampling": {"temperature": 0}}'
+        )
+    bad = [key for key in changes if key not in known]
     if bad:
         raise UserError(
             "IDLM-0435",
             f"{place}: unknown sampling {bad[0]!r}{did_you_mean(bad[0], known)}",
             fix=f"use {known}",
         )
-    prompt = next(record[key] for key in SHAPES if key in record)
-    wants = str if "prompt" in record else list
+    for key in ("stop", "stop_token_ids"):
+        if not isinstance(changes.get(key, []), list):
+            raise UserError(
+                "IDLM-0435",
+                f"{place}: {key}={changes[key]!r} must be a list",
+                fix=f'write {{"{key}": [...]}}',
+            )
+    try:
+        return sampling.params(**changes)
+    except UserError as error:
+        raise UserError(error.code, f"{place}: {error.message}", fix=error.fix) from error
+
+
+def _problem(shape: str, prompt: Any) -> tuple[str, str] | None:
+    """What is wrong with the value of a shape's key, and what to do."""
+    wants = str if shape == "prompt" else list
     if not isinstance(prompt, wants):
+        return f"is {prompt!r}", f"give a {wants.__name__}"
+    if not prompt:
+        return "is empty", "give at least one token"
+    if shape == "prompt_ids":
+        bad = [token for token in prompt if isinstance(token, bool) or not isinstance(token, int)]
+        return (f"holds {bad[0]!r}", "give whole numbers") if bad else None
+    if shape == "messages":
+        bad = [message for message in prompt if not _is_message(message)]
+        return (f"hold {bad[0]!r}", 'write {"role": "user", "content": "..."}, both texts') if bad else None
+    return None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _check_text(place: str, text: str) -> None:
+    """Refuse halves of surrogate pairs: no tokenizer and no file takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         raise UserError(
-            "IDLM-0436", f"{place}: the prompt is a {type(prompt).__name__}", fix=f"give a {wants.__name__}"
-        )
-    return PromptLine(request_id=str(record.get("id", number)), prompt=prompt, sampling=sampling)
+            "IDLM-0436", f"{place}: not valid text at {text[error.start : error.end]!r}", fix="give UTF-8"
+        ) from error

@@ -71,13 +71,13 @@ class IsdDecoder:
         if self.stride > 1 and semantics.mask_token_id is None:
             raise UserError(
                 "IDLM-0404",
-                f"decoder isd at stride {self.stride} needs the mask token id, and the checkpoint does not say it",
+                f"decoder isd at stride {self.stride} needs a mask token id; the checkpoint does not say it",
                 fix="give mask_token_id=..., convert the checkpoint with idlm-train, or use decoder=ar",
             )
         if self.stride > semantics.stride:
             warnings.warn(
-                f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained for: "
-                "the output law is the same, but few of the further drafts will be accepted",
+                f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained "
+                "for: the output law is the same, but few of the further drafts will be accepted",
                 stacklevel=2,
             )
 

@@ -1,0 +1,136 @@
+"""Many prompts through one engine: its queue is kept filled, answers come out in the order of the prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from idlm.contracts import Completion
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.prompts import PromptLine
+from idlm.tokens import encode_messages
+
+QUEUE_FACTOR = 4
+"""Open samples per lane: enough that no lane waits for a line to be read."""
+
+Key = tuple[str, int]
+Answer = tuple[PromptLine, Completion]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Figures over finished answers."""
+
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_forwards: int = 0
+    num_tested: int = 0
+    num_accepted: int = 0
+    exactness: str = "exact"
+
+    def add(self, done: Completion) -> None:
+        """Count one more."""
+        self.num_answers += 1
+        self.num_tokens += len(done.token_ids)
+        self.num_forwards += done.num_forwards
+        self.num_tested += sum(done.tested_by_position)
+        self.num_accepted += sum(done.accepted_by_position)
+        if done.exactness != "exact":
+            self.exactness = done.exactness
+
+    def line(self, decoder: str, seconds: float) -> str:
+        """One line of text; empty without answers."""
+        if not self.num_forwards:
+            return ""
+        acceptance = f", acceptance {self.num_accepted / self.num_tested:.3f}" if self.num_tested else ""
+        return (
+            f"[{decoder}, {self.exactness}] {self.num_tokens} tokens, "
+            f"{self.num_tokens / self.num_forwards:.2f} per forward{acceptance}, "
+            f"{self.num_tokens / seconds:.0f} tokens/s"
+        )
+
+
+class AnswerRun:
+    """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
+
+    A line that cannot be answered ends the run with its UserError (file and line in front), once all lines
+    before it are answered. `finished` is what an interrupted run still holds.
+    """
+
+    def __init__(self, engine: Engine, lines: Iterator[PromptLine]) -> None:
+        self._engine, self._lines = engine, lines
+        self._order: deque[tuple[PromptLine, Key]] = deque()
+        self._done: dict[Key, Completion] = {}
+        self._num_lines = 0
+        self._refusal: UserError | None = None
+        self._is_read = False
+
+    def __iter__(self) -> Iterator[Answer]:
+        while True:
+            self._fill()
+            if not self._order:
+                break
+            for event in self._engine.step():
+                if event.completion is not None:
+                    self._done[event.request_id, event.index] = event.completion
+            while self._order and self._order[0][1] in self._done:
+                yield self._take(*self._order.popleft())
+        if self._refusal is not None:
+            raise self._refusal
+
+    def finished(self) -> list[Answer]:
+        """Finished answers that wait for an unfinished one, in order; takes them out."""
+        ready = [item for item in self._order if item[1] in self._done]
+        return [self._take(line, key) for line, key in ready]
+
+    def _take(self, line: PromptLine, key: Key) -> Answer:
+        return line, dataclasses.replace(self._done.pop(key), request_id=line.request_id)
+
+    def _fill(self) -> None:
+        most = QUEUE_FACTOR * self._engine.settings.max_num_seqs
+        while not self._is_read and len(self._order) - len(self._done) < most:
+            try:
+                line = next(self._lines, None)
+                if line is None:
+                    self._is_read = True
+                    return
+                self._add(line)
+            except UserError as refusal:
+                self._refusal, self._is_read = refusal, True
+
+    def _add(self, line: PromptLine) -> None:
+        request_id = f"{self._num_lines}:{line.request_id}"
+        try:
+            self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
+        except UserError as error:
+            raise UserError(error.code, f"{line.place}: {error.message}", fix=error.fix) from error
+        self._num_lines += 1
+        self._order.extend((line, (request_id, index)) for index in range(line.params.n))
+
+
+def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
+    """What the engine takes: a conversation is rendered by the tokenizer's chat template."""
+    prompt: Any = line.prompt
+    if not (isinstance(prompt, list) and isinstance(prompt[0], dict)):
+        return prompt
+    if engine.tokenizer is None:
+        raise UserError("IDLM-0414", "messages need a tokenizer", fix="give prompt_ids")
+    return encode_messages(engine.tokenizer, prompt)
+
+
+def as_record(line: PromptLine, done: Completion) -> dict[str, Any]:
+    """One line of an output file."""
+    return {"prompt": line.prompt, **figures(done)}
+
+
+def figures(done: Completion) -> dict[str, Any]:
+    """A completion as plain data, its ratios included."""
+    return {
+        **dataclasses.asdict(done),
+        "tokens_per_forward": done.tokens_per_forward,
+        "acceptance_rate": done.acceptance_rate,
+    }

@@ -1,0 +1,83 @@
+"""Output files of the command lines: JSON lines, complete under their own name or partial under another.
+
+Not for checkpoints: idlm.checkpoint publishes those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from idlm.errors import UserError
+
+
+class AnswerFile:
+    """An open file of records; every record is on disk before the next one is computed."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.num_records = 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line."""
+        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._out.flush()
+        self.num_records += 1
+
+
+def partial_path(output: str) -> Path:
+    """Where records stand until the last one is written."""
+    return Path(f"{output}.partial")
+
+
+def check_output(output: str | None, *, overwrite: bool) -> None:
+    """Refuse, before anything is computed, a file that could not be written or that would be lost."""
+    if output is None:
+        return
+    path, partial = Path(output), partial_path(output)
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which is not a folder"
+        raise UserError("IDLM-0442", f"output={output!r} {reason}", fix="give a file in an existing folder")
+    if overwrite:
+        return
+    if path.exists():
+        raise UserError("IDLM-0431", f"output={output!r} exists", fix="give overwrite=true or another name")
+    if partial.exists():
+        raise UserError(
+            "IDLM-0431",
+            f"{str(partial)!r} exists: the answers of an interrupted run",
+            fix="keep it under another name, or give overwrite=true",
+        )
+
+
+@contextmanager
+def answer_file(output: str) -> Iterator[AnswerFile]:
+    """Write to `<output>.partial`, rename it at the end; when stopped, say where the finished answers are."""
+    partial = partial_path(output)
+    try:
+        with partial.open("w", encoding="utf-8") as out:
+            answers = AnswerFile(out)
+            try:
+                yield answers
+            except BaseException:
+                _keep(partial, answers.num_records)
+                raise
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(output)
+    except OSError as error:
+        raise UserError(
+            "IDLM-0442", f"cannot write {str(partial)!r}: {error.strerror}", fix="choose another output="
+        ) from error
+
+
+def _keep(partial: Path, num_records: int) -> None:
+    if num_records:
+        print(f"stopped: {num_records} finished answers are in {partial}", file=sys.stderr)
+    else:
+        partial.unlink(missing_ok=True)
