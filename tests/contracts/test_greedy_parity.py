@@ -1,4 +1,4 @@
-"""Greedy ISD gives greedy AR's answers token for token in fp32: every strategy, stride, family, batch size and stop.
+"""Greedy ISD gives greedy AR's answers token for token in fp32: strategies, strides, families, batches, stops.
 
 Runs on random checkpoints, whose drafts are nearly always rejected, and on one that was taught to foresee.
 """

@@ -1,4 +1,4 @@
-"""Every strategy's row layouts against a brute-force reading of what a row may see and what a draft will be tested at."""
+"""Every strategy's row layouts against brute force: what a row may see, and where a draft will be tested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CASES = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range
 
 
 def _visible(layout: RowLayout, row: int) -> set[int]:
-    """Rows that `row` sees, by the two ranges of the attention contract (slots equal rows, relative to pending)."""
+    """Rows that `row` sees, by the two ranges of the attention contract; slots are rows, from the pending one."""
     _, _, limit, branch_start = layout.rows[row]
     return set(range(limit)) | set(range(branch_start, row + 1))
 
@@ -29,13 +29,13 @@ def _owner(layout: RowLayout, row: int) -> tuple[int, int] | None:
 
 
 def _tested_position(num_accepted: int, draft: int) -> int:
-    """Relative to the old pending token: with `a` accepted the new pending sits at a + 1, draft d (from 0) behind it."""
+    """From the old pending token: with `a` accepted the new one sits at a + 1, draft d (from 0) d + 1 behind it."""
     return num_accepted + 1 + draft + 1
 
 
-@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
-def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int) -> None:
-    for layout in STRATEGIES.get(strategy)().layouts(num_masks):
+def assert_rows_see_their_prefix(layouts: list[RowLayout]) -> None:
+    """Chain rows see the chain up to themselves, masks their parent's prefix and their own group up to themselves."""
+    for layout in layouts:
         assert len(layout.rows) == layout.width
         for row, (source, position, _, _) in enumerate(layout.rows):
             owner = _owner(layout, row)
@@ -51,8 +51,13 @@ def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int) -> None
 
 
 @pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int) -> None:
+    assert_rows_see_their_prefix(STRATEGIES.get(strategy)().layouts(num_masks))
+
+
+@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
 def test_each_draft_is_drawn_where_it_will_be_tested(strategy: str, num_masks: int) -> None:
-    """A row's law is of the token at its position + 1; and it may condition on nothing that a rejection voids."""
+    """A row's law is of the token at its position + 1, and it may not hang on a draft that was rejected."""
     layouts = STRATEGIES.get(strategy)().layouts(num_masks)
     for layout in layouts:
         for num_accepted, draft_rows in enumerate(layout.draft_rows):
@@ -80,7 +85,7 @@ def test_the_layouts_are_closed_and_all_reachable(strategy: str, num_masks: int)
 
 @pytest.mark.parametrize(("strategy", "num_masks"), CASES)
 def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, num_masks: int) -> None:
-    """After a clean sweep the next drafts come from masks behind the last draft: full stride at full acceptance."""
+    """After a clean sweep the next drafts come from masks behind the last draft, as many as there are."""
     layouts = STRATEGIES.get(strategy)().layouts(num_masks)
     index = layouts[0].next_layouts[0]
     for _ in range(3):

@@ -27,7 +27,8 @@ from tests.contracts.engines import (
 )
 
 NUM_REQUESTS = 2_000
-ABORT_SHARE = 0.3
+MARKED_SHARE = 0.4
+"""Marked for an abort; a quarter of them finishes first, so that 30 % are aborted."""
 TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_prompt_rows": 10, "max_length": 64}
 ROOMY = {"max_num_seqs": 128, "page_size": 16, "max_prompt_rows": 4096, "max_length": 64}
 DECODERS = ["ar", *STRATEGIES.names()]
@@ -64,7 +65,7 @@ def _arrivals(count: int, seed: int) -> list[Arrival]:
                 seed=dice.randrange(2**63),
                 stop_token_ids=dice.choice(((), (), (2,))),
             ),
-            abort_after=dice.choice((-1, 1, 2, 4, 7)) if dice.random() < ABORT_SHARE else None,
+            abort_after=dice.choice((-1, 1, 2, 3, 6)) if dice.random() < MARKED_SHARE else None,
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -141,7 +142,7 @@ def test_soak(checkpoint: Path, decoder: str) -> None:
     assert_idle(soak.engine)
     assert soak.engine.scheduler.num_preemptions > 20
     assert {"queued", "prefilling", "decoding"} <= soak.struck.keys(), soak.struck
-    assert 0.2 * count < sum(soak.struck.values()) < 0.4 * count
+    assert 0.25 * count < sum(soak.struck.values()) < 0.4 * count
     assert len(soak.finished) + sum(soak.struck.values()) == count
 
     roomy = _engine(checkpoint, decoder, ROOMY)

@@ -1,6 +1,6 @@
 """A toy whose joint law is enumerable, the law itself from transformers, and the test of draws against it.
 
-The oracle shares nothing with the engine: logits come from stock transformers forwards over every continuation, the
+The oracle shares nothing with the engine: logits come from transformers forwards over every continuation, the
 sampling settings from transformers' own logits warpers. The mask id is an ordinary token of the law.
 Shapes: B draws, T = 8 response tokens, V = 5 tokens, C cells.
 """
@@ -31,7 +31,7 @@ MIN_EXPECTED = 10.0
 
 
 def write_law_toy(directory: Path) -> Path:
-    """A one-layer Llama of 5 tokens with random weights: flat laws, and mask rows that differ from clean rows."""
+    """A one-layer Llama of 5 tokens with random weights: flat laws, mask rows that differ from clean rows."""
     import transformers
 
     config = transformers.LlamaConfig(

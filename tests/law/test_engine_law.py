@@ -1,6 +1,6 @@
 """The law of whole responses through the whole engine, against exhaustive enumeration by transformers.
 
-Every case draws from a toy of 5 tokens, mask id included, and tests the joint of tokens 0..3 and of tokens 4..7. By
+Every case draws from a toy of 5 tokens, mask id included, and tests the joints of tokens 0..3 and of tokens 4..7. By
 default 2e5 draws for every strategy at stride 4 and for every stride; all nine at 2e5:
 
     .venv/bin/python -m pytest tests/law/test_engine_law.py -m "slow or not slow"
@@ -88,7 +88,7 @@ def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str)
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
-    """Power: the argmax-draft rule fails the very check that the exact rule passes, by hundreds of decades."""
+    """Power: the argmax-draft rule fails the very check that the exact rule passes, by many decades."""
     engine = build_engine(law_toy, "isd", stride=stride, on_rejection="cold", acceptance="published")
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)
     found = fits(law_toy, sampled)
@@ -109,7 +109,7 @@ def test_relaxed_acceptance_is_seen_and_labelled(law_toy: Path) -> None:
 
 
 def test_the_check_accepts_the_law_and_rejects_a_small_shift(law_toy: Path) -> None:
-    """The statistic itself: calibrated on draws from the law, and sensitive to 3 % of mass in wrong places."""
+    """The statistic itself: calibrated on draws from the law, sensitive to 3 % of mass in wrong places."""
     law_C, other_C = exact_law(law_toy, PROMPT, NEUTRAL)
     generator = torch.Generator().manual_seed(0)
     p_values = [

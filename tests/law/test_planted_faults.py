@@ -1,0 +1,112 @@
+"""The suite can fail: every planted fault is caught by the check that guards against it, and the control passes it.
+
+The checks are those of test_engine_law, test_greedy_parity, test_scheduler_soak and test_layouts at a smaller size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.infer.decoders.rejection import STRATEGIES
+from tests.contracts.engines import (
+    CYCLE,
+    MASK_ID,
+    answers,
+    greedy,
+    prompts_of,
+    write_converted_toy,
+    write_foreseeing_toy,
+)
+from tests.contracts.engines import build_engine as build_small_engine
+from tests.contracts.test_layouts import assert_rows_see_their_prefix
+from tests.law.faults import FAULTS, Fault
+from tests.law.harness import NEUTRAL, PROMPT, Setting, build_engine, fits, misfits, sample
+
+STRIDE = 4
+LEVEL = 1e-8
+SETTINGS: tuple[Setting, ...] = (
+    (PROMPT, NEUTRAL),
+    (PROMPT, replace(NEUTRAL, temperature=0.6, top_k=3)),
+    (PROMPT, replace(NEUTRAL, temperature=1.5, top_p=0.8)),
+)
+DRAWS = 6_000
+CHECKS = ("law", "greedy", "repeat", "preempt", "layout")
+
+
+@pytest.fixture(scope="session")
+def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("toys")
+    write_converted_toy(home / "converted")
+    return write_foreseeing_toy(home / "foreseeing")
+
+
+def _law_holds(law_toy: Path, strategy: str) -> bool:
+    engine = build_engine(law_toy, "isd", num_lanes=512, stride=STRIDE, on_rejection=strategy)
+    return not misfits(fits(law_toy, sample(engine, SETTINGS, DRAWS, per_request=50)), LEVEL)
+
+
+def _greedy_agrees(foreseeing: Path, strategy: str) -> bool:
+    """On the taught toy, where runs are accepted, and on a random one, where every key and position matters."""
+    for checkpoint, vocab_size in ((foreseeing, CYCLE), (foreseeing.parent / "converted", MASK_ID)):
+        prompts = prompts_of([21, 7, 14, 1, 28, 8, 3], vocab_size=vocab_size)
+        expected = build_small_engine(checkpoint, "ar").generate(prompts, greedy(max_tokens=24))
+        engine = build_small_engine(
+            checkpoint, "isd", stride=STRIDE, on_rejection=strategy, max_prompt_rows=6
+        )
+        if answers(engine.generate(prompts, greedy(max_tokens=24))) != answers(expected):
+            return False
+    return True
+
+
+def _drawn(checkpoint: Path, strategy: str, rounds: int, **options: int) -> list[list[tuple[int, ...]]]:
+    prompts = prompts_of([5, 1, 17, 8, 3, 12, 20, 2, 9, 6], vocab_size=CYCLE)
+    params = [SamplingParams(max_tokens=20, seed=i) for i in range(len(prompts))]
+    engine = build_small_engine(checkpoint, "isd", stride=STRIDE, on_rejection=strategy, **options)
+    drawn = [[c.token_ids for c in engine.generate(prompts, params)] for _ in range(rounds)]
+    assert ("num_pages" in options) == (engine.scheduler.num_preemptions > 0)
+    return drawn
+
+
+def _repeats(checkpoint: Path, strategy: str) -> bool:
+    """The same seeds again on used lanes, and on a single lane."""
+    first, second = _drawn(checkpoint, strategy, 2, max_num_seqs=3)
+    return first == second == _drawn(checkpoint, strategy, 1, max_num_seqs=1)[0]
+
+
+def _survives_preemption(checkpoint: Path, strategy: str) -> bool:
+    return _drawn(checkpoint, strategy, 1, num_pages=20) == _drawn(checkpoint, strategy, 1)
+
+
+def _layouts_are_right(strategy: str) -> bool:
+    try:
+        assert_rows_see_their_prefix(STRATEGIES.get(strategy)().layouts(STRIDE - 1))
+    except AssertionError:
+        return False
+    return True
+
+
+def _passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> bool:
+    if check == "law":
+        return _law_holds(law_toy, strategy)
+    if check == "layout":
+        return _layouts_are_right(strategy)
+    by_name = {"greedy": _greedy_agrees, "repeat": _repeats, "preempt": _survives_preemption}
+    return by_name[check](foreseeing, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_engine_as_it_is_passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> None:
+    assert _passes(check, strategy, law_toy, foreseeing)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_is_caught(
+    fault: Fault, law_toy: Path, foreseeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault.plant(monkeypatch)
+    assert not _passes(fault.check, fault.strategy, law_toy, foreseeing)
