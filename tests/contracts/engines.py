@@ -1,4 +1,4 @@
-"""What the engine's contract tests share: checkpoints, one of them with drafts that are often right, and runs."""
+"""What the engine's contract tests share: checkpoints, one of them with often-right drafts, and runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int 
 
 
 def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_steps: int = 120) -> Path:
-    """A toy taught for seconds to walk a cycle of tokens, behind masks too: drafts are often right, not always.
+    """A toy taught for seconds to walk a cycle of tokens, behind masks too: its drafts are often right.
 
     Trained on the picture `[tokens, M x 7]` with shifted labels, in plain torch.
     """

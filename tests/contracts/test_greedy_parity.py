@@ -1,4 +1,4 @@
-"""Greedy ISD gives greedy AR's answers token for token in fp32: strategies, strides, families, batches, stops.
+"""Greedy ISD gives greedy AR's answers token for token in fp32: strategies, strides, families, stops.
 
 Runs on random checkpoints, whose drafts are nearly always rejected, and on one that was taught to foresee.
 """

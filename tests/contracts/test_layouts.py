@@ -12,7 +12,7 @@ CASES = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range
 
 
 def _visible(layout: RowLayout, row: int) -> set[int]:
-    """Rows that `row` sees, by the two ranges of the attention contract; slots are rows, from the pending one."""
+    """Rows that `row` sees, by the two ranges of the attention contract."""
     _, _, limit, branch_start = layout.rows[row]
     return set(range(limit)) | set(range(branch_start, row + 1))
 
@@ -29,12 +29,12 @@ def _owner(layout: RowLayout, row: int) -> tuple[int, int] | None:
 
 
 def _tested_position(num_accepted: int, draft: int) -> int:
-    """From the old pending token: with `a` accepted the new one sits at a + 1, draft d (from 0) d + 1 behind it."""
+    """From the old pending token: after `a` accepted the new one is at a + 1, draft d (from 0) behind it."""
     return num_accepted + 1 + draft + 1
 
 
 def assert_rows_see_their_prefix(layouts: list[RowLayout]) -> None:
-    """Chain rows see the chain up to themselves, masks their parent's prefix and their own group up to themselves."""
+    """Chain rows see the chain up to themselves; masks their parent's prefix and their own group so far."""
     for layout in layouts:
         assert len(layout.rows) == layout.width
         for row, (source, position, _, _) in enumerate(layout.rows):

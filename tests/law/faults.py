@@ -1,8 +1,8 @@
 """Faults that speculative decoders have really had, each planted into the engine by one patch.
 
-A fault is a function of pytest's monkeypatch; `FAULTS` says which check must catch it. Not here: a draft drawn from a
-consistently wrong place (another branch, a mask that saw rejected drafts). It is exact whenever q is the law it was
-drawn from; only the layout contract forbids it.
+A fault is a function of pytest's monkeypatch; `FAULTS` says which check must catch it. A draft from a
+consistently wrong place (another branch, a mask that saw rejected drafts) is still exact when q is the law it
+was drawn from; only the layout contract forbids that.
 Shapes: B sequences, J drafts, X wanted rows, V vocabulary, R rows.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
-from pytest import MonkeyPatch
 from torch import Tensor
 
 from idlm.acceptance import num_accepted, residual
@@ -29,7 +29,7 @@ from idlm.infer.table import SequenceTable
 from idlm.rng import uniforms
 from idlm.sampling import draw
 
-Plant = Callable[[MonkeyPatch], None]
+Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,9 @@ def _softened(table: SequenceTable, lanes_X: Tensor, logits_XV: Tensor) -> Tenso
     return (logits_XV.double() / table.temperature_Z[lanes_X][:, None]).softmax(-1)
 
 
-def _on_laws(patch: MonkeyPatch, see: Callable[[IsdDecoder, SequenceTable, Tensor, Tensor], None]) -> None:
+def _on_laws(
+    patch: pytest.MonkeyPatch, see: Callable[[IsdDecoder, SequenceTable, Tensor, Tensor], None]
+) -> None:
     """Call `see(decoder, table, lanes_X, logits_XV)` whenever laws are computed."""
     original = IsdDecoder._laws
 
@@ -72,7 +74,7 @@ def _on_laws(patch: MonkeyPatch, see: Callable[[IsdDecoder, SequenceTable, Tenso
     patch.setattr(IsdDecoder, "_laws", laws)
 
 
-def _after_draft(patch: MonkeyPatch, change: Callable[..., Tensor]) -> None:
+def _after_draft(patch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> None:
     """Replace the stored q of new drafts by `change(decoder, lanes_B, rows_BJ, laws_XV, stored_BJV)`."""
     original = IsdDecoder._draft
 
@@ -86,7 +88,7 @@ def _after_draft(patch: MonkeyPatch, change: Callable[..., Tensor]) -> None:
     patch.setattr(IsdDecoder, "_draft", draft)
 
 
-def _verify_with(patch: MonkeyPatch, change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+def _verify_with(patch: pytest.MonkeyPatch, change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
     """Change (first_B, laws_XV, uniforms_BD) before verification."""
     original = IsdDecoder._verify
 
@@ -97,12 +99,12 @@ def _verify_with(patch: MonkeyPatch, change: Callable[..., tuple[Tensor, Tensor,
 
 
 @fault("law")
-def argmax_draft_tested_with_softmax_q(patch: MonkeyPatch) -> None:
+def argmax_draft_tested_with_softmax_q(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IsdDecoder, "_draw_drafts", lambda self, laws_BJV, uniforms_BJ: laws_BJV.argmax(-1))
 
 
 @fault("law")
-def truncation_missing_in_stored_q(patch: MonkeyPatch) -> None:
+def truncation_missing_in_stored_q(patch: pytest.MonkeyPatch) -> None:
     """Top-k and top-p on p only: the draft comes from the truncated q, the test divides by the full one."""
     raw: dict[str, Tensor] = {}
     _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=_softened(table, lanes_X, logits)))
@@ -110,14 +112,14 @@ def truncation_missing_in_stored_q(patch: MonkeyPatch) -> None:
 
 
 @fault("law", "tree")
-def draft_q_stored_before_warping(patch: MonkeyPatch) -> None:
+def draft_q_stored_before_warping(patch: pytest.MonkeyPatch) -> None:
     raw: dict[str, Tensor] = {}
     _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=logits.double().softmax(-1)))
     _after_draft(patch, lambda self, lanes_B, rows_BJ, laws_XV, stored: raw["law"][rows_BJ])
 
 
 @fault("law", "branch")
-def temperature_applied_twice_to_q(patch: MonkeyPatch) -> None:
+def temperature_applied_twice_to_q(patch: pytest.MonkeyPatch) -> None:
     seen: dict[str, SequenceTable] = {}
     _on_laws(patch, lambda _, table, lanes_X, logits: seen.update(table=table))
 
@@ -129,7 +131,7 @@ def temperature_applied_twice_to_q(patch: MonkeyPatch) -> None:
 
 
 @fault("law", "tree")
-def truncation_missing_in_the_residual(patch: MonkeyPatch) -> None:
+def truncation_missing_in_the_residual(patch: pytest.MonkeyPatch) -> None:
     raw: dict[str, Tensor] = {}
     _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=_softened(table, lanes_X, logits)))
 
@@ -147,7 +149,7 @@ def truncation_missing_in_the_residual(patch: MonkeyPatch) -> None:
 
 
 @fault("law")
-def truncation_only_on_the_last_token(patch: MonkeyPatch) -> None:
+def truncation_only_on_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """The published engine: accepted drafts may lie outside the nucleus."""
     raw: dict[str, Tensor] = {}
     _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=_softened(table, lanes_X, logits)))
@@ -166,7 +168,7 @@ def truncation_only_on_the_last_token(patch: MonkeyPatch) -> None:
 
 
 @fault("law")
-def accept_number_reused_for_the_last_token(patch: MonkeyPatch) -> None:
+def accept_number_reused_for_the_last_token(patch: pytest.MonkeyPatch) -> None:
     def reuse(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, laws: Tensor, u_BD: Tensor) -> Any:
         u_BD = u_BD.clone()
         u_BD[:, self.num_masks] = u_BD[:, 0]
@@ -176,7 +178,7 @@ def accept_number_reused_for_the_last_token(patch: MonkeyPatch) -> None:
 
 
 @fault("law", "tree")
-def one_number_for_all_drafts(patch: MonkeyPatch) -> None:
+def one_number_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
     original = IsdDecoder._draw_drafts
 
     def drafts(self: IsdDecoder, laws_BJV: Tensor, uniforms_BJ: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ def one_number_for_all_drafts(patch: MonkeyPatch) -> None:
 
 
 @fault("law", "branch")
-def one_stream_for_all_steps(patch: MonkeyPatch) -> None:
+def one_stream_for_all_steps(patch: pytest.MonkeyPatch) -> None:
     def frozen(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
         return uniforms(self.seeds_Z[lanes_B], self.samples_Z[lanes_B], 0 * lanes_B, num_draws)
 
@@ -194,7 +196,7 @@ def one_stream_for_all_steps(patch: MonkeyPatch) -> None:
 
 
 @fault("law")
-def one_stream_for_all_samples(patch: MonkeyPatch) -> None:
+def one_stream_for_all_samples(patch: pytest.MonkeyPatch) -> None:
     def shared(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
         return uniforms(self.seeds_Z[lanes_B], 0 * lanes_B, self.steps_Z[lanes_B], num_draws)
 
@@ -202,17 +204,17 @@ def one_stream_for_all_samples(patch: MonkeyPatch) -> None:
 
 
 @fault("law")
-def residual_is_p(patch: MonkeyPatch) -> None:
+def residual_is_p(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(isd, "residual", lambda p, q: p)
 
 
 @fault("law", "tree")
-def acceptance_with_p_and_q_swapped(patch: MonkeyPatch) -> None:
+def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(isd, "num_accepted", lambda p, q, *rest: num_accepted(q, p, *rest))
 
 
 @fault("law", "branch")
-def drafts_tested_with_another_branchs_q(patch: MonkeyPatch) -> None:
+def drafts_tested_with_another_branchs_q(patch: pytest.MonkeyPatch) -> None:
     def other_group(
         self: IsdDecoder, lanes: Tensor, rows_BJ: Tensor, laws_XV: Tensor, stored: Tensor
     ) -> Tensor:
@@ -222,7 +224,7 @@ def drafts_tested_with_another_branchs_q(patch: MonkeyPatch) -> None:
 
 
 @fault("law", "branch")
-def temperature_of_the_lanes_former_request(patch: MonkeyPatch) -> None:
+def temperature_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     original = SequenceTable.seat
 
     def seat(self: SequenceTable, lanes: list[int], *rest: Any) -> None:
@@ -234,7 +236,7 @@ def temperature_of_the_lanes_former_request(patch: MonkeyPatch) -> None:
 
 
 @fault("greedy")
-def verify_row_off_by_one(patch: MonkeyPatch) -> None:
+def verify_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def shift(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, laws_XV: Tensor, u_BD: Tensor) -> Any:
         return first_B, laws_XV.roll(-1, dims=0), u_BD
 
@@ -242,7 +244,7 @@ def verify_row_off_by_one(patch: MonkeyPatch) -> None:
 
 
 @fault("greedy", "tree")
-def bonus_token_from_the_row_before(patch: MonkeyPatch) -> None:
+def bonus_token_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
     original = IsdDecoder._verify
 
     def verify(
@@ -258,12 +260,12 @@ def bonus_token_from_the_row_before(patch: MonkeyPatch) -> None:
     patch.setattr(IsdDecoder, "_verify", verify)
 
 
-def _repack(patch: MonkeyPatch, change: Callable[[StepPlan], StepPlan]) -> None:
+def _repack(patch: pytest.MonkeyPatch, change: Callable[[StepPlan], StepPlan]) -> None:
     patch.setattr(isd, "pack_rows", lambda *args, **kwargs: change(pack_rows(*args, **kwargs)))
 
 
 @fault("greedy")
-def chain_rows_see_the_masks_behind_them(patch: MonkeyPatch) -> None:
+def chain_rows_see_the_masks_behind_them(patch: pytest.MonkeyPatch) -> None:
     def widen(plan: StepPlan) -> StepPlan:
         end_R = torch.repeat_interleave(plan.slots_R[plan.cu_rows_B1[1:] - 1] + 1, plan.cu_rows_B1.diff())
         limits_R = plan.limits_R.clone()
@@ -274,7 +276,7 @@ def chain_rows_see_the_masks_behind_them(patch: MonkeyPatch) -> None:
 
 
 @fault("greedy", "branch")
-def verify_positions_off_by_one(patch: MonkeyPatch) -> None:
+def verify_positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def shift(plan: StepPlan) -> StepPlan:
         positions_R = plan.positions_R.clone()
         positions_R[plan.logit_rows_X] += (torch.arange(len(plan.logit_rows_X)) % 2 == 1).long()
@@ -284,7 +286,7 @@ def verify_positions_off_by_one(patch: MonkeyPatch) -> None:
 
 
 @fault("greedy", "tree")
-def keys_of_a_rejected_draft_kept(patch: MonkeyPatch) -> None:
+def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
     """The KV pointer moves past a rejected draft: one slot of the sequence holds what was never emitted."""
     original = IsdDecoder.plan
 
@@ -299,7 +301,7 @@ def keys_of_a_rejected_draft_kept(patch: MonkeyPatch) -> None:
 
 
 @fault("greedy")
-def prompt_chunk_taken_for_a_decoding_step(patch: MonkeyPatch) -> None:
+def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
     original = Schedule.batch
 
     def batch(self: Schedule) -> Batch:
@@ -310,12 +312,12 @@ def prompt_chunk_taken_for_a_decoding_step(patch: MonkeyPatch) -> None:
 
 
 @fault("repeat")
-def drafts_of_the_lanes_former_request(patch: MonkeyPatch) -> None:
+def drafts_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IsdDecoder, "seat", lambda self, lanes: None)
 
 
 @fault("repeat", "branch")
-def random_steps_of_the_lanes_former_request(patch: MonkeyPatch) -> None:
+def random_steps_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     original = SequenceTable.seat
 
     def seat(self: SequenceTable, lanes: list[int], *rest: Any) -> None:
@@ -327,14 +329,14 @@ def random_steps_of_the_lanes_former_request(patch: MonkeyPatch) -> None:
 
 
 @fault("repeat", "tree")
-def random_numbers_by_lane(patch: MonkeyPatch) -> None:
+def random_numbers_by_lane(patch: pytest.MonkeyPatch) -> None:
     def by_lane(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
         return uniforms(lanes_B, self.samples_Z[lanes_B], self.steps_Z[lanes_B], num_draws)
 
     patch.setattr(SequenceTable, "uniforms", by_lane)
 
 
-def _on_preemption(patch: MonkeyPatch, change: Callable[[Engine, list[int]], None]) -> None:
+def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[Engine, list[int]], None]) -> None:
     original = Engine._seat
 
     def seat(self: Engine, schedule: Schedule) -> None:
@@ -345,7 +347,7 @@ def _on_preemption(patch: MonkeyPatch, change: Callable[[Engine, list[int]], Non
 
 
 @fault("preempt")
-def preemption_drops_drafts_but_keeps_the_layout(patch: MonkeyPatch) -> None:
+def preemption_drops_drafts_but_keeps_the_layout(patch: pytest.MonkeyPatch) -> None:
     def drop(engine: Engine, lanes: list[int]) -> None:
         engine.decoder.drafts_ZJ[lanes] = 0
 
@@ -353,7 +355,7 @@ def preemption_drops_drafts_but_keeps_the_layout(patch: MonkeyPatch) -> None:
 
 
 @fault("preempt", "tree")
-def preemption_restarts_the_random_stream(patch: MonkeyPatch) -> None:
+def preemption_restarts_the_random_stream(patch: pytest.MonkeyPatch) -> None:
     def restart(engine: Engine, lanes: list[int]) -> None:
         engine.table.steps_Z[lanes] = 0
 
@@ -361,7 +363,7 @@ def preemption_restarts_the_random_stream(patch: MonkeyPatch) -> None:
 
 
 @fault("preempt", "branch")
-def preemption_keeps_the_kv_pointer(patch: MonkeyPatch) -> None:
+def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
     """Half of a preempted sequence's KV is believed to be in pages that now belong to others."""
     original = Engine._seat
 
@@ -375,14 +377,14 @@ def preemption_keeps_the_kv_pointer(patch: MonkeyPatch) -> None:
 
 
 @fault("layout", "tree")
-def tree_masks_see_the_fill_drafts(patch: MonkeyPatch) -> None:
+def tree_masks_see_the_fill_drafts(patch: pytest.MonkeyPatch) -> None:
     original = Tree._fill
 
     def fill(self: Tree, num_drafts: int, num_masks: int) -> RowLayout:
         layout = original(self, num_drafts, num_masks)
         masks = [(source, position, num_drafts + 1, start) for source, position, _, start in layout.rows]
         chain = layout.rows[: num_drafts + 1]
-        layout.__dict__["rows"] = tuple([*chain, *masks[num_drafts + 1 :]])
+        layout.__dict__["rows"] = (*chain, *masks[num_drafts + 1 :])
         return layout
 
     patch.setattr(Tree, "_fill", fill)

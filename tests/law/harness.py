@@ -26,12 +26,12 @@ PROMPT = (1,)
 MAX_PROMPT = 3
 NUM_LANES = 1024
 TV_AT_1E5 = 0.0188
-"""Total variation over 64 cells that 1e5 draws detect (facts/users_and_trust.md, "Test power"); falls as 1/sqrt."""
+"""Total variation over 64 cells that 1e5 draws detect (facts/users_and_trust.md, "Test power"); as 1/sqrt."""
 MIN_EXPECTED = 10.0
 
 
 def write_law_toy(directory: Path) -> Path:
-    """A one-layer Llama of 5 tokens with random weights: flat laws, mask rows that differ from clean rows."""
+    """A one-layer Llama of 5 tokens with random weights: flat laws, mask rows unlike clean rows."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -102,7 +102,7 @@ def exact_law(directory: Path, prompt: tuple[int, ...], params: SamplingParams) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How draws sit in a law: chi-square tail probability, and total variation over 64 cells with its bound."""
+    """How draws sit in a law: chi-square tail probability; total variation over 64 cells with its bound."""
 
     p_value: float
     total_variation: float

@@ -1,6 +1,6 @@
-"""The suite can fail: every planted fault is caught by the check that guards against it, and the control passes it.
+"""The suite can fail: every planted fault is caught by the check that guards against it; the engine passes.
 
-The checks are those of test_engine_law, test_greedy_parity, test_scheduler_soak and test_layouts at a smaller size.
+The checks are those of test_engine_law, test_greedy_parity, test_scheduler_soak and test_layouts, smaller.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _law_holds(law_toy: Path, strategy: str) -> bool:
 
 
 def _greedy_agrees(foreseeing: Path, strategy: str) -> bool:
-    """On the taught toy, where runs are accepted, and on a random one, where every key and position matters."""
+    """On the taught toy, where runs are accepted, and on a random one, where every key matters."""
     for checkpoint, vocab_size in ((foreseeing, CYCLE), (foreseeing.parent / "converted", MASK_ID)):
         prompts = prompts_of([21, 7, 14, 1, 28, 8, 3], vocab_size=vocab_size)
         expected = build_small_engine(checkpoint, "ar").generate(prompts, greedy(max_tokens=24))

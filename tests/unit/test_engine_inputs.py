@@ -1,4 +1,4 @@
-"""What the engine is given and gives back: every refusal by its code and words, log-probabilities, seeds, streaming."""
+"""What the engine is given and gives back: refusals by code and words, log-probabilities, seeds, streams."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_streamed_pieces_are_the_completion(speaking: Engine, seed: int) -> None
 
 
 def test_stop_strings_that_straddle_tokens_end_text_before_them(speaking: Engine) -> None:
-    """Stops cut from the unstopped answer, over the borders of its tokens; the held-back text is never released."""
+    """Stops cut from the unstopped answer, over its tokens' borders; the held-back text is never released."""
     params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     [free] = speaking.generate(["Lea has 9 shells."], params)
     assert len(free.text) > 40
