@@ -33,13 +33,14 @@ class PromptLine:
 
 
 def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) -> list[PromptLine]:
-    """Requests of plain texts, numbered from 0."""
+    """Requests of plain texts under the ids 0, 1, 2, ..."""
+    lines = []
     for number, text in enumerate(texts):
-        _check_text(f"{place} {number}", text)
-    return [
-        PromptLine(place=f"{place} {number}", request_id=str(number), prompt=text, params=sampling.params())
-        for number, text in enumerate(texts)
-    ]
+        where = place if len(texts) == 1 else f"{place} {number + 1}"
+        _check_text(where, text)
+        _check_shape(where, "prompt", text)
+        lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling.params()))
+    return lines
 
 
 def read_prompts(path: str, sampling: SamplingConfig) -> Iterator[PromptLine]:
@@ -75,9 +76,7 @@ def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> Pr
             fix=f"use {KEYS}",
         )
     shape = next(key for key in SHAPES if key in record)
-    problem = _problem(shape, record[shape])
-    if problem:
-        raise UserError("IDLM-0436", f"{place}: {shape} {problem[0]}", fix=problem[1])
+    _check_shape(place, shape, record[shape])
     return PromptLine(
         place=place,
         request_id=str(record.get("id", number)),
@@ -122,6 +121,12 @@ def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParam
         return sampling.params(**changes)
     except UserError as error:
         raise UserError(error.code, f"{place}: {error.message}", fix=error.fix) from error
+
+
+def _check_shape(place: str, shape: str, prompt: Any) -> None:
+    problem = _problem(shape, prompt)
+    if problem:
+        raise UserError("IDLM-0436", f"{place}: {shape} {problem[0]}", fix=problem[1])
 
 
 def _problem(shape: str, prompt: Any) -> tuple[str, str] | None:

@@ -1,0 +1,137 @@
+"""`idlm-eval` in process on the bundled base: figures, records, refusals before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.evaluate import evaluate, task_samples
+from idlm.infer.evaluate_cli import run_evaluation
+from idlm.tasks import TASKS
+from tests.integration.command_lines import ISD, MODEL, interrupt_after, read_lines, reference
+
+BASE = [*MODEL, "sampling.temperature=0", "sampling.max_tokens=100", "num=3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _rows(out: str) -> dict[str, list[str]]:
+    """The printed table by decoder."""
+    head, *lines = [line.split() for line in out.splitlines()]
+    assert head == ["decoder", "law", "exact-match", "acceptance", "TPF", "tokens/s"]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_both_decoders_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.warns(UserWarning, match="stride 4"):
+        assert run_evaluation([*BASE, *ISD, f"output={output}"]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert list(rows) == ["ar", "isd"]
+    assert rows["ar"][:4] == ["exact", rows["isd"][1], "-", "1.00"]
+    assert 0 <= float(rows["isd"][2]) <= 1
+    assert float(rows["isd"][3]) >= 1
+
+    records = read_lines(output)
+    samples = task_samples(TASKS.get("ledger")(level="tiny"), "test", 3)
+    assert [r["decoder"] for r in records] == ["ar"] * 3 + ["isd"] * 3
+    assert [r["prompt"] for r in records] == [sample.prompt for sample in samples] * 2
+    for ar, isd in zip(records[:3], records[3:], strict=True):
+        assert ar["completion"]["token_ids"] == isd["completion"]["token_ids"]
+        assert ar["verdict"] == isd["verdict"]
+    share = sum(r["verdict"]["correct"] for r in records[:3]) / 3
+    assert float(rows["ar"][1]) == pytest.approx(share, abs=5e-4)
+
+
+def test_several_samples_per_prompt_are_judged_against_their_prompt(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    arguments = ["sampling.n=2", "num=2", "sampling.temperature=1", "sampling.seed=3", f"output={output}"]
+    assert run_evaluation([*BASE, "decoder=ar", *arguments]) == 0
+    records = read_lines(output)
+    task = TASKS.get("ledger")(level="tiny")
+    first, second = task_samples(task, "test", 2)
+    assert [r["prompt"] for r in records] == [first.prompt] * 2 + [second.prompt] * 2
+    assert [r["completion"]["seed"] for r in records] == [3, 3, 4, 4]
+    for record in records:
+        verdict = task.check(record["prompt"], record["completion"]["text"])
+        assert record["verdict"]["correct"] == verdict.correct
+
+
+def test_one_decoder_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The base has no drafts of its own, so its default decoder is the baseline itself."""
+    built = []
+    load = Engine.from_pretrained
+
+    def counting(*args: Any, **options: Any) -> Engine:
+        built.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(Engine, "from_pretrained", counting)
+    assert run_evaluation([*BASE, "num=1", "sampling.max_tokens=4"]) == 0
+    assert list(_rows(capsys.readouterr().out)) == ["ar"]
+    assert len(built) == 1
+
+
+def test_figures_are_those_of_the_completions() -> None:
+    task = TASKS.get("ledger")(level="tiny")
+    params = SamplingParams(temperature=0, max_tokens=100)
+    result = evaluate(reference(), task, task_samples(task, "test", 3), params)
+    assert result.num_tokens == sum(len(done.token_ids) for done in result.completions) == result.num_forwards
+    assert result.tokens_per_forward == 1.0
+    assert result.decode_tokens_per_forward == 1.0
+    assert result.acceptance_rate is None
+    assert result.exact_match <= result.final_answer_match
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("IDLM-0443", ["num=0"], "num=0"),
+        ("IDLM-0102", ["task=ledgr"], "'ledger'"),
+        ("IDLM-0220", ["level=tny"], "'tiny'"),
+        ("IDLM-0223", ["split=tests"], "tests"),
+        ("IDLM-0102", ["baseline=arr"], "'ar'"),
+        ("IDLM-0401", ["sampling.top_p=0"], "top_p=0"),
+        ("IDLM-0101", ["sampling.topp=1"], "'sampling.top_p'"),
+        ("IDLM-0442", ["output=/nowhere/out"], "/nowhere"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, code: str, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    with pytest.raises(UserError) as caught:
+        run_evaluation([*BASE, *arguments])
+    assert caught.value.code == code
+    assert words in caught.value.message
+
+
+def test_the_checkpoint_must_know_its_mask() -> None:
+    with pytest.raises(UserError, match="IDLM-0404"):
+        run_evaluation([*BASE, "decoder=isd", "decoder.stride=4"])
+
+
+def test_an_existing_output_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+    output.write_text("old")
+    with pytest.raises(UserError, match="IDLM-0431"):
+        run_evaluation([*BASE, f"output={output}"])
+    interrupt_after(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation([*BASE, f"output={output}", "overwrite=true"])
+    assert output.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_evaluation(["--help"]) == 0
+    assert "baseline = ar" in capsys.readouterr().out

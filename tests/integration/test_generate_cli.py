@@ -1,0 +1,237 @@
+"""`idlm-generate` on the bundled base: where prompts come from, what is written, what survives a stop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.cli import generate
+from idlm.tokens import encode_messages
+from tests.integration.command_lines import (
+    AR,
+    GREEDY,
+    ISD,
+    MODEL,
+    SHORT,
+    TINY,
+    answer,
+    give_stdin,
+    interrupt_after,
+    read_lines,
+    reference,
+    write_lines,
+)
+
+PROMPTS = [f"Lea has {number} shells. Lea finds {number + 1}." for number in range(2, 9)]
+BASE = [*MODEL, *AR, *GREEDY]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("form", [["-p", PROMPTS[0]], ["--prompt", PROMPTS[0]], [f"--prompt={PROMPTS[0]}"]])
+def test_a_prompt_is_answered_on_standard_output(form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate([*BASE, *form]) == 0
+    assert capsys.readouterr().out == answer(PROMPTS[0]).text + "\n"
+
+
+@pytest.mark.parametrize("decoder", [AR, ISD], ids=["ar", "isd"])
+def test_several_prompts_and_both_decoders(decoder: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*MODEL, *decoder, *GREEDY, "stats=true", "-p", PROMPTS[0], "-p", PROMPTS[1]]
+    if decoder == ISD:
+        with pytest.warns(UserWarning, match="stride 4 is larger than the 1"):
+            assert generate(arguments) == 0
+    else:
+        assert generate(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "".join(answer(prompt).text + "\n" for prompt in PROMPTS[:2])
+    assert captured.err.startswith(f"[{decoder[0].partition('=')[2]}, exact] {2 * SHORT} tokens, ")
+    assert ("acceptance" in captured.err) == (decoder == ISD)
+
+
+def test_standard_input_is_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin(monkeypatch, PROMPTS[1] + "\n")
+    assert generate(BASE) == 0
+    assert capsys.readouterr().out == answer(PROMPTS[1]).text + "\n"
+
+
+def test_an_answer_without_text_is_an_empty_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the ids of its stop token."""
+    first = answer(PROMPTS[0]).token_ids[0]
+    two = ["-p", PROMPTS[0], "-p", PROMPTS[0], f"sampling.stop_token_ids=[{first}]"]
+    assert generate([*BASE, *two]) == 0
+    assert capsys.readouterr().out == "\n\n"
+
+
+def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) -> None:
+    """More lines than the queue holds, lengths mixed so that they finish out of order."""
+    ids = reference().tokenizer.encode(PROMPTS[2], add_special_tokens=False)
+    turn = [{"role": "user", "content": PROMPTS[3]}]
+    lines: list[Any] = [
+        {"prompt": PROMPTS[0], "id": "first", "sampling": {"max_tokens": 20}},
+        {"prompt_ids": ids, "id": 7},
+        "",
+        {"messages": turn, "sampling": {"max_tokens": 2}},
+        *({"prompt": PROMPTS[i % 7], "sampling": {"max_tokens": 1 + i % 4}} for i in range(12)),
+    ]
+    output = tmp_path / "out.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    assert generate([*BASE, f"input={source}", f"output={output}"]) == 0
+    records = read_lines(output)
+    asked = [line for line in lines if line]
+    assert [r["request_id"] for r in records] == ["first", "7", "4", *(str(i) for i in range(5, 17))]
+    assert [r["prompt"] for r in records] == [
+        next(line[key] for key in ("prompt", "prompt_ids", "messages") if key in line) for line in asked
+    ]
+    assert [len(r["token_ids"]) for r in records] == [20, SHORT, 2, *(1 + i % 4 for i in range(12))]
+    assert records[0]["token_ids"] == list(answer(PROMPTS[0], max_tokens=20).token_ids)
+    assert records[1]["token_ids"] == list(answer(ids).token_ids)
+    assert records[2]["token_ids"] == list(answer(PROMPTS[3], max_tokens=2).token_ids)
+    assert not output.with_name("out.jsonl.partial").exists()
+
+
+def test_fields_of_a_record(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert generate([*BASE, "-p", PROMPTS[0], f"output={output}", "sampling.logprobs=2", "sampling.n=2"]) == 0
+    records = read_lines(output)
+    assert [(r["request_id"], r["index"]) for r in records] == [("0", 0), ("0", 1)]
+    done = answer(PROMPTS[0])
+    for record in records:
+        assert set(record) == {
+            *("prompt", "request_id", "index", "text", "token_ids", "finish_reason", "num_prompt_tokens"),
+            *("num_forwards", "accepted_by_position", "tested_by_position", "seed", "exactness", "logprobs"),
+            *("tokens_per_forward", "acceptance_rate"),
+        }
+        assert record["text"] == done.text
+        assert record["token_ids"] == list(done.token_ids)
+        assert record["finish_reason"] == "length"
+        assert record["tokens_per_forward"] == 1.0
+        assert record["acceptance_rate"] is None
+        assert isinstance(record["seed"], int)
+        for token_id, entry in zip(record["token_ids"], record["logprobs"], strict=True):
+            assert entry["token_id"] == token_id
+            assert len(entry["top"]) == 2
+            assert max(entry["top"].values()) == entry["top"][str(token_id)] == entry["logprob"] <= 0
+
+
+def test_samples_of_a_seed_differ_and_repeat(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": p, "sampling": {"seed": 5}} for p in PROMPTS[:2]])
+    hot = ["sampling.n=3", "sampling.temperature=2", f"input={source}", "sampling.max_tokens=12"]
+    runs = []
+    for name in ("one", "two"):
+        assert generate([*BASE, *hot, f"output={tmp_path / name}"]) == 0
+        runs.append([(r["request_id"], r["index"], r["token_ids"]) for r in read_lines(tmp_path / name)])
+    assert runs[0] == runs[1]
+    assert [(i, k) for i, k, _ in runs[0]] == [(i, k) for i in ("1", "2") for k in range(3)]
+    assert len({tuple(token_ids) for _, _, token_ids in runs[0][:3]}) == 3
+
+
+def test_text_ends_before_a_stop_string(tmp_path: Path) -> None:
+    free = answer(PROMPTS[0], max_tokens=12).text
+    stop = free[9:12]
+    output = tmp_path / "out.jsonl"
+    arguments = ["-p", PROMPTS[0], f"output={output}", f"sampling.stop=['{stop}']", "sampling.max_tokens=12"]
+    assert generate([*BASE, *arguments]) == 0
+    [record] = read_lines(output)
+    assert record["text"] == free[: free.index(stop)]
+    assert record["finish_reason"] == "stop"
+
+
+def test_help_names_every_decoder_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(["-h"]) == 0
+    out = capsys.readouterr().out
+    assert all(
+        key in out for key in ("decoder=isd", "decoder.stride=null", "sampling.temperature", "-p TEXT")
+    )
+
+
+def _chat(monkeypatch: pytest.MonkeyPatch, turns: list[str]) -> None:
+    give_stdin(monkeypatch, "", is_terminal=True)
+    script = iter(turns)
+
+    def scripted(_: str) -> str:
+        turn = next(script, None)
+        if turn is None:
+            raise EOFError
+        return turn
+
+    monkeypatch.setattr("builtins.input", scripted)
+
+
+def test_a_chat_remembers_until_an_empty_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _chat(monkeypatch, [PROMPTS[0], "How many?", "", PROMPTS[1]])
+    assert generate(BASE) == 0
+    first = answer(PROMPTS[0]).text
+    messages = [
+        {"role": "user", "content": PROMPTS[0]},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "How many?"},
+    ]
+    second = answer(encode_messages(reference().tokenizer, messages)).text
+    assert capsys.readouterr().out.splitlines() == [first, second, answer(PROMPTS[1]).text]
+
+
+def test_a_chat_survives_a_turn_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _chat(monkeypatch, ["Lea has 9 shells. " * 60, PROMPTS[1]])
+    assert generate(BASE) == 0
+    captured = capsys.readouterr()
+    assert "IDLM-0412" in captured.err
+    assert captured.out == answer(PROMPTS[1]).text + "\n"
+
+
+def test_an_interrupted_run_keeps_what_is_finished_and_the_old_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first line is still running when the others are done: they must not wait for it in vain."""
+    lines = [{"prompt": PROMPTS[0], "sampling": {"max_tokens": 90}}, *({"prompt": p} for p in PROMPTS[1:5])]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    output.write_text("old\n")
+    interrupt_after(monkeypatch, 3 * SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        generate([*BASE, f"input={source}", f"output={output}", "overwrite=true"])
+    assert output.read_text() == "old\n"
+    partial = tmp_path / "out.jsonl.partial"
+    records = read_lines(partial)
+    assert [r["request_id"] for r in records] == ["2", "3", "4"]
+    assert all(r["token_ids"] == list(answer(r["prompt"]).token_ids) for r in records)
+    assert f"3 finished answers are in {partial}" in capsys.readouterr().err
+
+
+def test_a_failing_pass_keeps_the_answers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    interrupt_after(monkeypatch, SHORT + 1, lambda: RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate([*BASE, f"input={source}", f"output={tmp_path / 'out'}"])
+    assert [r["request_id"] for r in read_lines(tmp_path / "out.partial")] == ["1", "2"]
+
+
+def test_a_run_stopped_before_its_first_answer_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        generate([*BASE, "-p", PROMPTS[0], f"output={tmp_path / 'out'}"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_ends_with_status_2_and_no_traceback() -> None:
+    arguments = [sys.executable, "-m", "idlm.infer.cli", f"model={TINY}", "-p", "x", "sampling.temprature=0"]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=TINY.parents[2], check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error IDLM-0101")
+    assert "'sampling.temperature'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,203 @@
+"""Every mistake at `idlm-generate` by its code and the words that lead to it, mostly before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.infer.cli import generate
+from idlm.infer.engine import Engine
+from tests.integration.command_lines import (
+    AR,
+    GREEDY,
+    MODEL,
+    TINY,
+    answer,
+    give_stdin,
+    read_lines,
+    write_lines,
+)
+
+BASE = [*MODEL, *AR, *GREEDY]
+GOOD = {"prompt": "Lea has 9 shells."}
+
+
+def _refusal(arguments: list[str]) -> UserError:
+    with pytest.raises(UserError) as caught:
+        generate(arguments)
+    assert caught.value.fix
+    return caught.value
+
+
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded before the mistake is found")
+
+    monkeypatch.setattr(Engine, "from_pretrained", loads)
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize(
+    ("code", "line", "words"),
+    [
+        ("IDLM-0432", '{"prompt": "x"', "JSON"),
+        ("IDLM-0432", "[" * 100_000, "JSON"),
+        ("IDLM-0433", "[]", "exactly one"),
+        ("IDLM-0433", {"prompt": "x", "prompt_ids": [1]}, "exactly one"),
+        ("IDLM-0433", {"id": 3}, "exactly one"),
+        ("IDLM-0434", {"prompt": "x", "samplng": {}}, "'sampling'"),
+        ("IDLM-0435", {"prompt": "x", "sampling": {"temprature": 0}}, "'temperature'"),
+        ("IDLM-0435", {"prompt": "x", "sampling": 3}, "3"),
+        ("IDLM-0435", {"prompt": "x", "sampling": {"stop": "abc"}}, "list"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"temperature": -1}}, "temperature=-1"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"n": "two"}}, "n='two'"),
+        ("IDLM-0436", {"prompt": 3}, "prompt is 3"),
+        ("IDLM-0436", {"prompt": ""}, "empty"),
+        ("IDLM-0436", '{"prompt": "\\ud800"}', "not valid text"),
+        ("IDLM-0436", {"prompt_ids": []}, "empty"),
+        ("IDLM-0436", {"prompt_ids": "abc"}, "'abc'"),
+        ("IDLM-0436", {"prompt_ids": [1, 2.5]}, "2.5"),
+        ("IDLM-0436", {"prompt_ids": [1, True]}, "True"),
+        ("IDLM-0436", {"messages": [{"role": "user"}]}, "role"),
+        ("IDLM-0436", {"messages": [{"role": "user", "content": None}]}, "None"),
+        ("IDLM-0436", {"messages": [{"role": "user", "content": "x"}, "y"]}, "'y'"),
+        ("IDLM-0436", {"messages": [{"role": 1, "content": "x"}]}, "1"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_loaded(
+    tmp_path: Path, code: str, line: Any, words: str
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [GOOD, "", GOOD, line])
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == code
+    assert f"{source}:4" in error.message
+    assert words in error.message
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "x"}\n{"prompt": "\xff"}\n')
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == "IDLM-0432"
+    assert f"{source}:2" in error.message
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("IDLM-0430", ["input=nowhere.jsonl"], "nowhere.jsonl"),
+        ("IDLM-0437", ["-p"], "-p"),
+        ("IDLM-0439", ["-p", "x", "input=README.md"], "both"),
+        ("IDLM-0442", ["-p", "x", "output=/nowhere/out"], "/nowhere"),
+        ("IDLM-0442", ["-p", "x", f"output={TINY}"], "folder"),
+        ("IDLM-0436", ["-p", "x", "-p", "\udcff"], "prompt 2"),
+        ("IDLM-0436", ["-p", ""], "empty"),
+        ("IDLM-0401", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
+        ("IDLM-0101", ["-p", "x", "sampling.temprature=0"], "'sampling.temperature'"),
+        ("IDLM-0101", ["-p", "x", "--verbose"], "--verbose"),
+        ("IDLM-0101", ["-p", "x", "template=off"], "auto, none"),
+    ],
+)
+def test_bad_arguments(code: str, arguments: list[str], words: str) -> None:
+    error = _refusal([*BASE, *arguments])
+    assert error.code == code
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("IDLM-0102", ["decoder=isdd"], "'isd'"),
+        ("IDLM-0416", ["decoder=isd", "decoder.strid=4"], "'stride'"),
+        ("IDLM-0416", ["decoder=isd", "decoder.stride=four"], "decoder.stride"),
+        ("IDLM-0416", ["decoder=isd", "decoder.stride=2.5"], "decoder.stride"),
+        ("IDLM-0102", ["decoder=isd", "decoder.on_rejection=tre"], "'tree'"),
+    ],
+)
+def test_bad_decoders_name_the_nearest(code: str, arguments: list[str], words: str) -> None:
+    error = _refusal([*MODEL, *arguments, "mask_token_id=170", "-p", "x"])
+    assert error.code == code
+    assert words in error.message
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_no_model_is_a_mistake() -> None:
+    assert _refusal(["-p", "x"]).code == "IDLM-0438"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.write_text("old")
+    error = _refusal([*BASE, "-p", "x", f"output={output}"])
+    assert (error.code, output.read_text()) == ("IDLM-0431", "old")
+    output.rename(tmp_path / "out.partial")
+    error = _refusal([*BASE, "-p", "x", f"output={output}"])
+    assert error.code == "IDLM-0431"
+    assert "interrupted" in error.message
+    assert (tmp_path / "out.partial").read_text() == "old"
+
+
+def test_overwrite_replaces(tmp_path: Path) -> None:
+    for name in ("out", "out.partial"):
+        (tmp_path / name).write_text("old")
+    assert generate([*BASE, "-p", "Lea has 9 shells.", f"output={tmp_path / 'out'}", "overwrite=true"]) == 0
+    assert len(read_lines(tmp_path / "out")) == 1
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_input_is_never_its_own_output(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "x.jsonl", [GOOD])
+    error = _refusal([*BASE, f"input={source}", f"output={source}", "overwrite=true"])
+    assert error.code == "IDLM-0439"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_an_empty_file_is_a_mistake(tmp_path: Path) -> None:
+    assert _refusal([*BASE, f"input={write_lines(tmp_path / 'x', [''])}"]).code == "IDLM-0430"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_empty_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_stdin(monkeypatch, "\n")
+    error = _refusal(BASE)
+    assert error.code == "IDLM-0436"
+    assert error.message == "stdin: prompt is empty"
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize("argument", ["output=out.jsonl", "sampling.n=2"])
+def test_a_chat_has_one_answer_and_no_file(monkeypatch: pytest.MonkeyPatch, argument: str) -> None:
+    give_stdin(monkeypatch, "", is_terminal=True)
+    assert _refusal([*BASE, argument]).code == "IDLM-0440"
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("IDLM-0412", {"prompt": "Lea has 9 shells. " * 60}),
+        ("IDLM-0411", {"prompt_ids": [1, 192]}),
+        ("IDLM-0411", {"prompt_ids": [-1]}),
+    ],
+)
+def test_a_line_the_engine_refuses_is_named_and_loses_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, line: Any
+) -> None:
+    """What only the tokenizer or the model can tell: the lines before it are answered first."""
+    prompts = [f"Max has {number} nuts." for number in range(2, 7)]
+    source = write_lines(tmp_path / "in.jsonl", [*({"prompt": prompt} for prompt in prompts), line, GOOD])
+    error = _refusal([*BASE, f"input={source}", f"output={tmp_path / 'out'}"])
+    assert error.code == code
+    assert error.message.startswith(f"{source}:6: ")
+    records = read_lines(tmp_path / "out.partial")
+    assert [r["prompt"] for r in records] == prompts
+    assert records[-1]["token_ids"] == list(answer(prompts[-1]).token_ids)
+    assert f"5 finished answers are in {tmp_path / 'out.partial'}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
