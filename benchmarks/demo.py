@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
 from idlm import command
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -71,7 +72,7 @@ def main() -> int:
 
 def demo(arguments: list[str]) -> int:
     """Convert, evaluate, print; returns the exit status."""
-    options = _options(arguments)
+    options = parse_options(arguments, {"num": "200", "output": "outputs/tiny", "record": "false"})
     output = Path(options["output"])
     convert_seconds = _convert(output)
     task = TASKS.get("ledger")(level="tiny")
@@ -160,18 +161,6 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
             for metric, value, unit, baseline in measured
         ]
     return out
-
-
-def _options(arguments: list[str]) -> dict[str, str]:
-    options = {"num": "200", "output": "outputs/tiny", "record": "false"}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in options:
-            raise UserError(
-                "IDLM-0107", f"unknown argument {argument!r}", fix=f"use some of {sorted(options)}"
-            )
-        options[key] = value
-    return options
 
 
 def _convert(output: Path) -> float:

@@ -87,7 +87,8 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
     from idlm.train.report import SampleReport, SampleText
 
     params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
-    measurements, texts = [], []
+    measurements: list[Measurement] = []
+    texts: list[SampleText] = []
     for decoder in ("isd", "ar") if Semantics.load(directory).stride > 1 else ("ar",):
         engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
         prompts, judge = _prompts(config, engine, num_samples)
