@@ -1,7 +1,7 @@
 """2,000 requests through a KV pool too small for its lanes, 30 % aborted: no leak, survivors unharmed.
 
-An answer is a function of prompt, settings and seed alone: survivors must equal an abort-free run in a pool that
-never preempts, whoever came, went or was thrown out beside them.
+An answer is a function of prompt, settings and seed alone: survivors must equal an abort-free run in a pool
+that never preempts, whoever came, went or was thrown out beside them.
 """
 
 from __future__ import annotations
