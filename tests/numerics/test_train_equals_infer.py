@@ -1,0 +1,245 @@
+"""The training forward on packed `[x_t | x_0]` rows against the engine's pass on the same picture, in fp32.
+
+Training: noisy row s of a block that starts at b is a mask at position s, sees the clean tokens before b and
+its block's masks up to itself, and predicts token s + 1. Engine: that is mask s - b of a group which hangs on
+the chain row of token b - 1. Clean row s is the chain row of token s. The engine is driven as in decoding,
+through `IsdDecoder.plan`, `Runner.forward` and a paged cache in which rejected drafts and masks leave stale
+slots, with drafts that are the document's own tokens, so that every chain row has a clean counterpart.
+
+V vocabulary, X wanted rows, J drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.infer.decoders.base import Batch
+from idlm.infer.decoders.layout import RowLayout
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+from idlm.train.layout import Sample
+from idlm.train.model import BodyAndHead
+from tests.tiny_training import (
+    FAMILIES,
+    MASK,
+    batch_of,
+    random_sample,
+    stage_of,
+    tiny_model,
+    tiny_objective,
+)
+
+TOLERANCE = 1e-5
+STRIDES = (2, 3, 4)
+PROMPT = 5
+LENGTHS = (23, 16)
+MOST_WALKS = 30
+DOCUMENTS = [random_sample(i, prompt=PROMPT, response=n - PROMPT).token_ids for i, n in enumerate(LENGTHS)]
+
+MaskKey = tuple[int, int, int]
+"""Document, start of the block, place in the block."""
+CleanKey = tuple[int, int]
+"""Document, position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Logits [V] of training rows."""
+
+    masks: dict[MaskKey, Tensor]
+    clean: dict[CleanKey, Tensor]
+
+
+@torch.no_grad()
+def training_rows(family: str, stride: int, attention: str) -> Rows:
+    """One packed row. Each document stands in it once per block phase, so that blocks start everywhere."""
+    phases = [(doc, PROMPT + shift) for doc in range(len(DOCUMENTS)) for shift in range(stride - 1)]
+    samples = [
+        Sample.from_pair(DOCUMENTS[doc][:prompt].tolist(), DOCUMENTS[doc][prompt:].tolist())
+        for doc, prompt in phases
+    ]
+    batch = batch_of(samples, tiny_objective(), stage_of(stride), padding=3)
+    model = tiny_model(family, attention)
+    runner = BodyAndHead(model)
+    logits_TV = runner.head(runner.hidden(model, batch, attention)[0])
+    rows = Rows(masks={}, clean={})
+    fields = (batch[name][0].tolist() for name in ("doc_ids", "position_ids", "block_starts", "is_noisy"))
+    for t, (phase, position, start, is_noisy) in enumerate(zip(*fields, strict=True)):
+        if phase < 0:
+            continue
+        doc = phases[phase][0]
+        if is_noisy:
+            rows.masks[doc, start, position - start] = logits_TV[t]
+        else:
+            rows.clean[doc, position] = logits_TV[t]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models of `training_rows`, saved as the engine loads them."""
+    paths = {}
+    for family in FAMILIES:
+        paths[family] = tmp_path_factory.mktemp(family)
+        tiny_model(family).save_pretrained(paths[family])
+        Semantics(mask_token_id=MASK, stride=max(STRIDES)).save(paths[family])
+    return paths
+
+
+class Replay:
+    """Walks the documents through an engine, each on its lane, comparing every wanted row of all passes."""
+
+    def __init__(self, path: Path, strategy: str, stride: int, rows: Rows) -> None:
+        self.engine = Engine.from_pretrained(
+            path,
+            "isd",
+            device="cpu",
+            dtype="float32",
+            stride=stride,
+            on_rejection=strategy,
+            max_num_seqs=len(DOCUMENTS),
+            max_length=48,
+            page_size=4,
+        )
+        self.rows = rows
+        self.layouts = STRATEGIES.get(strategy)().layouts(stride - 1)
+        self.seen_masks: set[MaskKey] = set()
+        self.seen_clean: set[CleanKey] = set()
+        self.used_layouts: set[int] = set()
+
+    def _seat(self) -> None:
+        lanes = list(range(len(DOCUMENTS)))
+        for lane in lanes:
+            self.engine.pool.release(lane)
+        for num_slots in (9, 30, 47):
+            assert all(self.engine.pool.reserve(lane, num_slots) for lane in lanes)
+        params = [SamplingParams(seed=0)] * len(lanes)
+        self.engine.table.seat(lanes, [tokens.tolist() for tokens in DOCUMENTS], params, lanes)
+        self.engine.decoder.seat(lanes)
+
+    def run(self, walk: int) -> None:
+        """Prompts in chunks, then any layout at any pass, with any number of its drafts accepted."""
+        self._seat()
+        computed = [0] * len(DOCUMENTS)
+        self._forward(computed, {0: 2}, samples=False)
+        self._forward(computed, {0: 1, 1: 3}, samples=False)
+        choose = random.Random(walk)
+        while running := [lane for lane, done in enumerate(computed) if done < LENGTHS[lane]]:
+            feed = {lane: max(1, PROMPT - 1 + walk % 3 - computed[lane]) for lane in running}
+            chosen = {}
+            for lane in running:
+                index = choose.randrange(len(self.layouts))
+                last = computed[lane] + feed[lane] - 1 + self.layouts[index].num_drafts
+                chosen[lane] = index if last < LENGTHS[lane] else 0
+            self._load_drafts(computed, feed, chosen)
+            self._forward(computed, feed, samples=True, chosen=chosen)
+            for lane, index in chosen.items():
+                num_accepted = choose.randint(0, self.layouts[index].num_drafts)
+                computed[lane] += num_accepted
+                self.engine.table.num_computed_Z[lane] += num_accepted
+
+    def _load_drafts(self, computed: list[int], feed: dict[int, int], chosen: dict[int, int]) -> None:
+        decoder = self.engine.decoder
+        for lane, index in chosen.items():
+            layout = self.layouts[index]
+            first = computed[lane] + feed[lane]
+            decoder.layout_Z[lane] = index
+            drafts_J = torch.from_numpy(DOCUMENTS[lane][first : first + layout.num_drafts])
+            decoder.drafts_ZJ[lane, : layout.num_drafts] = drafts_J
+
+    def _forward(
+        self,
+        computed: list[int],
+        feed: dict[int, int],
+        *,
+        samples: bool,
+        chosen: dict[int, int] | None = None,
+    ) -> None:
+        lanes = list(feed)
+        batch = Batch(
+            lanes=lanes,
+            num_computed=[computed[lane] for lane in lanes],
+            num_feed=[feed[lane] for lane in lanes],
+            samples=[samples] * len(lanes),
+        )
+        plan = self.engine.decoder.plan(self.engine.table, batch)
+        logits_XV = self.engine._runner.forward(plan)
+        for lane in lanes:
+            computed[lane] += feed[lane]
+            self.engine.table.num_computed_Z[lane] += feed[lane]
+        if chosen is None:
+            assert len(logits_XV) == 0
+            return
+        for lane, first in zip(lanes, plan.first_logit_B.tolist(), strict=True):
+            layout = self.layouts[chosen[lane]]
+            self.used_layouts.add(chosen[lane])
+            self._compare(lane, computed[lane] - 1, layout, logits_XV[first : first + layout.width])
+
+    def _compare(self, doc: int, pending: int, layout: RowLayout, logits_XV: Tensor) -> None:
+        """All rows of one sequence that a training row matches: chain rows, then the groups in order."""
+        for depth in range(layout.num_drafts + 1):
+            key = (doc, pending + depth)
+            torch.testing.assert_close(logits_XV[depth], self.rows.clean[key], atol=TOLERANCE, rtol=0)
+            self.seen_clean.add(key)
+        row = layout.num_drafts
+        for parent in layout.mask_parents:
+            for place in range(layout.num_masks):
+                row += 1
+                start = pending + parent + 1
+                # The last token has no successor, so training puts no mask on it.
+                if start + place < LENGTHS[doc] - 1:
+                    expected = self.rows.masks[doc, start, place]
+                    torch.testing.assert_close(logits_XV[row], expected, atol=TOLERANCE, rtol=0)
+                    self.seen_masks.add((doc, start, place))
+        assert row == layout.width - 1 == len(logits_XV) - 1
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_and_engine_compute_the_same_rows(
+    checkpoints: dict[str, Path], family: str, strategy: str, stride: int
+) -> None:
+    """Every clean row from the last prompt tokens on, every mask row of every block, under every layout."""
+    rows = training_rows(family, stride, "idlm_split")
+    replay = Replay(checkpoints[family], strategy, stride, rows)
+    wanted = (
+        set(range(len(replay.layouts))),
+        {key for key in rows.clean if key[1] >= PROMPT - 2},
+        set(rows.masks),
+    )
+    seen = (replay.used_layouts, replay.seen_clean, replay.seen_masks)
+    walk = 0
+    while seen != wanted and walk < MOST_WALKS:
+        replay.run(walk)
+        walk += 1
+    assert seen == wanted
+
+
+@pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_flex"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_training_attentions_agree(family: str, attention: str) -> None:
+    """So the rows above stand for every attention path of the trainer."""
+    split, other = (training_rows(family, 3, name) for name in ("idlm_split", attention))
+    assert split.masks.keys() == other.masks.keys()
+    for mine, theirs in ((split.masks, other.masks), (split.clean, other.clean)):
+        for key, logits_V in mine.items():
+            torch.testing.assert_close(logits_V, theirs[key], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_comparison_can_tell_pictures_apart(family: str) -> None:
+    """A mask that saw one token less, or sat one place off, would be far outside the tolerance."""
+    rows = training_rows(family, 4, "idlm_split")
+    for (doc, start, place), logits_V in rows.masks.items():
+        for other in ((doc, start - 1, place + 1), (doc, start, place + 1), (doc, start + 1, place)):
+            if other in rows.masks:
+                assert (logits_V - rows.masks[other]).abs().max() > 100 * TOLERANCE
