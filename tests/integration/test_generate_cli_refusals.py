@@ -1,4 +1,4 @@
-"""Every mistake at `idlm-generate` by its code and the words that lead to it, mostly before a model is loaded."""
+"""Every mistake at `idlm-generate` by its code and the words that help, mostly before a model is loaded."""
 
 from __future__ import annotations
 
