@@ -1,6 +1,6 @@
 """The law of whole responses through the whole engine, against exhaustive enumeration by transformers.
 
-Draws come from a toy of 5 tokens, mask id included; tested are the joints of tokens 0..3 and of tokens 4..7. By
+The toy has 5 tokens, mask id included; tested are the joints of tokens 0..3 and of tokens 4..7. By
 default 2e5 draws for every strategy at stride 4 and for every stride; all nine at 2e5:
 
     .venv/bin/python -m pytest tests/law/test_engine_law.py -m "slow or not slow"
