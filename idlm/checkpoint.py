@@ -64,6 +64,7 @@ def publish(target: Path) -> Iterator[Path]:
             yield staging
             _write_manifest(staging)
             _keep_foreign_files(target, staging)
+            _open_to_readers(staging)
             _fsync_tree(staging)
             _swap(root, target)
     except Exception as error:
@@ -318,6 +319,15 @@ def _remove_stale(target: Path) -> None:
 
 def _staging_pattern(target: Path) -> str:
     return f".{glob.escape(target.name)}.staging-*"
+
+
+def _open_to_readers(directory: Path) -> None:
+    """Give files the mode of any other new file: safetensors makes its own readable by their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+            path.chmod(0o666 & ~mask)
 
 
 def _fsync_tree(directory: Path) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -23,6 +24,7 @@ INTERRUPTED_STATUS = 130
 
 def run(command: Callable[[list[str]], int]) -> int:
     """Call `command` with the process arguments; returns the exit status and prints a UserError to stderr."""
+    warnings.showwarning = _print_warning
     try:
         return command(sys.argv[1:])
     except UserError as error:
@@ -34,6 +36,19 @@ def run(command: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Only what is meant for the user, without the place in the code."""
+    if issubclass(category, UserWarning):
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def split_plugin_options(

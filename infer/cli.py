@@ -46,7 +46,7 @@ def generate(arguments: list[str]) -> int:
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
     lines = _lines(config)
-    engine = load_engine(config.model, decoder, {**config.options(), **options})
+    engine = load_engine(config.model, decoder, config.options(), options)
     if lines is None:
         return _chat(engine, config)
     first = list(itertools.islice(lines, 2))
@@ -84,11 +84,18 @@ def describe_decoders() -> str:
     return "\n".join(lines)
 
 
-def load_engine(model: str | None, decoder: str | None, options: dict[str, Any]) -> Engine:
-    """The engine of a `model=` argument."""
+def load_engine(
+    model: str | None, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
+) -> Engine:
+    """The engine of a `model=` argument; `options` are those written `decoder.OPTION=VALUE`."""
+    misplaced = sorted(settings.keys() & options.keys())
+    if misplaced:
+        raise UserError(
+            "IDLM-0441", f"decoder.{misplaced[0]} is no decoder option", fix=f"write {misplaced[0]}=VALUE"
+        )
     if model is None:
         raise UserError("IDLM-0438", "no model given", fix="give model=PATH, a checkpoint directory")
-    return Engine.from_pretrained(model, decoder, **options)
+    return Engine.from_pretrained(model, decoder, **settings, **options)
 
 
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:

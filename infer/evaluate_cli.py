@@ -70,7 +70,7 @@ def _evaluate(
     samples: Sequence[TaskSample],
 ) -> tuple[str, Evaluation]:
     """One decoder's name and figures. Its memory is free again afterwards: the next engine sizes its own."""
-    engine = load_engine(config.model, decoder, {**config.options(), **options})
+    engine = load_engine(config.model, decoder, config.options(), options)
     name, result = engine.decoder.name, evaluate(engine, task, samples, config.sampling.params())
     del engine
     gc.collect()

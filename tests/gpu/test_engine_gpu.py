@@ -1,0 +1,70 @@
+"""The engine on a CUDA device: same answers as on the CPU, the AR law, and a whole conversion.
+
+python -m pytest tests/gpu -m gpu
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.contracts import SamplingParams
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.infer.evaluate import evaluate, task_samples
+from idlm.tasks import TASKS
+from idlm.train.cli import main as train
+from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+BASE = Path(__file__).parents[2] / "recipes/assets/tiny_ar"
+GREEDY = SamplingParams(temperature=0, max_tokens=320)
+LEVEL = 1e-6 / 32
+DRAWS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny recipe, trained with FlexAttention on the GPU."""
+    target = tmp_path_factory.mktemp("converted") / "tiny"
+    arguments = ["recipe=tiny", f"output_dir={target}", f"model.path={BASE}", "train.device=cuda"]
+    assert train([*arguments, "resume=never"]) == 0
+    return target
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_greedy_isd_equals_greedy_ar(converted: Path, strategy: str, stride: int) -> None:
+    prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
+    ar = Engine.from_pretrained(converted, "ar", device="cuda", dtype="float32").generate(prompts, GREEDY)
+    options = {"stride": stride, "on_rejection": strategy, "dtype": "float32", "device": "cuda"}
+    isd = Engine.from_pretrained(converted, "isd", **options).generate(prompts, GREEDY)
+    assert [done.token_ids for done in isd] == [done.token_ids for done in ar]
+
+
+def test_conversion_on_the_gpu_keeps_the_task_and_accepts_drafts(converted: Path) -> None:
+    task = TASKS.get("ledger")(level="tiny")
+    engine = Engine.from_pretrained(converted, "isd", stride=4, on_rejection="cold", device="cuda")
+    result = evaluate(engine, task, task_samples(task, "test", 200), GREEDY)
+    assert result.exact_match >= 0.97
+    assert result.acceptance_rate is not None
+    assert result.acceptance_rate >= 0.85
+    assert result.tokens_per_forward >= 2.3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("stride", [2, 3, 4, 8])
+def test_a_million_draws_have_the_ar_law(tmp_path: Path, stride: int, strategy: str) -> None:
+    directory = write_law_toy(tmp_path / "toy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"stride": stride, "on_rejection": strategy, "device": "cuda", "num_lanes": 16_384}
+        engine = build_engine(directory, "isd", **options)  # type: ignore[arg-type]
+    sampled = sample(engine, [(PROMPT, NEUTRAL)], DRAWS, per_request=1000)
+    assert not misfits(fits(directory, sampled), LEVEL)
