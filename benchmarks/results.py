@@ -80,7 +80,9 @@ def result_row(
         "gate_passed": gate_passed,
         "class": exactness,
         **{key: print_of[key] for key in ("gpu", "num_gpus", "torch", "triton")},
-        "commit": f"{print_of['commit']}-dirty" if print_of["dirty"] else print_of["commit"],
+        "commit": f"{print_of['commit']}-dirty"
+        if print_of["commit"] and print_of["dirty"]
+        else print_of["commit"],
         "date": print_of["date"],
         "command": command or f"python -m benchmarks.{bench}",
     }
