@@ -85,7 +85,9 @@ def demo(arguments: list[str]) -> int:
         results.append((arm, evaluate(engine, task, samples, params)))
     print(f"\n{len(samples)} held-out prompts, stride {STRIDE}; converted in {convert_seconds:.0f} s\n")
     print(table(results))
-    print(f"\nreport: {output}/report.md (plots and sample generations beside it)")
+    differing = [arm.label for arm, result in results if parity(arm, result, results) is False]
+    print(f"\ngreedy ISD equals greedy AR, token for token: {'yes' if not differing else f'NOT {differing}'}")
+    print(f"report: {output}/report.md (plots and sample generations beside it)")
     print(f"try it: .venv/bin/idlm-generate model={output} sampling.temperature=0 -p '{samples[0].prompt}'")
     if options["record"] == "true":
         append_rows("demo", rows(results, convert_seconds))
@@ -123,6 +125,14 @@ def closed_form(arm: Arm, result: Evaluation) -> float | None:
     return None if formula is None else formula(result.acceptance_by_position)
 
 
+def parity(arm: Arm, result: Evaluation, results: list[tuple[Arm, Evaluation]]) -> bool | None:
+    """Whether greedy ISD gave AR's answers token for token; None where there is nothing to compare."""
+    if arm.decoder == "ar" or arm.temperature != 0:
+        return None
+    [ar] = [r for a, r in results if a.decoder == "ar" and a.temperature == 0 and not a.is_base]
+    return [done.token_ids for done in result.completions] == [done.token_ids for done in ar.completions]
+
+
 def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[dict[str, Any]]:
     """Result rows of the whole demo."""
     base = {arm.temperature: result for arm, result in results if arm.is_base}
@@ -135,7 +145,7 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
             "stride": arm.options.get("stride", 1),
             "temperature": arm.temperature,
         }
-        reference = base[arm.temperature]
+        reference, gate = base[arm.temperature], parity(arm, result, results)
         measured: list[tuple[str, float, str, float | None]] = [
             ("exact_match", result.exact_match, "share", reference.exact_match),
             ("tokens_per_forward", result.tokens_per_forward, "tokens", 1.0),
@@ -155,6 +165,7 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
                 value,
                 unit,
                 baseline=baseline,
+                gate_passed=gate,
                 exactness=result.exactness,
                 command=COMMAND,
             )
