@@ -120,7 +120,6 @@ class Engine:
             request = Request(
                 request_id=request_id,
                 index=index,
-                order=self._num_added,
                 prompt_ids=prompt_ids,
                 params=params,
                 stop_ids=frozenset(stop_ids),

@@ -10,14 +10,13 @@ from idlm.contracts import Completion, SamplingParams, TokenLogprob
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A sequence on its way through the engine. `order` is its arrival; `lane` None while it waits.
+    """A sequence on its way through the engine. `lane` is None while it waits.
 
     `num_computed` mirrors the lane's KV pointer on the host. `max_length`: prompt and answer together.
     """
 
     request_id: str
     index: int
-    order: int
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -35,11 +34,6 @@ class Request:
     def num_known(self) -> int:
         """Prompt and emitted tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
-
-    @property
-    def wants_text(self) -> bool:
-        """Whether stopping depends on decoded text."""
-        return bool(self.params.stop)
 
     def push(self, token_id: int) -> None:
         """Append one emitted token and note a stop id or a length limit."""

@@ -21,7 +21,7 @@ def write_toy_checkpoint(
     seed: int = 0,
     max_positions: int = 512,
 ) -> Path:
-    """Save a stock checkpoint with random weights; `sharpness` scales the head, so laws are far from uniform."""
+    """Save a stock checkpoint of random weights; `sharpness` scales the head: laws far from uniform."""
     import transformers
 
     settings: dict[str, Any] = {
