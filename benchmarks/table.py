@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.results import RESULTS, read_rows
 
+SPEEDS = ("tokens/s",)
 README = Path(__file__).resolve().parent.parent / "README.md"
 _OPEN = r"(?P<open><!-- results:(?P<name>[\w-]+) -->\n)"
 _SECTION = re.compile(_OPEN + r"(?P<body>.*?)(?P<close><!-- /results:)", re.DOTALL)
@@ -49,7 +50,7 @@ def section(name: str, results: Path) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in newest.values():
         groups.setdefault((_machine(row), row["command"]), []).append(row)
-    return "".join(_table(rows) for rows in groups.values())
+    return "\n".join(_table(rows) for rows in groups.values())
 
 
 def _table(rows: list[Row]) -> str:
@@ -91,6 +92,8 @@ def _cell(row: Row) -> str:
     else:
         digits = 0 if abs(value) >= 100 or float(value).is_integer() else 2
         text = f"{value:,.{digits}f}" + ("" if unit in ("tokens", "") else f" {unit}")
+        if unit in SPEEDS and row["ratio"] is not None:
+            text += f" ({row['ratio']:.2f}x)"
     return f"{text} (lossy)" if row["class"] == "lossy" else text
 
 

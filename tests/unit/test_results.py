@@ -69,8 +69,8 @@ def test_table_is_made_of_newest_rows_whose_gate_passed(tmp_path: Path) -> None:
     text = readme.read_text()
     assert "| decoder | tokens per forward |" in text
     assert "| isd | 3.25 (lossy) |" in text
-    assert "2.5" not in text
-    assert "99" not in text
+    assert "| 2.50" not in text
+    assert "| 99" not in text
     assert text.startswith("# x\n")
     assert text.endswith("<!-- /results:demo -->\nend\n")
     assert table_main(["--check"], readme=readme, results=tmp_path) == 0
