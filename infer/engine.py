@@ -52,6 +52,7 @@ class Engine:
         self.scheduler, self._runner = parts.scheduler, parts.runner
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
+        self._held_events: list[StreamEvent] = []
         self._num_added = 0
 
     @classmethod
@@ -81,11 +82,11 @@ class Engine:
         done: dict[tuple[str, int], Completion] = {}
         try:
             while len(done) < len(keys):
-                for event in self.step():
+                for event in self._own_events(request_ids_of(keys)):
                     if event.completion is not None:
                         done[event.request_id, event.index] = event.completion
         except BaseException:
-            for request_id in {request_id for request_id, _ in keys}:
+            for request_id in request_ids_of(keys):
                 self.abort(request_id)
             raise
         return [done[key] for key in keys]
@@ -96,10 +97,9 @@ class Engine:
         open_samples = len(keys)
         try:
             while open_samples:
-                for event in self.step():
-                    if event.request_id == request_id:
-                        open_samples -= event.completion is not None
-                        yield event
+                for event in self._own_events({request_id}):
+                    open_samples -= event.completion is not None
+                    yield event
         finally:
             self.abort(request_id)
 
@@ -141,6 +141,16 @@ class Engine:
 
     def step(self) -> list[StreamEvent]:
         """One forward pass for everyone who fits; [] when nothing is left to do."""
+        events, self._held_events = self._held_events, []
+        return events + self._pass()
+
+    def _own_events(self, request_ids: set[str]) -> list[StreamEvent]:
+        """One pass; events of other requests wait for their own reader or the next `step`."""
+        events = self._held_events + self._pass()
+        self._held_events = [event for event in events if event.request_id not in request_ids]
+        return [event for event in events if event.request_id in request_ids]
+
+    def _pass(self) -> list[StreamEvent]:
         schedule = self.scheduler.next()
         if not schedule.requests:
             return []
@@ -309,6 +319,11 @@ class Engine:
                 f"{math.ceil(needed / self.pool.page_size)} or more",
             )
         return longest
+
+
+def request_ids_of(keys: Sequence[tuple[str, int]]) -> set[str]:
+    """The requests that (request id, sample) pairs belong to."""
+    return {request_id for request_id, _ in keys}
 
 
 def _logprobs(logits_JV: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:

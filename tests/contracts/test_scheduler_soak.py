@@ -225,3 +225,25 @@ def test_one_lane_serves_everyone_in_turn(checkpoint: Path, decoder: str) -> Non
     together = _engine(checkpoint, decoder, ROOMY).generate(prompts, params)
     assert [c.token_ids for c in alone] == [c.token_ids for c in together]
     assert [(c.request_id, c.index) for c in alone] == [(f"r{i}", k) for i in range(4) for k in range(2)]
+
+
+def test_generate_keeps_the_news_of_requests_added_beside_it(checkpoint: Path) -> None:
+    engine = _engine(checkpoint, "ar", {})
+    params = SamplingParams(temperature=0, max_tokens=6)
+    engine.add_request("beside", [3, 1, 4], params)
+    [alone] = engine.generate([[2, 7]], params)
+    events = engine.step()
+    tokens = [token for event in events for token in event.token_ids]
+    assert alone.request_id != "beside"
+    assert [event.completion is not None for event in events].count(True) == 1
+    assert tuple(tokens) == next(e.completion for e in events if e.completion is not None).token_ids
+
+
+def test_two_streams_read_in_turn_both_finish(checkpoint: Path) -> None:
+    engine = _engine(checkpoint, "ar", {})
+    params = SamplingParams(temperature=0, max_tokens=5)
+    first, second = engine.stream([3, 1], params), engine.stream([2, 7], params)
+    events = [next(first), next(second)]
+    events += [*second, *first]
+    assert sum(event.completion is not None for event in events) == 2
+    assert sum(len(event.token_ids) for event in events) == 10
