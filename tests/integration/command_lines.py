@@ -53,16 +53,16 @@ def interrupt_after(
     monkeypatch: pytest.MonkeyPatch, num_steps: int, error: Callable[[], BaseException] = KeyboardInterrupt
 ) -> None:
     """Make the tested engine raise after `num_steps` passes; the reference goes on."""
-    step, count = Engine.step, 0
+    run_pass, count = Engine._pass, 0
 
-    def stepping(engine: Engine) -> Any:
+    def passing(engine: Engine) -> Any:
         nonlocal count
         count += engine is not reference()
         if count > num_steps and engine is not reference():
             raise error()
-        return step(engine)
+        return run_pass(engine)
 
-    monkeypatch.setattr(Engine, "step", stepping)
+    monkeypatch.setattr(Engine, "_pass", passing)
 
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, text: str, *, is_terminal: bool = False) -> None:
