@@ -19,6 +19,7 @@ from idlm.train.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
 from idlm.train.data.base import SOURCES
 from idlm.train.dataset import OVERLONG_POLICIES
 from idlm.train.objectives.base import OBJECTIVES
+from idlm.train.regional_compile import CHOICES as COMPILE_CHOICES
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -47,6 +48,7 @@ class ModelConfig:
         "auto", "auto, idlm_split (by document), idlm_sdpa (dense mask) or idlm_flex (GPU)"
     )
     gradient_checkpointing: bool = _setting(False, "recompute activations in the backward pass")
+    compile: str = _setting("auto", "on, off, or auto: torch.compile of the decoder layers on a GPU")
 
 
 @dataclass(kw_only=True)
@@ -199,6 +201,7 @@ def _choices(config: TrainConfig) -> list[str]:
         ("data.source", config.data.source, tuple(SOURCES.names())),
         ("model.dtype", config.model.dtype, DTYPES),
         ("model.attention", config.model.attention, ("auto", *ATTENTIONS)),
+        ("model.compile", config.model.compile, COMPILE_CHOICES),
         ("train.overlong", config.train.overlong, OVERLONG_POLICIES),
         ("train.device", config.train.device, DEVICES),
     ]

@@ -35,6 +35,7 @@ from idlm.train.model import (
 )
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.progress import Progress, describe, read_metrics
+from idlm.train.regional_compile import compile_layers, compiles
 from idlm.train.report import Sampler, SampleReport, write_report
 from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
 from idlm.train.signals import StopOnSignal
@@ -148,6 +149,8 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     check_model(model, attention=attention)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if compiles(config.model.compile, device, zero_stage=None):
+        compile_layers(model)
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0])
     problem = window_problem(model.config, config.train.max_length)
     if problem is not None:
