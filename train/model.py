@@ -48,9 +48,17 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
 
 
 def create_base(
-    config_values: dict[str, Any], *, attention: str, dtype: torch.dtype, seed: int
+    config_values: dict[str, Any],
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A randomly initialised model from `model.config` (`model_type` and the fields of that family)."""
+    """A randomly initialised model from `model.config` (`model_type` and the fields of that family).
+
+    On `device` its weights are drawn there: a model of billions takes minutes on a CPU.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config_values)
@@ -67,7 +75,8 @@ def create_base(
         ) from error
     register_attention()
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    with torch.device(device or "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> bool:

@@ -144,7 +144,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     """Load base, tokenizer and data, and check that they fit together."""
     attention = choose_attention(config.model.attention, device)
     tokenizer = prepare_tokenizer(config)
-    model = prepare_model(config, tokenizer, attention).to(device)
+    model = prepare_model(config, tokenizer, attention, device).to(device)
     mask_token_id = None if config.objective == "ar" else prepare_mask(config, model, tokenizer)
     check_model(model, attention=attention)
     if config.model.gradient_checkpointing:
@@ -191,7 +191,9 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
     return tokenizer
 
 
-def prepare_model(config: TrainConfig, tokenizer: Any, attention: str) -> PreTrainedModel:
+def prepare_model(
+    config: TrainConfig, tokenizer: Any, attention: str, device: torch.device
+) -> PreTrainedModel:
     """The base: loaded from `model.path`, or new with a vocabulary that leaves a spare row for the mask
     token.
     """
@@ -203,7 +205,7 @@ def prepare_model(config: TrainConfig, tokenizer: Any, attention: str) -> PreTra
     values.setdefault("vocab_size", num_rows)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values.setdefault(name, getattr(tokenizer, name))
-    return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed)
+    return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
 
 
 def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> int:
