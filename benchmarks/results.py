@@ -58,15 +58,12 @@ def result_row(
     command: str | None = None,
 ) -> dict[str, Any]:
     """A validated row. `baseline` is the same metric of the strongest baseline of the same run, `floor` the
-    least that hardware allows (same unit), `gate_passed` the parity gate (None: the metric has none).
+    best that hardware allows (same unit), `gate_passed` the parity gate (None: the metric has none).
 
-    `ratio` is above 1 when ours is better: value / baseline, or baseline / value for times and sizes.
+    `ratio` is above 1 when ours is better, `share_of_floor` 1 at the limit: value over the other figure, or the
+    other way round for times and sizes.
     """
     print_of = _fingerprint()
-    ratio = None
-    if baseline is not None:
-        ours, theirs = (baseline, value) if unit in LOWER_IS_BETTER else (value, baseline)
-        ratio = ours / theirs if theirs else None
     row = {
         "bench": bench,
         "case": case,
@@ -74,9 +71,9 @@ def result_row(
         "value": value,
         "unit": unit,
         "baseline": baseline,
-        "ratio": ratio,
+        "ratio": _goodness(value, baseline, unit),
         "floor": floor,
-        "share_of_floor": floor / value if floor is not None and value else None,
+        "share_of_floor": _goodness(value, floor, unit),
         "gate_passed": gate_passed,
         "class": exactness,
         **{key: print_of[key] for key in ("gpu", "num_gpus", "torch", "triton")},
@@ -88,6 +85,14 @@ def result_row(
     }
     check_row(row)
     return row
+
+
+def _goodness(value: float, other: float | None, unit: str) -> float | None:
+    """How many times better `value` is than `other`; None without the other, or over zero."""
+    if other is None:
+        return None
+    ours, theirs = (other, value) if unit in LOWER_IS_BETTER else (value, other)
+    return ours / theirs if theirs else None
 
 
 def check_row(row: Any, where: str = "result row") -> None:
