@@ -1,0 +1,17 @@
+"""Cross-entropy of a linear head without its logits in memory; contract and mathematics in README.md."""
+
+from idlm.kernels.linear_cross_entropy.op import (
+    MAX_LOGITS_BYTES,
+    chunk_rows,
+    linear_cross_entropy,
+    token_nll,
+)
+from idlm.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+__all__ = [
+    "MAX_LOGITS_BYTES",
+    "chunk_rows",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
+    "token_nll",
+]

@@ -1,0 +1,99 @@
+"""Softmax statistics and logit gradients of a chunk of rows, in place, on a GPU. Contract in README.md.
+
+One program per row. It reads the row once for the statistics and once more for the gradient, which it writes
+over the logits; the second reading is mostly served by the L2 cache.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE, NUM_WARPS = 8192, 16
+SCALE_TILE = 8192
+
+
+@triton.jit
+def _rows_kernel(
+    p_logits,
+    p_labels,
+    p_coefficients,
+    p_nll,
+    row_stride,
+    num_tokens,
+    WITH_GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row = p_logits + i_row * row_stride
+    o_tile = tl.arange(0, TILE)
+    label = tl.load(p_labels + i_row)
+    is_valid = (label >= 0) & (label < num_tokens)
+    at_label = tl.load(p_row + label, mask=is_valid, other=float("nan")).to(tl.float32)
+
+    # A finite start: a tile of -inf alone would otherwise give -inf - -inf.
+    largest = tl.full((), -3.4e38, tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, num_tokens, TILE):
+        m_tile = start + o_tile < num_tokens
+        b_logits = tl.load(p_row + start + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(b_logits, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(b_logits - larger), 0)
+        largest = larger
+    log_total = largest + tl.log(total)
+    tl.store(p_nll + i_row, log_total - at_label)
+
+    if WITH_GRADIENT:
+        coefficient = tl.load(p_coefficients + i_row)
+        for start in range(0, num_tokens, TILE):
+            o_token = start + o_tile
+            m_tile = o_token < num_tokens
+            b_logits = tl.load(p_row + o_token, mask=m_tile, other=float("-inf")).to(tl.float32)
+            b_gradient = tl.exp(b_logits - log_total) - tl.where(o_token == label, 1.0, 0.0)
+            b_gradient = coefficient * b_gradient
+            tl.store(p_row + o_token, b_gradient.to(p_logits.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def _scale_kernel(p_values, p_factor, num_values, TILE: tl.constexpr):
+    factor = tl.load(p_factor).to(tl.float32)
+    if factor != 1.0:
+        o_value = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        m_value = o_value < num_values
+        b_values = tl.load(p_values + o_value, mask=m_value).to(tl.float32)
+        tl.store(p_values + o_value, (b_values * factor).to(p_values.dtype.element_ty), mask=m_value)
+
+
+def rows_inplace(logits_MV: Tensor, labels_M: Tensor, coefficients_M: Tensor | None, nll_M: Tensor) -> None:
+    """Write `nll_M` (fp32); with coefficients, overwrite `logits_MV` by the gradient of the weighted loss.
+
+    Rows of `logits_MV` are contiguous, `row_stride` apart. A label outside [0, V) gives a NaN loss.
+    """
+    num_rows, num_tokens = logits_MV.shape
+    assert logits_MV.stride(1) == 1, f"{logits_MV.stride()=}"
+    assert labels_M.is_contiguous() and nll_M.is_contiguous()
+    if num_rows == 0:
+        return
+    _rows_kernel[(num_rows,)](
+        logits_MV,
+        labels_M,
+        nll_M if coefficients_M is None else coefficients_M,
+        nll_M,
+        logits_MV.stride(0),
+        num_tokens,
+        WITH_GRADIENT=coefficients_M is not None,
+        TILE=min(TILE, triton.next_power_of_2(num_tokens)),
+        num_warps=NUM_WARPS,
+    )
+
+
+def scale_inplace(values: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous `values` by the device scalar `factor`, without touching them when it is one."""
+    assert values.is_contiguous(), f"{values.stride()=}"
+    num_values = values.numel()
+    if num_values:
+        grid = (triton.cdiv(num_values, SCALE_TILE),)
+        _scale_kernel[grid](values, factor, num_values, TILE=SCALE_TILE, num_warps=8)

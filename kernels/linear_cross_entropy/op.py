@@ -1,0 +1,227 @@
+"""Weighted cross-entropy of a linear head, chunk of rows by chunk of rows, its gradients made in forward.
+
+The coefficient of every row is known beforehand, so one pass over the chunks gives loss and gradients with
+the three products of an unfused loss and no recomputation. Contract, memory and rounding in README.md.
+M rows, m rows of a chunk, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MAX_LOGITS_BYTES = 200_000_000
+"""Bytes of logits that exist at once; benchmarks/lm_loss.py holds the sweep on an H200."""
+ROW_MULTIPLE = 128
+ALIGNED_BYTES = 16
+
+
+def linear_cross_entropy(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    coefficients_M: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """(sum of coefficient * nll, a scalar differentiable in hidden, weight and bias; nll [M], detached).
+
+    Both are fp32 (fp64 for fp64 hidden). `labels_M` int64 in [0, V): elsewhere a CPU raises and a GPU gives a
+    NaN loss. Under autocast the products run in its dtype, with gradients of an fp32 weight summed in fp32.
+    The result can be differentiated once.
+    """
+    _check(hidden_MD, weight_VD, labels_M, bias_V)
+    assert coefficients_M.shape == labels_M.shape, f"{coefficients_M.shape=} {labels_M.shape=}"
+    parameters = (hidden_MD, weight_VD, bias_V)
+    if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for p in parameters):
+        nll_M = _Pass(*parameters, max_logits_bytes).run(labels_M, None)
+        return (coefficients_M * nll_M).sum(), nll_M
+    loss, nll_M = _LinearCrossEntropy.apply(*parameters, labels_M, coefficients_M.detach(), max_logits_bytes)
+    return loss, nll_M
+
+
+@torch.no_grad()
+def token_nll(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
+) -> Tensor:
+    """Negative log-likelihood [M] without gradients: one product instead of three."""
+    _check(hidden_MD, weight_VD, labels_M, bias_V)
+    return _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes).run(labels_M, None)
+
+
+def chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
+    """Rows per chunk: as few chunks as `max_bytes` allows, about equal, in whole tiles of a product."""
+    most = max(1, max_bytes // row_bytes)
+    if most >= ROW_MULTIPLE:
+        most -= most % ROW_MULTIPLE
+    num_chunks = max(1, -(-num_rows // most))
+    even = -(-num_rows // num_chunks)
+    return max(1, min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_M: Tensor,
+        coefficients_M: Tensor,
+        max_logits_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        work = _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes)
+        work.allocate_gradients(*ctx.needs_input_grad[:3])
+        nll_M = work.run(labels_M, coefficients_M.to(work.loss_dtype).contiguous())
+        ctx.gradients = work.gradients
+        ctx.mark_non_differentiable(nll_M)
+        return (coefficients_M * nll_M).sum(), nll_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "this loss was differentiated before"
+        for gradient in gradients:
+            if gradient is not None:
+                _scale(gradient, grad_loss)
+        return (*gradients, None, None, None)
+
+
+class _Pass:
+    """One walk over the chunks. `gradients` of hidden, weight and bias: None where not wanted."""
+
+    def __init__(
+        self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, max_logits_bytes: int
+    ) -> None:
+        device = hidden_MD.device.type
+        autocast = torch.is_autocast_enabled(device) and hidden_MD.dtype != torch.float64
+        self.dtype = torch.get_autocast_dtype(device) if autocast else weight_VD.dtype
+        assert autocast or hidden_MD.dtype == weight_VD.dtype, f"{hidden_MD.dtype=} {weight_VD.dtype=}"
+        self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.hidden_MD, self.own_weight_VD = hidden_MD.detach(), weight_VD.detach()
+        self.weight_VD = self.own_weight_VD.to(self.dtype)
+        self.bias_V = None if bias_V is None else bias_V.detach().to(self.dtype)
+        self.bias_dtype = None if bias_V is None else bias_V.dtype
+        self.max_logits_bytes = max_logits_bytes
+        self.gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+
+    def allocate_gradients(self, hidden: bool, weight: bool, bias: bool) -> None:
+        """Uninitialised: the first chunk writes, later ones add; without rows they are zero."""
+        allocate = torch.empty_like if len(self.hidden_MD) else torch.zeros_like
+        grad_bias = None
+        if bias:
+            assert self.bias_V is not None
+            grad_bias = torch.zeros_like(self.bias_V, dtype=self.loss_dtype)
+        self.gradients = (
+            allocate(self.hidden_MD, memory_format=torch.contiguous_format) if hidden else None,
+            allocate(self.own_weight_VD, memory_format=torch.contiguous_format) if weight else None,
+            grad_bias,
+        )
+
+    def run(self, labels_M: Tensor, coefficients_M: Tensor | None) -> Tensor:
+        """nll [M]; with coefficients also the gradients that were allocated."""
+        (num_rows, _), num_tokens = self.hidden_MD.shape, len(self.weight_VD)
+        nll_M = torch.empty(num_rows, dtype=self.loss_dtype, device=self.hidden_MD.device)
+        per_row = ALIGNED_BYTES // self.weight_VD.element_size()
+        padded = -(-num_tokens // per_row) * per_row
+        step = chunk_rows(num_rows, padded * self.weight_VD.element_size(), self.max_logits_bytes)
+        buffer_mV = self.weight_VD.new_empty(min(step, num_rows), padded)[:, :num_tokens]
+        with torch.autocast(self.hidden_MD.device.type, enabled=False):
+            for start in range(0, num_rows, step):
+                chunk = slice(start, min(start + step, num_rows))
+                hidden_mD = self.hidden_MD[chunk].to(self.dtype)
+                logits_mV = buffer_mV[: len(hidden_mD)]
+                self._logits(hidden_mD, logits_mV)
+                coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
+                _softmax_inplace(logits_mV, labels_M[chunk], coefficients_m, nll_M[chunk])
+                if coefficients_m is not None:
+                    self._accumulate(logits_mV, hidden_mD, chunk)
+        self._finish()
+        return nll_M
+
+    def _logits(self, hidden_mD: Tensor, logits_mV: Tensor) -> None:
+        if self.bias_V is None:
+            torch.mm(hidden_mD, self.weight_VD.T, out=logits_mV)
+        else:
+            torch.addmm(self.bias_V, hidden_mD, self.weight_VD.T, out=logits_mV)
+
+    def _accumulate(self, gradient_mV: Tensor, hidden_mD: Tensor, chunk: slice) -> None:
+        grad_hidden_MD, grad_weight_VD, grad_bias_V = self.gradients
+        if grad_hidden_MD is not None:
+            if grad_hidden_MD.dtype == self.dtype:
+                torch.mm(gradient_mV, self.weight_VD, out=grad_hidden_MD[chunk])
+            else:
+                grad_hidden_MD[chunk] = gradient_mV @ self.weight_VD
+        if grad_weight_VD is not None:
+            _add_product(grad_weight_VD, gradient_mV.T, hidden_mD, is_first=chunk.start == 0)
+        if grad_bias_V is not None:
+            grad_bias_V += gradient_mV.sum(dim=0, dtype=grad_bias_V.dtype)
+
+    def _finish(self) -> None:
+        grad_hidden_MD, grad_weight_VD, grad_bias_V = self.gradients
+        if grad_bias_V is not None:
+            self.gradients = (grad_hidden_MD, grad_weight_VD, grad_bias_V.to(self.bias_dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """total = left @ right, or total += it; a wider `total` receives the product unrounded."""
+    if total.dtype == left.dtype:
+        if is_first:
+            torch.mm(left, right, out=total)
+        else:
+            total.addmm_(left, right)
+    elif total.is_cuda and is_first:
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=not is_first, out=total)
+
+
+def _softmax_inplace(
+    logits_mV: Tensor, labels_m: Tensor, coefficients_m: Tensor | None, nll_m: Tensor
+) -> None:
+    """Fill `nll_m`; with coefficients, turn the logits into the gradient of the weighted loss, in place."""
+    if logits_mV.is_cuda:
+        from idlm.kernels.linear_cross_entropy.kernel import rows_inplace
+
+        rows_inplace(logits_mV, labels_m, coefficients_m, nll_m)
+        return
+    wide_mV = logits_mV.to(nll_m.dtype)
+    log_total_m = wide_mV.logsumexp(dim=-1)
+    torch.sub(log_total_m, wide_mV.gather(1, labels_m[:, None])[:, 0], out=nll_m)
+    if coefficients_m is not None:
+        gradient_mV = torch.exp(wide_mV - log_total_m[:, None])
+        gradient_mV[torch.arange(len(labels_m)), labels_m] -= 1
+        logits_mV.copy_(gradient_mV.mul_(coefficients_m[:, None]))
+
+
+def _scale(values: Tensor, factor: Tensor) -> None:
+    if values.is_cuda:
+        from idlm.kernels.linear_cross_entropy.kernel import scale_inplace
+
+        scale_inplace(values, factor)
+    else:
+        values.mul_(factor)
+
+
+def _check(hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, bias_V: Tensor | None) -> None:
+    num_rows, width = hidden_MD.shape
+    num_tokens = len(weight_VD)
+    assert weight_VD.shape == (num_tokens, width), f"{hidden_MD.shape=} {weight_VD.shape=}"
+    assert labels_M.shape == (num_rows,), f"{hidden_MD.shape=} {labels_M.shape=}"
+    assert labels_M.dtype == torch.int64, f"{labels_M.dtype=}"
+    assert bias_V is None or bias_V.shape == (num_tokens,), f"{bias_V=}"
+    if not labels_M.is_cuda and num_rows:
+        low, high = int(labels_M.min()), int(labels_M.max())
+        assert low >= 0 and high < num_tokens, f"labels from {low} to {high}, vocabulary {num_tokens}"
