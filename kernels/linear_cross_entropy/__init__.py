@@ -4,6 +4,7 @@ from idlm.kernels.linear_cross_entropy.op import (
     MAX_LOGITS_BYTES,
     chunk_rows,
     linear_cross_entropy,
+    linear_overlap,
     token_nll,
 )
 from idlm.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
@@ -13,5 +14,6 @@ __all__ = [
     "chunk_rows",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_overlap",
     "token_nll",
 ]

@@ -1,4 +1,4 @@
-"""Softmax statistics and logit gradients of a chunk of rows, in place, on a GPU. Contract in README.md.
+"""Softmax statistics, logit gradients (in place) and overlaps of rows, on a GPU. Contract in README.md.
 
 One program per row. It reads the row once for the statistics and once more for the gradient, which it writes
 over the logits; the second reading is mostly served by the L2 cache.
@@ -14,6 +14,21 @@ from torch import Tensor
 
 TILE, NUM_WARPS = 8192, 16
 SCALE_TILE = 8192
+
+
+@triton.jit
+def _log_total(p_row, num_tokens, TILE: tl.constexpr):
+    o_tile = tl.arange(0, TILE)
+    # A finite start: a tile of -inf alone would otherwise give -inf - -inf.
+    largest = tl.full((), -3.4e38, tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, num_tokens, TILE):
+        m_tile = start + o_tile < num_tokens
+        b_logits = tl.load(p_row + start + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(b_logits, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(b_logits - larger), 0)
+        largest = larger
+    return largest + tl.log(total)
 
 
 @triton.jit
@@ -33,17 +48,7 @@ def _rows_kernel(
     label = tl.load(p_labels + i_row)
     is_valid = (label >= 0) & (label < num_tokens)
     at_label = tl.load(p_row + label, mask=is_valid, other=float("nan")).to(tl.float32)
-
-    # A finite start: a tile of -inf alone would otherwise give -inf - -inf.
-    largest = tl.full((), -3.4e38, tl.float32)
-    total = tl.zeros((), tl.float32)
-    for start in range(0, num_tokens, TILE):
-        m_tile = start + o_tile < num_tokens
-        b_logits = tl.load(p_row + start + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
-        larger = tl.maximum(largest, tl.max(b_logits, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(b_logits - larger), 0)
-        largest = larger
-    log_total = largest + tl.log(total)
+    log_total = _log_total(p_row, num_tokens, TILE)
     tl.store(p_nll + i_row, log_total - at_label)
 
     if WITH_GRADIENT:
@@ -55,6 +60,25 @@ def _rows_kernel(
             b_gradient = tl.exp(b_logits - log_total) - tl.where(o_token == label, 1.0, 0.0)
             b_gradient = coefficient * b_gradient
             tl.store(p_row + o_token, b_gradient.to(p_logits.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def _overlap_kernel(
+    p_draft, p_verify, p_overlap, draft_stride, verify_stride, num_tokens, TILE: tl.constexpr
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    p_draft += i_row * draft_stride
+    p_verify += i_row * verify_stride
+    draft_total = _log_total(p_draft, num_tokens, TILE)
+    verify_total = _log_total(p_verify, num_tokens, TILE)
+    o_tile = tl.arange(0, TILE)
+    overlap = tl.zeros((), tl.float32)
+    for start in range(0, num_tokens, TILE):
+        m_tile = start + o_tile < num_tokens
+        b_draft = tl.load(p_draft + start + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
+        b_verify = tl.load(p_verify + start + o_tile, mask=m_tile, other=float("-inf")).to(tl.float32)
+        overlap += tl.sum(tl.exp(tl.minimum(b_draft - draft_total, b_verify - verify_total)), 0)
+    tl.store(p_overlap + i_row, overlap)
 
 
 @triton.jit
@@ -88,6 +112,23 @@ def rows_inplace(logits_MV: Tensor, labels_M: Tensor, coefficients_M: Tensor | N
         TILE=min(TILE, triton.next_power_of_2(num_tokens)),
         num_warps=NUM_WARPS,
     )
+
+
+def overlap_rows(draft_MV: Tensor, verify_MV: Tensor, overlap_M: Tensor) -> None:
+    """Write sum_v min(softmax(draft), softmax(verify)) per row into `overlap_M` (fp32)."""
+    num_rows, num_tokens = draft_MV.shape
+    assert draft_MV.stride(1) == verify_MV.stride(1) == 1, f"{draft_MV.stride()=} {verify_MV.stride()=}"
+    if num_rows:
+        _overlap_kernel[(num_rows,)](
+            draft_MV,
+            verify_MV,
+            overlap_M,
+            draft_MV.stride(0),
+            verify_MV.stride(0),
+            num_tokens,
+            TILE=min(TILE, triton.next_power_of_2(num_tokens)),
+            num_warps=NUM_WARPS,
+        )
 
 
 def scale_inplace(values: Tensor, factor: Tensor) -> None:

@@ -7,6 +7,7 @@ M rows, m rows of a chunk, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,6 +57,24 @@ def token_nll(
     """Negative log-likelihood [M] without gradients: one product instead of three."""
     _check(hidden_MD, weight_VD, labels_M, bias_V)
     return _Pass(hidden_MD, weight_VD, bias_V, max_logits_bytes).run(labels_M, None)
+
+
+@torch.no_grad()
+def linear_overlap(
+    draft_MD: Tensor,
+    verify_MD: Tensor,
+    weight_VD: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
+) -> Tensor:
+    """sum_v min(p, q) of the two laws of every row [M], fp32 (fp64 for fp64 hidden), without gradients."""
+    assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
+    work = [_Pass(hidden, weight_VD, bias_V, max_logits_bytes // 2) for hidden in (draft_MD, verify_MD)]
+    overlap_M = torch.empty(len(draft_MD), dtype=work[0].loss_dtype, device=draft_MD.device)
+    for (chunk, draft_mV), (_, verify_mV) in zip(*(one.logits() for one in work), strict=True):
+        _overlap(draft_mV, verify_mV, overlap_M[chunk])
+    return overlap_M
 
 
 def chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
@@ -130,32 +149,33 @@ class _Pass:
 
     def run(self, labels_M: Tensor, coefficients_M: Tensor | None) -> Tensor:
         """nll [M]; with coefficients also the gradients that were allocated."""
-        (num_rows, _), num_tokens = self.hidden_MD.shape, len(self.weight_VD)
-        nll_M = torch.empty(num_rows, dtype=self.loss_dtype, device=self.hidden_MD.device)
+        nll_M = torch.empty(len(self.hidden_MD), dtype=self.loss_dtype, device=self.hidden_MD.device)
+        for chunk, logits_mV in self.logits():
+            coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
+            _softmax_inplace(logits_mV, labels_M[chunk], coefficients_m, nll_M[chunk])
+            if coefficients_m is not None:
+                self._accumulate(logits_mV, chunk)
+        self._finish()
+        return nll_M
+
+    def logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """Chunks of rows with their logits, which the next one overwrites."""
+        num_rows, num_tokens = len(self.hidden_MD), len(self.weight_VD)
         per_row = ALIGNED_BYTES // self.weight_VD.element_size()
         padded = -(-num_tokens // per_row) * per_row
         step = chunk_rows(num_rows, padded * self.weight_VD.element_size(), self.max_logits_bytes)
         buffer_mV = self.weight_VD.new_empty(min(step, num_rows), padded)[:, :num_tokens]
-        with torch.autocast(self.hidden_MD.device.type, enabled=False):
-            for start in range(0, num_rows, step):
-                chunk = slice(start, min(start + step, num_rows))
-                hidden_mD = self.hidden_MD[chunk].to(self.dtype)
-                logits_mV = buffer_mV[: len(hidden_mD)]
-                self._logits(hidden_mD, logits_mV)
-                coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
-                _softmax_inplace(logits_mV, labels_M[chunk], coefficients_m, nll_M[chunk])
-                if coefficients_m is not None:
-                    self._accumulate(logits_mV, hidden_mD, chunk)
-        self._finish()
-        return nll_M
+        for start in range(0, num_rows, step):
+            chunk = slice(start, min(start + step, num_rows))
+            logits_mV = buffer_mV[: chunk.stop - start]
+            hidden_mD = self.hidden_MD[chunk].to(self.dtype)
+            if self.bias_V is None:
+                torch.mm(hidden_mD, self.weight_VD.T, out=logits_mV)
+            else:
+                torch.addmm(self.bias_V, hidden_mD, self.weight_VD.T, out=logits_mV)
+            yield chunk, logits_mV
 
-    def _logits(self, hidden_mD: Tensor, logits_mV: Tensor) -> None:
-        if self.bias_V is None:
-            torch.mm(hidden_mD, self.weight_VD.T, out=logits_mV)
-        else:
-            torch.addmm(self.bias_V, hidden_mD, self.weight_VD.T, out=logits_mV)
-
-    def _accumulate(self, gradient_mV: Tensor, hidden_mD: Tensor, chunk: slice) -> None:
+    def _accumulate(self, gradient_mV: Tensor, chunk: slice) -> None:
         grad_hidden_MD, grad_weight_VD, grad_bias_V = self.gradients
         if grad_hidden_MD is not None:
             if grad_hidden_MD.dtype == self.dtype:
@@ -163,6 +183,7 @@ class _Pass:
             else:
                 grad_hidden_MD[chunk] = gradient_mV @ self.weight_VD
         if grad_weight_VD is not None:
+            hidden_mD = self.hidden_MD[chunk].to(self.dtype)
             _add_product(grad_weight_VD, gradient_mV.T, hidden_mD, is_first=chunk.start == 0)
         if grad_bias_V is not None:
             grad_bias_V += gradient_mV.sum(dim=0, dtype=grad_bias_V.dtype)
@@ -204,6 +225,16 @@ def _softmax_inplace(
         gradient_mV = torch.exp(wide_mV - log_total_m[:, None])
         gradient_mV[torch.arange(len(labels_m)), labels_m] -= 1
         logits_mV.copy_(gradient_mV.mul_(coefficients_m[:, None]))
+
+
+def _overlap(draft_mV: Tensor, verify_mV: Tensor, overlap_m: Tensor) -> None:
+    if draft_mV.is_cuda:
+        from idlm.kernels.linear_cross_entropy.kernel import overlap_rows
+
+        overlap_rows(draft_mV, verify_mV, overlap_m)
+        return
+    laws = (logits.softmax(dim=-1, dtype=overlap_m.dtype) for logits in (draft_mV, verify_mV))
+    torch.sum(torch.minimum(*laws), dim=-1, out=overlap_m)
 
 
 def _scale(values: Tensor, factor: Tensor) -> None:
