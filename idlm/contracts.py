@@ -147,9 +147,10 @@ class StepPlan:
     Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r is token `token_ids_R[r]` at rotary
     position `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it
     sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block,
-    tree and branch alike. Logits are wanted for `logit_rows_X` only. `first_logit_B[b]` is where sequence
-    b's wanted rows start in X, -1 for a sequence that only stores part of its prompt in this pass. All
-    tensors int64 on the engine's device.
+    tree and branch alike. `is_mask_R` (bool) marks the MASK rows, which a gated adapter applies to: text may
+    hold the mask's id, so it is said here and never read off the ids. Logits are wanted for `logit_rows_X`
+    only. `first_logit_B[b]` is where sequence b's wanted rows start in X, -1 for a sequence that only stores
+    part of its prompt in this pass. All other tensors int64, all on the engine's device.
     """
 
     lanes_B: Tensor
@@ -159,6 +160,7 @@ class StepPlan:
     slots_R: Tensor
     limits_R: Tensor
     branch_starts_R: Tensor
+    is_mask_R: Tensor
     logit_rows_X: Tensor
     first_logit_B: Tensor
     num_feed_B: Tensor

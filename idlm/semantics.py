@@ -27,7 +27,8 @@ class Semantics:
 
     `stride` is the largest number of tokens one forward can finalise that the checkpoint was trained for
     (1: a plain autoregressive model); it was trained with `stride - 1` masks in a block. `gated`: a LoRA
-    that applies to mask rows only. The defaults describe a plain autoregressive checkpoint.
+    that applies to MASK rows only, on the base whose weights have the digest `base_identity`
+    (`idlm.lora.base_identity`). The defaults describe a plain autoregressive checkpoint.
     """
 
     causality: str = "causal"
@@ -37,6 +38,7 @@ class Semantics:
     stride: int = 1
     mask_region: str = "response"
     gated: bool = False
+    base_identity: str | None = None
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -49,6 +51,10 @@ class Semantics:
             problems.append(f"stride={self.stride!r} is not an integer >= 1")
         if self.mask_token_id is not None and (not _is_int(self.mask_token_id) or self.mask_token_id < 0):
             problems.append(f"mask_token_id={self.mask_token_id!r} is not a token id")
+        if not isinstance(self.gated, bool):
+            problems.append(f"gated={self.gated!r} is not true or false")
+        if self.gated and not isinstance(self.base_identity, str):
+            problems.append(f"gated=true needs the base_identity of the base, not {self.base_identity!r}")
         if self.stride > 1 and self.mask_token_id is None:
             problems.append(f"stride={self.stride} needs a mask_token_id")
         if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):

@@ -35,8 +35,9 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Everything about an engine that is neither model nor decoder.
+    """Everything about an engine that is neither checkpoint nor decoder.
 
+    `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
     `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
     decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
     overrides the checkpoint's.
@@ -45,6 +46,7 @@ class EngineSettings:
     device: str = "auto"
     dtype: str = "auto"
     mask_token_id: int | None = None
+    base: str | None = None
     accelerators: tuple[str, ...] = ()
     memory: str = "caching"
     max_num_seqs: int = 64
@@ -104,14 +106,15 @@ def build(path: str | Path, decoder: str | None, options: dict[str, Any]) -> Eng
         device=resolve_device(settings.device),
         dtype=_resolve_dtype(settings.dtype),
         mask_token_id=settings.mask_token_id,
+        base=settings.base,
     )
     chosen = DECODERS.get(decoder or ("isd" if model.semantics.stride > 1 else "ar"))
     decoder_object = chosen(_decoder_config(chosen, decoder_options), model.semantics)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path) or load_tokenizer(model.directory)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.spec.vocab_size)
     settings = dataclasses.replace(settings, max_length=_max_length(settings, model))
-    return _assemble(settings, model, tokenizer, decoder_object, _eos_ids(path, model, tokenizer))
+    return _assemble(settings, model, tokenizer, decoder_object, _eos_ids(model, tokenizer))
 
 
 def _assemble(
@@ -165,8 +168,9 @@ def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, A
     mine = {key: value for key, value in options.items() if key in names}
     if isinstance(mine.get("dtype"), torch.dtype):
         mine["dtype"] = str(mine["dtype"]).removeprefix("torch.")
-    if "device" in mine:
-        mine["device"] = str(mine["device"])
+    for name in ("device", "base"):
+        if mine.get(name) is not None:
+            mine[name] = str(mine[name])
     if "accelerators" in mine:
         mine["accelerators"] = tuple(mine["accelerators"])
     settings = EngineSettings(**mine)
@@ -251,13 +255,15 @@ def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
     return settings.max_length or context
 
 
-def _eos_ids(path: Path, model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
+def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
     """Ids that end an answer: the checkpoint's own list, else tokenizer, generation_config and config."""
     if model.semantics.stop_token_ids:
         return model.semantics.stop_token_ids
-    generation_path = path / "generation_config.json"
+    generation_path = model.directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else None
     if tokenizer is not None:
         return tuple(stop_token_ids(tokenizer, generation))
-    eos = (generation or {}).get("eos_token_id", read_json(path / "config.json").get("eos_token_id"))
+    eos = (generation or {}).get(
+        "eos_token_id", read_json(model.directory / "config.json").get("eos_token_id")
+    )
     return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

@@ -47,6 +47,9 @@ class EngineConfig:
     device: str = _help("auto, cpu, cuda or cuda:N", "auto")
     dtype: str = _help("auto (the checkpoint's), float32, bfloat16, float16", "auto")
     mask_token_id: int | None = _help("overrides the checkpoint's mask token", None)
+    base: str | None = _help(
+        "base model of a gated adapter; null is the path in its adapter_config.json", None
+    )
     accelerator: list[str] = field(default_factory=list, metadata={"help": "plug-ins that thin attention"})
     memory: str = _help("memory manager", "caching")
     max_num_seqs: int = _help("sequences that run at once", 64)

@@ -51,5 +51,5 @@ class Runner:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
             return paged_attention(q_RNH, keys, values, attention, scale=self._scale)
 
-        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, attend)
+        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, attend, plan.is_mask_R)
         return self._trunk.logits(hidden_RD[plan.logit_rows_X])

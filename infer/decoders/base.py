@@ -111,6 +111,7 @@ def pack_rows(
         slots_R=slots_R,
         limits_R=torch.where(is_known_R, causal_R, base_R + limit_R),
         branch_starts_R=torch.where(is_known_R, causal_R, base_R + branch_R),
+        is_mask_R=is_mask_R,
         logit_rows_X=logit_rows_X,
         first_logit_B=torch.where(samples_B, num_logits_B.cumsum(0) - num_logits_B, -1),
         num_feed_B=feed_B,

@@ -71,8 +71,12 @@ class Trunk(Protocol):
 
     spec: ModelSpec
 
-    def __call__(self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend) -> Tensor:
-        """Return hidden_RD after the final norm."""
+    def __call__(
+        self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend, is_mask_R: Tensor | None = None
+    ) -> Tensor:
+        """Return hidden_RD after the final norm. A gated adapter, if there is one, applies where
+        `is_mask_R`.
+        """
         ...
 
     def logits(self, hidden_XD: Tensor) -> Tensor:

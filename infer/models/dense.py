@@ -2,8 +2,9 @@
 
 Not a transformers module: attention is a callback, there is no cache, no mask and no batch axis in here.
 Rounding follows transformers step by step (norms in fp32, then cast), so that bf16 logits agree as well.
-R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K, or
-N + K without the values), H head dim, h half of it, D width, F ffn, V vocabulary.
+R rows fed this pass, M MASK rows of them, X rows whose logits are wanted, N query heads, K KV heads, J fused
+heads (N + 2K, or N + K without the values), H head dim, h half of it, D width, F ffn, V vocabulary, E output
+width of a projection.
 """
 
 from __future__ import annotations
@@ -15,6 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idlm.infer.models.base import Attend, ModelSpec, TensorNames
+from idlm.lora import low_rank
+
+
+class LowRank(nn.Module):
+    """Gated LoRA of one fused projection: an A and a B for each of its parts, zero where a part is not
+    adapted.
+    """
+
+    def __init__(
+        self, sizes: tuple[int, ...], width: int, *, rank: int, scaling: float, like: Tensor
+    ) -> None:
+        super().__init__()
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, device=like.device, dtype=like.dtype), requires_grad=False)
+
+        self.a = nn.ParameterList(zeros(rank, width) for _ in sizes)
+        self.b = nn.ParameterList(zeros(size, rank) for size in sizes)
+        self.scaling = scaling
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        """What the projection's output gains, [M, E]."""
+        parts = [low_rank(x_MD, a, b, self.scaling) for a, b in zip(self.a, self.b, strict=True)]
+        return torch.cat(parts, dim=-1)
 
 
 class DenseLayer(nn.Module):
@@ -39,12 +64,44 @@ class DenseLayer(nn.Module):
         self.gate_up_bias = empty(2 * spec.ffn_width) if spec.mlp_bias else None
         self.down = empty(spec.width, spec.ffn_width)
         self.down_bias = empty(spec.width) if spec.mlp_bias else None
+        self.lora: nn.ModuleDict | None = None
         self.spec = spec
 
-    def forward(self, x_RD: Tensor, layer: int, cos_R1H: Tensor, sin_R1H: Tensor, attend: Attend) -> Tensor:
+    def projections(
+        self, names: TensorNames
+    ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]]:
+        """Per fused projection: the checkpoint's modules in it, their output widths, weight and bias."""
+        spec = self.spec
+        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        ffn = spec.ffn_width
+        return {
+            "qkv": ((names.q, names.k, names.v), (q_rows, kv_rows, kv_rows), self.qkv, self.qkv_bias),
+            "gate_up": ((names.gate, names.up), (ffn, ffn), self.gate_up, self.gate_up_bias),
+            "o": ((names.o,), (spec.width,), self.o, self.o_bias),
+            "down": ((names.down,), (spec.width,), self.down, self.down_bias),
+        }
+
+    def project(self, name: str, x_RD: Tensor, rows_M: Tensor | None) -> Tensor:
+        """Projection `name` of all rows, [R, E]; an adapter adds its part to `rows_M` and touches no other
+        row.
+        """
+        out_RE = F.linear(x_RD, getattr(self, name), getattr(self, f"{name}_bias"))
+        if self.lora is not None and rows_M is not None:
+            out_RE.index_add_(0, rows_M, self.lora[name](x_RD.index_select(0, rows_M)))
+        return out_RE
+
+    def forward(
+        self,
+        x_RD: Tensor,
+        layer: int,
+        cos_R1H: Tensor,
+        sin_R1H: Tensor,
+        attend: Attend,
+        mask_rows_M: Tensor | None,
+    ) -> Tensor:
         spec = self.spec
         normed_RD = rms_norm(x_RD, self.attention_norm, spec.norm_eps)
-        qkv_RJH = F.linear(normed_RD, self.qkv, self.qkv_bias).view(x_RD.shape[0], -1, spec.head_dim)
+        qkv_RJH = self.project("qkv", normed_RD, mask_rows_M).view(x_RD.shape[0], -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
         qk_RJH = qkv_RJH[:, :num_rotated]
         if self.qk_norm is not None:
@@ -53,10 +110,10 @@ class DenseLayer(nn.Module):
         o_RNH = attend(
             layer, qk_RJH[:, : spec.num_heads], qk_RJH[:, spec.num_heads :], qkv_RJH[:, num_rotated:]
         )
-        x_RD = x_RD + F.linear(o_RNH.reshape(x_RD.shape[0], -1), self.o, self.o_bias)
+        x_RD = x_RD + self.project("o", o_RNH.reshape(x_RD.shape[0], -1), mask_rows_M)
         normed_RD = rms_norm(x_RD, self.mlp_norm, spec.norm_eps)
-        gate_RF, up_RF = F.linear(normed_RD, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return x_RD + F.linear(F.silu(gate_RF) * up_RF, self.down, self.down_bias)
+        gate_RF, up_RF = self.project("gate_up", normed_RD, mask_rows_M).chunk(2, dim=-1)
+        return x_RD + self.project("down", F.silu(gate_RF) * up_RF, mask_rows_M)
 
 
 class DenseTrunk(nn.Module):
@@ -80,18 +137,37 @@ class DenseTrunk(nn.Module):
             else nn.Parameter(torch.empty_like(self.embed), requires_grad=False)
         )
         self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, device=device), persistent=False)
+        self.is_adapted = False
+        self.mask_row: nn.Parameter | None = None
 
-    def forward(self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend, is_mask_R: Tensor | None = None
+    ) -> Tensor:
         """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device."""
-        x_RD = F.embedding(token_ids_R, self.embed)
+        mask_rows_M = self._mask_rows(is_mask_R)
+        x_RD = self._embed(token_ids_R, mask_rows_M)
         cos_R1H, sin_R1H = self._rotary_tables(positions_R, x_RD.dtype)
         for index, layer in enumerate(self.layers):
-            x_RD = layer(x_RD, index, cos_R1H, sin_R1H, attend)
+            x_RD = layer(x_RD, index, cos_R1H, sin_R1H, attend, mask_rows_M)
         return rms_norm(x_RD, self.final_norm, self.spec.norm_eps)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """Return logits_XV in fp32; the product itself runs in the weights' dtype."""
         return F.linear(hidden_XD, self.head).float()
+
+    def _mask_rows(self, is_mask_R: Tensor | None) -> Tensor | None:
+        """Indices of the rows that the adapter applies to; None when there is no adapter or no such row."""
+        if not self.is_adapted or is_mask_R is None:
+            return None
+        rows_M = is_mask_R.nonzero()[:, 0]
+        return rows_M if len(rows_M) else None
+
+    def _embed(self, token_ids_R: Tensor, mask_rows_M: Tensor | None) -> Tensor:
+        if self.mask_row is None or mask_rows_M is None:
+            return F.embedding(token_ids_R, self.embed)
+        # The id of these rows may lie outside the table.
+        x_RD = F.embedding(token_ids_R.index_fill(0, mask_rows_M, 0), self.embed)
+        return x_RD.index_copy_(0, mask_rows_M, self.mask_row.expand(len(mask_rows_M), -1))
 
     def _rotary_tables(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [R, 1, H] in `dtype`; the first half of sin is negated, as `rotate` wants it."""
@@ -125,31 +201,25 @@ class WeightTarget:
 def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTarget]:
     """Every tensor the checkpoint must hold, by its name there; views into the trunk's own memory."""
     spec = trunk.spec
-    targets = {names.embed: _target(trunk.embed), names.final_norm: _target(trunk.final_norm)}
+    targets = {names.embed: target_of(trunk.embed), names.final_norm: target_of(trunk.final_norm)}
     if not spec.tie_embeddings:
-        targets[names.head] = _target(trunk.head)
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        targets[names.head] = target_of(trunk.head)
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, DenseLayer)
-        targets[names.attention_norm.format(number)] = _target(layer.attention_norm)
-        targets[names.mlp_norm.format(number)] = _target(layer.mlp_norm)
+        targets[names.attention_norm.format(number)] = target_of(layer.attention_norm)
+        targets[names.mlp_norm.format(number)] = target_of(layer.mlp_norm)
         if layer.qk_norm is not None:
             q_norm, k_norm = layer.qk_norm.split((spec.num_heads, spec.num_kv_heads))
             targets[names.q_norm.format(number)] = WeightTarget(view=q_norm, shape=(spec.head_dim,))
             targets[names.k_norm.format(number)] = WeightTarget(view=k_norm, shape=(spec.head_dim,))
-        fused = (
-            ((names.q, names.k, names.v), (q_rows, kv_rows, kv_rows), layer.qkv, layer.qkv_bias),
-            ((names.gate, names.up), (spec.ffn_width, spec.ffn_width), layer.gate_up, layer.gate_up_bias),
-            ((names.o,), (spec.width,), layer.o, layer.o_bias),
-            ((names.down,), (spec.width,), layer.down, layer.down_bias),
-        )
-        for parts, sizes, weight, bias in fused:
+        for parts, sizes, weight, bias in layer.projections(names).values():
             for suffix, tensor in (("weight", weight), ("bias", bias)):
                 if tensor is not None:
                     for part, view in zip(parts, tensor.split(sizes), strict=True):
-                        targets[f"{part.format(number)}.{suffix}"] = _target(view)
+                        targets[f"{part.format(number)}.{suffix}"] = target_of(view)
     return targets
 
 
-def _target(view: Tensor) -> WeightTarget:
+def target_of(view: Tensor) -> WeightTarget:
+    """A checkpoint tensor of exactly the shape of `view`."""
     return WeightTarget(view=view, shape=tuple(view.shape))

@@ -16,8 +16,10 @@ import torch
 from idlm.checkpoint import read_json, recover, verify
 from idlm.errors import UserError
 from idlm.infer.models import weights
+from idlm.infer.models.adapter import add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
 from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.lora import is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 from idlm.suggest import did_you_mean
@@ -27,7 +29,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run, and what its checkpoint means. Holds no tokenizer."""
+    """A model ready to run, and what its checkpoint means. Holds no tokenizer.
+
+    `directory` holds its config.json: the checkpoint's own, or that of an adapter's base.
+    """
 
     trunk: DenseTrunk
     spec: ModelSpec
@@ -35,6 +40,7 @@ class LoadedModel:
     architecture: str
     dtype: torch.dtype
     device: torch.device
+    directory: Path
 
 
 def load_model(
@@ -44,19 +50,37 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     mask_token_id: int | None = None,
     semantics: Semantics | None = None,
+    base: str | Path | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint directory `path` onto `device`.
+    """Load the checkpoint directory `path` onto `device`: a whole model, or a gated adapter with its base.
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
-    the one in either. Every rejected input is a UserError (IDLM-0302, 0303, 0600 to 0608); nothing is loaded
-    in part.
+    the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
+    (IDLM-0302, 0303, 0600 to 0614); nothing is loaded in part.
     """
     directory = _existing(Path(path))
+    adapter = open_adapter(directory, base=base, semantics=semantics) if is_adapter(directory) else None
+    if adapter is not None:
+        directory, semantics = adapter.base, adapter.semantics
+    elif base is not None:
+        raise UserError(
+            "IDLM-0611",
+            f"base={base}, but {directory} is no adapter",
+            fix="leave base= out for a whole model",
+        )
     verify(directory, required=False)
     config = read_json(directory / "config.json")
     architecture, family = _family(config)
     spec = family.spec(config)
-    meaning = _semantics(directory, config, family, spec, mask_token_id, semantics)
+    meaning = _semantics(directory, config, family, mask_token_id, semantics)
+    _check_mask(meaning, spec, has_own_row=adapter is not None and adapter.has_mask_row)
+    if meaning.gated and adapter is None:
+        raise UserError(
+            "IDLM-0609",
+            f"{directory} says gated=true in {SEMANTICS_FILE}, but is a whole model: a gated adapter cannot "
+            "be merged, it applies to MASK rows only",
+            fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
+        )
     files = weights.locate(directory)
     names = family.tensor_names
     if spec.tie_embeddings and names.head in files and names.embed in files:
@@ -73,6 +97,8 @@ def load_model(
     )
     trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype)
     weights.copy(weight_targets(trunk, names), files)
+    if adapter is not None:
+        add_adapter(trunk, adapter, names)
     return LoadedModel(
         trunk=trunk.eval(),
         spec=spec,
@@ -80,6 +106,7 @@ def load_model(
         architecture=architecture,
         dtype=resolved_dtype,
         device=torch.device(device),
+        directory=directory,
     )
 
 
@@ -94,10 +121,8 @@ def _existing(directory: Path) -> Path:
             fix="give a local directory; a model on the Hugging Face Hub is fetched first with "
             "`hf download <owner>/<name> --local-dir <directory>`",
         )
-    if not (directory / "config.json").is_file():
+    if not (directory / "config.json").is_file() and not is_adapter(directory):
         what = "is not a directory" if not directory.is_dir() else "has no config.json"
-        if (directory / "adapter_config.json").is_file():
-            what = "is a LoRA adapter without its base model"
         raise UserError(
             "IDLM-0600", f"{directory} {what}", fix="give the directory that holds config.json and weights"
         )
@@ -121,7 +146,6 @@ def _semantics(
     directory: Path,
     config: dict[str, Any],
     family: type[Family],
-    spec: ModelSpec,
     mask_token_id: int | None,
     given: Semantics | None,
 ) -> Semantics:
@@ -140,13 +164,16 @@ def _semantics(
         mask_token_id = config.get("mask_token_id")
     if mask_token_id is not None:
         meaning = replace(meaning, mask_token_id=mask_token_id)
-    if meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
+    return meaning
+
+
+def _check_mask(meaning: Semantics, spec: ModelSpec, *, has_own_row: bool) -> None:
+    if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
         raise UserError(
             "IDLM-0606",
             f"mask_token_id={meaning.mask_token_id} is outside the {spec.vocab_size} embedding rows",
             fix=f"give an id below {spec.vocab_size}",
         )
-    return meaning
 
 
 def _dtype(

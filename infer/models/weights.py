@@ -26,7 +26,7 @@ MAX_NAMED = 8
 def locate(directory: Path) -> dict[str, Path]:
     """Return the file of every tensor; UserError IDLM-0602: no safetensors, IDLM-0607: broken or missing."""
     if (directory / SINGLE_FILE).is_file():
-        return dict.fromkeys(_tensor_names(directory / SINGLE_FILE), directory / SINGLE_FILE)
+        return dict.fromkeys(tensor_names(directory / SINGLE_FILE), directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
         return _locate_sharded(directory)
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
@@ -67,7 +67,7 @@ def _locate_sharded(directory: Path) -> dict[str, Path]:
             f"{directory} lacks {len(absent)} of {len(shards)} weight files: {_some(absent)}",
             fix="download the missing files",
         )
-    present = {shard: set(_tensor_names(directory / shard)) for shard in shards}
+    present = {shard: set(tensor_names(directory / shard)) for shard in shards}
     return {name: directory / shard for name, shard in weight_map.items() if name in present[shard]}
 
 
@@ -78,6 +78,23 @@ def check(
 
     All missing, unused and wrong-shaped tensors are reported in one UserError IDLM-0603.
     """
+    problems = misfits(targets, files, is_ignored, said_by="config.json")
+    if problems:
+        raise UserError(
+            "IDLM-0603",
+            f"the tensors do not fit config.json; {'; '.join(problems)}",
+            fix="use the config.json that belongs to these weights; adapters and headless models do not load",
+        )
+
+
+def misfits(
+    targets: Mapping[str, WeightTarget],
+    files: Mapping[str, Path],
+    is_ignored: Callable[[str], bool],
+    *,
+    said_by: str,
+) -> list[str]:
+    """What of names and shapes does not fit, in words; `said_by` is the file that the shapes come from."""
     wrong_shapes = []
     for path, names in _by_file(targets, files).items():
         with _opened(path) as file:
@@ -85,21 +102,15 @@ def check(
                 shape = tuple(file.get_slice(name).get_shape())
                 if shape != targets[name].shape:
                     wrong_shapes.append(
-                        f"{name} is {list(shape)}, config.json says {list(targets[name].shape)}"
+                        f"{name} is {list(shape)}, {said_by} says {list(targets[name].shape)}"
                     )
     missing = sorted(targets.keys() - files.keys())
     unused = sorted(name for name in files.keys() - targets.keys() if not is_ignored(name))
-    problems = [
+    return [
         f"{len(found)} {what}: {_some(found)}"
         for what, found in (("missing", missing), ("of the wrong shape", wrong_shapes), ("not used", unused))
         if found
     ]
-    if problems:
-        raise UserError(
-            "IDLM-0603",
-            f"the tensors do not fit config.json; {'; '.join(problems)}",
-            fix="use the config.json that belongs to these weights; adapters and headless models do not load",
-        )
 
 
 def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None:
@@ -130,7 +141,8 @@ def tensor_dtype(files: Mapping[str, Path], name: str) -> torch.dtype:
         return file.get_tensor(name).dtype
 
 
-def _tensor_names(path: Path) -> list[str]:
+def tensor_names(path: Path) -> list[str]:
+    """Names of the tensors in one file; UserError IDLM-0607 when it cannot be read."""
     with _opened(path) as file:
         return list(file.keys())
 

@@ -1,0 +1,122 @@
+"""Loads a gated LoRA onto a trunk: a stock PEFT directory that says it is gated, on the very base it was
+trained on.
+
+Refuses what would run but compute something else: an adapter that is not gated, another base, other shapes.
+The rule itself is in `idlm.lora`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from idlm.checkpoint import verify
+from idlm.errors import UserError
+from idlm.infer.models import weights
+from idlm.infer.models.base import TensorNames
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
+from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
+from idlm.semantics import FILE_NAME as SEMANTICS_FILE
+from idlm.semantics import Semantics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A checked adapter directory and the directory of its base."""
+
+    directory: Path
+    base: Path
+    spec: AdapterSpec
+    semantics: Semantics
+    files: dict[str, Path]
+
+    @property
+    def has_mask_row(self) -> bool:
+        """Whether MASK rows have an input embedding of their own, so that their id needs no row in the
+        base.
+        """
+        return MASK_ROW in self.files
+
+
+def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semantics | None) -> Adapter:
+    """Check everything about an adapter that needs no weights in memory.
+
+    `base` overrides the path in `adapter_config.json`, `semantics` what `idlm_config.json` says. UserError
+    IDLM-0302, 0607, 0610 and: 0609 not gated, 0611 no base, 0612 another base.
+    """
+    verify(directory, required=False)
+    spec = AdapterSpec.load(directory)
+    meaning = Semantics.load(directory) if semantics is None else semantics
+    if not meaning.gated:
+        raise UserError(
+            "IDLM-0609",
+            f"{directory} is a LoRA that is not gated ({SEMANTICS_FILE} with gated=true is missing): it was "
+            "trained on all rows, and on MASK rows alone it would compute something else",
+            fix="merge it into its base with peft's merge_and_unload, or train a gated one with idlm-train "
+            "adapter.rank=...",
+        )
+    files = dict.fromkeys(weights.tensor_names(directory / WEIGHTS_FILE), directory / WEIGHTS_FILE)
+    found = _base(directory, spec, base)
+    if meaning.base_identity != base_identity(found):
+        raise UserError(
+            "IDLM-0612",
+            f"{found} is not the base that {directory} was trained on: its weights differ",
+            fix="give base=PATH with the very weights that model.path named in training",
+        )
+    return Adapter(directory=directory, base=found, spec=spec, semantics=meaning, files=files)
+
+
+def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
+    """Put `adapter` onto a filled trunk; UserError IDLM-0613 when its tensors do not fit, naming each."""
+    targets = _targets(trunk, adapter, names)
+    problems = weights.misfits(targets, adapter.files, lambda name: False, said_by=CONFIG_FILE)
+    if problems:
+        raise UserError(
+            "IDLM-0613",
+            f"the tensors of {adapter.directory} do not fit {CONFIG_FILE} and base; {'; '.join(problems)}",
+            fix=f"restore {CONFIG_FILE} and {WEIGHTS_FILE} from one and the same export",
+        )
+    weights.copy(targets, adapter.files)
+    trunk.is_adapted = True
+
+
+def _base(directory: Path, spec: AdapterSpec, given: str | Path | None) -> Path:
+    path = given or spec.base_path
+    if path is None or not (Path(path) / "config.json").is_file():
+        where = "nowhere" if path is None else f"at {path}"
+        raise UserError(
+            "IDLM-0611",
+            f"{directory} is an adapter, and its base model is {where}",
+            fix="give base=PATH, the directory of the base model with config.json and weights",
+        )
+    return Path(path)
+
+
+def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[str, WeightTarget]:
+    """Where every tensor of the adapter goes; makes the low-rank matrices, zero, on the way."""
+    spec, targets = trunk.spec, {}
+    if adapter.has_mask_row:
+        row_D = torch.zeros(spec.width, device=trunk.embed.device, dtype=trunk.embed.dtype)
+        trunk.mask_row = nn.Parameter(row_D, requires_grad=False)
+        targets[MASK_ROW] = target_of(trunk.mask_row)
+    for number, layer in enumerate(trunk.layers):
+        assert isinstance(layer, DenseLayer)
+        layer.lora = nn.ModuleDict()
+        for fused, (modules, sizes, weight, _) in layer.projections(names).items():
+            low = LowRank(
+                sizes,
+                weight.shape[1],
+                rank=adapter.spec.rank,
+                scaling=adapter.spec.scaling,
+                like=weight,
+            )
+            layer.lora[fused] = low
+            for module, a, b in zip(modules, low.a, low.b, strict=True):
+                if module.rpartition(".")[2] in adapter.spec.targets:
+                    path = module.format(number)
+                    targets[tensor_name(path, "A")] = target_of(a)
+                    targets[tensor_name(path, "B")] = target_of(b)
+    return targets

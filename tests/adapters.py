@@ -1,0 +1,44 @@
+"""Random gated adapters for tests: as `idlm-train` writes them, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from idlm.lora import MASK_ROW, PROJECTIONS, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
+from idlm.semantics import Semantics
+
+
+def write_adapter(
+    directory: Path,
+    base: Path,
+    *,
+    mask_token_id: int,
+    stride: int,
+    rank: int = 3,
+    targets: tuple[str, ...] = PROJECTIONS,
+    has_mask_row: bool = False,
+    size: float = 0.3,
+    seed: int = 0,
+) -> Path:
+    """Save an adapter on `base` whose A and B are normal with standard deviation `size`."""
+    import transformers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets:
+            for matrix, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                tensors[tensor_name(name, matrix)] = size * torch.randn(shape, generator=generator)
+    if has_mask_row:
+        tensors[MASK_ROW] = torch.randn(model.config.hidden_size, generator=generator)
+    save_file(tensors, directory / WEIGHTS_FILE)
+    AdapterSpec(rank=rank, alpha=2.0 * rank, targets=targets, base_path=str(base)).save(directory)
+    Semantics(mask_token_id=mask_token_id, stride=stride, gated=True, base_identity=base_identity(base)).save(
+        directory
+    )
+    return directory
