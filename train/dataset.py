@@ -174,8 +174,9 @@ def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Te
     """Stack packed rows to [B, T] tensors.
 
     Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found
-    here so that no device ever waits for them), `item_ids` [B] and the scalars `num_masks` of the stage and
-    `num_tokens`, the document tokens of the micro-batch.
+    here so that no device ever waits for them), `gate_index` (those of all noisy rows, for a gated adapter),
+    `item_ids` [B] and the scalars `num_masks` of the stage and `num_tokens`, the document tokens of the
+    micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
@@ -183,6 +184,7 @@ def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Te
     supervised = arrays["labels"] != IGNORE_LABEL
     arrays["noisy_index"] = np.flatnonzero(supervised & arrays["is_noisy"])
     arrays["clean_index"] = np.flatnonzero(supervised & ~arrays["is_noisy"])
+    arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"])
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
     arrays["num_tokens"] = np.asarray(((arrays["doc_ids"] != PADDING_DOC) & ~arrays["is_noisy"]).sum())
     arrays["num_masks"] = np.asarray(curriculum.stages[stages.pop()].stride - 1)
