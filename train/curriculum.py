@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AUTO_BALANCED = "auto"
+BALANCES = ("step", "previous")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from idlm.errors import UserError
 from idlm.masks import RowMeta
 from idlm.train.attention import mask_arguments, register_attention
+from idlm.train.deepspeed import gathered, whole_shape
+from idlm.train.gated import gate_of
+from idlm.train.objectives.base import Batch, Head, Terms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,13 +82,18 @@ def create_base(
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
+def num_vocabulary_rows(model: PreTrainedModel) -> int:
+    """Rows of the embedding, wherever its values lie."""
+    return whole_shape(model.get_input_embeddings().weight)[0]
+
+
 def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> bool:
     """Add rows (to a multiple of 64) when the mask id has none; returns whether it did."""
-    num_rows = model.get_input_embeddings().weight.shape[0]
+    num_rows = num_vocabulary_rows(model)
     if mask_token_id < num_rows:
         return False
     model.resize_token_embeddings(mask_token_id + 1, pad_to_multiple_of=64, mean_resizing=True)
-    grown = model.get_input_embeddings().weight.shape[0]
+    grown = num_vocabulary_rows(model)
     log.info("no spare vocabulary row for mask id %d: grew %d rows to %d", mask_token_id, num_rows, grown)
     return True
 
@@ -96,63 +104,97 @@ def prepare_mask_row(model: PreTrainedModel, mask_token_id: int) -> bool:
     replaced.
     """
     rows_VD = model.get_input_embeddings().weight
-    norm = rows_VD[mask_token_id].float().norm()
-    if bool(torch.isfinite(norm)) and float(norm) > 0.0:
-        log.info("mask row %d kept as the base has it (norm %.3g)", mask_token_id, float(norm))
-        return False
-    others = torch.ones(len(rows_VD), dtype=torch.bool, device=rows_VD.device)
-    others[mask_token_id] = False
-    rows_VD[mask_token_id] = rows_VD[others].float().mean(dim=0).to(rows_VD.dtype)
+    with gathered([rows_VD], writes=True):
+        norm = rows_VD[mask_token_id].float().norm()
+        if bool(torch.isfinite(norm)) and float(norm) > 0.0:
+            log.info("mask row %d kept as the base has it (norm %.3g)", mask_token_id, float(norm))
+            return False
+        others = torch.ones(len(rows_VD), dtype=torch.bool, device=rows_VD.device)
+        others[mask_token_id] = False
+        rows_VD[mask_token_id] = rows_VD[others].float().mean(dim=0).to(rows_VD.dtype)
     log.info("mask row %d was unusable (norm %s): set to the mean embedding", mask_token_id, float(norm))
     return True
 
 
 class BodyAndHead:
-    """Runs a model so that its body's hidden states come out and its head is left to the caller.
+    """Runs a model so that a function of ours takes the place of its output head.
 
-    The model's own `forward` is called, never a submodule, so wrappers (DDP, DeepSpeed, PEFT, autocast) keep
-    working: a hook on the output embedding keeps the hidden states and passes no row on, which leaves the
-    logits empty.
+    The model's own `forward` is called, never a submodule, and the function runs inside the head module's
+    forward: wrappers (DDP, DeepSpeed, PEFT, autocast) keep working, and whatever gathers the head's weight
+    for its forward and backward passes, as ZeRO-3 does, gathers it for ours. The loss is what the head
+    returns, so it reaches us as the model's `logits`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.gate = gate_of(model)
 
-    def hidden(self, model: nn.Module, batch: dict[str, Tensor], attention: str) -> Tensor:
-        """Last hidden states [B, T, D] of `model`, which may be wrapped, on a collated batch."""
+    def terms(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        attention: str,
+        compute: Callable[[Head, Tensor], Terms],
+    ) -> Terms:
+        """`compute(head, hidden_BTD)` of a collated batch, within one forward pass of `model`, which may be
+        wrapped.
+        """
+        kept: list[Terms] = []
+
+        def forward(hidden_BTD: Tensor) -> Tensor:
+            head = Head(weight_VD=self.lm_head.weight, bias_V=self.lm_head.bias)
+            kept.append(compute(head, hidden_BTD))
+            loss = kept[0].loss
+            return hidden_BTD.new_zeros(1, 1, 1) if loss is None else loss.reshape(1, 1, 1)
+
+        logits = self._run(model, batch, attention, forward)
+        assert len(kept) == 1, f"the head ran {len(kept)} times in one forward pass"
+        return kept[0] if kept[0].loss is None else replace(kept[0], loss=logits.reshape(()))
+
+    def hidden(self, model: nn.Module, batch: Batch, attention: str) -> Tensor:
+        """Last hidden states [B, T, D], for whoever wants rows of logits instead of losses."""
+        kept: list[Tensor] = []
+
+        def forward(hidden_BTD: Tensor) -> Tensor:
+            kept.append(hidden_BTD)
+            return hidden_BTD[:, :0]
+
+        self._run(model, batch, attention, forward)
+        assert len(kept) == 1, f"the head ran {len(kept)} times in one forward pass"
+        return kept[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [M, V] of chosen rows [M, D]."""
+        return self.lm_head(hidden)
+
+    def _run(
+        self, model: nn.Module, batch: Batch, attention: str, forward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What the model returns as logits when its head's forward is `forward`."""
         meta = RowMeta(
             doc_ids=batch["doc_ids"],
             positions=batch["position_ids"],
             block_starts=batch["block_starts"],
             is_noisy=batch["is_noisy"],
         )
-        with self._captured() as captured:
-            model(
+        if self.gate is not None:
+            self.gate.set(batch["gate_index"])
+        own = vars(self.lm_head)
+        # Wrappers may have put a forward of theirs on the module itself.
+        before = own.get("forward")
+        own["forward"] = forward
+        try:
+            return model(
                 input_ids=batch["input_ids"],
                 position_ids=batch["position_ids"],
                 use_cache=False,
                 **mask_arguments(meta, attention),
-            )
-        assert len(captured) == 1, f"the head ran {len(captured)} times in one forward pass"
-        return captured[0]
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [M, V] of chosen rows [M, D]."""
-        return self.lm_head(hidden)
-
-    @contextlib.contextmanager
-    def _captured(self) -> Iterator[list[Tensor]]:
-        kept: list[Tensor] = []
-
-        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            kept.append(args[0])
-            return (args[0][:, :0], *args[1:])
-
-        handle = self.lm_head.register_forward_pre_hook(keep)
-        try:
-            yield kept
+            ).logits
         finally:
-            handle.remove()
+            if before is None:
+                del own["forward"]
+            else:
+                own["forward"] = before
 
 
 def window_problem(config: Any, row_positions: int) -> str | None:
@@ -170,12 +212,17 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
     """Refuse a model that ignores our mask or changes logits after its head, by comparing two tiny forward
     passes.
     """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UserError(
+            "IDLM-0505",
+            f"the output head of {type(model).__name__} is a {type(head).__name__}, not a linear layer",
+            fix="use a causal model of transformers with a plain output head",
+        )
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(0)
     num_tokens = 5
-    ids_BT = torch.randint(
-        0, min(64, model.get_input_embeddings().weight.shape[0]), (1, 2 * num_tokens), generator=generator
-    )
+    ids_BT = torch.randint(0, min(64, num_vocabulary_rows(model)), (1, 2 * num_tokens), generator=generator)
     ids_BT = ids_BT.to(device)
     order = torch.arange(num_tokens, device=device)
     batch = {

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -235,20 +236,29 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
 def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = IdlmTrainer._terms
+    plain, seen = IdlmTrainer._terms, {}
 
-    def poisoned(self, model, batch, *, want_overlap):
-        terms = plain(self, model, batch, want_overlap=want_overlap)
-        if self.state.global_step == 5:
-            terms.sums.data.fill_(float("nan"))
+    def poisoned(self, model, batch, step, *, trains):
+        terms = plain(self, model, batch, step, trains=trains)
+        if self.state.global_step == 5 and trains:
+            seen["weights"] = {name: value.detach().clone() for name, value in model.named_parameters()}
+            seen["model"] = model
+            if batch["item_ids"].tolist() == [11]:
+                return replace(terms, loss=terms.loss * float("nan"))
         return terms
 
     monkeypatch.setattr(IdlmTrainer, "_terms", poisoned)
-    assert cli.main(arguments(base, tmp_path / "out")) == 2
+    halves = {"train.batch_size": 1, "train.accumulation": 2}
+    assert cli.main(arguments(base, tmp_path / "out", **halves)) == 2
     told = capsys.readouterr().err
     assert "IDLM-0503" in told
-    assert "[10, 11]" in told, "the data items of step 6"
+    assert "[11]" in told, "the data item of step 6 that went bad"
+    for name, value in seen["model"].named_parameters():
+        assert torch.equal(value, seen["weights"][name]), "the optimizer was not reached"
     verify(tmp_path / "out" / "run" / "checkpoint-4")
+    dump = json.loads((tmp_path / "out" / "run" / "bad-loss-step-6-rank-0.json").read_text())
+    assert [part["item_ids"] for part in dump["micro_batches"]] == [[10], [11]]
+    assert dump["micro_batches"][1]["loss"] == "nan"
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -10,8 +12,9 @@ from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train import model as model_module
 from idlm.train.layout import IGNORE_LABEL
-from idlm.train.model import BodyAndHead, check_model, prepare_mask_row, window_problem
-from idlm.train.objectives import base, idlm
+from idlm.train.model import BodyAndHead, check_model, create_base, prepare_mask_row, window_problem
+from idlm.train.objectives import base
+from idlm.train.objectives.ar import Autoregressive
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -19,11 +22,13 @@ from tests.tiny_training import (
     batch_of,
     random_sample,
     stage_of,
+    tiny_config,
     tiny_model,
     tiny_objective,
 )
 
 TOLERANCE = 1e-5
+BOTH = torch.ones(2)
 
 
 def all_logits(model, batch, attention="idlm_sdpa"):
@@ -121,68 +126,156 @@ def test_split_attention_has_the_gradients_of_dense_sdpa(family: str) -> None:
     gradients = []
     for attention in ("idlm_sdpa", "idlm_split"):
         model = tiny_model(family, attention)
-        terms_of(model, batch, objective, attention=attention).sums.sum().backward()
+        terms_of(model, batch, objective, stage_of(3), BOTH, attention=attention).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for dense, split in zip(*gradients, strict=True):
         torch.testing.assert_close(split, dense, atol=1e-4, rtol=1e-4)
 
 
-def reference_losses(model, batch):
-    """(L_mask, L_clean) from the full logits of every row."""
-    logits, labels, noisy = all_logits(model, batch), batch["labels"][0], batch["is_noisy"][0]
-    return tuple(
-        functional.cross_entropy(logits[half], labels[half], ignore_index=IGNORE_LABEL)
-        for half in (noisy, ~noisy)
+def terms_of(model, batch, objective, stage, coefficients=None, *, want_overlap=False, attention="idlm_sdpa"):
+    """`objective.terms` inside the model's own forward pass, as the trainer runs it."""
+    arguments = {"stage": stage, "coefficients": coefficients, "want_overlap": want_overlap}
+    return BodyAndHead(model).terms(
+        model, batch, attention, lambda head, hidden: objective.terms(head, hidden, batch, **arguments)
     )
 
 
-def terms_of(model, batch, objective, *, want_overlap=False, attention="idlm_sdpa"):
-    runner = BodyAndHead(model)
-    hidden = runner.hidden(model, batch, attention)
-    return objective.terms(runner.head, hidden, batch, want_overlap=want_overlap)
+def plain_sums(model, batch):
+    """[L_mask, L_clean] summed, from the full logits of every row, without anything of train/."""
+    meta = RowMeta(
+        doc_ids=batch["doc_ids"],
+        positions=batch["position_ids"],
+        block_starts=batch["block_starts"],
+        is_noisy=batch["is_noisy"],
+    )
+    logits = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        use_cache=False,
+        attention_mask=dense_mask(meta)[:, None],
+    ).logits[0]
+    labels, noisy = batch["labels"][0], batch["is_noisy"][0]
+    halves = (
+        functional.cross_entropy(logits[half], labels[half], ignore_index=IGNORE_LABEL, reduction="sum")
+        for half in (noisy, ~noisy)
+    )
+    return torch.stack(list(halves))
 
 
-def test_terms_are_the_cross_entropy_of_each_half() -> None:
+def gradients_of(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("clean_weight", [0.0, 0.2, 1.0, None])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+def test_values_and_gradients_are_those_of_the_plain_loss(
+    clean_weight: float | None, is_tied: bool, chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective, stage = tiny_objective(), stage_of(3, clean_weight)
+    model = create_base(
+        tiny_config("qwen3") | {"tie_word_embeddings": is_tied},
+        attention="idlm_sdpa",
+        dtype=torch.float32,
+        seed=0,
+    ).eval()
+    samples = [random_sample(seed, prompt=3 + seed, response=7 + seed) for seed in range(2)]
+    batch = batch_of(samples, objective, stage, padding=2)
+    counts = objective.counts(batch)
+    if chunk_rows is not None:
+        monkeypatch.setattr(base, "linear_cross_entropy", in_chunks(base.linear_cross_entropy, chunk_rows))
+        monkeypatch.setattr(base, "token_nll", in_chunks(base.token_nll, chunk_rows))
+        monkeypatch.setattr(base, "linear_overlap", in_chunks(base.linear_overlap, 2 * chunk_rows))
+    expected = plain_sums(model, batch)
+    means = (expected / counts).detach()
+    s = means[0] / means[1] if clean_weight is None else torch.tensor(clean_weight)
+    weights = objective.weights(stage, means)
+    torch.testing.assert_close(weights, torch.stack([torch.tensor(1.0), s]))
+    terms = terms_of(model, batch, objective, stage, weights / counts, want_overlap=True)
+    loss = (expected / counts * weights).sum()
+    torch.testing.assert_close(terms.sums, expected.detach(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(terms.loss, loss, atol=1e-6, rtol=1e-6)
+    for mine, theirs in zip(gradients_of(model, terms.loss), gradients_of(model, loss), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    alone = terms_of(model, batch, objective, stage)
+    assert alone.loss is None
+    torch.testing.assert_close(alone.sums, terms.sums, atol=1e-6, rtol=1e-6)
+
+
+def in_chunks(op, rows):
+    return functools.partial(op, max_logits_bytes=rows * VOCAB * 4)
+
+
+def test_next_token_loss_is_the_plain_loss_too() -> None:
+    objective = Autoregressive(mask_token_id=None, mask_region="all", vocab_size=VOCAB)
+    model, stage = tiny_model("llama"), stage_of(1)
+    samples = [random_sample(seed, prompt=2, response=6 + seed) for seed in range(2)]
+    batch = batch_of(samples, objective, stage, padding=3)
+    terms = terms_of(model, batch, objective, stage, torch.tensor([0.5]))
+    expected = plain_sums(model, batch)[1]
+    torch.testing.assert_close(terms.sums, expected.detach()[None], atol=1e-6, rtol=1e-6)
+    for mine, theirs in zip(
+        gradients_of(model, terms.loss), gradients_of(model, expected * 0.5), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_documents_has_zero_losses_and_gradients() -> None:
+    objective, model = tiny_objective(), tiny_model("qwen3")
+    batch = batch_of([random_sample(0, prompt=4, response=1)], objective, stage_of(2), padding=4)
+    batch |= {name: batch[name][:0] for name in ("noisy_index", "clean_index")}
+    terms = terms_of(model, batch, objective, stage_of(2), BOTH, want_overlap=True)
+    assert terms.sums.tolist() == [0.0, 0.0]
+    assert terms.overlap.counts.tolist() == [0.0]
+    for gradient in gradients_of(model, terms.loss):
+        assert gradient is not None, "DistributedDataParallel waits for every gradient"
+        assert not gradient.any()
+
+
+def test_a_frozen_head_takes_no_gradient() -> None:
+    objective, stage = tiny_objective(), stage_of(3)
+    model = create_base(
+        tiny_config("llama") | {"tie_word_embeddings": False},
+        attention="idlm_sdpa",
+        dtype=torch.float32,
+        seed=0,
+    )
+    batch = batch_of([random_sample(1, prompt=4, response=9)], objective, stage)
+    head = model.get_output_embeddings().weight.requires_grad_(False)
+    terms_of(model, batch, objective, stage, BOTH).loss.backward()
+    assert head.grad is None
+    assert model.get_input_embeddings().weight.grad.any()
+
+
+def test_the_head_is_given_back_even_when_the_loss_fails() -> None:
     model, objective = tiny_model("qwen3"), tiny_objective()
-    batch = batch_of([random_sample(1, prompt=4, response=9)], objective, stage_of(3), padding=2)
-    means = terms_of(model, batch, objective).sums / objective.counts(batch)
-    torch.testing.assert_close(means, torch.stack(reference_losses(model, batch)), atol=1e-6, rtol=0)
+    batch = batch_of([random_sample(1, prompt=4, response=3)], objective, stage_of(2))
+    batch["labels"] = batch["labels"] + VOCAB
+    with pytest.raises(AssertionError, match="vocabulary"):
+        terms_of(model, batch, objective, stage_of(2), BOTH)
+    assert "forward" not in vars(model.get_output_embeddings())
 
 
 def test_packed_documents_give_the_losses_of_the_documents_alone() -> None:
-    model, objective = tiny_model("qwen2"), tiny_objective()
+    model, objective, stage = tiny_model("qwen2"), tiny_objective(), stage_of(4)
     samples = [random_sample(seed, prompt=2 + seed, response=5 + seed) for seed in range(4)]
-    packed = terms_of(model, batch_of(samples, objective, stage_of(4), padding=7), objective).sums
+    packed = terms_of(model, batch_of(samples, objective, stage, padding=7), objective, stage).sums
     alone = sum(
-        terms_of(model, batch_of([sample], objective, stage_of(4)), objective).sums for sample in samples
+        terms_of(model, batch_of([sample], objective, stage), objective, stage).sums for sample in samples
     )
     torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-6)
 
 
-def test_a_chunked_head_gives_the_same_losses_gradients_and_acceptance(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    objective = tiny_objective()
-    batch = batch_of([random_sample(1, prompt=4, response=23)], objective, stage_of(3))
-    results = []
-    for limit in (base.MAX_LOGITS, 5 * VOCAB):
-        monkeypatch.setattr(idlm, "MAX_LOGITS", limit)
-        model = tiny_model("llama")
-        terms = terms_of(model, batch, objective, want_overlap=True)
-        terms.sums.sum().backward()
-        results.append((terms, [parameter.grad for parameter in model.parameters()]))
-    (whole, whole_grads), (parts, part_grads) = results
-    torch.testing.assert_close(parts.sums, whole.sums)
-    torch.testing.assert_close(parts.overlap.sums, whole.overlap.sums)
-    for part, expected in zip(part_grads, whole_grads, strict=True):
-        torch.testing.assert_close(part, expected, atol=1e-4, rtol=1e-4)
-
-
 @torch.no_grad()
-def test_acceptance_is_the_overlap_of_both_laws_by_draft_position() -> None:
-    model, objective = tiny_model("qwen3"), tiny_objective()
-    batch = batch_of([random_sample(1, prompt=4, response=10)], objective, stage_of(4))
-    overlap = terms_of(model, batch, objective, want_overlap=True).overlap
+@pytest.mark.parametrize("chunk_rows", [None, 3])
+def test_acceptance_is_the_overlap_of_both_laws_by_draft_position(
+    chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, objective, stage = tiny_model("qwen3"), tiny_objective(), stage_of(4)
+    if chunk_rows is not None:
+        monkeypatch.setattr(base, "linear_overlap", in_chunks(base.linear_overlap, 2 * chunk_rows))
+    batch = batch_of([random_sample(1, prompt=4, response=10)], objective, stage)
+    overlap = terms_of(model, batch, objective, stage, want_overlap=True).overlap
     laws = torch.softmax(all_logits(model, batch), dim=-1)
     positions, starts, noisy = batch["position_ids"][0], batch["block_starts"][0], batch["is_noisy"][0]
     sums, counts = torch.zeros(3), torch.zeros(3)

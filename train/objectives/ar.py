@@ -11,7 +11,7 @@ from torch import Tensor
 
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows, clean_rows, no_rows
-from idlm.train.objectives.base import MAX_LOGITS, OBJECTIVES, Batch, Head, Terms, chunked, token_losses
+from idlm.train.objectives.base import OBJECTIVES, Batch, Head, Terms
 
 
 @OBJECTIVES.register("ar")
@@ -36,16 +36,23 @@ class Autoregressive:
     def counts(self, batch: Batch) -> Tensor:
         return torch.tensor([batch["clean_index"].numel()])
 
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
+    def terms(
+        self,
+        head: Head,
+        hidden_BTD: Tensor,
+        batch: Batch,
+        *,
+        stage: Stage,
+        coefficients: Tensor | None,
+        want_overlap: bool,
+    ) -> Terms:
         index_M = batch["clean_index"]
         labels_M = batch["labels"].flatten()[index_M]
-        hidden_MD = hidden_BTD.flatten(0, 1)[index_M]
-        (losses_M,) = chunked(
-            lambda hidden, labels: (token_losses(head(hidden), labels),),
-            (hidden_MD, labels_M),
-            rows=max(1, MAX_LOGITS // self.vocab_size),
-        )
-        return Terms(sums=losses_M.sum().reshape(1))
+        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
+        if coefficients is None:
+            return Terms(sums=head.nll(hidden_MD, labels_M).sum().reshape(1))
+        loss, nll_M = head.loss(hidden_MD, labels_M, coefficients.expand(len(index_M)))
+        return Terms(sums=nll_M.sum().reshape(1), loss=loss)
 
     def needs_means(self, stage: Stage) -> bool:
         return False

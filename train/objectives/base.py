@@ -3,7 +3,7 @@ more.
 
 Adding an objective is one new file in this package that registers a class.
 
-Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised rows of a chunk.
+Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised rows.
 """
 
 from __future__ import annotations
@@ -12,21 +12,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from idlm.kernels.linear_cross_entropy import linear_cross_entropy, linear_overlap, token_nll
 from idlm.registry import Registry
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows
 
-Head = Callable[[Tensor], Tensor]
 Batch = dict[str, Tensor]
-MAX_LOGITS = 2**26
-"""Logit elements that may exist at once; 2**26 fp32 values are 256 MiB. Beyond it the head runs chunk by
-chunk.
-"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The linear output head, whole on this rank for as long as the model's forward pass is in it.
+
+    Every method takes rows [M, D] that the caller has chosen and keeps one chunk of logits at a time.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+
+    def loss(self, hidden_MD: Tensor, labels_M: Tensor, coefficients_M: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of coefficient * nll, differentiable; nll [M] in nats, float32, detached)."""
+        return linear_cross_entropy(hidden_MD, self.weight_VD, labels_M, coefficients_M, bias_V=self.bias_V)
+
+    def nll(self, hidden_MD: Tensor, labels_M: Tensor) -> Tensor:
+        """nll [M] without gradients, for a third of the cost of `loss`."""
+        return token_nll(hidden_MD, self.weight_VD, labels_M, bias_V=self.bias_V)
+
+    def overlap(self, draft_MD: Tensor, verify_MD: Tensor) -> Tensor:
+        """Expected acceptance sum_x min(p(x), q(x)) [M] of a sampled draft, float32, detached."""
+        return linear_overlap(draft_MD, verify_MD, self.weight_VD, bias_V=self.bias_V)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +58,12 @@ class Overlap:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """`sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of
-    `Objective.term_names`.
+    `Objective.term_names`, detached. `loss`: coefficients * sums, a scalar to differentiate; None without
+    coefficients.
     """
 
     sums: Tensor
+    loss: Tensor | None = None
     overlap: Overlap | None = None
 
 
@@ -68,9 +86,19 @@ class Objective(Protocol):
     def counts(self, batch: Batch) -> Tensor:
         """Supervised tokens per term, int64 [num_terms] on the CPU, from shapes alone."""
 
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
-        """Summed losses of a micro-batch; `head` maps [M, D] to logits [M, V] and is called on supervised
-        rows only.
+    def terms(
+        self,
+        head: Head,
+        hidden_BTD: Tensor,
+        batch: Batch,
+        *,
+        stage: Stage,
+        coefficients: Tensor | None,
+        want_overlap: bool,
+    ) -> Terms:
+        """Losses of a micro-batch, where `coefficients` [num_terms] are given with the loss to differentiate.
+
+        `head` sees supervised rows only. Nothing here may wait for the device.
         """
 
     def needs_means(self, stage: Stage) -> bool:
@@ -84,27 +112,3 @@ class Objective(Protocol):
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective", "idlm.train.objectives")
 """Factories `(mask_token_id: int | None, mask_region: str) -> Objective`."""
-
-
-def token_losses(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """Negative log-likelihood in float32 [M]."""
-    return functional.cross_entropy(logits_MV.float(), labels_M, reduction="none")
-
-
-def chunked(
-    function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], *, rows: int
-) -> list[Tensor]:
-    """Apply `function` to chunks of at most `rows` rows, recomputing in backward when there is more than one
-    chunk.
-
-    Returns the concatenated outputs. Keeps at most one chunk of logits alive, at the price of a second head
-    product.
-    """
-    total = len(tensors[0])
-    if total <= rows:
-        return list(function(*tensors))
-    outputs = []
-    for start in range(0, total, rows):
-        chunk = tuple(tensor[start : start + rows] for tensor in tensors)
-        outputs.append(checkpoint(function, *chunk, use_reentrant=False))
-    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]

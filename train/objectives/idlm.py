@@ -13,19 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.acceptance import acceptance_rate
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows, clean_rows, noisy_rows, target_flags
-from idlm.train.objectives.base import (
-    MAX_LOGITS,
-    OBJECTIVES,
-    Batch,
-    Head,
-    Overlap,
-    Terms,
-    chunked,
-    token_losses,
-)
+from idlm.train.objectives.base import OBJECTIVES, Batch, Head, Overlap, Terms
 
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio s: a perfectly learnt clean path must not make s infinite."""
@@ -57,22 +47,39 @@ class IntrospectiveConsistency:
     def counts(self, batch: Batch) -> Tensor:
         return torch.tensor([batch["noisy_index"].numel(), batch["clean_index"].numel()])
 
-    def terms(self, head: Head, hidden_BTD: Tensor, batch: Batch, *, want_overlap: bool) -> Terms:
+    def terms(
+        self,
+        head: Head,
+        hidden_BTD: Tensor,
+        batch: Batch,
+        *,
+        stage: Stage,
+        coefficients: Tensor | None,
+        want_overlap: bool,
+    ) -> Terms:
         """The k-th noisy and the k-th supervised clean row predict the same token, so their laws are compared
         too.
         """
         noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
-        hidden = hidden_BTD.flatten(0, 1)
-        tensors = (hidden[noisy_M], hidden[clean_M], batch["labels"].flatten()[noisy_M])
-
-        def pair(noisy_MD: Tensor, clean_MD: Tensor, labels_M: Tensor) -> tuple[Tensor, ...]:
-            draft_MV, verify_MV = head(noisy_MD), head(clean_MD)
-            losses = token_losses(draft_MV, labels_M), token_losses(verify_MV, labels_M)
-            return (*losses, _overlap(draft_MV, verify_MV)) if want_overlap else losses
-
-        outputs = chunked(pair, tensors, rows=max(1, MAX_LOGITS // (2 * self.vocab_size)))
-        overlap = _by_position(outputs[2], noisy_M, batch) if want_overlap else None
-        return Terms(sums=torch.stack([outputs[0].sum(), outputs[1].sum()]), overlap=overlap)
+        hidden, labels = hidden_BTD.flatten(0, 1), batch["labels"].flatten()
+        overlap = None
+        if want_overlap:
+            overlap_M = head.overlap(*(hidden.detach().index_select(0, rows) for rows in (noisy_M, clean_M)))
+            overlap = _by_position(overlap_M, noisy_M, batch, num_masks=stage.stride - 1)
+        # With s = 0 the clean half is only reported: it takes no gradient, and a third of the cost.
+        trains_clean = stage.clean_weight != 0.0
+        index = torch.cat([noisy_M, clean_M]) if trains_clean or coefficients is None else noisy_M
+        rows, loss = hidden.index_select(0, index), None
+        if coefficients is None:
+            nll = head.nll(rows, labels[index])
+        else:
+            per_row = torch.cat([coefficients[0].expand(len(noisy_M)), coefficients[1].expand(len(clean_M))])
+            loss, nll = head.loss(rows, labels[index], per_row[: len(index)])
+            if not trains_clean:
+                clean_nll = head.nll(hidden.detach().index_select(0, clean_M), labels[clean_M])
+                nll = torch.cat([nll, clean_nll])
+        sums = torch.stack([half.sum() for half in nll.tensor_split([len(noisy_M)])])
+        return Terms(sums=sums, loss=loss, overlap=overlap)
 
     def needs_means(self, stage: Stage) -> bool:
         return stage.clean_weight is None
@@ -85,18 +92,10 @@ class IntrospectiveConsistency:
         return torch.stack([torch.ones_like(balance), balance]).detach()
 
 
-@torch.no_grad()
-def _overlap(draft_MV: Tensor, verify_MV: Tensor) -> Tensor:
-    """Expected acceptance sum_x min(p(x), q(x)) of a sampled draft, float32 [M]."""
-    draft = torch.softmax(draft_MV.detach().float(), dim=-1)
-    verify = torch.softmax(verify_MV.detach().float(), dim=-1)
-    return acceptance_rate(verify, draft)
-
-
-def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch) -> Overlap:
+def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch, *, num_masks: int) -> Overlap:
     position_M = (batch["position_ids"] - batch["block_starts"]).flatten()[noisy_M]
-    num_masks = int(batch["num_masks"])
-    sums = torch.zeros(num_masks, dtype=torch.float32, device=overlap_M.device).index_add_(
-        0, position_M, overlap_M
+    zeros = overlap_M.new_zeros(num_masks)
+    return Overlap(
+        sums=zeros.index_add(0, position_M, overlap_M),
+        counts=zeros.index_add(0, position_M, torch.ones_like(overlap_M)),
     )
-    return Overlap(sums=sums, counts=torch.bincount(position_M, minlength=num_masks).float())
