@@ -47,27 +47,38 @@ class Gate:
         self.rows_M = rows_M
 
 
-class FrozenProduct(torch.autograd.Function):
-    """`linear` by a frozen weight, whose backward pass computes MASK rows only.
+class GatedProduct(torch.autograd.Function):
+    """`linear` of all rows by a frozen weight, plus `update_ME` on the MASK rows.
 
-    Nothing that trains lies behind any other row, so their gradient, half of the backward pass, is left zero.
+    Gradients flow to `x_MD`, the MASK rows of `x`, and to the update. Nothing that trains lies behind any
+    other row, so the product that would carry their gradient, half of the backward pass, is left out.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rows_M: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_MD: Tensor,
+        update_ME: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        rows_M: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(weight_ED, rows_M)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        return functional.linear(x, weight_ED, bias_E)
+        ctx.dtypes = x_MD.dtype, update_ME.dtype
+        out = functional.linear(x, weight_ED, bias_E)
+        out.flatten(0, -2).index_add_(0, rows_M, update_ME.to(out.dtype))
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight_ED, rows_M = ctx.saved_tensors
+        of_input, of_update = ctx.dtypes
         grad_ME = grads[0].flatten(0, -2).index_select(0, rows_M)
-        grad_MD = (grad_ME @ weight_ED.to(grad_ME.dtype)).to(ctx.dtype)
-        flat = grad_MD.new_zeros(math.prod(ctx.shape[:-1]), ctx.shape[-1])
-        return flat.index_copy(0, rows_M, grad_MD).view(ctx.shape), None, None, None
+        grad_MD = None
+        if ctx.needs_input_grad[1]:
+            grad_MD = (grad_ME @ weight_ED.to(grad_ME.dtype)).to(of_input)
+        return None, grad_MD, grad_ME.to(of_update), None, None, None
 
 
 class GatedLinear(nn.Linear):
@@ -90,12 +101,10 @@ class GatedLinear(nn.Linear):
         rows_M = self.gate.rows_M
         if rows_M is None:
             return functional.linear(x, self.weight, self.bias)
-        out: Tensor = FrozenProduct.apply(x, self.weight, self.bias, rows_M)
         x_MD = x.flatten(0, -2).index_select(0, rows_M)
-        if not torch.is_autocast_enabled(x.device.type):
-            x_MD = x_MD.to(self.lora_A.dtype)
-        update_ME = low_rank(x_MD, self.lora_A, self.lora_B, self.scaling)
-        out.flatten(0, -2).index_add_(0, rows_M, update_ME.to(out.dtype))
+        as_trained = x_MD if torch.is_autocast_enabled(x.device.type) else x_MD.to(self.lora_A.dtype)
+        update_ME = low_rank(as_trained, self.lora_A, self.lora_B, self.scaling)
+        out: Tensor = GatedProduct.apply(x, x_MD, update_ME, self.weight, self.bias, rows_M)
         return out
 
 

@@ -1,0 +1,199 @@
+"""R-ISD: with a gated adapter ISD answers as the base does by AR decoding, and clean rows are the base's bit
+for bit, whatever the adapter is; the adapter does change what MASK rows say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.contracts import StepPlan
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.infer.models.dense import DenseTrunk
+from idlm.infer.runner import Runner
+from idlm.lora import gated_linear
+from tests.adapters import write_adapter
+from tests.contracts.engines import (
+    CYCLE,
+    MASK_ID,
+    acceptance_of,
+    answers,
+    assert_idle,
+    build_engine,
+    greedy,
+    prompts_of,
+    write_foreseeing_toy,
+)
+from tests.toy import ARCHITECTURES, write_toy_checkpoint
+
+STRIDES = (2, 3, 4)
+OUTSIDE = 10_000
+"""A mask id that the base's embedding has no row for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base that foresees by itself, and an adapter small enough to spoil only some of its drafts."""
+    home = tmp_path_factory.mktemp("foreseeing")
+    base = write_foreseeing_toy(home / "base", num_steps=60)
+    return base, write_adapter(home / "adapter", base, mask_token_id=MASK_ID, stride=4, size=0.12)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def random_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    home = tmp_path_factory.mktemp(request.param)
+    base = write_toy_checkpoint(home / "base", architecture=request.param)
+    adapter = write_adapter(home / "adapter", base, mask_token_id=OUTSIDE, stride=4, has_mask_row=True)
+    return base, adapter
+
+
+def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepPlan, Tensor]]:
+    """Every pass of the engine from now on: its plan and its logits."""
+    seen: list[tuple[StepPlan, Tensor]] = []
+    plain = Runner.forward
+
+    def forward(self: Runner, plan: StepPlan) -> Tensor:
+        logits_XV = plain(self, plan)
+        seen.append((plan, logits_XV.clone()))
+        return logits_XV
+
+    monkeypatch.setattr(Runner, "forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: str, stride: int) -> None:
+    base, adapter = foreseeing
+    prompts = prompts_of([1, 2 * stride - 1, 30, 5, 17], vocab_size=CYCLE)
+    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=16)))
+    engine = build_engine(adapter, "isd", stride=stride, on_rejection=strategy)
+    completions = engine.generate(prompts, greedy(max_tokens=16))
+    assert answers(completions) == expected
+    assert 0.1 < acceptance_of(completions) < 0.95, acceptance_of(completions)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_greedy_answers_are_the_bases_in_every_family(random_pair: tuple[Path, Path], strategy: str) -> None:
+    base, adapter = random_pair
+    prompts = prompts_of([1, 7, 30, 5])
+    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=8)))
+    engine = build_engine(adapter, "isd", on_rejection=strategy)
+    assert answers(engine.generate(prompts, greedy(max_tokens=8))) == expected
+
+
+def test_ar_decoding_with_an_adapter_is_the_base(
+    random_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every logit, not only the answers; in bf16 too."""
+    base, adapter = random_pair
+    for dtype in ("float32", "bfloat16"):
+        passes = []
+        for path in (base, adapter):
+            engine = build_engine(path, "ar", dtype=dtype)
+            seen = watched(engine, monkeypatch)
+            engine.generate(prompts_of([1, 7, 20]), greedy(max_tokens=6))
+            passes.append(seen)
+            monkeypatch.undo()
+        assert len(passes[0]) == len(passes[1])
+        for (_, expected), (plan, logits) in zip(*passes, strict=True):
+            assert torch.equal(logits, expected)
+            assert not plan.is_mask_R.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_clean_rows_of_a_pass_are_bitwise_the_bases(
+    random_pair: tuple[Path, Path], strategy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same passes once more, with the adapter taken off: chain rows stay, mask rows do not."""
+    engine = build_engine(random_pair[1], "isd", stride=4, on_rejection=strategy, dtype=dtype)
+    trunk = engine._parts.model.trunk
+    plain, num_masks = Runner.forward, 0
+
+    def both(self: Runner, plan: StepPlan) -> Tensor:
+        nonlocal num_masks
+        trunk.is_adapted = False
+        within = plan.token_ids_R.masked_fill(plan.is_mask_R, 0)
+        base_XV = plain(self, StepPlan(**{**fields_of(plan), "token_ids_R": within}))
+        trunk.is_adapted = True
+        logits_XV = plain(self, plan)
+        is_mask_X = plan.is_mask_R[plan.logit_rows_X]
+        num_masks += int(is_mask_X.sum())
+        assert torch.equal(logits_XV[~is_mask_X], base_XV[~is_mask_X])
+        assert not (logits_XV[is_mask_X] == base_XV[is_mask_X]).all(dim=-1).any()
+        assert bool((plan.token_ids_R[plan.is_mask_R] == OUTSIDE).all())
+        return logits_XV
+
+    monkeypatch.setattr(Runner, "forward", both)
+    engine.generate(prompts_of([1, 7, 20]), greedy(max_tokens=6))
+    assert num_masks > 30
+
+
+def fields_of(plan: StepPlan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in StepPlan.__dataclass_fields__}
+
+
+def test_the_mask_id_in_a_prompt_is_text(foreseeing: tuple[Path, Path]) -> None:
+    """The gate comes from the plan: a prompt full of mask ids is read by the base alone."""
+    base, adapter = foreseeing
+    prompts = [[MASK_ID] * 9, [3, MASK_ID, MASK_ID, 5], [MASK_ID]]
+    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=12)))
+    for strategy in STRATEGIES.names():
+        engine = build_engine(adapter, "isd", on_rejection=strategy)
+        assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
+
+
+def test_an_adapter_on_all_rows_is_noticed(
+    random_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power: the known fault, LoRA on clean tokens, changes the answers."""
+    base, adapter = random_pair
+    prompts = prompts_of([3, 7, 20])
+    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=12)))
+    plain = DenseTrunk._mask_rows
+    monkeypatch.setattr(
+        DenseTrunk,
+        "_mask_rows",
+        lambda self, is_mask_R: plain(self, torch.ones_like(is_mask_R)),
+    )
+    assert answers(build_engine(adapter, "isd").generate(prompts, greedy(max_tokens=12))) != expected
+
+
+def test_fused_projections_follow_the_reference(random_pair: tuple[Path, Path]) -> None:
+    trunk = build_engine(random_pair[1], "isd")._parts.model.trunk
+    layer = trunk.layers[1]
+    generator = torch.Generator().manual_seed(0)
+    for name in ("qkv", "o", "gate_up", "down"):
+        weight = getattr(layer, name)
+        x_RD, is_mask_R = torch.randn(9, weight.shape[1], generator=generator), torch.arange(9) % 3 == 1
+        ours = layer.project(name, x_RD, is_mask_R.nonzero()[:, 0])
+        low, start = layer.lora[name], 0
+        for a_rD, b_Er in zip(low.a, low.b, strict=True):
+            part = slice(start, start + len(b_Er))
+            bias = getattr(layer, f"{name}_bias")
+            expected = gated_linear(
+                x_RD,
+                weight[part],
+                None if bias is None else bias[part],
+                a_rD=a_rD,
+                b_Er=b_Er,
+                scaling=low.scaling,
+                is_mask_R=is_mask_R,
+            )
+            torch.testing.assert_close(ours[:, part], expected, atol=1e-5, rtol=1e-5)
+            start = part.stop
+        assert start == len(weight)
