@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,14 +31,15 @@ MANIFEST = "manifest.json"
 FORMAT = "idlm-manifest-1"
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
-# safetensors and tokenizers report a full disk through their own exception types, with the text of the OS
-# error.
+# safetensors, tokenizers and torch's file writer report a full disk through their own exception types; the
+# first two with the text of the OS error, torch without its number.
 DISK_TEXTS = (
     "No space left on device",
     "os error 28",
     "Disk quota exceeded",
     "os error 122",
     "Read-only file system",
+    "PytorchStreamWriter failed writing",
 )
 
 
@@ -54,10 +55,11 @@ def publish(target: Path) -> Iterator[Path]:
     target = Path(target).resolve()
     is_staged = False
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        recover(target)
-        _remove_stale(target)
-        with _staging_root(target) as root:
+        with telling_of_disk(target), contextlib.ExitStack() as stack:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            recover(target)
+            _remove_stale(target)
+            root = stack.enter_context(_staging_root(target))
             staging = root / "files"
             os.mkdir(staging)
             is_staged = True
@@ -67,15 +69,26 @@ def publish(target: Path) -> Iterator[Path]:
             _open_to_readers(staging)
             _fsync_tree(staging)
             _swap(root, target)
+    except OSError as error:
+        if is_staged:
+            raise
+        raise _cannot_save(target, error.strerror or str(error)) from error
+
+
+@contextmanager
+def telling_of_disk(target: Path) -> Iterator[None]:
+    """Inside, a full, quota-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
+    whatever library met it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
     except Exception as error:
-        reason = _disk_reason(error, is_staged=is_staged)
+        reason = _disk_reason(error)
         if reason is None:
             raise
-        raise UserError(
-            "IDLM-0301",
-            f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
-            fix="free space or choose another path, then save again",
-        ) from error
+        raise _cannot_save(target, reason) from error
 
 
 def recover(target: Path) -> None:
@@ -91,12 +104,12 @@ def recover(target: Path) -> None:
             return
 
 
-def verify(directory: Path, *, required: bool = True) -> None:
+def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> None:
     """Check size and sha256 of every file in the manifest of `directory`; finishes an interrupted swap first.
 
     Mismatches, missing files, links and names that leave the directory raise UserError IDLM-0302 naming the
     file. A missing manifest is an error unless `required` is False. Files that the manifest does not name are
-    not looked at.
+    refused when `sealed`, and not looked at otherwise.
     """
     directory = Path(directory)
     recover(directory)
@@ -106,7 +119,10 @@ def verify(directory: Path, *, required: bool = True) -> None:
         if required:
             raise _mismatch(directory / MANIFEST, "the file is missing")
         return
-    for name, entry in _read_manifest(directory).items():
+    files = _read_manifest(directory)
+    if sealed:
+        _refuse_strangers(directory, files.keys() | {MANIFEST})
+    for name, entry in files.items():
         path = directory / name
         inside = [path, *(parent for parent in path.parents if directory in parent.parents)]
         if any(link.is_symlink() for link in inside):
@@ -118,6 +134,20 @@ def verify(directory: Path, *, required: bool = True) -> None:
             raise _mismatch(path, f"it has {size} bytes, the manifest says {entry['size']}")
         if _sha256(path) != entry["sha256"]:
             raise _mismatch(path, "its sha256 differs from the manifest")
+
+
+def clear_stale(directory: Path) -> None:
+    """Remove what dead publishers left in `directory`, after finishing their swaps."""
+    names = {path.name[1:].rpartition(".staging-")[0] for path in Path(directory).glob(".*.staging-*")}
+    for name in sorted(names):
+        recover(Path(directory) / name)
+        _remove_stale(Path(directory).resolve() / name)
+
+
+def _refuse_strangers(directory: Path, known: Set[str]) -> None:
+    for path in sorted(directory.rglob("*")):
+        if (path.is_symlink() or not path.is_dir()) and path.relative_to(directory).as_posix() not in known:
+            raise _mismatch(path, "its manifest does not name this file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -349,9 +379,17 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _disk_reason(error: Exception, *, is_staged: bool) -> str | None:
+def _cannot_save(target: Path, reason: str) -> UserError:
+    return UserError(
+        "IDLM-0301",
+        f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
+        fix="free space or choose another path, then save again",
+    )
+
+
+def _disk_reason(error: Exception) -> str | None:
     """Why the disk refused, or None when the error is not about the disk."""
-    if isinstance(error, OSError) and (error.errno in DISK_ERRNOS or not is_staged):
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         return error.strerror or str(error)
     return str(error) if any(text in str(error) for text in DISK_TEXTS) else None
 

@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
+from idlm.lora import PROJECTIONS
 from idlm.semantics import MASK_REGIONS
 from idlm.suggest import did_you_mean
 from idlm.train.attention import ATTENTIONS
-from idlm.train.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
+from idlm.train.curriculum import AUTO_BALANCED, BALANCES, Curriculum, Stage, split_steps
 from idlm.train.data.base import SOURCES
 from idlm.train.dataset import OVERLONG_POLICIES
+from idlm.train.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.regional_compile import CHOICES as COMPILE_CHOICES
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TASK_TOKENIZER = "task"
+DEFAULT_CLEAN_WEIGHT = 0.2
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -52,6 +55,18 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class AdapterConfig:
+    """A gated LoRA: the base stays as it is, MASK rows alone learn (R-ISD)."""
+
+    rank: int = _setting(128, "rank r of the low-rank update")
+    alpha: float = _setting(256.0, "the update is scaled by alpha / rank")
+    targets: list[str] = field(
+        default_factory=lambda: list(PROJECTIONS),
+        metadata={"help": "last names of the adapted linear layers"},
+    )
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """What it is trained on."""
 
@@ -75,7 +90,10 @@ class StageConfig:
     stride: int = _setting(2, "tokens one forward can finalise; blocks of stride-1 masks are trained")
     steps: int | None = _setting(None, "optimizer steps of this stage")
     fraction: float | None = _setting(None, "instead of steps: share of the run")
-    clean_weight: Any = field(default=0.2, metadata={"help": "s in L_mask + s * L_clean: a number, or auto"})
+    clean_weight: Any = field(
+        default=None,
+        metadata={"help": "s in L_mask + s * L_clean: a number, or auto; null: 0.2, and 0 with an adapter"},
+    )
 
 
 @dataclass(kw_only=True)
@@ -89,6 +107,9 @@ class LoopConfig:
         None, "optimizer steps of the run, where stages give fractions or there are none"
     )
     epochs: float | None = _setting(None, "instead of steps: passes over a file")
+    balance: str = _setting(
+        "step", "which losses an auto clean_weight balances: this step's, or for less time the previous one's"
+    )
     batch_size: int = _setting(1, "packed rows per device and micro-batch")
     accumulation: int = _setting(1, "micro-batches per optimizer step")
     max_length: int = _setting(4096, "longest sample in tokens")
@@ -101,7 +122,9 @@ class LoopConfig:
     weight_decay: float = _setting(0.0, "AdamW weight decay")
     adam_beta2: float = _setting(0.999, "AdamW beta2")
     max_grad_norm: float = _setting(1.0, "gradient clipping; 0 switches it off")
-    bf16: bool = _setting(False, "bfloat16 autocast over float32 parameters")
+    bf16: bool = _setting(
+        False, "bfloat16: autocast over float32 parameters; with DeepSpeed weights, with float32 masters"
+    )
     seed: int = _setting(0, "seed of new weights and dropout")
     device: str = _setting("auto", "auto, cpu or cuda")
     threads: int | None = _setting(None, "CPU threads; null leaves torch's choice")
@@ -109,7 +132,13 @@ class LoopConfig:
     log_every: int = _setting(10, "steps between metrics")
     save_every: int = _setting(500, "steps between checkpoints")
     save_total_limit: int = _setting(2, "checkpoints kept")
-    deepspeed: str | None = _setting(None, "DeepSpeed configuration file, passed on as it is")
+    zero_stage: int | None = _setting(
+        None,
+        "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",
+    )
+    offload_optimizer: bool = _setting(False, "keep the ZeRO optimizer in host memory (slow)")
+    deepspeed: str | None = _setting(None, "instead of zero_stage: your own DeepSpeed configuration file")
+    hang_seconds: float = _setting(600.0, "a rank that makes no progress for so long ends the run, by name")
 
 
 @dataclass(kw_only=True)
@@ -117,6 +146,7 @@ class ExportConfig:
     """The published checkpoint."""
 
     dtype: str | None = _setting(None, "float32 or bfloat16; null: as trained")
+    merge: bool = _setting(False, "always false: a gated adapter cannot be merged into its base")
 
 
 @dataclass(kw_only=True)
@@ -139,6 +169,7 @@ class TrainConfig:
     resume: str = _setting("auto", "auto, never, or a checkpoint directory of this very run")
     dry_run: bool = _setting(False, "check and print the plan, train nothing")
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig | None = _setting(None, "a gated LoRA (R-ISD); null trains all weights")
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -150,6 +181,7 @@ def check_config(config: TrainConfig) -> None:
     problems = [
         *_choices(config),
         *_model_problems(config),
+        *_adapter_problems(config),
         *_loop_problems(config),
         *_stage_problems(config),
     ]
@@ -166,6 +198,13 @@ def check_config(config: TrainConfig) -> None:
             f"the configuration has {len(problems)} problem{plural}:{listed}",
             fix="correct the values on the command line or in the recipe",
         )
+
+
+def clean_weight(stage: StageConfig, adapter: AdapterConfig | None) -> float | None:
+    """The stage's s, None where it is balanced automatically. An adapter leaves clean rows as they are."""
+    if stage.clean_weight is None:
+        return DEFAULT_CLEAN_WEIGHT if adapter is None else 0.0
+    return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)
 
 
 def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int | None) -> Curriculum:
@@ -186,7 +225,7 @@ def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int
                 index=index,
                 stride=stage.stride,
                 num_steps=num_steps,
-                clean_weight=None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight),
+                clean_weight=clean_weight(stage, config.adapter),
             )
             for index, (stage, num_steps) in enumerate(zip(stages, steps, strict=True))
         ),
@@ -203,6 +242,7 @@ def _choices(config: TrainConfig) -> list[str]:
         ("model.attention", config.model.attention, ("auto", *ATTENTIONS)),
         ("model.compile", config.model.compile, COMPILE_CHOICES),
         ("train.overlong", config.train.overlong, OVERLONG_POLICIES),
+        ("train.balance", config.train.balance, BALANCES),
         ("train.device", config.train.device, DEVICES),
     ]
     if config.export.dtype is not None:
@@ -216,6 +256,12 @@ def _choices(config: TrainConfig) -> list[str]:
 
 def _model_problems(config: TrainConfig) -> list[str]:
     model, problems = config.model, []
+    if model.dtype == "bfloat16" and not uses_deepspeed(config) and config.adapter is None:
+        problems.append(
+            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, where AdamW's small "
+            "steps are rounded away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
+            "model.dtype=float32 train.bf16=true"
+        )
     if model.path is None and not model.config:
         problems.append("model.path is missing (or give model.config to start from random weights)")
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
@@ -227,6 +273,33 @@ def _model_problems(config: TrainConfig) -> list[str]:
         problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
         problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
+    return problems
+
+
+def _adapter_problems(config: TrainConfig) -> list[str]:
+    adapter = config.adapter
+    if adapter is None:
+        return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
+    problems = []
+    if config.export.merge:
+        problems.append(
+            "export.merge=true: merging W + BA would change the clean rows, so that the result would no longer "
+            "decode with the base model's law; the adapter is published beside its base instead"
+        )
+    if adapter.rank < 1:
+        problems.append(f"adapter.rank={adapter.rank} must be at least 1")
+    if adapter.alpha <= 0:
+        problems.append(f"adapter.alpha={adapter.alpha} must be above 0")
+    if not adapter.targets:
+        problems.append("adapter.targets is empty: name at least one linear layer")
+    if config.objective == "ar":
+        problems.append("objective=ar has no MASK rows for an adapter to train on")
+    for index, stage in enumerate(config.train.stages):
+        if stage.clean_weight not in (None, 0):
+            problems.append(
+                f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the "
+                "base model's and their loss is constant; leave clean_weight out or set it to 0"
+            )
     return problems
 
 
@@ -246,9 +319,9 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append("train.steps and train.epochs exclude each other")
     if loop.epochs is not None and config.data.source == "task":
         problems.append("train.epochs has no meaning for the endless task source: use train.steps")
-    if loop.deepspeed is not None and not Path(loop.deepspeed).is_file():
-        problems.append(f"train.deepspeed={loop.deepspeed} is not a file")
-    return problems
+    if loop.hang_seconds <= 0:
+        problems.append(f"train.hang_seconds={loop.hang_seconds} must be above 0")
+    return [*problems, *deepspeed_problems(config)]
 
 
 def _stage_problems(config: TrainConfig) -> list[str]:
@@ -271,7 +344,7 @@ def _stage_problems(config: TrainConfig) -> list[str]:
             problems.append(f"{where} has no steps")
         weight = stage.clean_weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
-        if not is_number and weight != AUTO_BALANCED:
+        if weight is not None and not is_number and weight != AUTO_BALANCED:
             problems.append(f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}")
     if len({stage.steps is None for stage in loop.stages}) > 1:
         problems.append("train.stages mixes steps and fractions")

@@ -1,4 +1,5 @@
-"""Publishing a trained model as a stock checkpoint of its base architecture, plus `idlm_config.json`.
+"""Publishing a trained model as a stock checkpoint of its base architecture, or an adapter as a stock PEFT
+directory, plus `idlm_config.json`.
 
 Any tool that loads the base architecture loads the result. Nothing is published whose files do not read back
 bitwise equal to the weights in memory.
@@ -6,14 +7,17 @@ bitwise equal to the weights in memory.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from idlm.checkpoint import publish
+from idlm.checkpoint import publish, read_json
+from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.semantics import Semantics
+from idlm.train.gated import peft_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,34 +26,60 @@ log = logging.getLogger(__name__)
 
 
 def export(
-    model: PreTrainedModel, tokenizer: Any, semantics: Semantics, target: Path, *, dtype: torch.dtype | None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    semantics: Semantics,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Publish `target` atomically: config, safetensors, tokenizer, generation config and semantics.
 
-    `dtype` converts the weights, in place; None keeps the training dtype. Errors as in
-    `idlm.checkpoint.publish`.
+    `weights` is the whole state dict where the model holds only parts of it (ZeRO-3). `dtype` is that of the
+    files; None keeps the training dtype. The model is left as it is. Errors as in `idlm.checkpoint.publish`.
     """
-    if dtype is not None:
-        model.to(dtype)
-    # The Trainer switches the cache off for training; a stock checkpoint generates with it.
-    model.config.use_cache = True
+    weights = _converted(model.state_dict() if weights is None else weights, dtype)
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
     for name in ("bos_token_id", "pad_token_id"):
         setattr(model.generation_config, name, getattr(tokenizer, name, None))
     with publish(target) as staging:
-        model.save_pretrained(staging)
+        model.save_pretrained(staging, state_dict=dict(weights))
+        _complete_config(staging / "config.json", dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         if semantics.stride > 1:
             semantics.save(staging)
-        _require_bitwise(model, staging)
+        _require_bitwise(weights, staging)
     log.info("published %s", target)
 
 
-def _require_bitwise(model: PreTrainedModel, directory: Path) -> None:
+def _converted(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """`weights` in `dtype`, copied to the host where that changes them; tied ones still share one tensor."""
+    if dtype is None:
+        return weights
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    converted = {}
+    for name, value in weights.items():
+        key = (value.data_ptr(), value.shape)
+        if key not in copies:
+            copies[key] = value.to("cpu", dtype) if value.is_floating_point() else value
+        converted[name] = copies[key]
+    return converted
+
+
+def _complete_config(path: Path, dtype: torch.dtype | None) -> None:
+    config = read_json(path)
+    # The Trainer switches the cache off for training; a stock checkpoint generates with it.
+    config["use_cache"] = True
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _require_bitwise(weights: dict[str, torch.Tensor], directory: Path) -> None:
     from safetensors import safe_open
 
-    weights = model.state_dict()
     stored: set[str] = set()
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -65,3 +95,33 @@ def _require_bitwise(model: PreTrainedModel, directory: Path) -> None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+def export_adapter(
+    weights: dict[str, torch.Tensor],
+    tokenizer: Any,
+    semantics: Semantics,
+    spec: AdapterSpec,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+) -> None:
+    """Publish a gated adapter as `target`, atomically: a stock PEFT directory, tokenizer files and semantics.
+
+    `weights`: the adapter's weights by their names in the model. Errors as in `idlm.checkpoint.publish`.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name: value if dtype is None else value.to(dtype) for name, value in peft_tensors(weights).items()
+    }
+    with publish(target) as staging:
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        spec.save(staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        semantics.save(staging)
+        stored = load_file(staging / WEIGHTS_FILE)
+        wrong = [name for name, value in tensors.items() if not _bits(stored[name]).equal(_bits(value))]
+        assert not wrong and stored.keys() == tensors.keys(), f"{wrong=}"
+    log.info("published adapter %s", target)

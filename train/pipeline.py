@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,21 @@ import torch
 
 from idlm.errors import UserError
 from idlm.log import rank, run_fingerprint
-from idlm.semantics import Semantics
-from idlm.tokens import check_vocabulary, load_tokenizer, num_token_ids, resolve_mask_token_id, stop_token_ids
+from idlm.tokens import check_vocabulary, load_tokenizer, num_token_ids, resolve_mask_token_id
+from idlm.train.arguments import require_same_config_everywhere, shape, training_arguments
 from idlm.train.attention import choose_attention
 from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_curriculum
-from idlm.train.curriculum import Curriculum
+from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.dataset import PackedDataset
-from idlm.train.export import export
+from idlm.train.deepspeed import gathering_forward, num_parameters, zero_stage
+from idlm.train.distributed import from_rank_zero
 from idlm.train.model import (
     check_model,
     create_base,
     grow_vocabulary,
     load_base,
+    num_vocabulary_rows,
     prepare_mask_row,
     window_problem,
 )
@@ -37,8 +38,9 @@ from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.progress import Progress, describe, read_metrics
 from idlm.train.regional_compile import compile_layers, compiles
 from idlm.train.report import Sampler, SampleReport, write_report
-from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
+from idlm.train.resume import RUN_FOLDER, choose_checkpoint, config_text, store_config
 from idlm.train.signals import StopOnSignal
+from idlm.train.stages import StageExports, publish_weights, stage_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -77,67 +79,20 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     args = training_arguments(config)
-    # Rank 0 may move an old run aside; the others must look only after that.
-    with args.main_process_first(local=False, desc="choosing the checkpoint"):
-        checkpoint = None if config.dry_run else choose_checkpoint(config)
+    require_same_config_everywhere(config)
+    checkpoint = None if config.dry_run else from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
     if config.dry_run:
         return Outcome(signal=None, last_step=0, seconds=time.perf_counter() - start)
-    if rank() == 0:
-        store_config(config)
+    from_rank_zero(lambda: store_config(config))
     received, last_step = train(config, prepared, args, checkpoint, console)
     if last_step < prepared.curriculum.num_steps:
         return Outcome(signal=received, last_step=last_step, seconds=time.perf_counter() - start)
+    publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
     report = finish(config, prepared, sampler, seconds=time.perf_counter() - start) if rank() == 0 else None
     return Outcome(signal=None, last_step=last_step, seconds=time.perf_counter() - start, report=report)
-
-
-def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """The part of the configuration that transformers' Trainer reads."""
-    from transformers import TrainingArguments
-    from transformers.utils.logging import disable_progress_bar
-
-    loop = config.train
-    # Bars for reading and writing weight files would break the line of ours.
-    disable_progress_bar()
-    if loop.deepspeed is None and not torch.cuda.is_available():
-        # accelerate imports DeepSpeed where it is installed, and that warns of the missing GPU unless told.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    args = TrainingArguments(
-        output_dir=str(Path(config.output_dir) / RUN_FOLDER),
-        per_device_train_batch_size=loop.batch_size,
-        gradient_accumulation_steps=loop.accumulation,
-        learning_rate=loop.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=loop.warmup,
-        weight_decay=loop.weight_decay,
-        adam_beta2=loop.adam_beta2,
-        max_grad_norm=loop.max_grad_norm,
-        optim="adamw_torch",
-        bf16=loop.bf16,
-        seed=loop.seed,
-        use_cpu=loop.device == "cpu",
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=loop.save_every,
-        save_total_limit=loop.save_total_limit,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to=[],
-        deepspeed=loop.deepspeed,
-        ddp_find_unused_parameters=False,
-        dataloader_num_workers=loop.workers,
-    )
-    if args.n_gpu > 1:
-        raise UserError(
-            "IDLM-0508",
-            f"{args.n_gpu} GPUs are visible to one process",
-            fix="start with `torchrun --nproc-per-node N -m idlm.train.cli` or set CUDA_VISIBLE_DEVICES=0",
-        )
-    return args
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:
@@ -146,19 +101,20 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     tokenizer = prepare_tokenizer(config)
     model = prepare_model(config, tokenizer, attention, device).to(device)
     mask_token_id = None if config.objective == "ar" else prepare_mask(config, model, tokenizer)
-    check_model(model, attention=attention)
+    with gathering_forward(model):
+        check_model(model, attention=attention)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if compiles(config.model.compile, device, zero_stage=None):
+    if compiles(config.model.compile, device, zero_stage=zero_stage(config)):
         compile_layers(model)
-    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0])
+    check_vocabulary(tokenizer, num_vocabulary_rows(model))
     problem = window_problem(model.config, config.train.max_length)
     if problem is not None:
         raise UserError("IDLM-0509", problem, fix="lower train.max_length to the window")
     objective = OBJECTIVES.get(config.objective)(
         mask_token_id=mask_token_id,
         mask_region=config.mask_region,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=num_vocabulary_rows(model),
     )
     dataset, curriculum = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     return Prepared(
@@ -210,7 +166,7 @@ def prepare_model(
 
 def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> int:
     """The mask token's id, with a usable row; grows the vocabulary only when it has no spare row."""
-    num_rows = model.get_input_embeddings().weight.shape[0]
+    num_rows = num_vocabulary_rows(model)
     first_spare = num_token_ids(tokenizer)
     is_full = (
         config.model.mask_token_id is None and tokenizer.mask_token_id is None and first_spare >= num_rows
@@ -218,7 +174,7 @@ def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) ->
     explicit = first_spare if is_full else config.model.mask_token_id
     if is_full:
         grow_vocabulary(model, first_spare)
-        num_rows = model.get_input_embeddings().weight.shape[0]
+        num_rows = num_vocabulary_rows(model)
     mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
     prepare_mask_row(model, mask_token_id)
     return mask_token_id
@@ -249,9 +205,8 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
     if rank() != 0:
         return
     curriculum, model = prepared.curriculum, prepared.model
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [
-        f"{type(model).__name__}, {num_parameters:,} parameters, {config.model.dtype}, "
+        f"{type(model).__name__}, {num_parameters(model):,} parameters, {config.model.dtype}, "
         f"{prepared.attention} on {model.device}",
         f"objective {config.objective} on {config.data.source}, {curriculum.num_steps} steps of "
         f"{curriculum.global_batch} x {prepared.dataset.row_length} rows",
@@ -280,6 +235,13 @@ def train(
         Path(args.output_dir) / "metrics.jsonl", log_every=config.train.log_every, console=console
     )
     stop = StopOnSignal()
+
+    def publish_stage(stage: Stage) -> None:
+        trainer.refuse_bad_weights()
+        publish_weights(
+            config, prepared, stride=stage.stride, target=stage_directory(config.output_dir, stage)
+        )
+
     trainer = IdlmTrainer(
         model=prepared.model,
         args=args,
@@ -287,8 +249,10 @@ def train(
         objective=prepared.objective,
         attention=prepared.attention,
         log_every=config.train.log_every,
-        callbacks=[progress, stop],
+        callbacks=[progress, StageExports(prepared.curriculum, publish_stage), stop],
+        balance=config.train.balance,
     )
+    trainer.zero_stage = zero_stage(config)
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     try:
@@ -302,19 +266,10 @@ def train(
 def finish(
     config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, seconds: float
 ) -> Path | None:
-    """Publish the checkpoint, then describe it."""
-    target = Path(config.output_dir)
-    stride = prepared.curriculum.max_stride
-    semantics = Semantics(
-        mask_token_id=prepared.mask_token_id,
-        stride=stride,
-        mask_region=config.mask_region,
-        stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
-    )
-    dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
-    export(prepared.model, prepared.tokenizer, semantics, target, dtype=dtype)
+    """Describe the published checkpoint; None when no report is wanted."""
     if not config.report.enabled:
         return None
+    target = Path(config.output_dir)
     metrics = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
     samples: SampleReport | None = None if sampler is None else sampler(target, config.report.num_samples)
     training_seconds = sum(record["seconds"] for record in metrics)
@@ -331,14 +286,8 @@ def finish(
     return write_report(
         target,
         metrics=metrics,
-        config_yaml=_yaml(config),
+        config_yaml=config_text(config),
         fingerprint=run_fingerprint(),
         facts=facts,
         samples=samples,
     )
-
-
-def _yaml(config: TrainConfig) -> str:
-    import yaml
-
-    return yaml.safe_dump(asdict(config), sort_keys=False)

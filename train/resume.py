@@ -1,35 +1,68 @@
 """Which checkpoint a run continues from, and whether it may: only its own, verified, and with the same
 configuration.
 
-Training state is a torch file; it is read with weights_only, and only from the run's own directory after its
-manifest was checked.
+Training state is read from the run's own directory only, after every file was found as it was published and
+no other beside them: torch files with weights_only, DeepSpeed's own by DeepSpeed, which unpickles.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from idlm.checkpoint import verify
+import yaml
+
+from idlm.checkpoint import clear_stale, read_json, verify
 from idlm.errors import UserError
 from idlm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
-CONFIG_FILE = "config.json"
+CONFIG_FILE = "config.yaml"
+SHAPE_FILE = "shape.json"
 FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export")
-FREE_LOOP_KEYS = ("log_every", "save_every", "save_total_limit", "threads", "workers", "device")
+# Batch and accumulation are compared as what they make together: rows of an optimizer step (`RunShape`).
+FREE_LOOP_KEYS = (
+    *("log_every", "save_every", "save_total_limit", "threads", "workers", "device", "hang_seconds"),
+    *("batch_size", "accumulation"),
+)
 
 
-def choose_checkpoint(config: TrainConfig) -> Path | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """How a run spreads one optimizer step over processes; `zero_stage` None is a run without DeepSpeed."""
+
+    world_size: int
+    batch_size: int
+    accumulation: int
+    zero_stage: int | None
+
+    @property
+    def global_batch(self) -> int:
+        """Packed rows of one optimizer step."""
+        return self.world_size * self.batch_size * self.accumulation
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `shape.json`."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.world_size} processes x {self.batch_size} rows x {self.accumulation} micro-batches = "
+            f"{self.global_batch} rows per step"
+        )
+
+
+def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     """The checkpoint to continue from, or None to start. `resume=never` moves an old run aside instead of
     losing it.
     """
     run = Path(config.output_dir) / RUN_FOLDER
+    clear_stale(run)
     if config.resume == "never":
         _move_aside(run)
         return None
@@ -43,21 +76,34 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
                 f"resume={config.resume} is not a checkpoint of this run; they lie in {run}",
                 fix="use resume=auto, or start from those weights with model.path",
             )
-        verify(found)
+        verify(found, sealed=True)
     if found is not None:
         _require_same_config(config, run)
+        _require_same_shape(shape, found)
     elif run.exists():
         _move_aside(run)
     return found
 
 
 def store_config(config: TrainConfig) -> None:
-    """Remember what the run was started with, for the comparison when it is resumed."""
+    """Remember what the run was started with: to compare when it is resumed, and to start it again with
+    `idlm-train config=<output_dir>/run/config.yaml`.
+    """
     run = Path(config.output_dir) / RUN_FOLDER
     run.mkdir(parents=True, exist_ok=True)
     aside = run / f".{CONFIG_FILE}.tmp"
-    aside.write_text(json.dumps(asdict(config), indent=2) + "\n")
+    aside.write_text(config_text(config), encoding="utf-8")
     os.replace(aside, run / CONFIG_FILE)
+
+
+def config_text(config: TrainConfig) -> str:
+    """The whole configuration as YAML, which `idlm-train config=FILE` reads back."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def config_hash(config: TrainConfig) -> str:
+    """Equal on all ranks of a run that was started as it should be."""
+    return hashlib.sha256(config_text(config).encode()).hexdigest()[:16]
 
 
 def _newest_intact(run: Path) -> Path | None:
@@ -68,9 +114,12 @@ def _newest_intact(run: Path) -> Path | None:
         checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True
     ):
         try:
-            verify(path)
+            verify(path, sealed=True)
         except UserError as error:
-            log.warning("%s is damaged and is passed over: %s", path, error.message)
+            kept = _free_name(path.with_name(f"damaged-{path.name}"))
+            log.warning("%s is damaged, passed over and kept as %s: %s", path, kept.name, error.message)
+            # Left in place it would stand in the way of the same step's next checkpoint.
+            os.rename(path, kept)
             continue
         return path
     return None
@@ -80,10 +129,16 @@ def _require_same_config(config: TrainConfig, run: Path) -> None:
     path = run / CONFIG_FILE
     if not path.is_file():
         return
-    before, now = (
-        _comparable(json.loads(path.read_text())),
-        _comparable(json.loads(json.dumps(asdict(config)))),
-    )
+    try:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            "IDLM-0303",
+            f"{path} is not YAML: {error}",
+            fix="restore the file, or delete it to resume without comparing the configuration",
+        ) from error
+    stored = stored if isinstance(stored, dict) else {}
+    before, now = _comparable(stored), _comparable(yaml.safe_load(config_text(config)))
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -94,6 +149,34 @@ def _require_same_config(config: TrainConfig, run: Path) -> None:
             "IDLM-0507",
             f"{run} holds a run with another configuration: {'; '.join(differing)}",
             fix="give the same values to continue it, another output_dir, or resume=never to set it aside",
+        )
+
+
+def _require_same_shape(now: RunShape, checkpoint: Path) -> None:
+    before = RunShape(**read_json(checkpoint / SHAPE_FILE))
+    if now.global_batch != before.global_batch:
+        per_pass = now.world_size * now.batch_size
+        accumulation, rest = divmod(before.global_batch, per_pass)
+        fix = f"set train.accumulation={accumulation} to keep {before.global_batch} rows per step"
+        if rest:
+            fix = (
+                f"choose processes x train.batch_size that divide {before.global_batch}: {per_pass} does "
+                f"not; the run was started with {before.world_size} x {before.batch_size}"
+            )
+        raise UserError(
+            "IDLM-0512",
+            f"{checkpoint} was trained with {before}, now it would be {now}: data order, curriculum and "
+            f"learning rate would shift",
+            fix=fix,
+        )
+    if before.world_size != now.world_size and before.zero_stage:
+        raise UserError(
+            "IDLM-0513",
+            f"{checkpoint} holds the ZeRO-{before.zero_stage} state of {before.world_size} processes, one "
+            f"part each; this run has {now.world_size}",
+            fix=f"continue on {before.world_size} processes, or start a new run from the weights of the "
+            "last finished stage (model.path). DeepSpeed's `ds_to_universal` re-cuts such states for other "
+            "numbers of processes, but its output has no manifest, and idlm unpickles nothing without one",
         )
 
 
@@ -112,8 +195,13 @@ def _comparable(config: dict[str, Any]) -> dict[str, Any]:
 def _move_aside(run: Path) -> None:
     if not run.exists():
         return
-    number = 1
-    while (aside := run.with_name(f"{run.name}.old-{number}")).exists():
-        number += 1
+    aside = _free_name(run.with_name(f"{run.name}.old"))
     os.rename(run, aside)
     log.info("the earlier run was kept as %s", aside)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free

@@ -1,0 +1,96 @@
+"""What the ranks of one run tell each other beside gradients: flags, objects, and whose turn it is.
+
+Control messages travel on a group of host processes (gloo), so that asking "did anyone hear a signal?" never
+waits for a GPU. Objects are packed by torch.distributed, between processes of one run. Under one process
+everything here is a no-op.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from idlm.errors import UserError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def is_distributed() -> bool:
+    """Whether this run has more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """Sum `tensor` in place over all ranks; does nothing in a run of one process."""
+    if is_distributed():
+        dist.all_reduce(tensor)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if is_distributed():
+        dist.barrier(group=control_group())
+
+
+def highest(value: int) -> int:
+    """The largest `value` of any rank. Collective, and without a GPU."""
+    if not is_distributed():
+        return value
+    heard = torch.tensor(value)
+    dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=control_group())
+    return int(heard)
+
+
+def gather_objects(value: T) -> list[T]:
+    """`value` of every rank, in order of rank. Collective."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=control_group())
+    return values
+
+
+def from_rank_zero(compute: Callable[[], T]) -> T:
+    """What `compute` returns on rank 0, on every rank; a UserError of rank 0 is raised on every rank.
+
+    Any other exception of rank 0 is its own: the watchdog ends the ranks that wait for it.
+    """
+    if not is_distributed():
+        return compute()
+    told: list[Any] = [None]
+    failure: UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            told = [(True, compute())]
+        except UserError as error:
+            failure = error
+            told = [(False, (error.code, error.message, error.fix))]
+    dist.broadcast_object_list(told, src=0, group=control_group())
+    is_fine, value = told[0]
+    if is_fine:
+        return value
+    code, message, fix = value
+    raise UserError(code, message, fix=fix) from failure
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """The group for host tensors; None is the default group, where that one serves the host.
+
+    The first call is collective.
+    """
+    if dist.get_backend() == "gloo":
+        return None
+    return _gloo_group(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    log.debug("opening a gloo group beside %s", world)
+    return dist.new_group(backend="gloo")
