@@ -6,12 +6,16 @@ J tokens a pass can emit for one sequence.
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from idlm.errors import UserError
+
+LARGEST_NUMBER = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +42,8 @@ class SamplingParams:
     tau: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         problems = [text for text, is_bad in self._checks() if is_bad]
         if problems:
             raise UserError("IDLM-0401", "; ".join(problems), fix="correct the sampling settings named")
@@ -48,10 +52,13 @@ class SamplingParams:
         return [
             (
                 f"temperature={self.temperature!r} must be a finite number >= 0 (0 is greedy)",
-                not (_is_number(self.temperature) and 0 <= self.temperature < math.inf),
+                not (_is_number(self.temperature) and self.temperature >= 0),
             ),
             (f"top_p={self.top_p!r} must be in (0, 1]", not (_is_number(self.top_p) and 0 < self.top_p <= 1)),
-            (f"top_k={self.top_k!r} must be an integer >= 0 (0 is off)", not _is_int(self.top_k, 0)),
+            (
+                f"top_k={self.top_k!r} must be an integer in [0, 2**31) (0 is off)",
+                not (_is_int(self.top_k, 0) and self.top_k < 2**31),
+            ),
             (
                 f"min_p={self.min_p!r} must be in [0, 1]",
                 not (_is_number(self.min_p) and 0 <= self.min_p <= 1),
@@ -73,7 +80,7 @@ class SamplingParams:
             (f"n={self.n!r} must be an integer >= 1", not _is_int(self.n, 1)),
             (
                 f"tau={self.tau!r} must be a finite number >= 0 (0 is exact)",
-                not (_is_number(self.tau) and 0 <= self.tau < math.inf),
+                not (_is_number(self.tau) and self.tau >= 0),
             ),
         ]
 
@@ -82,8 +89,16 @@ class SamplingParams:
         return replace(self, seed=seed)
 
 
+def _as_tuple(value: object) -> tuple[Any, ...]:
+    """One value, several, or None for none; whatever cannot be iterated is left to the checks."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that fp64 can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 
 
 def _is_int(value: object, at_least: int) -> bool:

@@ -55,7 +55,9 @@ def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
     """
     logits_XV = logits_XV.double()
     greedy_X = warp.temperature_X == 0
-    scaled_XV = logits_XV / torch.where(greedy_X, 1.0, warp.temperature_X)[:, None]
+    # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
+    below_XV = logits_XV - logits_XV.amax(-1, keepdim=True)
+    scaled_XV = below_XV / torch.where(greedy_X, 1.0, warp.temperature_X)[:, None]
     if warp.any_top_k:
         scaled_XV = _keep_top_k(scaled_XV, warp.top_k_X)
     law_XV = scaled_XV.softmax(-1)

@@ -9,8 +9,9 @@ Data flows one way: scheduler.next -> decoder.plan -> runner.forward -> decoder.
 from __future__ import annotations
 
 import math
+import operator
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Engine:
         self.scheduler, self._runner = parts.scheduler, parts.runner
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
-        self._held_events: list[StreamEvent] = []
+        self._events: list[StreamEvent] = []
         self._num_added = 0
 
     @classmethod
@@ -141,25 +142,32 @@ class Engine:
 
     def step(self) -> list[StreamEvent]:
         """One forward pass for everyone who fits; [] when nothing is left to do."""
-        events, self._held_events = self._held_events, []
-        return events + self._pass()
+        self._pass()
+        events, self._events = self._events, []
+        return events
 
     def _own_events(self, request_ids: set[str]) -> list[StreamEvent]:
         """One pass; events of other requests wait for their own reader or the next `step`."""
-        events = self._held_events + self._pass()
-        self._held_events = [event for event in events if event.request_id not in request_ids]
+        self._pass()
+        events = self._events
+        self._events = [event for event in events if event.request_id not in request_ids]
         return [event for event in events if event.request_id in request_ids]
 
-    def _pass(self) -> list[StreamEvent]:
-        schedule = self.scheduler.next()
-        if not schedule.requests:
-            return []
-        self._seat(schedule)
-        batch = schedule.batch()
-        plan = self.decoder.plan(self.table, batch)
-        logits_XV = self._runner.forward(plan)
-        outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
-        return self._deliver(schedule, plan, outcome, logits_XV)
+    def _pass(self) -> None:
+        """One pass; its events are appended to `_events`. A pass that fails is as if it had never begun."""
+        try:
+            schedule = self.scheduler.next()
+            if not schedule.requests:
+                return
+            self._seat(schedule)
+            batch = schedule.batch()
+            plan = self.decoder.plan(self.table, batch)
+            logits_XV = self._runner.forward(plan)
+            outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
+            self._deliver(schedule, plan, outcome, logits_XV)
+        except BaseException:
+            self.scheduler.requeue_all()
+            raise
 
     def _seat(self, schedule: Schedule) -> None:
         seated = schedule.seated
@@ -167,19 +175,17 @@ class Engine:
             lanes = [lane_of(request) for request in seated]
             self.table.seat(
                 lanes,
-                [request.prompt_ids for request in seated],
+                [[*request.prompt_ids, *request.token_ids] for request in seated],
                 [request.params for request in seated],
                 [request.index for request in seated],
+                steps=[request.num_steps for request in seated],
             )
             self.decoder.seat(lanes)
         for request in schedule.preempted:
             self.table.rewind(lane_of(request))
 
-    def _deliver(
-        self, schedule: Schedule, plan: StepPlan, outcome: StepOutcome, logits_XV: Tensor
-    ) -> list[StreamEvent]:
+    def _deliver(self, schedule: Schedule, plan: StepPlan, outcome: StepOutcome, logits_XV: Tensor) -> None:
         """Book what the pass committed, finish who is done. The one place where results reach the host."""
-        events = []
         tokens, num_emitted = outcome.token_ids_BJ.tolist(), outcome.num_emitted_B.tolist()
         accepted, tested = outcome.num_accepted_B.tolist(), outcome.num_tested_B.tolist()
         for b, request in enumerate(schedule.requests):
@@ -187,6 +193,7 @@ class Engine:
             request.num_computed += schedule.num_feed[b] + accepted[b]
             if not num_emitted[b]:
                 continue
+            request.num_steps += 1
             request.count_drafts(accepted[b], tested[b])
             new_ids, text = self._append(request, tokens[b][: num_emitted[b]])
             if request.params.logprobs is not None:
@@ -196,7 +203,7 @@ class Engine:
                 )
             is_done = request.finish_reason is not None
             text += self._texts[request].finish() if is_done and request in self._texts else ""
-            events.append(
+            self._events.append(
                 StreamEvent(
                     request_id=request.request_id,
                     index=request.index,
@@ -205,7 +212,6 @@ class Engine:
                     completion=self._finish(request) if is_done else None,
                 )
             )
-        return events
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
         """Add committed tokens one by one until something stops the answer."""
@@ -244,9 +250,11 @@ class Engine:
         *,
         streams: bool = False,
     ) -> list[tuple[str, int]]:
-        if isinstance(prompts, str):
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
             raise UserError(
-                "IDLM-0407", "prompts is a single string", fix="give a list: generate([prompt], ...)"
+                "IDLM-0407",
+                "prompts is a single prompt (a string or token ids), a list of prompts is wanted",
+                fix="give a list: generate([prompt], ...)",
             )
         settings = (
             [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -267,7 +275,7 @@ class Engine:
             for request_id, prompt, setting in zip(ids, prompts, settings, strict=True):
                 self.add_request(request_id, prompt, setting, streams=streams)
                 added.append(request_id)
-        except UserError:
+        except BaseException:
             for request_id in added:
                 self.abort(request_id)
             raise
@@ -278,24 +286,20 @@ class Engine:
         ]
 
     def _check_new(self, request_id: str) -> None:
-        if request_id in self._active:
+        is_unread = any(event.request_id == request_id for event in self._events)
+        if request_id in self._active or is_unread:
+            state = "has news that step() has not returned yet" if is_unread else "is in use"
             raise UserError(
-                "IDLM-0409", f"request id {request_id!r} is in use", fix="give every request its own id"
+                "IDLM-0409", f"request id {request_id!r} {state}", fix="give every request its own id"
             )
 
     def _prompt_ids(self, request_id: str, prompt: Prompt) -> list[int]:
-        prompt_ids = self._parts.encode(prompt) if isinstance(prompt, str) else list(prompt)
         num_rows = self._parts.model.spec.vocab_size
-        bad = [token for token in prompt_ids if not (isinstance(token, int) and 0 <= token < num_rows)]
+        known = self._parts.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = _token_list(request_id, known, num_rows)
         if not prompt_ids:
             raise UserError(
                 "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
-            )
-        if bad:
-            raise UserError(
-                "IDLM-0411",
-                f"request {request_id!r}: token ids {bad[:5]} are outside the vocabulary [0, {num_rows})",
-                fix="encode the prompt with the checkpoint's own tokenizer",
             )
         return prompt_ids
 
@@ -324,6 +328,29 @@ class Engine:
 def request_ids_of(keys: Sequence[tuple[str, int]]) -> set[str]:
     """The requests that (request id, sample) pairs belong to."""
     return {request_id for request_id, _ in keys}
+
+
+def _token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
+    """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too."""
+    if not isinstance(prompt, Iterable):
+        raise UserError(
+            "IDLM-0421",
+            f"request {request_id!r}: a prompt is text or a list of token ids, not {prompt!r}",
+            fix="give a string, or whole numbers from the checkpoint's tokenizer",
+        )
+    tokens = list(prompt)
+    bad = [token for token in tokens if not (_is_index(token) and 0 <= token < num_rows)]
+    if bad:
+        raise UserError(
+            "IDLM-0411",
+            f"request {request_id!r}: token ids {bad[:5]} are outside the vocabulary [0, {num_rows})",
+            fix="encode the prompt with the checkpoint's own tokenizer",
+        )
+    return [operator.index(token) for token in tokens]
+
+
+def _is_index(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _logprobs(logits_JV: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:

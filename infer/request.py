@@ -12,7 +12,8 @@ from idlm.contracts import Completion, SamplingParams, TokenLogprob
 class Request:
     """A sequence on its way through the engine. `lane` is None while it waits.
 
-    `num_computed` mirrors the lane's KV pointer on the host. `max_length`: prompt and answer together.
+    On the host, `num_computed` mirrors the lane's KV pointer and `num_steps` its random stream: the passes
+    that emitted something. `max_length`: prompt and answer together.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_forwards: int = 0
+    num_steps: int = 0
     accepted: list[int] = field(default_factory=list)
     tested: list[int] = field(default_factory=list)
     finish_reason: str | None = None

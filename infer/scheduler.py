@@ -98,6 +98,19 @@ class Scheduler:
         self._free_lanes.append(request.lane)
         request.lane = None
 
+    def requeue_all(self) -> None:
+        """Send every running request back to the front of the queue, in order, with what it has emitted.
+
+        For a pass that failed somewhere: what the lanes hold is unknown then, what the host holds is not.
+        """
+        for request in reversed(self.running):
+            lane = lane_of(request)
+            self.pool.release(lane)
+            self._free_lanes.append(lane)
+            request.lane, request.num_computed = None, 0
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+
     def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
         """Enter the request with as many known tokens as the prompt budget allows; returns what is left of
         it.

@@ -51,18 +51,25 @@ class SequenceTable:
     def seat(
         self,
         lanes: list[int],
-        prompts: list[list[int]],
+        known: list[list[int]],
         settings: list[SamplingParams],
         samples: list[int],
+        *,
+        steps: list[int] | None = None,
     ) -> None:
-        """Put sequences on free lanes; overwrites every field of whoever sat there before."""
-        width = max(len(token_ids) for token_ids in prompts)
+        """Put sequences on free lanes; overwrites every field of whoever sat there before.
+
+        `known` tokens: the prompt and, of a sequence that starts anew, what it had emitted in `steps`
+        sampling steps.
+        """
+        width = max(len(token_ids) for token_ids in known)
         lanes_B = torch.tensor(lanes, device=self.device)
-        padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in prompts]
+        padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
         self.tokens_ZL[lanes_B, :width] = torch.tensor(padded, device=self.device)
-        self.num_computed_Z[lanes_B] = self.steps_Z[lanes_B] = 0
+        self.num_computed_Z[lanes_B] = 0
         for column_Z, values in (
-            (self.num_known_Z, [len(token_ids) for token_ids in prompts]),
+            (self.num_known_Z, [len(token_ids) for token_ids in known]),
+            (self.steps_Z, steps or [0] * len(lanes)),
             (self.samples_Z, samples),
             (self.seeds_Z, [params.seed for params in settings]),
             (self.temperature_Z, [params.temperature for params in settings]),

@@ -69,6 +69,7 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("top_p", math.nan),
         ("top_k", -1),
         ("top_k", 2.5),
+        ("top_k", 2**31),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("seed", -1),
@@ -81,6 +82,9 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("n", 0),
         ("tau", -0.1),
         ("tau", math.nan),
+        ("tau", 10**400),
+        ("temperature", 10**400),
+        ("stop", 5),
     ],
 )
 def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> None:
@@ -98,6 +102,7 @@ def test_all_wrong_settings_are_named_at_once() -> None:
 def test_the_edges_of_the_settings_are_allowed() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=0, min_p=1, seed=2**63 - 1, max_tokens=1, tau=0, logprobs=0)
     assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=None, stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
