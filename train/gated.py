@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,6 +175,7 @@ def add_adapter(
                 fix="set model.mask_token_id to an unused token whose embedding is not zero",
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
+    model.register_load_state_dict_post_hook(_expect_trained_only)
     return gate
 
 
@@ -221,6 +223,23 @@ def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             target = MASK_ROW if kind == "mask_row" else tensor_name(module, kind.removeprefix("lora_"))
             tensors[target] = value.detach().cpu().contiguous()
     return tensors
+
+
+def save_trained(model: nn.Module, directory: Path) -> None:
+    """Write what trains as `model.safetensors` of a training checkpoint; the frozen base is where it was."""
+    from safetensors.torch import save_file
+
+    trained = {
+        name: value.detach().cpu().contiguous()
+        for name, value in model.state_dict().items()
+        if is_trained(name)
+    }
+    save_file(trained, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _expect_trained_only(model: nn.Module, incompatible: Any) -> None:
+    """Checkpoints of an adapter hold no frozen weights, so those are not missing."""
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if is_trained(name)]
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from idlm.errors import UserError
 from idlm.log import rank, run_fingerprint
+from idlm.lora import AdapterSpec, base_identity
 from idlm.tokens import check_vocabulary, load_tokenizer, num_token_ids, resolve_mask_token_id
 from idlm.train.arguments import require_same_config_everywhere, shape, training_arguments
 from idlm.train.attention import choose_attention
@@ -23,8 +24,9 @@ from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_cu
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.dataset import PackedDataset
-from idlm.train.deepspeed import gathering_forward, num_parameters, zero_stage
+from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.distributed import from_rank_zero
+from idlm.train.gated import add_adapter, choose_mask
 from idlm.train.model import (
     check_model,
     create_base,
@@ -60,6 +62,8 @@ class Prepared:
     dataset: PackedDataset
     curriculum: Curriculum
     attention: str
+    adapter: AdapterSpec | None = None
+    base_identity: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,12 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     """Train, export and report. Every rank of a distributed run calls this; rank 0 publishes and reports."""
     start = time.perf_counter()
     check_config(config)
+    if config.adapter is not None and config.model.path is None:
+        raise UserError(
+            "IDLM-0531",
+            "an adapter on new random weights cannot be used: its base is stored nowhere",
+            fix="give model.path, or train the new weights first and adapt their checkpoint",
+        )
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     args = training_arguments(config)
@@ -100,9 +110,10 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     attention = choose_attention(config.model.attention, device)
     tokenizer = prepare_tokenizer(config)
     model = prepare_model(config, tokenizer, attention, device).to(device)
-    mask_token_id = None if config.objective == "ar" else prepare_mask(config, model, tokenizer)
+    mask_token_id, mask_row_D = prepare_mask(config, model, tokenizer)
     with gathering_forward(model):
         check_model(model, attention=attention)
+    adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if compiles(config.model.compile, device, zero_stage=zero_stage(config)):
@@ -125,6 +136,8 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         dataset=dataset,
         curriculum=curriculum,
         attention=attention,
+        adapter=adapter,
+        base_identity=_identity_of_base(adapter),
     )
 
 
@@ -164,8 +177,17 @@ def prepare_model(
     return create_base(values, attention=attention, dtype=dtype, seed=config.train.seed, device=device)
 
 
-def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> int:
-    """The mask token's id, with a usable row; grows the vocabulary only when it has no spare row."""
+def prepare_mask(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any
+) -> tuple[int | None, torch.Tensor | None]:
+    """The mask token's id, with a usable row; grows the vocabulary only when it has no spare row.
+
+    An adapter changes nothing in the base: it may get an embedding of its own, returned as its start [D].
+    """
+    if config.objective == "ar":
+        return None, None
+    if config.adapter is not None:
+        return choose_mask(model, tokenizer, config.model.mask_token_id)
     num_rows = num_vocabulary_rows(model)
     first_spare = num_token_ids(tokenizer)
     is_full = (
@@ -177,7 +199,29 @@ def prepare_mask(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) ->
         num_rows = num_vocabulary_rows(model)
     mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
     prepare_mask_row(model, mask_token_id)
-    return mask_token_id
+    return mask_token_id, None
+
+
+def prepare_adapter(
+    config: TrainConfig, model: PreTrainedModel, mask_row_D: torch.Tensor | None
+) -> AdapterSpec | None:
+    """Freeze the base and adapt it, where the configuration asks for that."""
+    if config.adapter is None:
+        return None
+    spec = AdapterSpec(
+        rank=config.adapter.rank,
+        alpha=config.adapter.alpha,
+        targets=tuple(config.adapter.targets),
+        base_path=None if config.model.path is None else str(Path(config.model.path).resolve()),
+    )
+    add_adapter(model, spec, mask_row_D=mask_row_D, seed=config.train.seed)
+    return spec
+
+
+def _identity_of_base(adapter: AdapterSpec | None) -> str | None:
+    if adapter is None or adapter.base_path is None:
+        return None
+    return base_identity(Path(adapter.base_path))
 
 
 def prepare_data(
@@ -211,6 +255,7 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         f"objective {config.objective} on {config.data.source}, {curriculum.num_steps} steps of "
         f"{curriculum.global_batch} x {prepared.dataset.row_length} rows",
         *(f"stage {stage.index + 1}: {stage.name}" for stage in curriculum.stages if stage.stride > 1),
+        *([] if prepared.adapter is None else [_describe_adapter(prepared.adapter, model)]),
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]
     if prepared.dataset.num_dropped:
@@ -221,6 +266,14 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         lines.append(f"continues from {checkpoint}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _describe_adapter(adapter: AdapterSpec, model: PreTrainedModel) -> str:
+    trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    return (
+        f"gated LoRA, rank {adapter.rank}, on {', '.join(adapter.targets)}: {trained:,} parameters train; clean "
+        "rows are the base model's, so that the clean loss is constant and only the mask loss counts"
+    )
 
 
 def train(

@@ -10,6 +10,7 @@ beside them. Nothing else here unpickles.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,7 +26,9 @@ from idlm.checkpoint import publish, telling_of_disk
 from idlm.errors import UserError
 from idlm.train.deepspeed import local_part
 from idlm.train.distributed import barrier, from_rank_zero, highest
+from idlm.train.gated import gate_of, save_trained
 from idlm.train.resume import SHAPE_FILE, RunShape
+from idlm.train.watchdog import Watchdog
 
 # Pickled arguments and scripts that nothing here ever reads: the run's config.yaml says the same in the open.
 LEFT_OUT = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
@@ -35,6 +38,7 @@ class SavingTrainer(Trainer):
     """A Trainer whose checkpoints appear whole or not at all; `zero_stage` is noted in them."""
 
     zero_stage: int | None = None
+    watchdog: Watchdog | None = None
     _staging: str | None = None
 
     def refuse_bad_weights(self) -> None:
@@ -55,10 +59,36 @@ class SavingTrainer(Trainer):
         elif self.args.should_save and output_dir is not None:
             os.makedirs(output_dir, exist_ok=True)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if gate_of(self.model) is None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            assert output_dir is not None
+            os.makedirs(output_dir, exist_ok=True)
+            save_trained(self.model, Path(output_dir))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled and gate_of(self.model) is not None:
+            whole = self.model_wrapped.save_checkpoint
+            # transformers does this for PeftModel only.
+            self.model_wrapped.save_checkpoint = functools.partial(whole, exclude_frozen_parameters=True)
+            try:
+                super()._save_optimizer_and_scheduler(output_dir)
+            finally:
+                del self.model_wrapped.save_checkpoint
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging if self._staging is not None else super()._get_output_dir(trial)
 
+    def at(self, phase: str) -> None:
+        """Tell the watchdog, if there is one, what this rank does now."""
+        if self.watchdog is not None:
+            self.watchdog.move(phase, self.state.global_step)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.at("save")
         self.refuse_bad_weights()
         target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         with contextlib.ExitStack() as stack:
@@ -72,6 +102,7 @@ class SavingTrainer(Trainer):
                 save_total_limit=self.args.save_total_limit,
                 use_mtime=False,
             )
+        self.at("data")
 
     def _write_into(self, staging: str, *, target: Path, model: nn.Module, trial: Any) -> None:
         self._staging = staging

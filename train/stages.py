@@ -20,7 +20,8 @@ from idlm.tokens import stop_token_ids
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.deepspeed import whole_weights
 from idlm.train.distributed import from_rank_zero
-from idlm.train.export import export
+from idlm.train.export import export, export_adapter
+from idlm.train.gated import is_trained
 
 if TYPE_CHECKING:
     from idlm.train.config import TrainConfig
@@ -38,14 +39,22 @@ def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, tar
     """Publish the weights as they are now, as a checkpoint that decodes with `stride`. Collective: parts of
     ZeRO-3 are gathered, rank 0 writes.
     """
-    weights = whole_weights(prepared.model)
+    adapter = prepared.adapter
+    weights = whole_weights(prepared.model, wanted=is_trained if adapter is not None else lambda name: True)
     semantics = Semantics(
         mask_token_id=prepared.mask_token_id,
         stride=stride,
         mask_region=config.mask_region,
+        gated=adapter is not None,
+        base_identity=prepared.base_identity,
         stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
     )
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
+    if adapter is not None:
+        from_rank_zero(
+            lambda: export_adapter(weights or {}, prepared.tokenizer, semantics, adapter, target, dtype=dtype)
+        )
+        return
     from_rank_zero(
         lambda: export(prepared.model, prepared.tokenizer, semantics, target, dtype=dtype, weights=weights)
     )
