@@ -181,7 +181,7 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
             f"{directory} has no model.safetensors, so the base of an adapter cannot be told by its weights",
             fix="give a base checkpoint whose weights are stored as safetensors",
         )
-    found = {}
+    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in files:
         try:
             with path.open("rb") as file:

@@ -20,6 +20,7 @@ from idlm.lora import AdapterSpec, base_identity
 from idlm.tokens import check_vocabulary, load_tokenizer, num_token_ids, resolve_mask_token_id
 from idlm.train.arguments import require_same_config_everywhere, shape, training_arguments
 from idlm.train.attention import choose_attention
+from idlm.train.base_model import create_base, load_base
 from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_curriculum
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.base import SOURCES, Encoder
@@ -27,11 +28,10 @@ from idlm.train.dataset import PackedDataset
 from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.distributed import from_rank_zero
 from idlm.train.gated import add_adapter, choose_mask
+from idlm.train.memory import explaining_memory
 from idlm.train.model import (
     check_model,
-    create_base,
     grow_vocabulary,
-    load_base,
     num_vocabulary_rows,
     prepare_mask_row,
     window_problem,
@@ -43,6 +43,7 @@ from idlm.train.report import Sampler, SampleReport, write_report
 from idlm.train.resume import RUN_FOLDER, choose_checkpoint, config_text, store_config
 from idlm.train.signals import StopOnSignal
 from idlm.train.stages import StageExports, publish_weights, stage_directory
+from idlm.train.watchdog import Watchdog, watching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -89,6 +90,19 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     args = training_arguments(config)
+    with watching(config.train.hang_seconds) as watchdog:
+        return _run(config, args, watchdog, console=console, sampler=sampler, start=start)
+
+
+def _run(
+    config: TrainConfig,
+    args: TrainingArguments,
+    watchdog: Watchdog,
+    *,
+    console: Any,
+    sampler: Sampler | None,
+    start: float,
+) -> Outcome:
     require_same_config_everywhere(config)
     checkpoint = None if config.dry_run else from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
@@ -97,7 +111,8 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     if config.dry_run:
         return Outcome(signal=None, last_step=0, seconds=time.perf_counter() - start)
     from_rank_zero(lambda: store_config(config))
-    received, last_step = train(config, prepared, args, checkpoint, console)
+    received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
+    watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:
         return Outcome(signal=received, last_step=last_step, seconds=time.perf_counter() - start)
     publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
@@ -271,13 +286,18 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
 def _describe_adapter(adapter: AdapterSpec, model: PreTrainedModel) -> str:
     trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
     return (
-        f"gated LoRA, rank {adapter.rank}, on {', '.join(adapter.targets)}: {trained:,} parameters train; clean "
-        "rows are the base model's, so that the clean loss is constant and only the mask loss counts"
+        f"gated LoRA, rank {adapter.rank}, on {', '.join(adapter.targets)}: {trained:,} parameters train; "
+        "clean rows are the base model's, so that the clean loss is constant and only the mask loss counts"
     )
 
 
 def train(
-    config: TrainConfig, prepared: Prepared, args: TrainingArguments, checkpoint: Path | None, console: Any
+    config: TrainConfig,
+    prepared: Prepared,
+    args: TrainingArguments,
+    checkpoint: Path | None,
+    console: Any,
+    watchdog: Watchdog,
 ) -> tuple[int | None, int]:
     """(signal that stopped the run or None, last step done)."""
     from transformers import PrinterCallback
@@ -290,6 +310,7 @@ def train(
     stop = StopOnSignal()
 
     def publish_stage(stage: Stage) -> None:
+        trainer.at("export")
         trainer.refuse_bad_weights()
         publish_weights(
             config, prepared, stride=stage.stride, target=stage_directory(config.output_dir, stage)
@@ -302,14 +323,14 @@ def train(
         objective=prepared.objective,
         attention=prepared.attention,
         log_every=config.train.log_every,
-        callbacks=[progress, StageExports(prepared.curriculum, publish_stage), stop],
+        callbacks=[watchdog, progress, StageExports(prepared.curriculum, publish_stage), stop],
         balance=config.train.balance,
     )
-    trainer.zero_stage = zero_stage(config)
+    trainer.zero_stage, trainer.watchdog = zero_stage(config), watchdog
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     try:
-        with stop.listening():
+        with stop.listening(), explaining_memory(config, prepared.model, world_size=args.world_size):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         progress.close()
