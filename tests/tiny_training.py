@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from idlm.train.base_model import create_base
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.dataset import collate
 from idlm.train.layout import Sample, pack_rows
-from idlm.train.model import create_base
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 

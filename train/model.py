@@ -1,4 +1,4 @@
-"""The model under training: loading, vocabulary and mask row, hidden states and head, and the checks it must
+"""The model under training: vocabulary and mask row, hidden states and head, and the checks it must
 pass.
 
 Any causal language model of transformers is taken as it is; `check_model` proves on a few tokens that it
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.masks import RowMeta
-from idlm.train.attention import mask_arguments, register_attention
+from idlm.train.attention import mask_arguments
 from idlm.train.deepspeed import gathered, whole_shape
 from idlm.train.gated import gate_of
 from idlm.train.objectives.base import Batch, Head, Terms
@@ -32,54 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TOLERANCE = 1e-3
-
-
-def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a local checkpoint directory, in training dtype."""
-    from transformers import AutoModelForCausalLM
-
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(
-            "IDLM-0501",
-            f"model.path={path} is not a checkpoint directory: it has no config.json",
-            fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
-        )
-    register_attention()
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
-    )
-
-
-def create_base(
-    config_values: dict[str, Any],
-    *,
-    attention: str,
-    dtype: torch.dtype,
-    seed: int,
-    device: torch.device | None = None,
-) -> PreTrainedModel:
-    """A randomly initialised model from `model.config` (`model_type` and the fields of that family).
-
-    On `device` its weights are drawn there: a model of billions takes minutes on a CPU.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = dict(config_values)
-    model_type = values.pop("model_type", None)
-    if model_type is None:
-        raise UserError(
-            "IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3"
-        )
-    try:
-        config = AutoConfig.for_model(model_type, **values)
-    except ValueError as error:
-        raise UserError(
-            "IDLM-0502", f"model.config: {error}", fix="correct model.config.model_type"
-        ) from error
-    register_attention()
-    torch.manual_seed(seed)
-    with torch.device(device or "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def num_vocabulary_rows(model: PreTrainedModel) -> int:

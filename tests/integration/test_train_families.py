@@ -11,7 +11,7 @@ from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
-from idlm.train.model import create_base
+from idlm.train.base_model import create_base
 from tests.integration.test_train_tiny import arguments
 from tests.tiny_training import tiny_config
 

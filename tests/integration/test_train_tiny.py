@@ -23,9 +23,10 @@ from idlm.errors import UserError
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli, pipeline
+from idlm.train.base_model import create_base
 from idlm.train.export import export
 from idlm.train.layout import IGNORE_LABEL
-from idlm.train.model import BodyAndHead, create_base
+from idlm.train.model import BodyAndHead
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.trainer import IdlmTrainer
 from tests.tiny_training import tiny_config

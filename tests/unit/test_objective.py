@@ -11,8 +11,9 @@ from torch.nn import functional
 from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train import model as model_module
+from idlm.train.base_model import create_base
 from idlm.train.layout import IGNORE_LABEL
-from idlm.train.model import BodyAndHead, check_model, create_base, prepare_mask_row, window_problem
+from idlm.train.model import BodyAndHead, check_model, prepare_mask_row, window_problem
 from idlm.train.objectives import base
 from idlm.train.objectives.ar import Autoregressive
 from tests.tiny_training import (

@@ -1,0 +1,117 @@
+"""The model that training starts from: read from a checkpoint directory, completely or not at all, or new.
+
+transformers fills tensors that a checkpoint lacks with random numbers and goes on; nothing here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from idlm.checkpoint import read_json, verify
+from idlm.errors import UserError
+from idlm.log import rank
+from idlm.train.attention import register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_NAMED = 8
+
+
+def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a local checkpoint directory, in training dtype.
+
+    UserError IDLM-0302 and 0303: damaged files, 0501: no checkpoint, 0541: unreadable, or its tensors are not
+    those of its config.json. Only safetensors are read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            "IDLM-0501",
+            f"model.path={path} is not a checkpoint directory: it has no config.json",
+            fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
+        )
+    read_json(directory / "config.json")
+    if rank() == 0:
+        verify(directory, required=False)
+    register_attention()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            "IDLM-0541",
+            f"model.path={path} cannot be loaded: {type(error).__name__}: {error}",
+            fix="restore config.json and the safetensors files from their source; the architecture must be a "
+            "causal language model that transformers knows",
+        ) from error
+    _require_complete(path, report)
+    return model
+
+
+def _require_complete(path: str, report: Mapping[str, Any]) -> None:
+    problems = [
+        f"{len(names)} {what}: {_some(names)}"
+        for what, names in (
+            ("missing", report["missing_keys"]),
+            ("not used", report["unexpected_keys"]),
+            ("of the wrong shape", report["mismatched_keys"]),
+        )
+        if names
+    ]
+    if problems:
+        raise UserError(
+            "IDLM-0541",
+            f"the tensors of model.path={path} do not fit its config.json; {'; '.join(problems)}",
+            fix="use the config.json that belongs to these weights, and download all weight files",
+        )
+
+
+def _some(names: Any) -> str:
+    listed = sorted(str(name) for name in names)
+    return ", ".join(listed[:MAX_NAMED]) + (
+        f" and {len(listed) - MAX_NAMED} more" * (len(listed) > MAX_NAMED)
+    )
+
+
+def create_base(
+    config_values: dict[str, Any],
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """A randomly initialised model from `model.config` (`model_type` and the fields of that family).
+
+    On `device` its weights are drawn there: a model of billions takes minutes on a CPU.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(config_values)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise UserError(
+            "IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3"
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError) as error:
+        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
+    register_attention()
+    torch.manual_seed(seed)
+    with torch.device(device or "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
