@@ -20,7 +20,7 @@ from idlm.log import run_fingerprint
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLASSES = ("exact", "lossy")
-LOWER_IS_BETTER = frozenset({"s", "ms", "us", "bytes", "KiB", "MiB", "GiB"})
+LOWER_IS_BETTER = frozenset({"s", "ms", "us", "bytes", "MB", "KiB", "MiB", "GiB"})
 _NUMBER = (int, float)
 FIELDS: dict[str, tuple[type, ...]] = {
     "bench": (str,),

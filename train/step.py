@@ -105,6 +105,7 @@ class LossGuard:
         self._num_bad: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._pinned: Tensor | None = None
         self._step = 0
         self._watched: Any = None
 
@@ -132,18 +133,19 @@ class LossGuard:
                 work.wait()
             self._num_bad = num_bad
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
+        if self._stream is None or self._pinned is None:
+            self._stream, self._arrived = torch.cuda.Stream(), torch.cuda.Event()
+            self._pinned = torch.zeros((), dtype=num_bad.dtype, pin_memory=True)
         # A copy on the step's own stream would arrive only when the backward pass behind it is done.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if work is not None:
                 work.wait()
-            self._num_bad = torch.empty((), dtype=num_bad.dtype, pin_memory=True)
-            self._num_bad.copy_(num_bad, non_blocking=True)
+            self._pinned.copy_(num_bad, non_blocking=True)
             num_bad.record_stream(self._stream)
-            self._arrived = torch.cuda.Event()
+            assert self._arrived is not None
             self._arrived.record()
+        self._num_bad = self._pinned
 
     def check(self) -> None:
         """Raise UserError IDLM-0503 when a loss of this step is not finite on any rank."""

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE, NUM_WARPS = 8192, 16
+# Fastest of tiles 2048 to 16384 and 4 to 32 warps on an H200, at 512 and 640 rows of 151,936 bf16 logits.
+TILE, NUM_WARPS = 16384, 16
 SCALE_TILE = 8192
 
 

@@ -1,0 +1,166 @@
+"""The fused loss of a linear head on a CPU against its definition; its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.kernels.linear_cross_entropy import (
+    chunk_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_overlap,
+    token_nll,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = "tests/kernels/interpreted_linear_cross_entropy.py"
+SHAPES = [(0, 8, 4), (1, 1, 1), (1, 33, 5), (63, 64, 8), (130, 101, 16), (300, 257, 7)]
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def problem(num_rows, num_tokens, width, dtype, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    make = {"dtype": dtype, "generator": generator, "requires_grad": True}
+    hidden, weight = torch.randn(num_rows, width, **make), torch.randn(num_tokens, width, **make)
+    bias = torch.randn(num_tokens, **make)
+    labels = torch.randint(0, num_tokens, (num_rows,), generator=generator)
+    return hidden, weight, bias, labels, torch.rand(num_rows, generator=generator)
+
+
+def gradients(loss, tensors):
+    return torch.autograd.grad(loss, tensors)
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows_at_once", [None, 1, 7])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_values_and_gradients_are_those_of_the_definition(dtype, shape, rows_at_once, has_bias) -> None:
+    hidden, weight, bias, labels, coefficients = problem(*shape, dtype)
+    limit = (
+        {} if rows_at_once is None else {"max_logits_bytes": rows_at_once * (shape[1] + 4) * dtype.itemsize}
+    )
+    bias = bias if has_bias else None
+    wanted = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias, **limit)
+    expected, expected_nll = linear_cross_entropy_reference(hidden, weight, labels, coefficients, bias_V=bias)
+    tolerance = {"atol": EXACT[dtype], "rtol": EXACT[dtype]}
+    torch.testing.assert_close(loss, expected, **tolerance)
+    torch.testing.assert_close(nll, expected_nll, **tolerance)
+    assert not nll.requires_grad
+    for mine, theirs in zip(gradients(3 * loss, wanted), gradients(3 * expected, wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    alone = token_nll(hidden, weight, labels, bias_V=bias, **limit)
+    torch.testing.assert_close(alone, nll, **tolerance)
+    assert not alone.requires_grad
+
+
+def test_what_is_frozen_takes_no_gradient() -> None:
+    hidden, weight, bias, labels, coefficients = problem(9, 20, 6, torch.float32)
+    everything = gradients(
+        linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias)[0], (hidden, weight, bias)
+    )
+    for kept in range(3):
+        inputs = [x if place == kept else x.detach() for place, x in enumerate((hidden, weight, bias))]
+        loss, _ = linear_cross_entropy(*inputs[:2], labels, coefficients, bias_V=inputs[2])
+        (gradient,) = gradients(loss, (inputs[kept],))
+        assert torch.equal(gradient, everything[kept])
+    loss, _ = linear_cross_entropy(hidden.detach(), weight.detach(), labels, coefficients)
+    assert not loss.requires_grad
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, labels, coefficients)[0].requires_grad
+
+
+def test_a_tied_weight_gathers_both_gradients() -> None:
+    _, weight, _, labels, coefficients = problem(9, 20, 6, torch.float64)
+    ids = torch.arange(9) % 20
+    loss, _ = linear_cross_entropy(weight[ids], weight, labels, coefficients)
+    expected, _ = linear_cross_entropy_reference(weight[ids], weight, labels, coefficients)
+    torch.testing.assert_close(gradients(loss, (weight,)), gradients(expected, (weight,)))
+
+
+def test_under_autocast_a_float32_weight_gets_a_float32_gradient_as_exact_as_pytorchs() -> None:
+    hidden, weight, _, labels, coefficients = problem(200, 90, 32, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, nll = linear_cross_entropy(hidden, weight, labels, coefficients, max_logits_bytes=50 * 96 * 2)
+        plain_nll = torch.nn.functional.cross_entropy(
+            torch.nn.functional.linear(hidden, weight), labels, reduction="none"
+        )
+    plain = (plain_nll * coefficients).sum()
+    assert nll.dtype == torch.float32
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    truth = gradients(linear_cross_entropy_reference(*wide, labels, coefficients)[0], wide)
+    mine, theirs = gradients(loss, (hidden, weight)), gradients(plain, (hidden, weight))
+    for own, other, true in zip(mine, theirs, truth, strict=True):
+        assert own.dtype == torch.float32
+        assert (own - true).norm() <= 2 * (other - true).norm()
+
+
+def test_bfloat16_sums_over_many_chunks_stay_within_twice_pytorchs_error() -> None:
+    hidden, weight, _, labels, coefficients = problem(2048, 96, 64, torch.bfloat16)
+    loss, _ = linear_cross_entropy(hidden, weight, labels, coefficients, max_logits_bytes=128 * 96 * 2)
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    plain = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * coefficients).sum()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    truth = gradients(linear_cross_entropy_reference(*wide, labels, coefficients)[0], wide)
+    mine, theirs = gradients(loss, (hidden, weight)), gradients(plain, (hidden, weight))
+    for own, other, true in zip(mine, theirs, truth, strict=True):
+        assert (own - true).norm() <= 2 * (other - true).norm()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 5, 1000])
+def test_the_overlap_is_the_sum_of_minima(rows_at_once: int) -> None:
+    draft, weight, bias, _, _ = problem(12, 31, 6, torch.float64)
+    verify = problem(12, 31, 6, torch.float64, seed=1)[0]
+    overlap = linear_overlap(draft, verify, weight, bias_V=bias, max_logits_bytes=2 * rows_at_once * 32 * 8)
+    laws = [torch.softmax(hidden @ weight.T + bias, dim=-1) for hidden in (draft, verify)]
+    torch.testing.assert_close(overlap, torch.minimum(*laws).sum(dim=-1))
+    assert not overlap.requires_grad
+
+
+@pytest.mark.parametrize("label", [-100, -1, 20])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    hidden, weight, _, labels, coefficients = problem(4, 20, 6, torch.float32)
+    labels[2] = label
+    with pytest.raises(AssertionError, match="vocabulary 20"):
+        linear_cross_entropy(hidden, weight, labels, coefficients)
+
+
+def test_a_loss_is_differentiated_once() -> None:
+    hidden, weight, _, labels, coefficients = problem(4, 20, 6, torch.float32)
+    loss, _ = linear_cross_entropy(hidden, weight, labels, coefficients)
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="differentiated before"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 129, 8192, 10_000])
+@pytest.mark.parametrize("row_bytes", [2, 303_872, 10**9])
+def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) -> None:
+    budget = 200_000_000
+    rows = chunk_rows(num_rows, row_bytes, budget)
+    assert rows >= 1
+    assert rows == 1 or rows * row_bytes <= budget
+    fewest = -(-num_rows // max(1, budget // row_bytes))
+    assert -(-num_rows // rows) <= fewest + fewest // 4 + 1
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
