@@ -1,5 +1,9 @@
 """Stopping on SIGINT and SIGTERM: the step in progress is finished and saved, a second signal ends the
 process at once.
+
+One keystroke can arrive twice, from the terminal and from the launcher, so a second one counts only
+`ECHO_SECONDS` later. Launchers send SIGKILL themselves about 30 s after their first signal (torchrun,
+deepspeed): a step and its save must fit into that, or the run goes on from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -7,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch
-from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from idlm.train.distributed import highest
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO_SECONDS = 2.0
 
 
 class StopOnSignal(TrainerCallback):
@@ -25,6 +31,7 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._heard_at = 0.0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -42,22 +49,18 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._heard_at = number, now
+        elif now - self._heard_at > ECHO_SECONDS:
             raise KeyboardInterrupt
-        self.received = number
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        self._agree(args)
+        # Ranks may hear a signal on different sides of a step; one that stops alone hangs the others.
+        self.received = highest(self.received or 0) or None
         if self.received is not None:
             control.should_save = True
             control.should_training_stop = True
         return control
-
-    def _agree(self, args: TrainingArguments) -> None:
-        """Ranks may hear a signal on different sides of a step; one that stops alone hangs the others."""
-        if args.world_size > 1:
-            heard = torch.tensor(self.received or 0, device=args.device)
-            dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-            self.received = int(heard) or None
