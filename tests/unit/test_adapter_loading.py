@@ -19,7 +19,6 @@ from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_ide
 from idlm.semantics import Semantics
 from idlm.train.export import export_adapter
 from idlm.train.gated import add_adapter, gate_of
-from idlm.train.model import load_base
 from tests.adapters import write_adapter
 from tests.toy import ARCHITECTURES, write_toy_checkpoint
 
@@ -44,7 +43,9 @@ def adapter(qwen: Path, tmp_path: Path) -> Path:
 
 def trained(base: Path, *, mask_row: bool) -> Any:
     """A base with an adapter that is no longer at its start."""
-    model = load_base(str(base), attention="idlm_sdpa", dtype=torch.float32).eval()
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     generator = torch.Generator().manual_seed(3)
     row_D = torch.randn(model.config.hidden_size, generator=generator) if mask_row else None
     add_adapter(model, SPEC, mask_row_D=row_D)
