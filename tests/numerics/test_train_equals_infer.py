@@ -12,8 +12,9 @@ V vocabulary, X wanted rows, J drafts.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
+from idlm.lora import AdapterSpec, base_identity
 from idlm.semantics import Semantics
+from idlm.train.export import export_adapter
+from idlm.train.gated import add_adapter
 from idlm.train.layout import Sample
 from idlm.train.model import BodyAndHead
 from tests.tiny_training import (
@@ -39,6 +43,7 @@ from tests.tiny_training import (
 
 TOLERANCE = 1e-5
 STRIDES = (2, 3, 4)
+ADAPTER = AdapterSpec(rank=3, alpha=6.0)
 PROMPT = 5
 LENGTHS = (23, 16)
 MOST_WALKS = 30
@@ -58,8 +63,20 @@ class Rows:
     clean: dict[CleanKey, Tensor]
 
 
+def adapted_model(family: str, *, mask_row: bool) -> Any:
+    """A tiny model with a gated LoRA that changes every mask row a lot."""
+    model, generator = tiny_model(family, "idlm_split"), torch.Generator().manual_seed(9)
+    row_D = torch.randn(model.config.hidden_size, generator=generator) if mask_row else None
+    add_adapter(model, ADAPTER, mask_row_D=row_D)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.3, generator=generator)
+    return model
+
+
 @torch.no_grad()
-def training_rows(family: str, stride: int, attention: str) -> Rows:
+def training_rows(family: str, stride: int, attention: str, model: Any = None) -> Rows:
     """One packed row. Each document stands in it once per block phase, so that blocks start everywhere."""
     phases = [(doc, PROMPT + shift) for doc in range(len(DOCUMENTS)) for shift in range(stride - 1)]
     samples = [
@@ -67,7 +84,7 @@ def training_rows(family: str, stride: int, attention: str) -> Rows:
         for doc, prompt in phases
     ]
     batch = batch_of(samples, tiny_objective(), stage_of(stride), padding=3)
-    model = tiny_model(family, attention)
+    model = tiny_model(family, attention) if model is None else model
     runner = BodyAndHead(model)
     logits_TV = runner.head(runner.hidden(model, batch, attention)[0])
     rows = Rows(masks={}, clean={})
@@ -209,8 +226,33 @@ def test_training_and_engine_compute_the_same_rows(
     checkpoints: dict[str, Path], family: str, strategy: str, stride: int
 ) -> None:
     """Every clean row from the last prompt tokens on, every mask row of every block, under every layout."""
-    rows = training_rows(family, stride, "idlm_split")
-    replay = Replay(checkpoints[family], strategy, stride, rows)
+    assert_the_same_rows(checkpoints[family], strategy, stride, training_rows(family, stride, "idlm_split"))
+
+
+@pytest.mark.parametrize(("stride", "strategy"), [(4, "branch"), (3, "tree"), (2, "cold")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_and_engine_compute_the_same_rows_with_an_adapter(
+    checkpoints: dict[str, Path], family: str, strategy: str, stride: int, tmp_path: Path
+) -> None:
+    """From the training model through an export to the engine; at stride 4 masks have their own embedding,
+    and clean rows are those of the base.
+    """
+    mask_row = stride == 4
+    model, base = adapted_model(family, mask_row=mask_row), checkpoints[family]
+    semantics = Semantics(mask_token_id=MASK, stride=stride, gated=True, base_identity=base_identity(base))
+    spec = replace(ADAPTER, base_path=str(base))
+    export_adapter(model.state_dict(), None, semantics, spec, tmp_path / "adapter", dtype=None)
+    rows = training_rows(family, stride, "idlm_split", model)
+    plain = training_rows(family, stride, "idlm_split")
+    assert all(torch.equal(logits_V, plain.clean[key]) for key, logits_V in rows.clean.items())
+    for key, logits_V in rows.masks.items():
+        assert (logits_V - plain.masks[key]).abs().max() > 100 * TOLERANCE
+    assert_the_same_rows(tmp_path / "adapter", strategy, stride, rows)
+
+
+def assert_the_same_rows(path: Path, strategy: str, stride: int, rows: Rows) -> None:
+    """Walks of the engine until every training row was compared."""
+    replay = Replay(path, strategy, stride, rows)
     wanted = (
         set(range(len(replay.layouts))),
         {key for key in rows.clean if key[1] >= PROMPT - 2},
