@@ -4,6 +4,7 @@ stock files.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -167,6 +168,41 @@ def test_a_stopped_run_resumes_bitwise(
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     kept = sorted(path.name for path in (output / "run").glob("checkpoint-*"))
     assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
+
+
+def test_balance_by_the_previous_step_resumes_bitwise(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    settings = {"train.balance": "previous"}
+    assert cli.main(arguments(base, whole, **settings)) == 0
+    plain = IdlmTrainer.training_step
+
+    def interrupted(self, *args):
+        if self.state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, *args)
+
+    monkeypatch.setattr(IdlmTrainer, "training_step", interrupted)
+    assert cli.main(arguments(base, stopped, **settings)) == 130
+    monkeypatch.setattr(IdlmTrainer, "training_step", plain)
+    assert cli.main([*arguments(base, stopped, **settings), "resume=auto"]) == 0
+    records = metrics_of(whole)
+    assert metrics_of(stopped) == records
+    for before, record in itertools.pairwise(records[4:]):
+        ratio = before["mask_loss"] / before["clean_loss"]
+        assert record["clean_weight"] == pytest.approx(ratio, rel=1e-6)
+
+
+def test_balance_without_a_previous_step_is_that_of_the_step(base: Path, tmp_path: Path) -> None:
+    stages = "[{stride: 3, steps: 2, clean_weight: auto}]"
+    both = []
+    for balance in ("step", "previous"):
+        settings = {"train.stages": stages, "train.balance": balance}
+        assert cli.main(arguments(base, tmp_path / balance, **settings)) == 0
+        both.append(metrics_of(tmp_path / balance))
+    assert both[0][0] == both[1][0]
+    assert both[0][1]["clean_weight"] != both[1][1]["clean_weight"]
 
 
 def test_a_finished_run_is_not_trained_again(finished: Path, base: Path) -> None:
