@@ -31,8 +31,12 @@ class AnswerFile:
 
 
 def partial_path(output: str) -> Path:
-    """Where records stand until the last one is written."""
-    return Path(f"{output}.partial")
+    """Where records stand until the last one is written: beside the file itself, not beside a link to it."""
+    return Path(f"{_place(output)}.partial")
+
+
+def _place(output: str) -> Path:
+    return Path(output).resolve() if Path(output).is_symlink() else Path(output)
 
 
 def check_output(output: str | None, *, overwrite: bool) -> None:
@@ -40,6 +44,12 @@ def check_output(output: str | None, *, overwrite: bool) -> None:
     if output is None:
         return
     path, partial = Path(output), partial_path(output)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(
+            "IDLM-0442",
+            f"output={output!r} is a device or a pipe, and a finished file takes the place of its name",
+            fix="give the name of a file; without output= the answers go to the terminal",
+        )
     if path.is_dir() or not path.parent.is_dir():
         reason = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which is not a folder"
         raise UserError("IDLM-0442", f"output={output!r} {reason}", fix="give a file in an existing folder")
@@ -69,7 +79,7 @@ def answer_file(output: str) -> Iterator[AnswerFile]:
                 raise
             out.flush()
             os.fsync(out.fileno())
-        partial.replace(output)
+        partial.replace(_place(output))
     except OSError as error:
         raise UserError(
             "IDLM-0442", f"cannot write {str(partial)!r}: {error.strerror}", fix="choose another output="

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from idlm.checkpoint import read_json, verify
 from idlm.errors import UserError
@@ -51,7 +50,8 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    # What a damaged directory makes transformers, its validators and safetensors raise has no common base.
+    except Exception as error:
         raise UserError(
             "IDLM-0541",
             f"model.path={path} cannot be loaded: {type(error).__name__}: {error}",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from idlm.errors import UserError
 from idlm.lora import PROJECTIONS
 from idlm.semantics import MASK_REGIONS
@@ -26,6 +28,17 @@ from idlm.train.regional_compile import CHOICES as COMPILE_CHOICES
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TASK_TOKENIZER = "task"
+INFINITE = float("inf")
+RANGES = (
+    ("warmup", 0, 1),
+    ("weight_decay", 0, INFINITE),
+    ("adam_beta2", 0, 1),
+    ("max_grad_norm", 0, INFINITE),
+    ("threads", 1, INFINITE),
+    ("workers", 0, INFINITE),
+    ("seed", 0, 2**32),
+)
+"""Settings of the loop with the values they may take, the last one excluded."""
 DEFAULT_CLEAN_WEIGHT = 0.2
 
 
@@ -190,6 +203,13 @@ def check_config(config: TrainConfig) -> None:
             problems.append("data.path is missing: the jsonl source needs a file")
         elif not Path(config.data.path).is_file():
             problems.append(f"data.path={config.data.path} is not a file")
+    place = next(
+        path
+        for path in (Path(config.output_dir), *Path(config.output_dir).absolute().parents)
+        if path.exists()
+    )
+    if not place.is_dir():
+        problems.append(f"output_dir={config.output_dir}: {place} is a file")
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         plural = "s" if len(problems) > 1 else ""
@@ -283,8 +303,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
     problems = []
     if config.export.merge:
         problems.append(
-            "export.merge=true: merging W + BA would change the clean rows, so that the result would no longer "
-            "decode with the base model's law; the adapter is published beside its base instead"
+            "export.merge=true: merging W + BA would change the clean rows, so that the result would no "
+            "longer decode with the base model's law; the adapter is published beside its base instead"
         )
     if adapter.rank < 1:
         problems.append(f"adapter.rank={adapter.rank} must be at least 1")
@@ -297,8 +317,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
     for index, stage in enumerate(config.train.stages):
         if stage.clean_weight not in (None, 0):
             problems.append(
-                f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the "
-                "base model's and their loss is constant; leave clean_weight out or set it to 0"
+                f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are "
+                "the base model's and their loss is constant; leave clean_weight out or set it to 0"
             )
     return problems
 
@@ -309,12 +329,22 @@ def _loop_problems(config: TrainConfig) -> list[str]:
     for name in positive:
         if getattr(loop, name) < 1:
             problems.append(f"train.{name}={getattr(loop, name)} must be at least 1")
+    for name, low, high in RANGES:
+        value = getattr(loop, name)
+        if value is not None and not low <= value < high:
+            problems.append(f"train.{name}={value} must be in [{low}, {high:g})")
     if loop.learning_rate <= 0:
         problems.append(f"train.learning_rate={loop.learning_rate} must be above 0")
-    if not 0 <= loop.warmup < 1:
-        problems.append(f"train.warmup={loop.warmup} must be in [0, 1)")
     if loop.max_length < 2:
         problems.append(f"train.max_length={loop.max_length} leaves no token to predict")
+    if loop.steps is not None and loop.steps < max(1, len(loop.stages)):
+        problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
+    if loop.epochs is not None and loop.epochs <= 0:
+        problems.append(f"train.epochs={loop.epochs} must be above 0")
+    if config.report.num_samples < 0:
+        problems.append(f"report.num_samples={config.report.num_samples} must be at least 0")
+    if config.model.attention == "idlm_flex" and (loop.device == "cpu" or not torch.cuda.is_available()):
+        problems.append("model.attention=idlm_flex has no backward pass on a CPU: use auto")
     if loop.steps is not None and loop.epochs is not None:
         problems.append("train.steps and train.epochs exclude each other")
     if loop.epochs is not None and config.data.source == "task":

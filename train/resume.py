@@ -90,10 +90,17 @@ def store_config(config: TrainConfig) -> None:
     `idlm-train config=<output_dir>/run/config.yaml`.
     """
     run = Path(config.output_dir) / RUN_FOLDER
-    run.mkdir(parents=True, exist_ok=True)
-    aside = run / f".{CONFIG_FILE}.tmp"
-    aside.write_text(config_text(config), encoding="utf-8")
-    os.replace(aside, run / CONFIG_FILE)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        aside = run / f".{CONFIG_FILE}.tmp"
+        aside.write_text(config_text(config), encoding="utf-8")
+        os.replace(aside, run / CONFIG_FILE)
+    except OSError as error:
+        raise UserError(
+            "IDLM-0515",
+            f"cannot write into {run}: {error.strerror}",
+            fix="give an output_dir that is writable",
+        ) from error
 
 
 def config_text(config: TrainConfig) -> str:

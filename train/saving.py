@@ -49,7 +49,7 @@ class SavingTrainer(Trainer):
             raise UserError(
                 "IDLM-0503",
                 f"step {self.state.global_step} left weights that are not finite ({where})",
-                fix="the last checkpoint is intact: lower train.learning_rate and resume=auto",
+                fix="checkpoints saved before are intact: lower train.learning_rate and resume=auto",
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

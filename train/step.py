@@ -170,6 +170,6 @@ class LossGuard:
             "IDLM-0503",
             f"the loss became {bad[0]['loss'] if bad else 'not finite on another rank'} at step {self._step}"
             f"{', ' + where if bad else ''}",
-            fix="the last checkpoint is intact: lower train.learning_rate or look at the items of this step, "
+            fix="checkpoints saved before are intact: lower train.learning_rate or look at the items of this step, "
             f"which are in {path}",
         )

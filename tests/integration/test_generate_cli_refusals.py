@@ -96,6 +96,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ("IDLM-0439", ["-p", "x", "input=README.md"], "both"),
         ("IDLM-0442", ["-p", "x", "output=/nowhere/out"], "/nowhere"),
         ("IDLM-0442", ["-p", "x", f"output={TINY}"], "folder"),
+        ("IDLM-0442", ["-p", "x", "output=/dev/null", "overwrite=true"], "device"),
         ("IDLM-0436", ["-p", "x", "-p", "\udcff"], "prompt 2"),
         ("IDLM-0436", ["-p", ""], "empty"),
         ("IDLM-0401", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
