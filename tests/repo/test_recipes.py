@@ -1,0 +1,53 @@
+"""Every recipe composes, names no unknown key and passes the checks once its paths are given."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from idlm.compose import compose
+from idlm.errors import UserError
+from idlm.train.config import TrainConfig, check_config, make_curriculum
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+SCALED = [name for name in RECIPES if not name.startswith("tiny")]
+PAPER_BATCH = 32
+"""Packed rows per optimizer step: 1 x 4 x 8 (arXiv 2604.11035, appendix H.1)."""
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    shutil.copytree(ROOT / "recipes" / "assets" / "tiny_ar", tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    return [f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'data.jsonl'}"]
+
+
+def test_there_are_recipes() -> None:
+    assert {"tiny", "tiny_base", "qwen3_8b", "qwen3_8b_lora", "qwen3_32b", "qwen3_0_6b"} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_complete(name: str, paths: list[str]) -> None:
+    config = compose("train", TrainConfig, [f"recipe={name}", *(paths if name in SCALED else [])])
+    check_config(config)
+    assert config.output_dir.startswith("outputs/")
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_without_paths_it_says_what_to_give(name: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0504") as caught:
+        check_config(compose("train", TrainConfig, [f"recipe={name}"]))
+    assert "model.path" in caught.value.message
+    assert "data.path" in caught.value.message
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("qwen3_8b", 8), ("qwen3_8b_lora", 8), ("qwen3_0_6b", 1)])
+def test_its_global_batch_is_the_papers(name: str, world_size: int, paths: list[str]) -> None:
+    config = compose("train", TrainConfig, [f"recipe={name}", *paths])
+    curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=3200)
+    assert curriculum.global_batch == PAPER_BATCH
+    assert curriculum.num_steps == 200
+    assert [stage.stride for stage in curriculum.stages] == [2, 3, 4]
