@@ -52,7 +52,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=loop.bf16 or keeps_fp32_masters(config),
         seed=loop.seed,
-        use_cpu=loop.device == "cpu",
+        use_cpu=loop.device == "cpu" or not torch.cuda.is_available(),
         logging_strategy="no",
         logging_nan_inf_filter=False,
         save_strategy="steps",
