@@ -6,7 +6,9 @@ A checkpoint without tokenizer files is legal everywhere: its tokenizer is None 
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,7 @@ _TOKENIZER_FILES = (
 )
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _REPLACEMENT = "\ufffd"
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -176,29 +179,37 @@ def encode_messages(
 
 
 def render_conversation(
-    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    enable_thinking: bool | None = None,
+    turns: Literal["all", "last"] = "all",
 ) -> tuple[list[int], list[bool]]:
     """Return (ids, supervised): a whole conversation, and which of its tokens the assistant has to produce.
 
-    What comes before an assistant turn is tokenised exactly as `encode_messages` does it at inference. A
-    turn's own end-of-turn token is supervised, whitespace that the template puts behind it is not. Raises
-    `UserError` IDLM-0214 when the template renders a shorter conversation differently from the start of a
-    longer one, IDLM-0215 without a chat template, IDLM-0217 when the template refuses the messages.
+    All assistant turns, or only the last one. A turn's own end-of-turn token is supervised, whitespace that
+    the template puts behind it is not. A template with `{% generation %}` blocks says itself which tokens are
+    the assistant's. For any other one, what comes before a supervised turn must be rendered and tokenised
+    exactly as `encode_messages` does it at inference; the ids then differ from those of the whole text only
+    where a token would reach across that border. Raises `UserError` IDLM-0214 when the template renders a
+    shorter conversation differently from the start of a longer one, IDLM-0215 without a chat template,
+    IDLM-0217 when the template refuses the messages.
     """
+    if tokenizer.chat_template and _GENERATION_BLOCK.search(tokenizer.chat_template):
+        return _marked_conversation(tokenizer, messages, enable_thinking=enable_thinking, turns=turns)
     whole = _render(tokenizer, messages, open_turn=False, enable_thinking=enable_thinking)
+    targets = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     ids: list[int] = []
     supervised: list[bool] = []
     done = ""
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    for turn in targets[-1:] if turns == "last" else targets:
         before = _render(tokenizer, messages[:turn], open_turn=True, enable_thinking=enable_thinking)
         after = _render(tokenizer, messages[: turn + 1], open_turn=False, enable_thinking=enable_thinking)
         _require_prefix(done, before, turn)
         _require_prefix(before, after, turn)
         _require_prefix(after, whole, turn)
         context = _plain_ids(tokenizer, before[len(done) :], add_special_tokens=False)
-        if ids + context != _plain_ids(tokenizer, before, add_special_tokens=False):
+        if done and ids + context != _plain_ids(tokenizer, before, add_special_tokens=False):
             raise _disagreement(
                 turn, "tokenises the turns before it differently when the conversation goes on"
             )
@@ -209,6 +220,35 @@ def render_conversation(
         done = after
     rest = _plain_ids(tokenizer, whole[len(done) :], add_special_tokens=False)
     return ids + rest, supervised + [False] * len(rest)
+
+
+def _marked_conversation(
+    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None, turns: str
+) -> tuple[list[int], list[bool]]:
+    """The conversation as a template with `{% generation %}` blocks marks it.
+
+    An end-of-turn token that stands behind a block belongs to it: without it the model would never stop.
+    """
+    whole = _render(tokenizer, messages, open_turn=False, enable_thinking=enable_thinking)
+    opened = _render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
+    opener = _plain_ids(tokenizer, opened[len(whole) :], add_special_tokens=False)[:1]
+    extra = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    marked = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True, **extra
+    )
+    ids, flags = list(marked["input_ids"]), [bool(flag) for flag in marked["assistant_masks"]]
+    special = special_token_ids(tokenizer)
+    supervised = [False] * len(ids)
+    runs = [(key, list(group)) for key, group in itertools.groupby(range(len(ids)), key=flags.__getitem__)]
+    for run in [group for key, group in runs if key][-1 if turns == "last" else 0 :]:
+        end = run[-1] + 1
+        behind = ids[end : end + 1]
+        is_closed = any(ids[place] in special for place in run)
+        if not is_closed and behind and behind[0] in special and behind != opener:
+            end += 1
+        end -= _num_tail_tokens(tokenizer, ids[run[0] : end])
+        supervised[run[0] : end] = [True] * (end - run[0])
+    return ids, supervised
 
 
 def _num_tail_tokens(tokenizer: Any, answer: Sequence[int]) -> int:
@@ -229,7 +269,8 @@ def _disagreement(turn: int, what: str) -> UserError:
     return UserError(
         "IDLM-0214",
         f"assistant turn at message {turn}: the chat template {what}, so its tokens cannot be told apart",
-        fix="split the conversation into one sample per assistant turn, each ending with that turn",
+        fix="make one sample per assistant turn (data.turns=each), or supervise only the last one "
+        "(data.turns=last)",
     )
 
 

@@ -109,15 +109,15 @@ def _prompts(
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
     """Prompts, and a judge `(place, answer) -> verdict`, None where nothing can judge."""
     from idlm.tasks import TASKS
-    from idlm.train.data.base import SOURCES, Encoder
+    from idlm.train.data.base import make_encoder
+    from idlm.train.data.open import open_source
 
     data = config.data
     if data.source == "task":
         task = TASKS.get(data.task)(level=data.level, **data.task_args)
         texts = [task.sample(index, "validation").prompt for index in range(num_samples)]
         return list(texts), lambda place, answer: task.check(texts[place], answer).reason or CORRECT
-    encoder = Encoder(engine.tokenizer, mask_token_id=None, use_chat_template=data.chat_template)
-    source = SOURCES.get(data.source)(data, encoder)
+    source = open_source(config, make_encoder(data, engine.tokenizer, None))
     samples = [source.sample(index) for index in range(min(num_samples, source.num_samples or num_samples))]
     prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
     return prompts, lambda place, answer: None

@@ -19,7 +19,7 @@ from idlm.semantics import MASK_REGIONS
 from idlm.suggest import did_you_mean
 from idlm.train.attention import ATTENTIONS
 from idlm.train.curriculum import AUTO_BALANCED, BALANCES, Curriculum, Stage, split_steps
-from idlm.train.data.base import SOURCES
+from idlm.train.data.settings import DataConfig, data_problems
 from idlm.train.dataset import OVERLONG_POLICIES
 from idlm.train.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.objectives.base import OBJECTIVES
@@ -80,23 +80,6 @@ class AdapterConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
-    """What it is trained on."""
-
-    source: str = _setting("jsonl", "a registered source: jsonl or task")
-    path: str | None = _setting(None, "file of the jsonl source: prompt+response, messages or text per line")
-    task: str = _setting("ledger", "generated task of the task source")
-    level: str = _setting("tiny", "level of the task")
-    task_args: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "knobs of the task that differ from its level"}
-    )
-    seed: int = _setting(0, "order of a file's samples, or seed of a task")
-    chat_template: bool = _setting(
-        True, "render prompt+response through the tokenizer's chat template if it has one"
-    )
-
-
-@dataclass(kw_only=True)
 class StageConfig:
     """One stage of the curriculum."""
 
@@ -127,7 +110,7 @@ class LoopConfig:
     accumulation: int = _setting(1, "micro-batches per optimizer step")
     max_length: int = _setting(4096, "longest sample in tokens")
     row_length: int | None = _setting(None, "rows of a packed row; null: what the longest sample needs")
-    overlong: str = _setting("error", "samples above max_length: error, drop or truncate")
+    overlong: str = _setting("error", "samples above max_length: error, drop, truncate, or split into pieces")
     learning_rate: float = _setting(1e-5, "peak learning rate")
     warmup: float = _setting(
         0.03, "share of the steps that warms up; a cosine to zero follows, over all stages"
@@ -197,12 +180,8 @@ def check_config(config: TrainConfig) -> None:
         *_adapter_problems(config),
         *_loop_problems(config),
         *_stage_problems(config),
+        *data_problems(config.data),
     ]
-    if config.data.source == "jsonl":
-        if config.data.path is None:
-            problems.append("data.path is missing: the jsonl source needs a file")
-        elif not Path(config.data.path).is_file():
-            problems.append(f"data.path={config.data.path} is not a file")
     place = next(
         path
         for path in (Path(config.output_dir), *Path(config.output_dir).absolute().parents)
@@ -257,7 +236,6 @@ def _choices(config: TrainConfig) -> list[str]:
     allowed: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("objective", config.objective, tuple(OBJECTIVES.names())),
         ("mask_region", config.mask_region, MASK_REGIONS),
-        ("data.source", config.data.source, tuple(SOURCES.names())),
         ("model.dtype", config.model.dtype, DTYPES),
         ("model.attention", config.model.attention, ("auto", *ATTENTIONS)),
         ("model.compile", config.model.compile, COMPILE_CHOICES),
@@ -349,6 +327,8 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append("train.steps and train.epochs exclude each other")
     if loop.epochs is not None and config.data.source == "task":
         problems.append("train.epochs has no meaning for the endless task source: use train.steps")
+    if loop.overlong == "split" and config.data.source == "task":
+        problems.append("train.overlong=split is for files, not for the task source")
     if loop.hang_seconds <= 0:
         problems.append(f"train.hang_seconds={loop.hang_seconds} must be above 0")
     return [*problems, *deepspeed_problems(config)]

@@ -6,7 +6,6 @@ laid out for the stage that k belongs to.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from idlm.errors import UserError
 from idlm.masks import PADDING_DOC
 from idlm.train.curriculum import Curriculum
 from idlm.train.data.base import Source
+from idlm.train.file_rows import FileRows, overlong_error, split
 from idlm.train.layout import IGNORE_LABEL, ROW_FIELDS, Sample, pack_rows
 from idlm.train.objectives.base import Objective
-from idlm.train.packing import StreamPlan, epoch_rows
+from idlm.train.packing import StreamPlan
 
-OVERLONG_POLICIES = ("error", "drop", "truncate")
+OVERLONG_POLICIES = ("error", "drop", "truncate", "split")
 KEPT_POOLS = 4
 
 
@@ -48,12 +47,17 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.pad_token_id, self.seed = pad_token_id, seed
         self._pools: OrderedDict[int, list[list[int]]] = OrderedDict()
         self._samples: OrderedDict[int, Sample | None] = OrderedDict()
-        self._epochs: list[list[list[int]]] = []
         self._stream = StreamPlan(cost_of=self._cost, capacity=row_length)
-        self._file_ids: list[int] = []
-        self._file_costs: list[int] = []
+        self.file: FileRows | None = None
         if source.num_samples is not None:
-            self._measure_file(source.num_samples)
+            self.file = FileRows(
+                source,
+                objective,
+                max_length=max_length,
+                row_length=row_length,
+                overlong=overlong,
+                seed=seed,
+            )
 
     @property
     def curriculum(self) -> Curriculum:
@@ -70,53 +74,32 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, item: int) -> dict[str, Any]:
         """ROW_FIELDS as arrays [T], with `item_id` and the `stage` the item belongs to."""
         stage = self.curriculum.stage_of_item(item)
-        samples = [sample for index in self.members(item) if (sample := self._usable(index)) is not None]
+        samples = self.samples(item)
         documents = [self.objective.rows(sample, stage) for sample in samples]
         packed: dict[str, Any] = pack_rows(documents, self.row_length, pad_token_id=self.pad_token_id)
         return packed | {"item_id": item, "stage": stage.index}
 
     def members(self, item: int) -> list[int]:
-        """Sample indices of the packed row `item`."""
-        if self.source.num_samples is None:
-            pool, row = divmod(item, self._stream.rows_per_pool)
-            return self._pool(pool)[row]
-        return self._row_of_file(item)
+        """Sample indices of the packed row `item`; a sample that was split may be there several times."""
+        if self.file is not None:
+            return [int(self.file.samples[unit]) for unit in self.file.units(item)]
+        pool, row = divmod(item, self._stream.rows_per_pool)
+        return self._pool(pool)[row]
+
+    def samples(self, item: int) -> list[Sample]:
+        """What the packed row `item` holds, cut to `max_length`."""
+        if self.file is not None:
+            return [self.file.sample(unit) for unit in self.file.units(item)]
+        return [sample for index in self.members(item) if (sample := self._usable(index)) is not None]
 
     @property
     def num_dropped(self) -> int:
         """Samples of a file left out because they are longer than `max_length`; 0 for endless sources."""
-        return 0 if self.source.num_samples is None else self.source.num_samples - len(self._file_ids)
+        return 0 if self.file is None else self.file.num_dropped
 
     def rows_per_epoch(self) -> int | None:
-        """Packed rows of the first epoch; None for an endless source."""
-        return None if self.source.num_samples is None else len(self._epoch(0))
-
-    def _measure_file(self, num_samples: int) -> None:
-        for index in range(num_samples):
-            sample = self._fitted(self.source.sample(index))
-            if sample is not None:
-                self._file_ids.append(index)
-                self._file_costs.append(self.objective.num_rows(sample))
-        if not self._file_ids:
-            raise UserError(
-                "IDLM-0205",
-                f"all {num_samples} samples are longer than max_length={self.max_length}",
-                fix="raise train.max_length or set train.overlong=truncate",
-            )
-
-    def _row_of_file(self, item: int) -> list[int]:
-        for epoch in itertools.count():
-            rows = self._epoch(epoch)
-            if item < len(rows):
-                return [self._file_ids[place] for place in rows[item]]
-            item -= len(rows)
-        raise AssertionError("unreachable: count() does not end")
-
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        while len(self._epochs) <= epoch:
-            plan = epoch_rows(self._file_costs, self.row_length, seed=self.seed, epoch=len(self._epochs))
-            self._epochs.append(plan)
-        return self._epochs[epoch]
+        """Packed rows of an epoch; None for an endless source."""
+        return None if self.file is None else len(self.file)
 
     def _pool(self, pool: int) -> list[list[int]]:
         if pool not in self._pools:
@@ -126,11 +109,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return self._pools[pool]
 
     def _usable(self, index: int) -> Sample | None:
-        """The fitted sample; those of endless sources are kept for a while, because planning has just made
-        them.
-        """
-        if self.source.num_samples is not None:
-            return self._fitted(self.source.sample(index))
+        """The fitted sample of an endless source, kept for a while, because planning has just made it."""
         if index not in self._samples:
             self._samples[index] = self._fitted(self.source.sample(index))
             while len(self._samples) > KEPT_POOLS * 1024:
@@ -143,31 +122,18 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def _fitted(self, sample: Sample) -> Sample | None:
         """The sample within `max_length`, by the overlong policy; None when it is dropped."""
-        fits_row = self.objective.num_rows(sample) <= self.row_length
-        if len(sample) <= self.max_length and fits_row:
+        if len(sample) <= self.max_length and self._fits_row(sample):
             return sample
         if self.overlong == "drop":
             return None
         if self.overlong == "truncate":
-            return self._cut(sample)
-        limit = (
-            f"max_length={self.max_length}"
-            if len(sample) > self.max_length
-            else f"row_length={self.row_length}"
-        )
-        raise UserError(
-            "IDLM-0205",
-            f"{sample.origin} is too long: {len(sample)} tokens in {self.objective.num_rows(sample)} rows, "
-            f"{limit}",
-            fix="raise train.max_length, or set train.overlong=drop or train.overlong=truncate",
-        )
+            start, stop = split(sample, self._fits_row, max_length=self.max_length)[0]
+            cut = sample.piece(start, stop)
+            return cut if cut.supervised[1:].any() else None
+        raise overlong_error(sample, self.objective, max_length=self.max_length, row_length=self.row_length)
 
-    def _cut(self, sample: Sample) -> Sample | None:
-        length = min(len(sample), self.max_length)
-        while length >= 2 and self.objective.num_rows(sample.truncated(length)) > self.row_length:
-            length -= 1
-        cut = sample.truncated(length)
-        return cut if length >= 2 and cut.supervised[1:].any() else None
+    def _fits_row(self, sample: Sample) -> bool:
+        return self.objective.num_rows(sample) <= self.row_length
 
 
 def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Tensor]:

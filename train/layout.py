@@ -48,11 +48,14 @@ class Sample:
             token_ids=token_ids, supervised=np.arange(len(token_ids)) >= len(prompt_ids), origin=origin
         )
 
+    def piece(self, start: int, stop: int) -> Sample:
+        """Tokens `start` to `stop`, without `stop`."""
+        span = slice(start, stop)
+        return Sample(token_ids=self.token_ids[span], supervised=self.supervised[span], origin=self.origin)
+
     def truncated(self, limit: int) -> Sample:
         """The first `limit` tokens."""
-        return Sample(
-            token_ids=self.token_ids[:limit], supervised=self.supervised[:limit], origin=self.origin
-        )
+        return self.piece(0, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

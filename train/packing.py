@@ -1,8 +1,9 @@
 """Which samples share a packed row: best-fit-decreasing inside pools, a pure function of (seed, pool index).
 
 A pool is small enough to be planned in milliseconds and large enough that rows end up nearly full. Generated
-sources never end, so a pool fills a fixed number of rows; files are planned epoch by epoch and every sample
-is used once.
+sources never end, so a pool fills a fixed number of rows. A file is packed once, and every epoch visits its
+rows in another order: samples of one row never see each other, so nothing is gained by packing again, and
+the row of any item is known without the epochs before it.
 """
 
 from __future__ import annotations
@@ -85,13 +86,37 @@ class StreamPlan:
         return [sorted(members[place] for place in rows[row]) for row in order]
 
 
-def epoch_rows(costs: Sequence[int], capacity: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """All samples of a file as rows for one epoch: shuffled, packed in pools, rows shuffled again."""
-    rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(costs))
-    rows: list[list[int]] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """The rows of a file: row k holds the indices `members[offsets[k] : offsets[k + 1]]`, all int64."""
+
+    members: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> list[int]:
+        """The indices in one row."""
+        found: list[int] = self.members[self.offsets[index] : self.offsets[index + 1]].tolist()
+        return found
+
+
+def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
+    """Pack all of a file: shuffled, cut into pools, every pool best-fit-decreasing. O(n log n), a few n
+    integers.
+    """
+    order = np.random.default_rng(seed).permutation(len(costs))
+    members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):
         pool = order[start : start + POOL_SAMPLES]
-        for members in best_fit_decreasing([costs[i] for i in pool], capacity):
-            rows.append([int(pool[i]) for i in members])
-    return [rows[i] for i in rng.permutation(len(rows))]
+        bins = best_fit_decreasing(costs[pool].tolist(), capacity)
+        members.append(pool[np.concatenate([np.asarray(places) for places in bins])])
+        sizes.append(np.asarray([len(places) for places in bins]))
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), *sizes]).cumsum()
+    return FilePlan(members=np.concatenate(members), offsets=offsets)
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch visits the rows, int64 [num_rows]."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

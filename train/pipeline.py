@@ -23,7 +23,8 @@ from idlm.train.attention import choose_attention
 from idlm.train.base_model import create_base, load_base
 from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_curriculum
 from idlm.train.curriculum import Curriculum, Stage
-from idlm.train.data.base import SOURCES, Encoder
+from idlm.train.data.base import make_encoder
+from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.dataset import PackedDataset
 from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.distributed import from_rank_zero
@@ -244,9 +245,9 @@ def prepare_data(
 ) -> tuple[PackedDataset, Curriculum]:
     """The packed dataset and the curriculum; with epochs, the second needs the row count of the first."""
     loop = config.train
-    encoder = Encoder(tokenizer, mask_token_id=mask_token_id, use_chat_template=config.data.chat_template)
+    encoder = make_encoder(config.data, tokenizer, mask_token_id)
     dataset = PackedDataset(
-        SOURCES.get(config.data.source)(config.data, encoder),
+        open_source_on_all_ranks(config, encoder),
         objective,
         max_length=loop.max_length,
         row_length=loop.row_length or objective.default_row_length(loop.max_length),

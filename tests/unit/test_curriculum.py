@@ -13,7 +13,7 @@ from idlm.train.curriculum import split_steps
 from idlm.train.dataset import PackedDataset
 from idlm.train.layout import Sample
 from idlm.train.objectives.idlm import IntrospectiveConsistency
-from idlm.train.packing import best_fit_decreasing, epoch_rows
+from idlm.train.packing import best_fit_decreasing, epoch_order, plan_file
 
 MASK = 999
 
@@ -104,7 +104,7 @@ def test_a_file_is_used_once_per_epoch_and_in_another_order_next_time() -> None:
     assert rows is not None
     epochs = [[i for item in range(e * rows, (e + 1) * rows) for i in dataset.members(item)] for e in (0, 1)]
     assert sorted(epochs[0]) == list(range(200))
-    assert sorted(epochs[1])[:150] == list(range(150))
+    assert sorted(epochs[1]) == list(range(200))
     assert epochs[0] != epochs[1]
 
 
@@ -115,10 +115,18 @@ def test_bins_hold_every_index_once_and_never_overflow(costs: list[int], capacit
     assert all(sum(costs[i] for i in members) <= capacity for members in bins)
 
 
-def test_epoch_plans_are_reproducible_and_seeded() -> None:
-    costs = [int(c) for c in np.random.default_rng(0).integers(5, 60, size=300)]
-    assert epoch_rows(costs, 128, seed=1, epoch=2) == epoch_rows(costs, 128, seed=1, epoch=2)
-    assert epoch_rows(costs, 128, seed=1, epoch=2) != epoch_rows(costs, 128, seed=2, epoch=2)
+def test_plans_are_reproducible_and_seeded() -> None:
+    costs = np.random.default_rng(0).integers(5, 60, size=3000)
+    plans = [plan_file(costs, 128, seed=seed) for seed in (1, 1, 2)]
+    assert np.array_equal(plans[0].members, plans[1].members)
+    assert np.array_equal(plans[0].offsets, plans[1].offsets)
+    assert not np.array_equal(plans[0].members, plans[2].members)
+    assert sorted(plans[0].members) == list(range(3000))
+    assert max(costs[plans[0].row(row)].sum() for row in range(len(plans[0]))) <= 128
+    assert costs.sum() / (len(plans[0]) * 128) > 0.97
+    orders = [epoch_order(len(plans[0]), seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    assert np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], orders[2])
 
 
 def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:

@@ -1,4 +1,4 @@
-"""What a data source is, and how text becomes a `Sample`: one encoding for every source.
+"""What a data source is, and how text becomes samples: one encoding for every source.
 
 A source is map-style and pure: sample i never depends on what was read before it. It does not pack and does
 not know the objective.
@@ -6,18 +6,25 @@ not know the objective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 
 from idlm.errors import UserError
 from idlm.registry import Registry
-from idlm.tokens import Message, render_conversation
+from idlm.tokens import Message, encode_messages, encode_prompt, render_conversation
 from idlm.train.layout import Sample
 
 if TYPE_CHECKING:
-    pass
+    from idlm.train.data.settings import DataConfig
+
+THINKING = ("keep", "strip", "off")
+TURNS = ("all", "last", "each")
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Source(Protocol):
@@ -28,17 +35,58 @@ class Source(Protocol):
     def sample(self, index: int) -> Sample: ...
 
 
+@runtime_checkable
+class MeasuredSource(Protocol):
+    """A finite source that knows the sizes of its samples without reading them.
+
+    `lengths` [num_samples] tokens; `num_targets` [num_samples] supervised tokens behind the first token.
+    """
+
+    num_samples: int | None
+    lengths: np.ndarray
+    num_targets: np.ndarray
+
+    def sample(self, index: int) -> Sample: ...
+
+
 SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data")
 """Factories `(config: DataConfig, encoder: Encoder) -> Source`."""
 
 
-class Encoder:
-    """Text to token ids with supervision flags; refuses the mask token: only objectives place it."""
+def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) -> Encoder:
+    """The encoder that a run's data settings ask for; `mask_token_id` None allows every token."""
+    return Encoder(
+        tokenizer,
+        mask_token_id=mask_token_id,
+        use_chat_template=config.chat_template,
+        thinking=config.thinking,
+        turns=config.turns,
+    )
 
-    def __init__(self, tokenizer: Any, *, mask_token_id: int | None, use_chat_template: bool) -> None:
+
+class Encoder:
+    """Text to token ids with supervision flags; refuses the mask token: only objectives place it.
+
+    `thinking`: `keep` leaves the text of `<think>` blocks to the template, `strip` removes the blocks from
+    what the assistant says, `off` also renders with enable_thinking=False. `turns`: all assistant turns of a
+    conversation are supervised, the last one only, or each in a sample of its own, which ends with it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        mask_token_id: int | None,
+        use_chat_template: bool,
+        thinking: str = "keep",
+        turns: str = "all",
+    ) -> None:
+        assert thinking in THINKING and turns in TURNS, f"{thinking=} {turns=}"
         self.tokenizer = tokenizer
         self.mask_token_id = mask_token_id
         self.use_chat_template = use_chat_template and bool(getattr(tokenizer, "chat_template", None))
+        self.thinking, self.turns = thinking, turns
+        self._enable_thinking = False if thinking == "off" else None
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "IDLM-0207",
@@ -46,11 +94,28 @@ class Encoder:
                 fix="set eos_token in the tokenizer's tokenizer_config.json",
             )
 
+    def fingerprint(self) -> str:
+        """Sha256 of everything that decides which ids a text becomes; the mask token does not."""
+        import tokenizers
+        import transformers
+
+        facts = [
+            self.tokenizer.backend_tokenizer.to_str(),
+            str(self.tokenizer.special_tokens_map),
+            str(self.tokenizer.chat_template) if self.use_chat_template else "",
+            self.thinking,
+            self.turns,
+            tokenizers.__version__,
+            transformers.__version__,
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
     def pair(self, prompt: str, response: str, *, origin: str) -> Sample:
         """Prompt as context, response and eos as targets; through the chat template where there is one."""
+        response = self._said(response, origin)
         if self.use_chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            return self.messages(turns, origin=origin)
+            return self._conversation(turns, origin=origin)
         prompt_ids = self.tokenizer(prompt)["input_ids"]
         return self._checked(Sample.from_pair(prompt_ids, self._with_eos(response), origin=origin))
 
@@ -59,9 +124,67 @@ class Encoder:
         prefix = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
         return self._checked(Sample.from_pair(prefix, self._with_eos(text), origin=origin))
 
-    def messages(self, messages: Sequence[Message], *, origin: str) -> Sample:
-        """The assistant turns are targets, the rest is context."""
-        token_ids, supervised = render_conversation(self.tokenizer, messages)
+    def messages(self, messages: Sequence[Mapping[str, Any]], *, origin: str) -> list[Sample]:
+        """The assistant turns are targets, the rest is context; one sample, or one per turn (`each`)."""
+        said = [self._turn(message, origin) for message in messages]
+        if self.turns != "each":
+            return [self._conversation(said, origin=origin)]
+        ends = [place + 1 for place, message in enumerate(said) if message["role"] == "assistant"]
+        if not ends:
+            raise _nothing_to_predict(origin, "no assistant turn")
+        return [self._conversation(said[:end], origin=origin) for end in ends]
+
+    def answer(self, prompt: Any, answer: Mapping[str, Any], *, origin: str) -> list[Sample]:
+        """A record of `idlm-generate`: the very tokens that were generated, behind the prompt as it was fed.
+
+        Its token ids are used where they are those of this tokenizer and the thinking stays; otherwise its
+        text is rendered like any other. An answer that was cut off by a limit is not closed by an end-of-turn
+        token.
+        """
+        prompt_ids = self._prompt_ids(prompt)
+        if len(prompt_ids) != answer.get("num_prompt_tokens", len(prompt_ids)):
+            raise UserError(
+                "IDLM-0227",
+                f"{origin}: the prompt has {len(prompt_ids)} tokens here and had "
+                f"{answer['num_prompt_tokens']} when it was answered",
+                fix="use the tokenizer and the chat template of the model that answered (data.chat_template)",
+            )
+        token_ids = answer["token_ids"]
+        is_ours = self.tokenizer.decode(token_ids, skip_special_tokens=True) == answer["text"]
+        if is_ours and token_ids and self.thinking == "keep":
+            return [self._checked(Sample.from_pair(prompt_ids, token_ids, origin=origin))]
+        sample = self._rendered_answer(prompt, answer["text"], origin)
+        if answer["finish_reason"] != "stop":
+            sample = self._without_end(sample)
+        return [sample]
+
+    def _rendered_answer(self, prompt: Any, text: str, origin: str) -> Sample:
+        if isinstance(prompt, str):
+            return self.pair(prompt, text, origin=origin)
+        if prompt and isinstance(prompt[0], int):
+            response = self._said(text, origin)
+            return self._checked(Sample.from_pair(prompt, self._with_eos(response), origin=origin))
+        said = [self._turn(message, origin) for message in prompt]
+        said.append({"role": "assistant", "content": self._said(text, origin)})
+        return self._conversation(said, origin=origin, turns="last")
+
+    def _prompt_ids(self, prompt: Any) -> list[int]:
+        """The ids that `idlm-generate` feeds for a text, a conversation or ids."""
+        if isinstance(prompt, str):
+            template: Literal["auto", "none"] = "auto" if self.use_chat_template else "none"
+            return encode_prompt(self.tokenizer, prompt, template=template)
+        if prompt and isinstance(prompt[0], int):
+            return list(prompt)
+        return encode_messages(self.tokenizer, prompt)
+
+    def _conversation(self, messages: Sequence[Message], *, origin: str, turns: str | None = None) -> Sample:
+        which = "all" if (turns or self.turns) == "all" else "last"
+        token_ids, supervised = render_conversation(
+            self.tokenizer,
+            messages,
+            enable_thinking=self._enable_thinking,
+            turns=cast(Literal["all", "last"], which),
+        )
         return self._checked(
             Sample(
                 token_ids=np.asarray(token_ids, dtype=np.int64),
@@ -70,9 +193,32 @@ class Encoder:
             )
         )
 
+    def _turn(self, message: Mapping[str, Any], origin: str) -> dict[str, Any]:
+        if message["role"] != "assistant":
+            return dict(message)
+        kept = {
+            key: value
+            for key, value in message.items()
+            if self.thinking == "keep" or key not in REASONING_KEYS
+        }
+        return kept | {"content": self._said(message["content"], origin)}
+
+    def _said(self, text: str, origin: str) -> str:
+        said = text if self.thinking == "keep" else without_thinking(text, origin=origin)
+        if not said.strip():
+            raise _nothing_to_predict(origin, "an empty response")
+        return said
+
     def _with_eos(self, text: str) -> list[int]:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*token_ids, self.tokenizer.eos_token_id]
+
+    def _without_end(self, sample: Sample) -> Sample:
+        """The sample up to its last supervised token, and without that: it would teach to stop in
+        mid-sentence.
+        """
+        end = int(np.flatnonzero(sample.supervised)[-1])
+        return self._checked(sample.truncated(end))
 
     def _checked(self, sample: Sample) -> Sample:
         if self.mask_token_id is not None and (sample.token_ids == self.mask_token_id).any():
@@ -81,10 +227,36 @@ class Encoder:
                 f"{sample.origin} contains the mask token (id {self.mask_token_id})",
                 fix="remove the mask token's text from the data, or choose another model.mask_token_id",
             )
-        if len(sample) < 2 or not sample.supervised[1:].any():
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and bos != self.tokenizer.eos_token_id and (sample.token_ids[:2] == bos).sum() > 1:
             raise UserError(
-                "IDLM-0204",
-                f"{sample.origin} has nothing to predict ({len(sample)} tokens)",
-                fix="give it a prompt and a response of at least one token",
+                "IDLM-0228",
+                f"{sample.origin} begins with two bos tokens (id {bos})",
+                fix="remove the bos token's text from the data: it is added where the model expects it",
             )
+        if len(sample) < 2 or not sample.supervised[1:].any():
+            raise _nothing_to_predict(sample.origin, f"{len(sample)} tokens")
         return sample
+
+
+def without_thinking(text: str, *, origin: str) -> str:
+    """The text behind its leading `<think>` block, or behind one whose opening tag stood in the prompt."""
+    head, closing, rest = text.partition(THINK_CLOSE)
+    is_opened = head.lstrip().startswith(THINK_OPEN)
+    if closing and (is_opened or THINK_OPEN not in head):
+        return rest.lstrip()
+    if is_opened:
+        raise UserError(
+            "IDLM-0229",
+            f"{origin} opens a {THINK_OPEN} block that it never closes",
+            fix="close it, delete the record, or set data.thinking=keep",
+        )
+    return text
+
+
+def _nothing_to_predict(origin: str, found: str) -> UserError:
+    return UserError(
+        "IDLM-0204",
+        f"{origin} has nothing to predict ({found})",
+        fix="give it a prompt and a response of at least one token",
+    )

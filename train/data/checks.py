@@ -8,13 +8,28 @@ first samples. Checks of a single record are in `base.Encoder`, where the record
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from idlm.errors import UserError
 from idlm.tokens import Detokenizer
+from idlm.train.data.base import Source
+from idlm.train.data.cache import CachedSource
+from idlm.train.file_rows import measure
 
 if TYPE_CHECKING:
+    from idlm.train.config import TrainConfig
+    from idlm.train.dataset import PackedDataset
     from idlm.train.layout import Sample
+
+NUM_SEEN = 256
+"""Samples of an endless source that are looked at."""
+LEAST_SUPERVISED = 0.02
+MOST_LOST = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +108,104 @@ class DataReport:
         if self.num_skipped:
             lines.append(f"{self.num_skipped:,} bad records skipped, such as {self.skipped_examples[0]}")
         return [*lines, *(f"warning: {text}" for text in self.warnings)]
+
+
+def inspect_data(
+    config: TrainConfig, dataset: PackedDataset, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()
+) -> DataReport:
+    """Look at the data of a prepared run; `stop_token_ids` of the model stop it beside the tokenizer's eos.
+
+    Raises UserError IDLM-0234 when not a single sample ends in a token that stops the model.
+    """
+    source, file = dataset.source, dataset.file
+    header: dict[str, Any] = source.header if isinstance(source, CachedSource) else {}
+    if file is not None:
+        lengths, num_targets = file.lengths, file.num_targets
+    else:
+        lengths, num_targets = measure(_First(source))
+    longest = int(lengths.argmax())
+    median, ninth, last = (int(value) for value in np.percentile(lengths, (50, 90, 99)))
+    stops = {int(tokenizer.eos_token_id), *stop_token_ids}
+    open_ends = _open_ends(source, header, stops, num_seen=len(lengths))
+    uses_template = config.data.chat_template and bool(tokenizer.chat_template)
+    report = DataReport(
+        source=config.data.source,
+        files=tuple(header.get("names", ())),
+        shapes=tuple(header.get("shapes", {}).items()),
+        thinking=config.data.thinking,
+        turns=config.data.turns,
+        uses_template=uses_template,
+        num_records=header.get("num_records", 0),
+        num_skipped=header.get("num_skipped", 0),
+        skipped_examples=tuple(header.get("skipped_examples", ())),
+        num_samples=source.num_samples,
+        num_seen=len(lengths),
+        num_tokens=int(lengths.sum()),
+        num_supervised=header.get("num_supervised", int(num_targets.sum())),
+        longest=int(lengths[longest]),
+        longest_origin=source.sample(longest).origin,
+        length_percentiles=(median, ninth, last),
+        num_dropped=dataset.num_dropped,
+        num_truncated=file.num_kept_overlong if file is not None and dataset.overlong == "truncate" else 0,
+        num_split=file.num_kept_overlong if file is not None and dataset.overlong == "split" else 0,
+        num_open=sum(num for num, _ in open_ends.values()),
+        open_example=next((example for _, example in open_ends.values()), ""),
+        rows_per_epoch=dataset.rows_per_epoch(),
+        padding_share=0.0 if file is None else file.padding_share,
+        cache=str(source.directory) if isinstance(source, CachedSource) else None,
+        warnings=(),
+    )
+    return dataclasses.replace(report, warnings=tuple(_warnings(report, tokenizer, open_ends)))
+
+
+class _First:
+    """The first samples of an endless source."""
+
+    def __init__(self, source: Source) -> None:
+        self.num_samples: int | None = NUM_SEEN
+        self.sample = source.sample
+
+
+def _open_ends(
+    source: Source, header: dict[str, Any], stops: set[int], *, num_seen: int
+) -> dict[int, tuple[int, str]]:
+    """(count, example) of the last supervised tokens that do not stop the model, by token id."""
+    endings: dict[int, tuple[int, str]] = {}
+    if header:
+        endings = {int(token_id): tuple(ending) for token_id, ending in header["endings"].items()}
+    else:
+        for index in range(min(num_seen, NUM_SEEN)):
+            sample = source.sample(index)
+            last = int(sample.token_ids[np.flatnonzero(sample.supervised)[-1]])
+            count, example = endings.get(last, (0, sample.origin))
+            endings[last] = (count + 1, example)
+    found = {token_id: ending for token_id, ending in endings.items() if token_id not in stops}
+    if len(found) == len(endings):
+        token_id, (_, example) = max(found.items(), key=lambda item: item[1][0])
+        raise UserError(
+            "IDLM-0234",
+            f"no sample ends in a token that stops the model (ids {sorted(stops)}), so it would never stop; "
+            f"{example} ends in token {token_id}",
+            fix="let the chat template close a turn with eos, or add the id that closes it to eos_token_id "
+            "in the model's generation_config.json",
+        )
+    return found
+
+
+def _warnings(report: DataReport, tokenizer: Any, open_ends: Mapping[int, tuple[int, str]]) -> Iterator[str]:
+    if report.num_open:
+        token_id = max(open_ends, key=lambda found: open_ends[found][0])
+        yield (
+            f"{report.num_open:,} of {report.num_seen:,} samples do not end in a token that stops the model: "
+            f"{report.open_example} ({tokenizer.convert_ids_to_tokens(token_id)!r} most often)"
+        )
+    if report.uses_template and report.thinking == "off" and "enable_thinking" not in tokenizer.chat_template:
+        yield "data.thinking=off renders like strip: this chat template has no enable_thinking"
+    if report.supervised_share < LEAST_SUPERVISED:
+        yield f"only {report.supervised_share:.1%} of the tokens are supervised"
+    lost = (report.num_dropped + report.num_truncated) / max(1, report.num_seen)
+    if lost > MOST_LOST:
+        yield f"{lost:.1%} of the samples are dropped or truncated: raise train.max_length"
 
 
 def labelled_pieces(tokenizer: Any, sample: Sample) -> list[tuple[str, bool]]:

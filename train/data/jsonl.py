@@ -1,119 +1,121 @@
-"""A JSON-lines file as a data source: `prompt` and `response`, `messages`, or `text` on every line.
+"""JSON-lines files as a data source: one file, a folder of shards or a pattern; `.gz` is read as it is.
 
-The whole file is checked and tokenised at start, so that a bad line stops the run before training, not after
-hours.
+A `.json` file may also hold one array of records, which is read piece by piece.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any
 
 from idlm.errors import UserError
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.layout import Sample
+from idlm.train.data.build import cached_source
+from idlm.train.data.cache import CachedSource
+from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of
 
 if TYPE_CHECKING:
-    from idlm.train.config import DataConfig
+    from idlm.train.data.settings import DataConfig
 
-SHAPES = (
-    '{"prompt": str, "response": str}, {"messages": [{"role": str, "content": str}, ...]} or {"text": str}'
-)
+CHUNK = 1 << 20
+BOM = b"\xef\xbb\xbf"
+SKIPPED = re.compile(r"[\s,]*")
 
 
-class JsonlSource:
-    """Tokenised samples in three flat arrays (5 bytes per token): one Python object per sample would cost far
-    more.
-    """
+class JsonlReader:
+    """Rows of JSON files, in the order of the files' names; `place` is the line a record begins in."""
 
-    num_samples: int | None
+    def __init__(self, path: str) -> None:
+        self.paths = find_files(path, SUFFIXES["jsonl"])
+        self.names = tuple(str(name) for name in self.paths)
+        self.share_read = 0.0
 
-    def __init__(self, path: Path, encoder: Encoder) -> None:
-        self.path = path
-        token_ids: list[np.ndarray] = []
-        supervised: list[np.ndarray] = []
-        self.lines: list[int] = []
-        for line_number, record in read_records(path):
-            sample = encode_record(record, encoder, origin=f"{path}:{line_number}")
-            token_ids.append(sample.token_ids.astype(np.int32))
-            supervised.append(sample.supervised)
-            self.lines.append(line_number)
-        if not token_ids:
-            raise UserError(
-                "IDLM-0208", f"{path} has no samples", fix=f"give one JSON object per line: {SHAPES}"
-            )
-        self.offsets = np.cumsum([0, *map(len, token_ids)])
-        self.token_ids = np.concatenate(token_ids)
-        self.supervised = np.concatenate(supervised)
-        self.num_samples = len(token_ids)
+    def identity(self) -> list[Any]:
+        return identity_of(self.paths)
 
-    def sample(self, index: int) -> Sample:
-        span = slice(self.offsets[index], self.offsets[index + 1])
-        return Sample(
-            token_ids=self.token_ids[span].astype(np.int64),
-            supervised=self.supervised[span],
-            origin=f"sample {index} ({self.path}:{self.lines[index]})",
+    def rows(self) -> Iterator[Row]:
+        sizes = [path.stat().st_size for path in self.paths]
+        for file, path in enumerate(self.paths):
+            with path.open("rb") as raw:
+                plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+                try:
+                    for place, value in _values(plain, path):
+                        yield Row(file=file, place=place, value=_record(value, f"{path}:{place}"))
+                        self.share_read = (sum(sizes[:file]) + raw.tell()) / max(1, sum(sizes))
+                except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+                    raise _damaged(str(path), error) from error
+
+
+def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
+    if isinstance(value, Exception):
+        return UserError(
+            "IDLM-0201",
+            f"{origin} is not valid JSON: {value}",
+            fix="repair or delete that line; the file must hold one JSON object per line",
         )
+    if not isinstance(value, dict):
+        return UserError(
+            "IDLM-0202",
+            f"{origin} has a JSON {type(value).__name__}",
+            fix="write one JSON object per line",
+        )
+    return value
+
+
+def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
+    """(1-based line, value or the error that reading it gave) of every record."""
+    if ".json" in path.suffixes and stream.peek(CHUNK)[:CHUNK].removeprefix(BOM).lstrip()[:1] == b"[":
+        yield from _array_values(io.TextIOWrapper(stream, encoding="utf-8-sig"), path)
+        return
+    for line_number, line in enumerate(stream, start=1):
+        text = line.removeprefix(BOM).strip()
+        if text:
+            try:
+                yield line_number, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                yield line_number, error
+
+
+def _array_values(stream: IO[str], path: Path) -> Iterator[tuple[int, Any]]:
+    """The items of a JSON array. What stands behind a fault cannot be told, so that a fault ends the run."""
+    decoder, line_number, is_all = json.JSONDecoder(), 1, False
+    buffer, place = stream.read(CHUNK), 0
+    place = buffer.index("[") + 1
+    while True:
+        found = SKIPPED.match(buffer, place)
+        assert found is not None
+        line_number += found.group().count("\n")
+        place = found.end()
+        if buffer.startswith("]", place):
+            return
+        try:
+            value, end = decoder.raw_decode(buffer, place)
+        except (ValueError, RecursionError) as error:
+            if is_all:
+                raise _damaged(f"{path}:{line_number}", error) from error
+            piece = stream.read(CHUNK)
+            buffer, place, is_all = buffer[place:] + piece, 0, not piece
+            continue
+        yield line_number, value
+        line_number += buffer.count("\n", place, end)
+        place = end
+
+
+def _damaged(origin: str, error: Exception) -> UserError:
+    return UserError(
+        "IDLM-0231", f"{origin} breaks off or is damaged: {error}", fix="copy or download the file again"
+    )
 
 
 @SOURCES.register("jsonl")
-def jsonl_source(config: DataConfig, encoder: Encoder) -> JsonlSource:
+def jsonl_source(config: DataConfig, encoder: Encoder) -> CachedSource:
     """Read `data.path`."""
     if config.path is None:
         raise UserError("IDLM-0209", "data.source=jsonl needs data.path", fix="set data.path=<file>.jsonl")
-    return JsonlSource(Path(config.path), encoder)
-
-
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(1-based line number, object) of every non-empty line; a line that is not a JSON object is an error."""
-    if not path.is_file():
-        raise UserError(
-            "IDLM-0209", f"the data file {path} does not exist", fix="set data.path to a .jsonl file"
-        )
-    with path.open("rb") as lines:
-        for line_number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(
-                    "IDLM-0201",
-                    f"{path}:{line_number} is not valid JSON: {error}",
-                    fix="repair or delete that line; the file must hold one JSON object per line",
-                ) from error
-            if not isinstance(record, dict):
-                raise _unknown_shape(f"{path}:{line_number}", f"a JSON {type(record).__name__}")
-            yield line_number, record
-
-
-def encode_record(record: dict[str, Any], encoder: Encoder, *, origin: str) -> Sample:
-    """The sample of one JSON object, by the keys it has."""
-    if {"prompt", "response"} <= record.keys():
-        if not all(isinstance(record[key], str) for key in ("prompt", "response")):
-            raise _unknown_shape(origin, "prompt and response that are not both strings")
-        return encoder.pair(record["prompt"], record["response"], origin=origin)
-    if "messages" in record:
-        if not _are_messages(record["messages"]):
-            raise _unknown_shape(origin, "messages that are not a list of {role, content} strings")
-        return encoder.messages(record["messages"], origin=origin)
-    if isinstance(record.get("text"), str):
-        return encoder.text(record["text"], origin=origin)
-    raise _unknown_shape(origin, f"the keys {sorted(record)}")
-
-
-def _are_messages(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
-    )
-
-
-def _unknown_shape(origin: str, found: str) -> UserError:
-    return UserError(
-        "IDLM-0202", f"{origin} has {found}", fix=f"each line must have one of the shapes {SHAPES}"
-    )
+    return cached_source(JsonlReader(config.path), config, encoder)

@@ -9,7 +9,7 @@ from idlm.train.layout import Sample
 
 if TYPE_CHECKING:
     from idlm.tasks import Task
-    from idlm.train.config import DataConfig
+    from idlm.train.data.settings import DataConfig
 
 
 class TaskSource:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,9 @@ class Autoregressive:
 
     def num_rows(self, sample: Sample) -> int:
         return len(sample)
+
+    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
+        return lengths.astype(np.int64)
 
     def rows(self, sample: Sample, stage: Stage) -> SampleRows:
         return SampleRows(noisy=no_rows(), clean=clean_rows(sample, self.mask_region))

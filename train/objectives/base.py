@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from idlm.kernels.linear_cross_entropy import linear_cross_entropy, linear_overlap, token_nll
@@ -79,6 +80,9 @@ class Objective(Protocol):
 
     def num_rows(self, sample: Sample) -> int:
         """Rows the sample occupies; the same at every stage."""
+
+    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
+        """`num_rows` of many samples, int64, from their tokens and the supervised ones behind the first."""
 
     def rows(self, sample: Sample, stage: Stage) -> SampleRows:
         """The sample's rows at a stage of the curriculum."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,10 @@ class IntrospectiveConsistency:
 
     def num_rows(self, sample: Sample) -> int:
         return len(sample) + int(target_flags(sample, self.mask_region).sum())
+
+    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
+        masks = lengths - 1 if self.mask_region == "all" else num_targets
+        return lengths.astype(np.int64) + masks
 
     def rows(self, sample: Sample, stage: Stage) -> SampleRows:
         assert self.mask_token_id is not None

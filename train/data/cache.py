@@ -1,0 +1,185 @@
+"""Tokenised samples on disk: written once, verified when opened, read through a memory map.
+
+A cache is a folder published by `idlm.checkpoint.publish`: `tokens.bin` (uint32: token id, the highest
+bit says supervised), `offsets.bin` (int64 [num_samples + 1]), `targets.bin` (int32 [num_samples],
+supervised tokens behind the first), `places.bin` (int64 [num_samples, 2], file and line), `used_ids.bin`
+(int32, sorted) and `data.json`. Caches may be deleted at any time. Only the sizes of `tokens.bin` are
+checked when it is opened: hashing it would take as long as reading it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from idlm.checkpoint import MANIFEST, read_json
+from idlm.errors import UserError
+from idlm.train.layout import Sample
+
+FORMAT = "idlm-data-1"
+HEADER = "data.json"
+TOKENS, OFFSETS, TARGETS, PLACES, USED_IDS = (
+    f"{name}.bin" for name in ("tokens", "offsets", "targets", "places", "used_ids")
+)
+SUPERVISED_BIT = np.uint32(1 << 31)
+SCANNED_TOKENS = 1 << 24
+
+
+class CacheWriter:
+    """Appends samples to the files of a cache; memory does not grow with them. A context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.num_samples = self.num_tokens = self.num_supervised = 0
+        self.endings: dict[int, list[Any]] = {}
+        self._used = np.zeros(1 << 18, dtype=bool)
+        self._files: dict[str, IO[bytes]] = {}
+
+    def __enter__(self) -> CacheWriter:
+        self._files = {
+            name: (self.directory / name).open("wb") for name in (TOKENS, OFFSETS, TARGETS, PLACES)
+        }
+        self._files[OFFSETS].write(np.zeros(1, dtype=np.int64).tobytes())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def append(self, packed: np.ndarray, *, file: int, place: int, origin: str) -> None:
+        """Add the sample `packed` (see `pack`), which comes from line `place` of file number `file`."""
+        supervised = packed >= SUPERVISED_BIT
+        token_ids = packed & ~SUPERVISED_BIT
+        if token_ids.max() >= len(self._used):
+            self._used = np.concatenate([self._used, np.zeros(int(token_ids.max()), dtype=bool)])
+        self._used[token_ids] = True
+        self.num_samples += 1
+        self.num_tokens += len(packed)
+        self.num_supervised += int(supervised.sum())
+        self._files[TOKENS].write(packed.tobytes())
+        self._files[OFFSETS].write(np.int64(self.num_tokens).tobytes())
+        self._files[TARGETS].write(np.int32(supervised[1:].sum()).tobytes())
+        self._files[PLACES].write(np.array([file, place], dtype=np.int64).tobytes())
+        last = int(token_ids[np.flatnonzero(supervised)[-1]])
+        self.endings.setdefault(last, [0, origin])[0] += 1
+
+    def finish(self, header: dict[str, Any]) -> None:
+        """Write what is known only at the end."""
+        used_ids = np.flatnonzero(self._used).astype(np.int32)
+        (self.directory / USED_IDS).write_bytes(used_ids.tobytes())
+        counted = {
+            "num_samples": self.num_samples,
+            "num_tokens": self.num_tokens,
+            "num_supervised": self.num_supervised,
+            "endings": {str(token_id): ending for token_id, ending in self.endings.items()},
+        }
+        text = json.dumps({"format": FORMAT, **header, **counted}, indent=1, ensure_ascii=False)
+        (self.directory / HEADER).write_text(text, encoding="utf-8")
+
+
+def pack(sample: Sample) -> np.ndarray:
+    """Ids and flags of a sample in one uint32 array."""
+    return sample.token_ids.astype(np.uint32) | np.where(sample.supervised, SUPERVISED_BIT, np.uint32(0))
+
+
+class CachedSource:
+    """The samples of a cache. `header` is its `data.json`; lengths and offsets are in memory, tokens are
+    not.
+    """
+
+    def __init__(self, directory: Path, header: dict[str, Any]) -> None:
+        self.directory, self.header = directory, header
+        self.num_samples: int | None = int(header["num_samples"])
+        self.names: list[str] = header["names"]
+        self.offsets = np.fromfile(directory / OFFSETS, dtype=np.int64)
+        self.lengths = np.diff(self.offsets)
+        self.num_targets = np.fromfile(directory / TARGETS, dtype=np.int32)
+        self._tokens: np.ndarray | None = None
+        self._places: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps: a process that gets a copy opens the files itself."""
+        return self.__dict__ | {"_tokens": None, "_places": None}
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`, read from the map."""
+        if self._tokens is None:
+            self._tokens = np.memmap(self.directory / TOKENS, dtype=np.uint32, mode="r")
+        packed = np.array(self._tokens[self.offsets[index] : self.offsets[index + 1]])
+        return Sample(
+            token_ids=(packed & ~SUPERVISED_BIT).astype(np.int64),
+            supervised=packed >= SUPERVISED_BIT,
+            origin=f"sample {index} ({self.origin(index)})",
+        )
+
+    def origin(self, index: int) -> str:
+        """`file:line` of a sample."""
+        if self._places is None:
+            self._places = np.memmap(self.directory / PLACES, dtype=np.int64, mode="r").reshape(-1, 2)
+        file, place = self._places[index]
+        return f"{self.names[file]}:{place}"
+
+    def digest(self) -> str:
+        """Sha256 of all tokens and flags, from the manifest."""
+        files: dict[str, Any] = read_json(self.directory / MANIFEST)["files"]
+        return str(files[TOKENS]["sha256"])
+
+    def refuse_token(self, token_id: int) -> None:
+        """Raise UserError IDLM-0206, naming the record, where `token_id` occurs."""
+        used = np.fromfile(self.directory / USED_IDS, dtype=np.int32)
+        if token_id not in used:
+            return
+        tokens = np.memmap(self.directory / TOKENS, dtype=np.uint32, mode="r")
+        for start in range(0, len(tokens), SCANNED_TOKENS):
+            hits = np.flatnonzero((tokens[start : start + SCANNED_TOKENS] & ~SUPERVISED_BIT) == token_id)
+            if len(hits):
+                index = int(np.searchsorted(self.offsets, start + hits[0], side="right")) - 1
+                raise UserError(
+                    "IDLM-0206",
+                    f"{self.origin(index)} contains the mask token (id {token_id})",
+                    fix="remove the mask token's text from the data, or choose another model.mask_token_id",
+                )
+        raise AssertionError(f"{token_id=} is in {USED_IDS} but nowhere in {TOKENS}")
+
+
+def open_cache(directory: Path, key: str) -> CachedSource | None:
+    """The cache in `directory`; None where there is none. Raises ValueError saying what is damaged."""
+    if not directory.is_dir():
+        return None
+    try:
+        files: dict[str, Any] = read_json(directory / MANIFEST)["files"]
+        header = read_json(directory / HEADER)
+        for name, entry in files.items():
+            _check_file(
+                directory / name, size=entry["size"], sha256=None if name == TOKENS else entry["sha256"]
+            )
+        expected = {TOKENS: 4 * header["num_tokens"], **_index_sizes(header["num_samples"])}
+        wrong = [name for name, size in expected.items() if files[name]["size"] != size]
+        if wrong or header["format"] != FORMAT or header["key"] != key:
+            raise ValueError(f"{HEADER} does not describe {', '.join(wrong) or 'this data'}")
+        return CachedSource(directory, header)
+    except (KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def cache_key(facts: Iterable[Any]) -> str:
+    """Sha256 of plain data."""
+    return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
+
+
+def _index_sizes(num_samples: int) -> dict[str, int]:
+    return {OFFSETS: 8 * (num_samples + 1), TARGETS: 4 * num_samples, PLACES: 16 * num_samples}
+
+
+def _check_file(path: Path, *, size: int, sha256: str | None) -> None:
+    if path.stat().st_size != size:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
+    if sha256 is not None:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise ValueError(f"the sha256 of {path.name} differs from the manifest")
