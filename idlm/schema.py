@@ -184,8 +184,16 @@ def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: t
             return _convert_items(value, member, key, problems, root)
         if _fits(value, member):
             return _cast(value, member)
+        if _is_sequence_of_any_length(member) and any(_fits(value, item) for item in members(arguments[0])):
+            return _convert_items([value], member, key, problems, root)
     given = "null" if value is None else f"{value!r} ({_GIVEN.get(type(value), type(value).__name__)})"
     raise Invalid(f"{key}: got {given}, expected {describe_type(annotation)}")
+
+
+def _is_sequence_of_any_length(annotation: Any) -> bool:
+    """Lists of values, for which one value may stand: `stop=x` means `stop=[x]`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    return origin is list or (origin is tuple and arguments[-1] is Ellipsis)
 
 
 def _convert_items(value: list[Any], annotation: Any, key: str, problems: list[str], root: type) -> Any:

@@ -17,20 +17,13 @@ from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
-from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.runner import Runner
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
 from idlm.suggest import did_you_mean
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +165,8 @@ def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, A
         if mine.get(name) is not None:
             mine[name] = str(mine[name])
     if "accelerators" in mine:
-        mine["accelerators"] = tuple(mine["accelerators"])
+        given = mine["accelerators"]
+        mine["accelerators"] = (given,) if isinstance(given, str) else tuple(given)
     settings = EngineSettings(**mine)
     _check_settings(settings)
     return settings, {key: value for key, value in options.items() if key not in names}

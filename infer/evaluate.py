@@ -12,6 +12,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
 from idlm.tasks import Task, TaskSample, Verdict
 
+NUM_SEEDS = 2**63
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -71,9 +73,10 @@ def task_samples(task: Task, split: str, num: int) -> list[TaskSample]:
 
 
 def evaluate(engine: Engine, task: Task, samples: Sequence[TaskSample], params: SamplingParams) -> Evaluation:
-    """Decode all prompts in one go and check every answer. With a seed given, prompt i uses seed + i."""
+    """Decode all prompts in one go and check every answer. Prompt i uses a given seed + i, modulo 2**63."""
     settings = [
-        params if params.seed is None else params.with_seed(params.seed + i) for i in range(len(samples))
+        params if params.seed is None else params.with_seed((params.seed + i) % NUM_SEEDS)
+        for i in range(len(samples))
     ]
     start = time.perf_counter()
     completions = engine.generate([sample.prompt for sample in samples], settings)

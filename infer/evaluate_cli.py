@@ -42,7 +42,9 @@ def run_evaluation(arguments: list[str]) -> int:
     samples = _check(config, task)
     name, evaluation = _evaluate(config, decoder, options, task, samples)
     results = {name: evaluation}
-    if config.baseline not in (None, name):
+    if config.baseline == name:
+        print(f"baseline={name} is the decoder itself: nothing beside it", file=sys.stderr)
+    elif config.baseline is not None:
         baseline, evaluation = _evaluate(config, config.baseline, {}, task, samples)
         results = {baseline: evaluation, **results}
     print(table(results))

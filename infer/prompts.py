@@ -50,7 +50,11 @@ def read_prompts(path: str, sampling: SamplingConfig) -> Iterator[PromptLine]:
     """
     source = Path(path)
     if not source.is_file():
-        raise UserError("IDLM-0430", f"input={path!r} is not a file", fix="give a file of JSON lines")
+        raise UserError(
+            "IDLM-0430",
+            f"input={path!r} is not a file",
+            fix="give a file of JSON lines; text that is piped in needs no input=",
+        )
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
