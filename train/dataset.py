@@ -18,6 +18,7 @@ from idlm.masks import PADDING_DOC
 from idlm.train.curriculum import Curriculum
 from idlm.train.data.base import Source
 from idlm.train.file_rows import FileRows, overlong_error, split
+from idlm.train.flops import count_fed
 from idlm.train.layout import IGNORE_LABEL, ROW_FIELDS, Sample, pack_rows
 from idlm.train.objectives.base import Objective
 from idlm.train.packing import StreamPlan
@@ -141,8 +142,8 @@ def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Te
 
     Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found
     here so that no device ever waits for them), `gate_index` (those of all noisy rows, for a gated adapter),
-    `item_ids` [B] and the scalars `num_masks` of the stage and `num_tokens`, the document tokens of the
-    micro-batch.
+    `item_ids` [B], `fed` [6] (`idlm.train.flops.count_fed`) and the scalars `num_masks` of the stage and
+    `num_tokens`, the document tokens of the micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
@@ -153,5 +154,6 @@ def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Te
     arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"])
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
     arrays["num_tokens"] = np.asarray(((arrays["doc_ids"] != PADDING_DOC) & ~arrays["is_noisy"]).sum())
+    arrays["fed"] = count_fed(arrays)
     arrays["num_masks"] = np.asarray(curriculum.stages[stages.pop()].stride - 1)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -30,8 +30,9 @@ class StepLosses:
     """What one optimizer step computed, over all its micro-batches: tensors, so that reading them is the
     caller's cost.
 
-    `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks]
-    and `num_tokens` (document tokens, a scalar) are of this rank alone. `weights` [num_terms]; they wait for
+    `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks],
+    `num_tokens` (document tokens, a scalar), `fed` [6] (`idlm.train.flops`) and `item_ids` are of this rank
+    alone. `weights` [num_terms]; they wait for
     the losses of the step's one micro-batch where `is_weighted` is false.
     """
 
@@ -43,6 +44,8 @@ class StepLosses:
     overlap_sums: Tensor
     overlap_counts: Tensor
     num_tokens: Tensor
+    fed: Tensor
+    item_ids: Tensor
 
     def add_overlap(self, overlap: Overlap) -> None:
         """Add a micro-batch's."""
