@@ -176,8 +176,10 @@ def _encoded(tasks: Iterable[Task], encoder: Encoder, num_workers: int) -> Itera
         for task in tasks:
             yield encode(encoder, task)
         return
-    # A fork would copy this process with all its threads, GPU context included; fresh processes do not.
-    context = multiprocessing.get_context("spawn")
+    # A fork would copy this process with its threads and its GPU context. The fork server is a fresh process,
+    # which imports what every worker needs once for all of them.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, type(encoder.tokenizer).__module__])
     with ProcessPoolExecutor(
         num_workers, mp_context=context, initializer=_start_worker, initargs=(encoder,)
     ) as pool:
