@@ -76,10 +76,10 @@ class Tally:
 
 
 class World:
-    """Runs of one number of processes; `reference` is the one left alone."""
+    """Runs of one number of processes; `reference` is the one left alone. `changes` are to the settings."""
 
-    def __init__(self, folder: Path, base: Path, world_size: int) -> None:
-        self.folder, self.base, self.world_size = folder, base, world_size
+    def __init__(self, folder: Path, base: Path, world_size: int, **changes: Any) -> None:
+        self.folder, self.base, self.world_size, self.changes = folder, base, world_size, changes
         self.tally = Tally()
         folder.mkdir()
         self.reference = self.folder / "reference"
@@ -98,7 +98,8 @@ class World:
             "model.path": self.base,
             "data.source": "task",
             "train.stages": stages,
-            "train.batch_size": 2 // self.world_size,
+            "train.batch_size": 1,
+            "train.accumulation": 2 // self.world_size,
             "train.max_length": 300,
             "train.row_length": 560,
             "train.learning_rate": 0.003,
@@ -108,6 +109,7 @@ class World:
             "train.save_every": 1,
             "train.zero_stage": "null" if self.world_size == 1 else 2,
             "report.enabled": "false",
+            **self.changes,
         }
         return [f"{key}={value}" for key, value in values.items()]
 
@@ -250,7 +252,8 @@ def damaged_checkpoints(checkpoint: Path, num_flips: int, generator: random.Rand
     return refused, complaints
 
 
-def _make_base(directory: Path) -> None:
+def make_base(directory: Path) -> None:
+    """A random tiny checkpoint, made by a process of its own: this one forks and must not compute."""
     pid = os.fork()
     if pid == 0:
         import torch
@@ -265,8 +268,8 @@ def _make_base(directory: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def _import_everything() -> None:
-    """All that a run would import, once; out of the garbage collector's sight, which would copy it per fork."""
+def import_everything() -> None:
+    """All that a run would import, once; out of sight of the garbage collector, which would copy it."""
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     for name in IMPORTED_BY_RUNS:
         importlib.import_module(name)
@@ -278,7 +281,7 @@ def _import_everything() -> None:
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
     generator = random.Random(int(options["seed"]))
-    _import_everything()
+    import_everything()
     rows, complaints = [], []
     # SIGKILL loses nothing that was written, so memory serves as well as a disk and waits for no flush.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -286,7 +289,7 @@ def main(arguments: list[str]) -> int:
         folder = Path(temporary)
         base = folder / "base"
         base.mkdir()
-        _make_base(base)
+        make_base(base)
         for world_size in (int(text) for text in options["worlds"].split(",")):
             start = time.perf_counter()
             world = World(folder / f"world-{world_size}", base, world_size)

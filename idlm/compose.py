@@ -25,6 +25,7 @@ from idlm.suggest import did_you_mean
 T = TypeVar("T")
 CONF_DIR = Path(__file__).parent / "conf"
 RECIPE = "recipe"
+FROZEN = "config"
 _FLAGS = ("-h", "--help")
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-/@]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
@@ -41,16 +42,21 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     """The configuration of one command: `schema` filled from conf/<config_name>.yaml, recipe and overrides.
 
     `recipe=x` and `+recipe=x` name a file of conf/recipe or the path of a YAML file; overrides may come in
-    any order and always win over the recipe. All unknown keys, wrong types and missing values are reported in
-    ONE UserError IDLM-0101; an unknown recipe is IDLM-0104, a file that is not YAML IDLM-0105. `-h` or
-    `--help` prints every key and exits with status 0.
+    any order and always win over the recipe. `config=FILE` takes a whole composed configuration instead (what
+    a launcher froze, or a run's `config.yaml`), so that all ranks see the same. All unknown keys, wrong types
+    and missing values are reported in ONE UserError IDLM-0101; an unknown recipe is IDLM-0104, a file that is
+    not YAML IDLM-0105. `-h` or `--help` prints every key and exits with status 0.
     """
     if any(override in _FLAGS for override in overrides):
         print(describe(schema))
         raise SystemExit(0)
     problems: list[str] = []
+    frozen, overrides = _take_frozen(overrides, schema)
     groups, values = _split(overrides, schema, conf_dir, problems)
-    data = _merge(schemas.defaults_of(schema), _read_files(config_name, groups, conf_dir))
+    if frozen is not None and groups:
+        problems.append(f"{FROZEN}={frozen} is a whole configuration; {', '.join(groups)} cannot be added")
+    given = _read_frozen(frozen) if frozen is not None else _read_files(config_name, groups, conf_dir)
+    data = _merge(schemas.defaults_of(schema), given)
     for override in values:
         _apply(data, override, schema, problems)
     config = schemas.build(schema, _resolve(data), problems)
@@ -83,6 +89,28 @@ def describe(schema: type) -> str:
 def recipes(conf_dir: Path = CONF_DIR) -> list[str]:
     """Names that `recipe=` accepts, sorted."""
     return sorted(path.stem for path in (conf_dir / RECIPE).glob("*.yaml"))
+
+
+def _take_frozen(overrides: list[str], schema: type) -> tuple[Path | None, list[str]]:
+    """The file of `config=FILE` and the other overrides; the last one given counts."""
+    if schemas.lookup(schema, FROZEN) is not None:
+        return None, overrides
+    files = [text for text in overrides if text.startswith(f"{FROZEN}=")]
+    rest = [text for text in overrides if text not in files]
+    path = Path(_unquote(files[-1].partition("=")[2])).expanduser() if files else None
+    return path, rest
+
+
+def _read_frozen(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError("IDLM-0104", f"there is no configuration file {path}", fix="check the path")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError("IDLM-0105", f"{path} is not YAML: {error}", fix="correct the file") from error
+    if not isinstance(content, dict):
+        raise UserError("IDLM-0105", f"{path} holds no mapping", fix="give the file that a launcher froze")
+    return {str(key): value for key, value in content.items()}
 
 
 def _split(

@@ -1,0 +1,43 @@
+# Sourced by the launchers of this folder. They compose the configuration once, here, and hand every rank the same
+# frozen file; no rank composes for itself and none makes an output folder of its own.
+#   PYTHON   interpreter (default: python3)
+#   GPUS     processes per node (default: the GPUs that are visible)
+#   DRY=1    print the commands, run nothing
+# Arguments are those of idlm-train: recipe=NAME key=value ...
+
+PYTHON=${PYTHON:-python3}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+export PYTHONSAFEPATH=1 TOKENIZERS_PARALLELISM=false
+
+count_gpus() {
+    local visible
+    visible=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+    if [ "$visible" -eq 0 ]; then
+        echo "no GPU is visible; give the number of processes as GPUS=n" >&2
+        return 1
+    fi
+    echo "$visible"
+}
+
+# freeze ARGUMENT...: the path of the composed configuration; under DRY=1 what would print it.
+freeze() {
+    if [ "${DRY:-0}" = 1 ]; then
+        echo "\$($PYTHON -m idlm.train.freeze $(quoted "$@"))"
+    else
+        "$PYTHON" -m idlm.train.freeze "$@"
+    fi
+}
+
+quoted() {
+    [ "$#" -eq 0 ] || printf '%q ' "$@"
+}
+
+# run COMMAND...: becomes the command, so that signals reach it; under DRY=1 prints it.
+run() {
+    if [ "${DRY:-0}" = 1 ]; then
+        printf '%s ' "$@"
+        echo
+    else
+        exec "$@"
+    fi
+}

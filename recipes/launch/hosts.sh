@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Any recipe on several nodes, by DeepSpeed's launcher over ssh (pdsh):
+#   HOSTFILE=hosts.txt recipes/launch/hosts.sh recipe=qwen3_8b model.path=... data.path=...
+# hosts.txt has one line per node: `name slots=8`. Every node sees this repository, the model, the data and
+# output_dir under the same paths (a shared disk); the frozen configuration lies in output_dir.
+set -euo pipefail
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=common.sh
+. "$here/common.sh"
+
+: "${HOSTFILE:?give HOSTFILE=file with one line 'name slots=GPUS' per node}"
+if [ ! -r "$HOSTFILE" ]; then
+    echo "cannot read HOSTFILE=$HOSTFILE" >&2
+    exit 2
+fi
+config=$(freeze "$@")
+run "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --no_local_rank --module idlm.train.cli \
+    "config=$config"
