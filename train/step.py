@@ -83,7 +83,8 @@ class PreviousMeans(TrainerCallback, ExportableState):
     ) -> None:
         step = self.trainer.step_losses
         assert step is not None
-        self.means = step.means(step.sums)
+        # A clean half of weight 0 is summed up only where it is shown.
+        self.means = None if step.stage.clean_weight == 0 else step.means(step.sums)
 
     def state(self) -> dict[str, Any]:
         """What transformers writes with a checkpoint."""

@@ -78,9 +78,11 @@ class IdlmTrainer(SavingTrainer):
         if not batches:
             return batches, torch.zeros(0)
         self.guard.begin(self.state.global_step + 1, num_micro_batches=len(batches))
-        counts = torch.stack([self.objective.counts(batch) for batch in batches]).sum(dim=0).to(device)
-        all_reduce(counts)
         stage = self.curriculum.stage_of_step(self.state.global_step)
+        is_shown = self._is_logged_step()
+        per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_shown) for batch in batches]
+        counts = torch.stack(per_batch).sum(dim=0).to(device)
+        all_reduce(counts)
         num_masks = stage.stride - 1
         self.step_losses = StepLosses(
             stage=stage,
@@ -119,7 +121,7 @@ class IdlmTrainer(SavingTrainer):
 
     def _is_logged_step(self) -> bool:
         step = self.state.global_step + 1
-        return step == 1 or step % self.log_every == 0
+        return step in (1, self.state.max_steps) or step % self.log_every == 0
 
     def _weigh(self, step: StepLosses, batches: list[Batch]) -> None:
         """Set the weights of the terms, unless they follow from the step's one micro-batch while it runs.

@@ -182,7 +182,7 @@ def test_values_and_gradients_are_those_of_the_plain_loss(
     ).eval()
     samples = [random_sample(seed, prompt=3 + seed, response=7 + seed) for seed in range(2)]
     batch = batch_of(samples, objective, stage, padding=2)
-    counts = objective.counts(batch)
+    counts = objective.counts(batch, stage=stage, want_overlap=True)
     if chunk_rows is not None:
         monkeypatch.setattr(base, "linear_cross_entropy", in_chunks(base.linear_cross_entropy, chunk_rows))
         monkeypatch.setattr(base, "token_nll", in_chunks(base.token_nll, chunk_rows))
@@ -343,3 +343,14 @@ def test_a_sliding_window_shorter_than_the_rows_is_named() -> None:
     config.sliding_window, config.layer_types = 128, ["full_attention", "sliding_attention"]
     assert "128" in str(window_problem(config, 129))
     assert window_problem(config, 128) is None
+
+
+@pytest.mark.parametrize("clean_weight", [0.0, 0.2, None])
+def test_a_clean_loss_that_trains_nothing_is_computed_only_to_be_shown(clean_weight: float | None) -> None:
+    objective, stage = tiny_objective(), stage_of(3, clean_weight)
+    model = tiny_model("qwen3")
+    batch = batch_of([random_sample(1, prompt=3, response=7)], objective, stage)
+    for is_shown in (False, True):
+        counts = objective.counts(batch, stage=stage, want_overlap=is_shown)
+        sums = terms_of(model, batch, objective, stage, BOTH, want_overlap=is_shown).sums
+        assert (sums > 0).tolist() == (counts > 0).tolist() == [True, is_shown or clean_weight != 0.0]

@@ -37,7 +37,7 @@ class Autoregressive:
     def rows(self, sample: Sample, stage: Stage) -> SampleRows:
         return SampleRows(noisy=no_rows(), clean=clean_rows(sample, self.mask_region))
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         return torch.tensor([batch["clean_index"].numel()])
 
     def terms(

@@ -87,8 +87,8 @@ class Objective(Protocol):
     def rows(self, sample: Sample, stage: Stage) -> SampleRows:
         """The sample's rows at a stage of the curriculum."""
 
-    def counts(self, batch: Batch) -> Tensor:
-        """Supervised tokens per term, int64 [num_terms] on the CPU, from shapes alone."""
+    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
+        """Tokens per term whose loss `terms` sums up, int64 [num_terms] on the CPU, from shapes alone."""
 
     def terms(
         self,
@@ -102,6 +102,7 @@ class Objective(Protocol):
     ) -> Terms:
         """Losses of a micro-batch, where `coefficients` [num_terms] are given with the loss to differentiate.
 
+        `want_overlap`: the step's figures are shown, so that what is only reported is worth its cost.
         `head` sees supervised rows only. Nothing here may wait for the device.
         """
 

@@ -49,8 +49,9 @@ class IntrospectiveConsistency:
         )
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
 
-    def counts(self, batch: Batch) -> Tensor:
-        return torch.tensor([batch["noisy_index"].numel(), batch["clean_index"].numel()])
+    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
+        sums_clean = stage.clean_weight != 0.0 or want_overlap
+        return torch.tensor([batch["noisy_index"].numel(), batch["clean_index"].numel() if sums_clean else 0])
 
     def terms(
         self,
@@ -71,7 +72,7 @@ class IntrospectiveConsistency:
         if want_overlap:
             overlap_M = head.overlap(*(hidden.detach().index_select(0, rows) for rows in (noisy_M, clean_M)))
             overlap = _by_position(overlap_M, noisy_M, batch, num_masks=stage.stride - 1)
-        # With s = 0 the clean half is only reported: it takes no gradient, and a third of the cost.
+        # With s = 0 the clean half takes no gradient, and is computed only to be reported.
         trains_clean = stage.clean_weight != 0.0
         index = torch.cat([noisy_M, clean_M]) if trains_clean or coefficients is None else noisy_M
         rows, loss = hidden.index_select(0, index), None
@@ -80,7 +81,7 @@ class IntrospectiveConsistency:
         else:
             per_row = torch.cat([coefficients[0].expand(len(noisy_M)), coefficients[1].expand(len(clean_M))])
             loss, nll = head.loss(rows, labels[index], per_row[: len(index)])
-            if not trains_clean:
+            if want_overlap and not trains_clean:
                 clean_nll = head.nll(hidden.detach().index_select(0, clean_M), labels[clean_M])
                 nll = torch.cat([nll, clean_nll])
         sums = torch.stack([half.sum() for half in nll.tensor_split([len(noisy_M)])])
