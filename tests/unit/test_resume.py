@@ -1,0 +1,144 @@
+"""A run continues from its own intact checkpoint, configuration and rows per step, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from idlm.checkpoint import clear_stale, publish, verify
+from idlm.compose import compose
+from idlm.errors import UserError
+from idlm.train.config import TrainConfig
+from idlm.train.resume import SHAPE_FILE, RunShape, choose_checkpoint, config_hash, config_text, store_config
+
+SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
+
+
+def config_of(folder: Path, **changes: object) -> TrainConfig:
+    values = {"output_dir": folder / "out", "objective": "ar", "train.steps": 9} | changes
+    return compose("train", TrainConfig, [f"{key}={value}" for key, value in values.items()])
+
+
+def save(folder: Path, step: int, shape: RunShape = SHAPE) -> Path:
+    target = folder / "out" / "run" / f"checkpoint-{step}"
+    with publish(target) as staging:
+        (staging / SHAPE_FILE).write_text(json.dumps(shape.as_dict()))
+        (staging / "global_step").mkdir()
+        (staging / "global_step" / "optim_states.pt").write_bytes(bytes(range(256)) * step)
+    return target
+
+
+def test_the_newest_intact_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, newer = save(tmp_path, 4), save(tmp_path, 10)
+    assert choose_checkpoint(config_of(tmp_path), SHAPE) == newer
+    (newer / "global_step" / "optim_states.pt").write_bytes(b"x")
+    logging.getLogger("idlm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert choose_checkpoint(config_of(tmp_path), SHAPE) == older
+    assert "checkpoint-10" in caplog.text and "optim_states.pt" in caplog.text
+    assert not newer.exists() and (newer.parent / "damaged-checkpoint-10-1").is_dir()
+    save(tmp_path, 10)
+    assert choose_checkpoint(config_of(tmp_path), SHAPE) == newer, "its place is free again"
+
+
+def test_a_file_beside_the_manifest_is_refused(tmp_path: Path) -> None:
+    target = save(tmp_path, 4)
+    verify(target, sealed=True)
+    (target / "global_step" / "mp_rank_00x_model_states.pt").write_bytes(b"")
+    verify(target)
+    with pytest.raises(UserError, match="mp_rank_00x_model_states"):
+        verify(target, sealed=True)
+    with pytest.raises(UserError, match="IDLM-0302"):
+        choose_checkpoint(config_of(tmp_path, resume=target), SHAPE)
+
+
+def test_two_hundred_damages_are_refused_by_name(tmp_path: Path) -> None:
+    from benchmarks.resume import damaged_checkpoints
+
+    refused, complaints = damaged_checkpoints(save(tmp_path, 3), 200, random.Random(0))
+    assert (refused, complaints) == (200, [])
+
+
+def test_what_dead_publishers_left_is_cleared(tmp_path: Path) -> None:
+    run = save(tmp_path, 4).parent
+    stale = run / ".checkpoint-8.staging-00000000"
+    (stale / "files").mkdir(parents=True)
+    ready = run / ".checkpoint-12.staging-00000000"
+    ready.mkdir()
+    shutil.copytree(run / "checkpoint-4", ready / "ready")
+    with publish(run / "checkpoint-6") as alive:
+        clear_stale(run)
+        assert alive.is_dir(), "a living publisher is left alone"
+        assert not stale.exists() and not ready.exists()
+        (alive / "a").write_text("")
+    verify(run / "checkpoint-12")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"world_size": 4}, "IDLM-0512", ("8 processes x 1 rows x 4", "= 16 rows", "train.accumulation=8")),
+        ({"world_size": 5}, "IDLM-0512", ("5 does not",)),
+        ({"world_size": 4, "accumulation": 8}, "IDLM-0513", ("ZeRO-2", "8 processes", "ds_to_universal")),
+        ({"batch_size": 2, "accumulation": 2}, None, ()),
+    ],
+)
+def test_the_rows_of_a_step_stay(
+    tmp_path: Path, changes: dict[str, int], code: str | None, words: tuple[str, ...]
+) -> None:
+    target = save(tmp_path, 4)
+    now = replace(SHAPE, **changes)
+    if code is None:
+        assert choose_checkpoint(config_of(tmp_path), now) == target
+        return
+    with pytest.raises(UserError) as caught:
+        choose_checkpoint(config_of(tmp_path), now)
+    assert caught.value.code == code
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_without_zero_another_number_of_processes_goes_on(tmp_path: Path) -> None:
+    target = save(tmp_path, 4, replace(SHAPE, zero_stage=None))
+    now = replace(SHAPE, zero_stage=None, world_size=4, accumulation=8)
+    assert choose_checkpoint(config_of(tmp_path), now) == target
+
+
+def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    save(tmp_path, 4)
+    store_config(config)
+    stored = tmp_path / "out" / "run" / "config.yaml"
+    again = compose("train", TrainConfig, [f"config={stored}"])
+    assert again == config and config_hash(again) == config_hash(config)
+    assert choose_checkpoint(config_of(tmp_path, **{"train.log_every": 3}), SHAPE) is not None
+    other = config_of(tmp_path, **{"train.learning_rate": 0.5})
+    assert config_hash(other) != config_hash(config)
+    with pytest.raises(UserError, match=r"learning_rate: 1e-05 -> 0.5"):
+        choose_checkpoint(other, SHAPE)
+    stored.write_text("a: [")
+    with pytest.raises(UserError, match="IDLM-0303"):
+        choose_checkpoint(config, SHAPE)
+
+
+def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) -> None:
+    frozen = tmp_path / "frozen.yaml"
+    frozen.write_text(config_text(config_of(tmp_path)))
+    taken = compose("train", TrainConfig, [f"config={frozen}", "resume=never"])
+    assert taken == replace(config_of(tmp_path), resume="never")
+    with pytest.raises(UserError, match="whole configuration"):
+        compose("train", TrainConfig, [f"config={frozen}", "recipe=tiny"])
+    frozen.write_text(config_text(config_of(tmp_path)).replace("accumulation:", "acumulation:"))
+    with pytest.raises(UserError, match="acumulation"):
+        compose("train", TrainConfig, [f"config={frozen}"])
+    for content, code in (("[1]", "IDLM-0105"), ("a: [", "IDLM-0105")):
+        frozen.write_text(content)
+        with pytest.raises(UserError, match=code):
+            compose("train", TrainConfig, [f"config={frozen}"])
+    with pytest.raises(UserError, match="IDLM-0104"):
+        compose("train", TrainConfig, ["config=/nowhere.yaml"])

@@ -1,0 +1,116 @@
+"""Who is named, and when nobody is: the watchdog's judgement on what ranks said, without processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.train.watchdog import SILENT_SECONDS, SLOW_FACTOR, Beat, Seen, Watchdog, _host, watching
+
+
+def dog_that_saw(*beats: Beat, hang_seconds: float = 100.0) -> Watchdog:
+    dog = Watchdog(None, rank=0, world_size=1 + len(beats), hang_seconds=hang_seconds)
+    for beat in beats:
+        dog.seen[beat.rank] = Seen(beat)
+    return dog
+
+
+def beat(rank: int, *, step: int = 0, phase: str = "compute", pid: int = 0, host: str = "far") -> Beat:
+    return Beat(rank=rank, pid=pid or os.getpid(), host=host, step=step, phase=phase)
+
+
+def named(dog: Watchdog) -> tuple[str, list[int]] | None:
+    verdict = dog._judge()
+    return None if verdict is None else (verdict[0], [culprit.rank for culprit in verdict[1]])
+
+
+def test_nobody_is_named_while_all_is_well() -> None:
+    dog = dog_that_saw(beat(1), beat(2, host=_host()))
+    assert named(dog) is None
+
+
+def test_last_words_are_passed_on() -> None:
+    dog = dog_that_saw(beat(1), beat(2, step=6))
+    dog.seen[2].beat.last_words = "IDLM-0301: no space"
+    told = named(dog)
+    assert told is not None and told[1] == [2]
+    assert "rank 2" in told[0] and "step 7" in told[0] and "IDLM-0301: no space" in told[0]
+
+
+def test_a_process_that_ended_here_is_named_at_once() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dog = dog_that_saw(beat(1, pid=gone.pid, host=_host()), beat(2, pid=gone.pid, host="another machine"))
+    told = named(dog)
+    assert told is not None and told[1] == [1], "the same number on another machine means nothing"
+    dog.seen[1].beat.is_done = True
+    assert named(dog) is None, "a rank that finished may go"
+
+
+def test_silence_is_named_after_its_time() -> None:
+    dog = dog_that_saw(beat(1), beat(2))
+    dog.seen[2].alive_at -= SILENT_SECONDS + 1
+    told = named(dog)
+    assert told is not None and told[1] == [2] and "silent" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([("compute", 5), ("data", 5), ("compute", 5)], [1]),
+        ([("compute", 5), ("compute", 4), ("data", 5)], [1]),
+        ([("compute", 5), ("compute", 5), ("compute", 5)], [0, 1, 2]),
+        ([("data", 6), ("save", 6), ("data", 6)], [1]),
+    ],
+)
+def test_the_rank_furthest_behind_hangs(places: list[tuple[str, int]], expected: list[int]) -> None:
+    dog = dog_that_saw(*(beat(rank) for rank in (1, 2)))
+    for rank, (phase, step) in enumerate(places):
+        dog.seen[rank].beat.phase, dog.seen[rank].beat.step = phase, step
+        dog.seen[rank].moved_at -= dog.hang_seconds * (SLOW_FACTOR if phase == "save" else 1) + 1
+    told = named(dog)
+    assert told is not None and told[1] == expected
+
+
+def test_files_may_take_longer_than_steps() -> None:
+    dog = dog_that_saw(beat(1, phase="save"))
+    for known in dog.seen.values():
+        known.moved_at -= dog.hang_seconds + 1
+    assert named(dog) is None
+
+
+def test_a_lone_process_that_hangs_ends_with_its_stack() -> None:
+    code = """
+import time
+from idlm.train import watchdog
+watchdog.BEAT_SECONDS = 0.02
+with watchdog.watching(0.05) as dog:
+    dog.move("compute", 3)
+    def the_place_that_hangs():
+        time.sleep(60)
+    the_place_that_hangs()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 75
+    assert "rank 0" in done.stderr and "step 4, compute hangs" in done.stderr
+    assert "the_place_that_hangs" in done.stderr
+
+
+def test_errors_pass_through_and_the_thread_ends() -> None:
+    with pytest.raises(UserError, match="IDLM-0503"), watching(100.0) as dog:
+        raise UserError("IDLM-0503", "a bad loss", fix="none")
+    assert dog.mine.last_words == "IDLM-0503: a bad loss"
+    with pytest.raises(ZeroDivisionError), watching(100.0) as dog:
+        _ = 1 / 0
+    assert "ZeroDivisionError" in dog.mine.last_words
+    with watching(100.0) as dog:
+        assert dog._thread.is_alive()
+    deadline = time.monotonic() + 5
+    while dog._thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not dog._thread.is_alive() and dog.mine.is_done
