@@ -2,8 +2,8 @@
 
 The reference runs every sample by itself as the paper writes it, `[x_t | x_0]` of 2L rows under a dense mask
 made from the definition, with the logits of all rows in memory. One optimizer step is one pass over the file,
-so neither loop has to know in which rows the trainer packs the samples. The learning rate is a thirtieth of the
-recipe's: at 3e-3 two orders of summation alone part by 1e-4 within eight steps.
+so neither loop has to know in which rows the trainer packs the samples. The learning rate is a thirtieth of
+the recipe's: at 3e-3 two orders of summation alone part by 1e-4 within eight steps.
 
 The second case, slow: python -m pytest -m slow tests/integration/test_loss_parity.py
 """
