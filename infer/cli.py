@@ -19,9 +19,10 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.answers import AnswerRun, Tally, as_record, encode_line
 from idlm.infer.config import GenerateConfig
+from idlm.infer.continuation import Begun, begun
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
-from idlm.infer.output import answer_file, check_output
+from idlm.infer.output import answer_file, check_output, partial_path
 from idlm.infer.prompts import PromptLine, check_prompts, read_prompts, text_prompts
 from idlm.schema import show_default
 from idlm.tokens import encode_messages
@@ -45,6 +46,9 @@ def generate(arguments: list[str]) -> int:
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
+    if config.resume and _is_complete(config):
+        print(f"{config.output} is complete", file=sys.stderr)
+        return 0
     lines = _lines(config)
     engine = load_engine(config.model, decoder, config.options(), options)
     if lines is None:
@@ -103,7 +107,7 @@ def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
     config.sampling.params()
     if config.prompt and config.input:
         raise UserError("IDLM-0439", "both prompt and input are given", fix="give one of them")
-    check_output(config.output, overwrite=config.overwrite)
+    check_output(config.output, overwrite=config.overwrite, resume=config.resume)
     if config.input:
         if config.output and Path(config.output).resolve() == Path(config.input).resolve():
             raise UserError("IDLM-0439", "input and output are the same file", fix="choose another output=")
@@ -118,6 +122,27 @@ def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
             "IDLM-0440", "a chat has no output file and one answer per turn", fix="give -p TEXT or input=FILE"
         )
     return None
+
+
+def _is_complete(config: GenerateConfig) -> bool:
+    """Whether an earlier run has finished the output. Resuming needs files at both ends."""
+    if config.input is None or config.output is None or config.overwrite:
+        raise UserError(
+            "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
+        )
+    return Path(config.output).is_file()
+
+
+def _begun(config: GenerateConfig) -> Begun | None:
+    """What an interrupted run has left to go on with."""
+    if not config.resume or config.input is None or config.output is None:
+        return None
+    partial, source = partial_path(config.output), config.input
+    if not partial.exists():
+        return None
+    found = begun(partial, lambda: read_prompts(source, config.sampling))
+    print(f"{found.num_records} answers are in {partial} already", file=sys.stderr)
+    return found
 
 
 def _print_one(engine: Engine, line: PromptLine, config: GenerateConfig) -> int:
@@ -146,13 +171,14 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, sta
 def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateConfig) -> int:
     """Answer every line; what is finished when a run is stopped is written as well."""
     start = time.perf_counter()
-    run, tally = AnswerRun(engine, lines), Tally()
+    earlier = _begun(config)
+    run, tally = AnswerRun(engine, lines if earlier is None else earlier.missing), Tally()
     if config.output is None:
         for _, done in run:
             tally.add(done)
             print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
     else:
-        with answer_file(config.output) as answers:
+        with answer_file(config.output, begun=earlier) as answers:
             try:
                 for line, done in run:
                     tally.add(done)

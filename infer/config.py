@@ -76,6 +76,7 @@ class GenerateConfig(EngineConfig):
     input: str | None = _help("JSON lines with prompt, prompt_ids or messages (and id, sampling)", None)
     output: str | None = _help("JSON lines, one completion each; null prints text", None)
     overwrite: bool = _help("replace an existing output file", False)
+    resume: bool = _help("go on with the answers that an interrupted run left in <output>.partial", False)
     stats: bool = _help("print tokens per forward, acceptance and speed to stderr", True)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from idlm.errors import UserError
+from idlm.infer.continuation import Begun
 
 
 class AnswerFile:
@@ -39,7 +40,7 @@ def _place(output: str) -> Path:
     return Path(output).resolve() if Path(output).is_symlink() else Path(output)
 
 
-def check_output(output: str | None, *, overwrite: bool) -> None:
+def check_output(output: str | None, *, overwrite: bool, resume: bool = False) -> None:
     """Refuse, before anything is computed, a file that could not be written or that would be lost."""
     if output is None:
         return
@@ -57,21 +58,29 @@ def check_output(output: str | None, *, overwrite: bool) -> None:
         return
     if path.exists():
         raise UserError("IDLM-0431", f"output={output!r} exists", fix="give overwrite=true or another name")
-    if partial.exists():
+    if partial.exists() and not resume:
         raise UserError(
             "IDLM-0431",
             f"{str(partial)!r} exists: the answers of an interrupted run",
-            fix="keep it under another name, or give overwrite=true",
+            fix="give resume=true to go on with it, overwrite=true, or keep it under another name",
         )
 
 
 @contextmanager
-def answer_file(output: str) -> Iterator[AnswerFile]:
-    """Write to `<output>.partial`, rename it at the end; when stopped, say where the finished answers are."""
+def answer_file(output: str, *, begun: Begun | None = None) -> Iterator[AnswerFile]:
+    """Write to `<output>.partial`, rename it at the end; when stopped, say where the finished answers are.
+
+    With `begun` the partial file that is there keeps its answers and goes on.
+    """
     partial = partial_path(output)
     try:
-        with partial.open("w", encoding="utf-8") as out:
+        if begun is not None:
+            os.truncate(partial, begun.num_bytes)
+        with partial.open("w" if begun is None else "a", encoding="utf-8") as out:
             answers = AnswerFile(out)
+            if begun is not None:
+                out.writelines(raw.decode() for raw in begun.kept)
+                answers.num_records = begun.num_records
             try:
                 yield answers
             except BaseException:
