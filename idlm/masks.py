@@ -1,5 +1,4 @@
-"""Who may see whom, once: the dense reference, the FlexAttention predicate and the engine's two ranges per
-row.
+"""Who may see whom, once: the dense reference and the engine's two ranges per row.
 
 A training row `[x_t | x_0]` holds noisy rows (mask tokens) and clean rows of one or more packed documents. It
 is not an attention kernel: it only answers "may query row q see key row k". Paper arXiv 2604.11035, section
@@ -10,18 +9,12 @@ Shape letters: B sequences, T rows of one packed training row, R rows fed in thi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
 PADDING_DOC = -1
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,48 +49,6 @@ def dense_mask(meta: RowMeta) -> Tensor:
     rows = torch.arange(meta.doc_ids.shape[-1], device=meta.doc_ids.device)
     return _rule(
         doc_q, doc_k, pos_q, pos_k, start_q, start_k, noisy_q, noisy_k, rows[:, None] == rows[None, :]
-    )
-
-
-def flex_predicate(meta: RowMeta) -> MaskMod:
-    """The same rule as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`; `meta` tensors are [B, T]."""
-    doc_ids, positions, block_starts, is_noisy = (
-        meta.doc_ids,
-        meta.positions,
-        meta.block_starts,
-        meta.is_noisy,
-    )
-    assert doc_ids.dim() == 2, f"{doc_ids.shape=}"
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return _rule(
-            doc_ids[b, q_idx],
-            doc_ids[b, kv_idx],
-            positions[b, q_idx],
-            positions[b, kv_idx],
-            block_starts[b, q_idx],
-            block_starts[b, kv_idx],
-            is_noisy[b, q_idx],
-            is_noisy[b, kv_idx],
-            q_idx == kv_idx,
-        )
-
-    return mask_mod
-
-
-def flex_block_mask(meta: RowMeta, *, block_size: int = 128) -> BlockMask:
-    """FlexAttention's block-sparse form of the rule, shared by all heads; `meta` tensors are [B, T]."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    num_seqs, num_rows = meta.doc_ids.shape
-    return create_block_mask(
-        flex_predicate(meta),
-        B=num_seqs,
-        H=None,
-        Q_LEN=num_rows,
-        KV_LEN=num_rows,
-        device=meta.doc_ids.device,
-        BLOCK_SIZE=block_size,
     )
 
 

@@ -1,19 +1,19 @@
 """Our attention functions, registered with transformers, so that any of its causal models trains on `[x_t |
 x_0]`.
 
-`idlm_sdpa` takes a dense bool mask [B, 1, T, T], the plain reference; `idlm_split` runs each document of a
-packed row by itself, since a dense kernel would compute all pairs across documents only to mask them;
-`idlm_flex` takes a FlexAttention BlockMask (GPU; it has no backward pass on a CPU). transformers hands a
-prepared mask with four dimensions to every layer as it is, sliding-window layers included: `idlm.train.model`
-refuses rows longer than such a window.
+`idlm_sdpa` takes a dense bool mask [B, 1, T, T], the plain reference; `idlm_documents` runs each document of
+a packed row by itself, since a dense kernel would compute all pairs across documents only to mask them;
+`idlm_split` is our Triton kernel (GPU, 16 bits); `idlm_flex` and `idlm_flash` are FlexAttention (GPU) with
+its Triton and its FlashAttention-4 back end. transformers hands a prepared mask with four dimensions to every
+layer as it is, sliding-window layers included: `idlm.train.model` refuses rows longer than such a window.
 
-Shape letters: B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H
-head dim.
+B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from idlm.masks import PADDING_DOC, RowMeta, dense_mask, flex_block_mask
+from idlm.errors import UserError
+from idlm.kernels.split_attention import Visibility, split_attention_ranges, visibility
+from idlm.masks import PADDING_DOC, RowMeta, dense_mask
+from idlm.train.flex_mask import flex_block_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-ATTENTIONS = ("idlm_sdpa", "idlm_split", "idlm_flex")
+ATTENTIONS = ("idlm_sdpa", "idlm_documents", "idlm_split", "idlm_flex", "idlm_flash")
+GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
+"""FlexAttention has no backward pass on a CPU, the Triton kernel does not run there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,26 +47,65 @@ def register_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register("idlm_sdpa", sdpa_attention)
+    AttentionInterface.register("idlm_documents", document_attention)
     AttentionInterface.register("idlm_split", split_attention)
     AttentionInterface.register("idlm_flex", flex_attention)
+    AttentionInterface.register("idlm_flash", functools.partial(flex_attention, backend="FLASH"))
 
 
-def choose_attention(requested: str, device: torch.device) -> str:
-    """`auto` is `idlm_flex` on a GPU and `idlm_split` elsewhere."""
-    if requested != "auto":
-        return requested
-    return "idlm_flex" if device.type == "cuda" else "idlm_split"
+def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = False) -> str:
+    """`auto` is what measured fastest (kernels/split_attention/README.md): by document on a CPU; on a GPU the
+    Triton kernel in 16 bits and FlexAttention in float32. UserError IDLM-0542 for what cannot run.
+    """
+    if requested == "auto":
+        if device.type != "cuda":
+            return "idlm_documents"
+        return "idlm_split" if is_16_bit and _is_installed("triton") else "idlm_flex"
+    problem = _problem(requested, device, is_16_bit)
+    if problem is not None:
+        raise UserError("IDLM-0542", f"model.attention={requested} {problem[0]}", fix=problem[1])
+    return requested
+
+
+def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str, str] | None:
+    """What is wrong with a choice, and the remedy."""
+    if requested in GPU_ONLY and device.type != "cuda":
+        return f"has no backward pass on a {device.type.upper()}", "set model.attention=auto"
+    if requested in ("idlm_split", "idlm_flash") and not is_16_bit:
+        return (
+            "computes in 16 bits, and this run in float32",
+            "set train.bf16=true or model.dtype=bfloat16, or model.attention=idlm_flex",
+        )
+    if requested == "idlm_split" and not _is_installed("triton"):
+        return "needs Triton", "pip install 'idlm[gpu]', or set model.attention=idlm_flex"
+    if requested == "idlm_flash" and not _is_installed("flash_attn.cute"):
+        return "needs FlashAttention 4", "pip install flash-attn-4, or set model.attention=auto"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def mask_arguments(meta: RowMeta, attention: str) -> dict[str, Any]:
-    """Keyword arguments that give a forward pass the visibility of `meta` ([B, T])."""
-    if attention == "idlm_flex":
-        return {"attention_mask": flex_block_mask(meta)}
+    """Keyword arguments that give a forward pass the visibility of `meta` ([B, T]); once for all layers."""
+    if attention in ("idlm_flex", "idlm_flash"):
+        return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":
         return {"attention_mask": dense_mask(meta)[:, None]}
     # Any tensor with four dimensions keeps transformers from building a mask of its own.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=meta.doc_ids.device)
+    if attention == "idlm_split":
+        return {"attention_mask": placeholder, "row_ranges": row_ranges(meta).tensors()}
     return {"attention_mask": placeholder, "document_masks": document_masks(meta)}
+
+
+def row_ranges(meta: RowMeta) -> Visibility:
+    """The visibility of `meta` ([B, T]) as ranges of rows; nothing waits for the device."""
+    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy)
 
 
 def document_masks(meta: RowMeta) -> DocumentMasks:
@@ -111,7 +155,7 @@ def sdpa_attention(
     return output.transpose(1, 2), None
 
 
-def split_attention(
+def document_attention(
     module: nn.Module,
     query_BNTH: Tensor,
     key_BKTH: Tensor,
@@ -148,6 +192,34 @@ def split_attention(
     return flat.index_copy(0, rows_M, torch.cat(outputs)).unflatten(0, (num_seqs, num_rows)), None
 
 
+def split_attention(
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_ranges: tuple[Tensor, ...] | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The kernel of `idlm.kernels.split_attention`; returns [B, T, N, H], zero for padding rows."""
+    assert row_ranges is not None, "the model does not hand keyword arguments on to its attention"
+    assert dropout == 0.0, f"{dropout=}"
+    scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
+    return split_attention_ranges(query, key, value, row_ranges, scale=scale), None
+
+
+def _computed_in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast a normalised query may be float32 beside a bfloat16 value."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+
+
 def flex_attention(
     module: nn.Module,
     query_BNTH: Tensor,
@@ -157,18 +229,20 @@ def flex_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    backend: str | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """FlexAttention under a BlockMask; returns [B, T, N, H]. Attention dropout is not supported."""
     assert attention_mask is not None and dropout == 0.0, f"{attention_mask is None=} {dropout=}"
-    kernel = _flex_kernel(query_BNTH.device.type)
-    output = kernel(
-        query_BNTH,
-        key_BKTH,
-        value_BKTH,
+    query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
+    output = _flex_kernel(query.device.type)(
+        query,
+        key,
+        value,
         block_mask=attention_mask,
         scale=scaling,
-        enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=None if backend is None else {"BACKEND": backend},
     )
     return output.transpose(1, 2), None
 

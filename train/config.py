@@ -17,7 +17,7 @@ from idlm.errors import UserError
 from idlm.lora import PROJECTIONS
 from idlm.semantics import MASK_REGIONS
 from idlm.suggest import did_you_mean
-from idlm.train.attention import ATTENTIONS
+from idlm.train.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.curriculum import AUTO_BALANCED, BALANCES, Curriculum, Stage, split_steps
 from idlm.train.data.settings import DataConfig, data_problems
 from idlm.train.dataset import OVERLONG_POLICIES
@@ -61,7 +61,8 @@ class ModelConfig:
     dtype: str = _setting("float32", "parameter dtype while training: float32 or bfloat16")
     mask_token_id: int | None = _setting(None, "null: the tokenizer's mask token, else its first spare row")
     attention: str = _setting(
-        "auto", "auto, idlm_split (by document), idlm_sdpa (dense mask) or idlm_flex (GPU)"
+        "auto",
+        "auto; idlm_split (our kernel), idlm_flex, idlm_flash (GPU); idlm_documents, idlm_sdpa (dense mask)",
     )
     gradient_checkpointing: bool = _setting(False, "recompute activations in the backward pass")
     compile: str = _setting("auto", "on, off, or auto: torch.compile of the decoder layers on a GPU")
@@ -321,8 +322,8 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append(f"train.epochs={loop.epochs} must be above 0")
     if config.report.num_samples < 0:
         problems.append(f"report.num_samples={config.report.num_samples} must be at least 0")
-    if config.model.attention == "idlm_flex" and (loop.device == "cpu" or not torch.cuda.is_available()):
-        problems.append("model.attention=idlm_flex has no backward pass on a CPU: use auto")
+    if config.model.attention in GPU_ONLY and (loop.device == "cpu" or not torch.cuda.is_available()):
+        problems.append(f"model.attention={config.model.attention} has no backward pass on a CPU: use auto")
     if loop.steps is not None and loop.epochs is not None:
         problems.append("train.steps and train.epochs exclude each other")
     if loop.epochs is not None and config.data.source == "task":

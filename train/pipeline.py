@@ -123,7 +123,8 @@ def _run(
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:
     """Load base, tokenizer and data, and check that they fit together."""
-    attention = choose_attention(config.model.attention, device)
+    is_16_bit = config.train.bf16 or config.model.dtype == "bfloat16"
+    attention = choose_attention(config.model.attention, device, is_16_bit=is_16_bit)
     tokenizer = prepare_tokenizer(config)
     model = prepare_model(config, tokenizer, attention, device).to(device)
     mask_token_id, mask_row_D = prepare_mask(config, model, tokenizer)

@@ -65,7 +65,7 @@ class Rows:
 
 def adapted_model(family: str, *, mask_row: bool) -> Any:
     """A tiny model with a gated LoRA that changes every mask row a lot."""
-    model, generator = tiny_model(family, "idlm_split"), torch.Generator().manual_seed(9)
+    model, generator = tiny_model(family, "idlm_documents"), torch.Generator().manual_seed(9)
     row_D = torch.randn(model.config.hidden_size, generator=generator) if mask_row else None
     add_adapter(model, ADAPTER, mask_row_D=row_D)
     with torch.no_grad():
@@ -226,7 +226,9 @@ def test_training_and_engine_compute_the_same_rows(
     checkpoints: dict[str, Path], family: str, strategy: str, stride: int
 ) -> None:
     """Every clean row from the last prompt tokens on, every mask row of every block, under every layout."""
-    assert_the_same_rows(checkpoints[family], strategy, stride, training_rows(family, stride, "idlm_split"))
+    assert_the_same_rows(
+        checkpoints[family], strategy, stride, training_rows(family, stride, "idlm_documents")
+    )
 
 
 @pytest.mark.parametrize(("stride", "strategy"), [(4, "branch"), (3, "tree"), (2, "cold")])
@@ -242,8 +244,8 @@ def test_training_and_engine_compute_the_same_rows_with_an_adapter(
     semantics = Semantics(mask_token_id=MASK, stride=stride, gated=True, base_identity=base_identity(base))
     spec = replace(ADAPTER, base_path=str(base))
     export_adapter(model.state_dict(), None, semantics, spec, tmp_path / "adapter", dtype=None)
-    rows = training_rows(family, stride, "idlm_split", model)
-    plain = training_rows(family, stride, "idlm_split")
+    rows = training_rows(family, stride, "idlm_documents", model)
+    plain = training_rows(family, stride, "idlm_documents")
     assert all(torch.equal(logits_V, plain.clean[key]) for key, logits_V in rows.clean.items())
     for key, logits_V in rows.masks.items():
         assert (logits_V - plain.masks[key]).abs().max() > 100 * TOLERANCE
@@ -266,13 +268,13 @@ def assert_the_same_rows(path: Path, strategy: str, stride: int, rows: Rows) -> 
     assert seen == wanted
 
 
-@pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_flex"])
+@pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_flex", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_training_attentions_agree(family: str, attention: str) -> None:
     """So the rows above stand for every attention path of the trainer."""
-    split, other = (training_rows(family, 3, name) for name in ("idlm_split", attention))
-    assert split.masks.keys() == other.masks.keys()
-    for mine, theirs in ((split.masks, other.masks), (split.clean, other.clean)):
+    by_document, other = (training_rows(family, 3, name) for name in ("idlm_documents", attention))
+    assert by_document.masks.keys() == other.masks.keys()
+    for mine, theirs in ((by_document.masks, other.masks), (by_document.clean, other.clean)):
         for key, logits_V in mine.items():
             torch.testing.assert_close(logits_V, theirs[key], atol=TOLERANCE, rtol=0)
 
@@ -280,7 +282,7 @@ def test_the_training_attentions_agree(family: str, attention: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_comparison_can_tell_pictures_apart(family: str) -> None:
     """A mask that saw one token less, or sat one place off, would be far outside the tolerance."""
-    rows = training_rows(family, 4, "idlm_split")
+    rows = training_rows(family, 4, "idlm_documents")
     for (doc, start, place), logits_V in rows.masks.items():
         for other in ((doc, start - 1, place + 1), (doc, start, place + 1), (doc, start + 1, place)):
             if other in rows.masks:

@@ -1,6 +1,4 @@
-"""The mask against a brute-force reading of the rule, for every short length, packed and not; predicate ==
-dense.
-"""
+"""The mask against a brute-force reading of the rule, for every short length, packed and not."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from idlm.masks import RowMeta, dense_mask, flex_block_mask, flex_predicate, visible_slots
+from idlm.masks import RowMeta, dense_mask, visible_slots
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, pack_rows
 from idlm.train.objectives.idlm import IntrospectiveConsistency
@@ -87,26 +85,6 @@ def test_every_row_sees_itself_and_nobody_sees_padding() -> None:
     assert mask.diagonal().all()
     is_padding = meta.doc_ids == -1
     assert torch.equal(mask[:, is_padding].sum(dim=0), torch.ones(4, dtype=torch.int64))
-
-
-def test_predicate_equals_dense_and_its_block_mask_keeps_every_visible_pair() -> None:
-    metas = [packed_meta([(4, 9), (3, 7)], stride, padding=2) for stride in (2, 5)]
-    size = min(len(meta.doc_ids) for meta in metas)
-    batch = RowMeta(
-        **{
-            name: torch.stack([getattr(meta, name)[:size] for meta in metas])
-            for name in ("doc_ids", "positions", "block_starts", "is_noisy")
-        }
-    )
-    rows = torch.arange(size)
-    b = torch.arange(2)[:, None, None]
-    by_predicate = flex_predicate(batch)(b, torch.tensor(0), rows[None, :, None], rows[None, None, :])
-    assert torch.equal(by_predicate, dense_mask(batch))
-    blocks = flex_block_mask(batch, block_size=8).to_dense()[:, 0].bool()
-    padded = -size % 8
-    dense = torch.nn.functional.pad(dense_mask(batch), (0, padded, 0, padded))
-    tiles = dense.unflatten(1, (-1, 8)).unflatten(3, (-1, 8)).any(dim=4).any(dim=2)
-    assert torch.equal(blocks, tiles)
 
 
 def test_the_engine_picture_is_the_training_picture() -> None:

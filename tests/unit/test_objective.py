@@ -106,7 +106,7 @@ def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("attention", ["idlm_flex", "idlm_split"])
+@pytest.mark.parametrize("attention", ["idlm_flex", "idlm_documents", "idlm_split"])
 @torch.no_grad()
 def test_every_attention_equals_dense_sdpa(attention: str) -> None:
     objective = tiny_objective()
@@ -119,18 +119,19 @@ def test_every_attention_equals_dense_sdpa(attention: str) -> None:
     assert other.isfinite().all()
 
 
+@pytest.mark.parametrize("attention", ["idlm_documents", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_split_attention_has_the_gradients_of_dense_sdpa(family: str) -> None:
+def test_every_attention_has_the_gradients_of_dense_sdpa(family: str, attention: str) -> None:
     objective = tiny_objective()
     samples = [random_sample(seed, prompt=3, response=4 + seed) for seed in range(3)]
     batch = batch_of(samples, objective, stage_of(3), padding=5)
     gradients = []
-    for attention in ("idlm_sdpa", "idlm_split"):
-        model = tiny_model(family, attention)
-        terms_of(model, batch, objective, stage_of(3), BOTH, attention=attention).loss.backward()
+    for name in ("idlm_sdpa", attention):
+        model = tiny_model(family, name)
+        terms_of(model, batch, objective, stage_of(3), BOTH, attention=name).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    for dense, split in zip(*gradients, strict=True):
-        torch.testing.assert_close(split, dense, atol=1e-4, rtol=1e-4)
+    for dense, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, dense, atol=1e-4, rtol=1e-4)
 
 
 def terms_of(model, batch, objective, stage, coefficients=None, *, want_overlap=False, attention="idlm_sdpa"):

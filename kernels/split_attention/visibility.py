@@ -1,0 +1,140 @@
+"""Who sees whom in packed rows `[noisy rows | clean rows | padding]`, as ranges of row indices.
+
+Computed once per batch from plain tensors, shared by all layers and heads, without any host synchronisation
+and without anything of size T x T. Contract and derivation in README.md.
+
+B packed rows, T rows of one packed row, I tiles of one packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+PADDING_DOC = -1
+TILE_ROWS = 128
+"""Rows of a stationary tile: queries in the forward pass, keys in the backward pass."""
+WORK_ROWS = 64
+"""Rows by which the length of a tile's walk is counted, to start long walks first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visibility:
+    """Row q sees the keys `[across_start, across_end)` and `[own_start, q]`; row k is seen by the queries
+    `[seen_start, seen_end)` and `[k, own_end)`. All int32, all ranges empty for padding.
+    """
+
+    across_start_BT: torch.Tensor
+    across_end_BT: torch.Tensor
+    own_start_BT: torch.Tensor
+    seen_start_BT: torch.Tensor
+    seen_end_BT: torch.Tensor
+    own_end_BT: torch.Tensor
+    num_rows_B: torch.Tensor
+    """Rows before the padding."""
+    query_tiles_BI8: torch.Tensor
+    """Per tile of queries: the union `[low, high)` of its keys across and the part `[low, high)` that all its
+    rows see, then both for its own half.
+    """
+    key_tiles_BI8: torch.Tensor
+    """The same for the queries of a tile of keys."""
+    query_order: torch.Tensor
+    """[B * I] flat tiles, longest walk first."""
+    key_order: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order of the fields."""
+        return tuple(getattr(self, name) for name in FIELDS)
+
+
+FIELDS = tuple(field.name for field in fields(Visibility))
+
+
+def from_tensors(tensors: Sequence[torch.Tensor]) -> Visibility:
+    """The inverse of `Visibility.tensors`."""
+    return Visibility(**dict(zip(FIELDS, tensors, strict=True)))
+
+
+def visibility(
+    doc_ids_BT: torch.Tensor,
+    positions_BT: torch.Tensor,
+    block_starts_BT: torch.Tensor,
+    is_noisy_BT: torch.Tensor,
+) -> Visibility:
+    """The ranges of packed rows.
+
+    Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
+    a document blocks (noisy) or positions (clean) do. On a CPU a wrong order is an AssertionError; on a GPU
+    nobody looks, because that would make the host wait.
+    """
+    reach = 1 << 28
+    is_real = doc_ids_BT != PADDING_DOC
+    noisy = is_noisy_BT & is_real
+    doc = doc_ids_BT.long() * reach
+    clean_half = 1 << 58
+    inner = torch.where(noisy, block_starts_BT, positions_BT).long()
+    key = torch.where(noisy, doc + inner, clean_half + doc + inner)
+    key = torch.where(is_real, key, 2 * clean_half).contiguous()
+    if key.device.type == "cpu":
+        assert bool((key.diff(dim=1) >= 0).all()), "rows are not ordered: half, document, block or position"
+
+    def first(value: torch.Tensor, *, after: bool = False) -> torch.Tensor:
+        """First row whose key is >= value, or > value."""
+        return torch.searchsorted(key, value.contiguous(), right=after)
+
+    rows = torch.arange(key.shape[1], device=key.device).expand_as(key)
+    doc_clean = first(clean_half + doc)
+    doc_clean_end = first(clean_half + doc + reach - 1, after=True)
+    sees_across = noisy
+    seen_across = is_real & ~noisy
+    zero = torch.zeros_like(rows)
+    across = (
+        torch.where(sees_across, doc_clean, zero),
+        torch.where(sees_across, first(clean_half + doc + block_starts_BT), zero),
+    )
+    own_start = torch.where(noisy, first(key), torch.where(is_real, doc_clean, rows + 1))
+    seen = (
+        torch.where(seen_across, first(doc + positions_BT, after=True), zero),
+        torch.where(seen_across, first(doc + reach - 1, after=True), zero),
+    )
+    own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
+    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, rows + 1, is_real)), dim=2)
+    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(rows, own_end, is_real)), dim=2)
+    return Visibility(
+        across_start_BT=across[0].int(),
+        across_end_BT=across[1].int(),
+        own_start_BT=own_start.int(),
+        seen_start_BT=seen[0].int(),
+        seen_end_BT=seen[1].int(),
+        own_end_BT=own_end.int(),
+        num_rows_B=is_real.sum(dim=1, dtype=torch.int32),
+        query_tiles_BI8=query_tiles.int().contiguous(),
+        key_tiles_BI8=key_tiles.int().contiguous(),
+        query_order=_longest_first(query_tiles),
+        key_order=_longest_first(key_tiles),
+    )
+
+
+def _tiles(start_BT: torch.Tensor, end_BT: torch.Tensor, is_real_BT: torch.Tensor) -> torch.Tensor:
+    """[B, I, 4]: union `[low, high)` of the ranges of a tile's rows, and their intersection."""
+    far = 1 << 30
+    padded = -start_BT.shape[1] % TILE_ROWS
+
+    def reduced(values_BT: torch.Tensor, fill: int, largest: bool) -> torch.Tensor:
+        tiles = torch.nn.functional.pad(values_BT, (0, padded), value=fill).unflatten(1, (-1, TILE_ROWS))
+        return tiles.amax(dim=2) if largest else tiles.amin(dim=2)
+
+    is_empty = start_BT >= end_BT
+    high = reduced(torch.where(is_empty, 0, end_BT), 0, True)
+    low = torch.minimum(reduced(torch.where(is_empty, far, start_BT), far, False), high)
+    # Padding in a tile is no reason to mask its other rows: whatever it gets is thrown away.
+    common_low = reduced(torch.where(is_real_BT, torch.where(is_empty, far, start_BT), 0), 0, True)
+    common_high = reduced(torch.where(is_real_BT, end_BT, far), far, False)
+    return torch.stack((low, high, common_low, common_high), dim=2)
+
+
+def _longest_first(tiles_BI8: torch.Tensor) -> torch.Tensor:
+    walks = (tiles_BI8[..., 1::4] - tiles_BI8[..., 0::4] + WORK_ROWS - 1) // WORK_ROWS
+    return walks.sum(dim=2).flatten().argsort(descending=True, stable=True).int()

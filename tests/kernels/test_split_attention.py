@@ -1,0 +1,162 @@
+"""Ranges against the dense mask, interpreted kernels against the definition, flex masks against eager ones.
+
+tests/gpu/test_split_attention_gpu.py runs the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.kernels.split_attention import split_attention
+from idlm.kernels.split_attention.reference import visible
+from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
+from idlm.masks import RowMeta, dense_mask
+from idlm.train.attention import choose_attention
+from idlm.train.flex_mask import flex_block_mask, flex_predicate
+from tests.kernels.split_attention_cases import inputs, random_case, ranges_of, row_meta
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = range(10)
+
+
+def seen_pairs(meta: RowMeta) -> torch.Tensor:
+    """The dense mask without the self-visibility of padding, which only keeps a dense softmax finite."""
+    return dense_mask(meta) & (meta.doc_ids >= 0)[..., None]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_ranges_are_the_dense_mask_from_both_sides(seed: int) -> None:
+    meta = row_meta(random_case(seed, longest=60))
+    see = ranges_of(meta)
+    dense = seen_pairs(meta)
+    assert torch.equal(visible(see), dense)
+    queries_T = torch.arange(dense.shape[1])
+    seen_by = (queries_T >= see.seen_start_BT[..., None]) & (queries_T < see.seen_end_BT[..., None])
+    seen_by |= (queries_T >= queries_T[:, None]) & (queries_T < see.own_end_BT[..., None])
+    assert torch.equal(seen_by, dense.transpose(1, 2))
+    assert torch.equal(see.num_rows_B.long(), (meta.doc_ids >= 0).sum(dim=1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_tile_walks_over_all_that_its_rows_see_and_masks_all_that_one_of_them_does_not(seed: int) -> None:
+    meta = row_meta(random_case(seed, longest=120))
+    see = ranges_of(meta)
+    dense = seen_pairs(meta)
+    for tiles, pairs in ((see.query_tiles_BI8, dense), (see.key_tiles_BI8, dense.transpose(1, 2))):
+        for b, tiles_I8 in enumerate(tiles.tolist()):
+            for i, limits in enumerate(tiles_I8):
+                rows = pairs[b, i * TILE_ROWS : (i + 1) * TILE_ROWS]
+                real = rows[meta.doc_ids[b, i * TILE_ROWS : (i + 1) * TILE_ROWS] >= 0]
+                outside = torch.ones(dense.shape[1], dtype=torch.bool)
+                for low, high, common_low, common_high in (limits[:4], limits[4:]):
+                    assert 0 <= low <= high <= dense.shape[1]
+                    outside[low:high] = False
+                    assert real[:, max(low, common_low) : min(high, common_high)].all()
+                assert not rows[:, outside].any()
+
+
+def test_long_walks_start_first() -> None:
+    see = ranges_of(row_meta(random_case(3, longest=300)))
+    walks = (see.query_tiles_BI8[..., 1::4] - see.query_tiles_BI8[..., 0::4]).sum(dim=2).flatten()
+    ordered = walks[see.query_order.long()]
+    assert sorted(see.query_order.tolist()) == list(range(walks.numel()))
+    assert (ordered.diff() <= 2 * 64).all()
+
+
+def test_rows_out_of_order_are_an_error() -> None:
+    meta = row_meta(random_case(1, longest=20))
+    with pytest.raises(AssertionError, match="ordered"):
+        ranges_of(RowMeta(**{name: getattr(meta, name).flip(1) for name in RowMeta.__dataclass_fields__}))
+
+
+def test_tensors_and_back() -> None:
+    see = ranges_of(row_meta(random_case(1, longest=20)))
+    assert from_tensors(see.tensors()) is not see
+    assert all(a is b for a, b in zip(from_tensors(see.tensors()).tensors(), see.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block_rows", [16, 128])
+def test_the_flex_mask_is_the_eager_one_block_for_block(seed: int, block_rows: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    meta = row_meta(random_case(seed, longest=90))
+    see = ranges_of(meta)
+    batch, num_rows = meta.doc_ids.shape
+    predicate = flex_predicate(see)
+    eager = create_block_mask(predicate, batch, None, num_rows, num_rows, device="cpu", BLOCK_SIZE=block_rows)
+    ours = flex_block_mask(see, block_rows=block_rows)
+    rows = torch.arange(num_rows)
+    pairs = predicate(torch.arange(batch)[:, None, None], rows[0], rows[None, :, None], rows[None, None, :])
+    assert torch.equal(pairs, seen_pairs(meta))
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, expected = getattr(ours, f"{name}_num_blocks"), getattr(eager, f"{name}_num_blocks")
+        assert torch.equal(counts, expected), name
+        lists, truth = getattr(ours, f"{name}_indices"), getattr(eager, f"{name}_indices")
+        used = torch.arange(lists.shape[-1]) < counts[..., None]
+        assert torch.equal(lists[used], truth[used]), name
+    assert ours.seq_lengths == eager.seq_lengths
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("triton")
+    return subprocess.run(
+        [sys.executable, "-m", "tests.kernels.interpreted_split_attention", "3"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_interpreted_kernels_compute_the_definition(
+    interpreted: subprocess.CompletedProcess[str],
+) -> None:
+    """Forward and backward, several packed rows, ragged, NaN in the padding, small and full tiles."""
+    assert interpreted.returncode == 0, interpreted.stderr[-3000:]
+    assert interpreted.stdout.strip() == "4"
+
+
+def test_a_compiled_caller_has_one_graph() -> None:
+    """The operator with its fake implementation and its backward pass, traced but not run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    case = random_case(2, longest=20)
+    meta = row_meta(case)
+    see = ranges_of(meta)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key = (torch.empty(2, n, 40, 64, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2))
+        output, lse = torch.ops.idlm.split_attention(query, key, key, list(see.tensors()), 0.1)
+        output.sum().backward()
+    assert output.shape == (2, 40, 8, 64)
+    assert lse.shape == (2, 8, 40)
+    assert lse.dtype == torch.float32
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+    assert key.grad is not None
+    assert key.grad.shape == key.shape
+
+
+def test_float32_is_computed_by_the_definition() -> None:
+    case = random_case(4, longest=20)
+    meta = row_meta(case)
+    query, key, value, _ = inputs(case, meta, torch.float32)
+    output = split_attention(query, key, value, ranges_of(meta), scale=0.2)
+    assert output.isfinite().all()
+    assert not output[meta.doc_ids < 0].any()
+
+
+@pytest.mark.parametrize(
+    ("device", "is_16_bit", "expected"),
+    [("cpu", False, "idlm_documents"), ("cpu", True, "idlm_documents"), ("cuda", False, "idlm_flex")],
+)
+def test_the_automatic_choice(device: str, is_16_bit: bool, expected: str) -> None:
+    assert choose_attention("auto", torch.device(device), is_16_bit=is_16_bit) == expected
