@@ -16,7 +16,8 @@ here=${LAUNCH_FOLDER:-${here:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd
 
 : "${SLURM_JOB_NODELIST:?start this file with sbatch}"
 gpus=${GPUS:-${SLURM_GPUS_ON_NODE:?ask for --gpus-per-node, or give GPUS}}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${hosts%%$'\n'*}
 config=$(freeze "$@")
 run srun --kill-on-bad-exit=1 "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc-per-node "$gpus" --rdzv-backend c10d --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID" \

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from idlm.errors import UserError
+from idlm.train import watchdog
 from idlm.train.watchdog import SILENT_SECONDS, SLOW_FACTOR, Beat, Seen, Watchdog, _host, watching
 
 
@@ -84,21 +86,30 @@ def test_files_may_take_longer_than_steps() -> None:
     assert named(dog) is None
 
 
-def test_a_lone_process_that_hangs_ends_with_its_stack() -> None:
-    code = """
-import time
-from idlm.train import watchdog
-watchdog.BEAT_SECONDS = 0.02
-with watchdog.watching(0.05) as dog:
-    dog.move("compute", 3)
-    def the_place_that_hangs():
-        time.sleep(60)
-    the_place_that_hangs()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 75
-    assert "rank 0" in done.stderr and "step 4, compute hangs" in done.stderr
-    assert "the_place_that_hangs" in done.stderr
+def test_a_rank_that_hangs_ends_with_its_stack(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    statuses = []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        dog._ending.set()
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(os, "_exit", end)
+
+    def the_place_that_hangs() -> None:
+        assert ended.wait(20)
+
+    with watching(0.05) as dog:
+        dog.move("compute", 3)
+        the_place_that_hangs()
+    told = capfd.readouterr().err
+    assert statuses == [watchdog.STATUS]
+    assert "rank 0" in told and "step 4, compute hangs" in told
+    assert "the_place_that_hangs" in told
 
 
 def test_errors_pass_through_and_the_thread_ends() -> None:
