@@ -17,13 +17,20 @@ import torch
 from idlm.errors import UserError
 from idlm.log import rank, run_fingerprint
 from idlm.lora import AdapterSpec, base_identity
-from idlm.tokens import check_vocabulary, load_tokenizer, num_token_ids, resolve_mask_token_id
+from idlm.tokens import (
+    check_vocabulary,
+    load_tokenizer,
+    num_token_ids,
+    resolve_mask_token_id,
+    stop_token_ids,
+)
 from idlm.train.arguments import require_same_config_everywhere, shape, training_arguments
 from idlm.train.attention import choose_attention
 from idlm.train.base_model import create_base, load_base
 from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_curriculum
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.base import make_encoder
+from idlm.train.data.checks import inspect_data
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.dataset import PackedDataset
 from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
@@ -275,14 +282,12 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         *([] if prepared.adapter is None else [_describe_adapter(prepared.adapter, model)]),
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]
-    if prepared.dataset.num_dropped:
-        lines.append(
-            f"dropped {prepared.dataset.num_dropped} samples longer than {config.train.max_length} tokens"
-        )
+    stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
+    lines += inspect_data(config, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _describe_adapter(adapter: AdapterSpec, model: PreTrainedModel) -> str:

@@ -273,8 +273,8 @@ def test_the_report_of_an_endless_source_looks_at_its_beginning(tokenizer) -> No
     source = SOURCES.get("task")(config.data, encoder_of(tokenizer))
     dataset = dataset_of_endless(source)
     report = inspect_data(config, dataset, tokenizer)
-    assert (report.num_samples, report.num_seen, report.rows_per_epoch) == (None, 256, None)
-    assert report.num_tokens == sum(len(source.sample(index)) for index in range(256))
+    assert (report.num_samples, report.num_seen, report.rows_per_epoch) == (None, 64, None)
+    assert report.num_tokens == sum(len(source.sample(index)) for index in range(64))
     assert 0.1 < report.supervised_share < 1
 
 

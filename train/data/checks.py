@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from idlm.train.dataset import PackedDataset
     from idlm.train.layout import Sample
 
-NUM_SEEN = 256
+NUM_SEEN = 64
 """Samples of an endless source that are looked at."""
 LEAST_SUPERVISED = 0.02
 MOST_LOST = 0.05
@@ -80,17 +80,20 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report as lines of text, warnings last."""
-        shapes = ", ".join(f"{num:,} of {name}" for name, num in self.shapes) or "generated"
-        template = (
+        shapes = ", ".join(f"{num:,} of {name}" for name, num in self.shapes)
+        records = f"{len(self.files)} files, {self.num_records:,} records ({shapes})" if self.files else ""
+        rendered = (
             f"chat template, {self.turns} assistant turns" if self.uses_template else "no chat template"
         )
         median, ninth, last = self.length_percentiles
+        seen = (
+            f"{self.num_seen:,} samples" if self.num_samples is not None else f"first {self.num_seen} samples"
+        )
         lines = [
-            f"data: {self.source}, {len(self.files)} files, {self.num_records:,} records ({shapes})",
-            f"{template}, thinking={self.thinking}",
-            f"{self.num_seen:,} samples, {self.num_tokens:,} tokens, {self.supervised_share:.1%} supervised",
-            f"length {self.mean_length:.0f} on average, 50/90/99 %: {median}/{ninth}/{last}, "
-            f"longest {self.longest} ({self.longest_origin})",
+            f"data: {self.source}, {records or 'generated'}; {rendered}, thinking={self.thinking}",
+            f"{seen}: {self.num_tokens:,} tokens, {self.supervised_share:.1%} supervised; length "
+            f"{self.mean_length:.0f} on average, 50/90/99 %: {median}/{ninth}/{last}, longest {self.longest} "
+            f"({self.longest_origin})",
         ]
         if self.rows_per_epoch is not None:
             lines.append(f"{self.rows_per_epoch:,} packed rows per epoch, {self.padding_share:.1%} padding")
@@ -117,12 +120,13 @@ def inspect_data(
 
     Raises UserError IDLM-0234 when not a single sample ends in a token that stops the model.
     """
-    source, file = dataset.source, dataset.file
+    file = dataset.file
+    source = dataset.source if dataset.source.num_samples is not None else _First(dataset.source)
     header: dict[str, Any] = source.header if isinstance(source, CachedSource) else {}
     if file is not None:
         lengths, num_targets = file.lengths, file.num_targets
     else:
-        lengths, num_targets = measure(_First(source))
+        lengths, num_targets = measure(source)
     longest = int(lengths.argmax())
     median, ninth, last = (int(value) for value in np.percentile(lengths, (50, 90, 99)))
     stops = {int(tokenizer.eos_token_id), *stop_token_ids}
@@ -138,7 +142,7 @@ def inspect_data(
         num_records=header.get("num_records", 0),
         num_skipped=header.get("num_skipped", 0),
         skipped_examples=tuple(header.get("skipped_examples", ())),
-        num_samples=source.num_samples,
+        num_samples=dataset.source.num_samples,
         num_seen=len(lengths),
         num_tokens=int(lengths.sum()),
         num_supervised=header.get("num_supervised", int(num_targets.sum())),
@@ -159,11 +163,14 @@ def inspect_data(
 
 
 class _First:
-    """The first samples of an endless source."""
+    """The first samples of an endless source, made once."""
 
     def __init__(self, source: Source) -> None:
         self.num_samples: int | None = NUM_SEEN
-        self.sample = source.sample
+        self._samples = [source.sample(index) for index in range(NUM_SEEN)]
+
+    def sample(self, index: int) -> Sample:
+        return self._samples[index]
 
 
 def _open_ends(
