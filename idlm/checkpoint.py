@@ -20,27 +20,17 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from idlm.disk import DISK_ERRNOS, cannot_save, telling_of_disk
 from idlm.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = "idlm-manifest-1"
-DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
-# safetensors, tokenizers and torch's file writer report a full disk through their own exception types; the
-# first two with the text of the OS error, torch without its number.
-DISK_TEXTS = (
-    "No space left on device",
-    "os error 28",
-    "Disk quota exceeded",
-    "os error 122",
-    "Read-only file system",
-    "PytorchStreamWriter failed writing",
-)
 
 
 @contextmanager
@@ -72,23 +62,7 @@ def publish(target: Path) -> Iterator[Path]:
     except OSError as error:
         if is_staged:
             raise
-        raise _cannot_save(target, error.strerror or str(error)) from error
-
-
-@contextmanager
-def telling_of_disk(target: Path) -> Iterator[None]:
-    """Inside, a full, quota-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
-    whatever library met it.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = _disk_reason(error)
-        if reason is None:
-            raise
-        raise _cannot_save(target, reason) from error
+        raise cannot_save(target, error.strerror or str(error)) from error
 
 
 def recover(target: Path) -> None:
@@ -211,13 +185,23 @@ def _write_manifest(staging: Path) -> None:
     (staging / MANIFEST).write_text(_manifest_text(files), encoding="utf-8")
 
 
+def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
+    """Those of `names` that stand in `target` and not in its manifest: `publish` refuses to replace them."""
+    ours = _own_files(target)
+    return [name for name in names if os.path.lexists(target / name) and target / name not in ours]
+
+
+def _own_files(target: Path) -> set[Path]:
+    if target.is_dir() and (target / MANIFEST).exists():
+        return {target / name for name in (MANIFEST, *_read_manifest(target))}
+    return set()
+
+
 def _keep_foreign_files(target: Path, staging: Path) -> None:
     """Hard-link (or copy) into `staging` what `target` holds beside the files of its manifest."""
     if not target.exists():
         return
-    ours: set[Path] = set()
-    if target.is_dir() and (target / MANIFEST).exists():
-        ours = {target / name for name in (MANIFEST, *_read_manifest(target))}
+    ours = _own_files(target)
     found = [target] if not target.is_dir() else [path for path in target.rglob("*") if path not in ours]
     clashes = []
     for path in found:
@@ -377,26 +361,6 @@ def _fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _cannot_save(target: Path, reason: str) -> UserError:
-    return UserError(
-        "IDLM-0301",
-        f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
-        fix="free space or choose another path, then save again",
-    )
-
-
-def _disk_reason(error: Exception) -> str | None:
-    """Why the disk refused, or None when the error is not about the disk."""
-    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-        return error.strerror or str(error)
-    return str(error) if any(text in str(error) for text in DISK_TEXTS) else None
-
-
-def _free_space(target: Path) -> str:
-    existing = next((parent for parent in target.parents if parent.is_dir()), Path("/"))
-    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
 
 
 def _manifest_text(files: dict[str, dict[str, Any]]) -> str:

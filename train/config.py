@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from idlm.checkpoint import foreign_files
 from idlm.errors import UserError
 from idlm.lora import PROJECTIONS
 from idlm.semantics import MASK_REGIONS
@@ -24,11 +25,13 @@ from idlm.train.dataset import OVERLONG_POLICIES
 from idlm.train.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.regional_compile import CHOICES as COMPILE_CHOICES
+from idlm.train.settings import EvalConfig, PlanConfig, ReportConfig, WandbConfig, control_problems
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TASK_TOKENIZER = "task"
 INFINITE = float("inf")
+PUBLISHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 RANGES = (
     ("warmup", 0, 1),
     ("weight_decay", 0, INFINITE),
@@ -147,14 +150,6 @@ class ExportConfig:
 
 
 @dataclass(kw_only=True)
-class ReportConfig:
-    """The report beside the checkpoint."""
-
-    enabled: bool = _setting(True, "write report.md with plots")
-    num_samples: int = _setting(8, "sample generations shown")
-
-
-@dataclass(kw_only=True)
 class TrainConfig:
     """Everything `idlm-train` knows."""
 
@@ -171,6 +166,9 @@ class TrainConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def check_config(config: TrainConfig) -> None:
@@ -182,14 +180,16 @@ def check_config(config: TrainConfig) -> None:
         *_loop_problems(config),
         *_stage_problems(config),
         *data_problems(config.data),
+        *control_problems(config.plan, config.eval, config.wandb, config.report),
     ]
-    place = next(
-        path
-        for path in (Path(config.output_dir), *Path(config.output_dir).absolute().parents)
-        if path.exists()
-    )
+    target = Path(config.output_dir).absolute()
+    place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
+    for name in foreign_files(target, PUBLISHED_FILES):
+        problems.append(
+            f"output_dir={config.output_dir} has a {name} of somebody else, which would be replaced"
+        )
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         plural = "s" if len(problems) > 1 else ""
@@ -320,8 +320,6 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
     if loop.epochs is not None and loop.epochs <= 0:
         problems.append(f"train.epochs={loop.epochs} must be above 0")
-    if config.report.num_samples < 0:
-        problems.append(f"report.num_samples={config.report.num_samples} must be at least 0")
     if config.model.attention in GPU_ONLY and (loop.device == "cpu" or not torch.cuda.is_available()):
         problems.append(f"model.attention={config.model.attention} has no backward pass on a CPU: use auto")
     if loop.steps is not None and loop.epochs is not None:

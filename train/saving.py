@@ -22,7 +22,8 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from idlm.checkpoint import publish, telling_of_disk
+from idlm.checkpoint import publish
+from idlm.disk import telling_of_disk
 from idlm.errors import UserError
 from idlm.train.deepspeed import local_part
 from idlm.train.distributed import barrier, from_rank_zero, highest

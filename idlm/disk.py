@@ -1,0 +1,61 @@
+"""A disk that refuses to write, told by one error whatever library met it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from idlm.errors import UserError
+
+DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+# safetensors, tokenizers and torch's file writer report a full disk through their own exception types; the
+# first two with the text of the OS error, torch with a complaint about its position in the file.
+DISK_TEXTS = (
+    "No space left on device",
+    "os error 28",
+    "Disk quota exceeded",
+    "os error 122",
+    "Read-only file system",
+    "PytorchStreamWriter failed writing",
+    "inline_container.cc",
+)
+
+
+@contextmanager
+def telling_of_disk(target: Path) -> Iterator[None]:
+    """Inside, a full, quota-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
+    whatever library met it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = _disk_reason(error)
+        if reason is None:
+            raise
+        raise cannot_save(target, reason) from error
+
+
+def cannot_save(target: Path, reason: str) -> UserError:
+    """The error to raise, with the space that is left."""
+    return UserError(
+        "IDLM-0301",
+        f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
+        fix="free space or choose another path, then save again",
+    )
+
+
+def _disk_reason(error: Exception) -> str | None:
+    """Why the disk refused, or None when the error is not about the disk."""
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        return error.strerror or str(error)
+    return str(error) if any(text in str(error) for text in DISK_TEXTS) else None
+
+
+def _free_space(target: Path) -> str:
+    existing = next((parent for parent in target.parents if parent.is_dir()), Path("/"))
+    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
