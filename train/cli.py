@@ -43,12 +43,19 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     from rich.console import Console
 
     from idlm.compose import compose
-    from idlm.log import get_logger
+    from idlm.log import get_logger, rank
     from idlm.train.config import TrainConfig
 
     get_logger()
     config = compose("train", TrainConfig, argv)
     console = Console()
+
+    if config.dry_run:
+        from idlm.train.dry_run import dry_run
+
+        if rank() == 0:
+            dry_run(config, console=console, arguments=argv)
+        return 0
 
     from idlm.train.pipeline import run_training
 

@@ -8,6 +8,7 @@ Shares of a peak that are computed from this count are therefore low rather than
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from idlm.masks import PADDING_DOC
 from idlm.train.deepspeed import whole_shape
 from idlm.train.gated import GatedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FED = ("clean_rows", "noisy_rows", "clean_pairs", "noisy_pairs", "clean_targets", "noisy_targets")
 FORWARD, ACTIVATIONS, WEIGHTS = 2, 2, 2
@@ -40,7 +44,7 @@ PEAK_BF16 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fed:
-    """What a model was fed, padding left out: rows, visible (query, key) pairs and rows with a target, by half."""
+    """Rows, visible (query, key) pairs and rows with a target, by half, padding left out."""
 
     clean_rows: float = 0
     noisy_rows: float = 0
@@ -98,7 +102,7 @@ def fed_of(counts: Tensor) -> Fed:
     return Fed(**dict(zip(FED, counts.tolist(), strict=True)))
 
 
-def work_of(model: nn.Module) -> ModelWork | None:
+def work_of(model: PreTrainedModel) -> ModelWork | None:
     """What a transformers model (also on the meta device) multiplies per row.
 
     None where weights other than linear layers do, as in mixtures of experts: no count is better than a wrong

@@ -31,7 +31,7 @@ from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_cu
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.base import make_encoder
 from idlm.train.data.checks import inspect_data
-from idlm.train.data.open import open_source_on_all_ranks
+from idlm.train.data.open import open_source_on_all_ranks, remember_data
 from idlm.train.dataset import PackedDataset
 from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.distributed import from_rank_zero
@@ -112,13 +112,13 @@ def _run(
     start: float,
 ) -> Outcome:
     require_same_config_everywhere(config)
-    checkpoint = None if config.dry_run else from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
+    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
-    if config.dry_run:
-        return Outcome(signal=None, last_step=0, seconds=time.perf_counter() - start)
     from_rank_zero(lambda: store_config(config))
+    run, source = Path(config.output_dir) / RUN_FOLDER, prepared.dataset.source
+    from_rank_zero(lambda: remember_data(run, source, is_continued=checkpoint is not None))
     received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:

@@ -24,10 +24,11 @@ log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
 CONFIG_FILE = "config.yaml"
 SHAPE_FILE = "shape.json"
-FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export")
+FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
 # Batch and accumulation are compared as what they make together: rows of an optimizer step (`RunShape`).
 FREE_LOOP_KEYS = (
     *("log_every", "save_every", "save_total_limit", "threads", "workers", "device", "hang_seconds"),
+    "cache_dir",
     *("batch_size", "accumulation"),
 )
 

@@ -1,0 +1,385 @@
+"""`dry_run=true`: everything that can be said and checked about a run before a GPU or a weight is touched.
+
+The model is built on the meta device, weight files are looked at by their headers. Every problem is found
+before any is reported; then the command ends with status 2. Nothing is written but the data cache, which the
+run itself would build.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.errors import UserError
+from idlm.lora import AdapterSpec
+from idlm.tokens import num_token_ids, resolve_mask_token_id, stop_token_ids
+from idlm.train.arguments import num_processes
+from idlm.train.base_model import create_base
+from idlm.train.config import TrainConfig, check_config
+from idlm.train.curriculum import Curriculum
+from idlm.train.data.checks import inspect_data
+from idlm.train.dataset import PackedDataset, collate
+from idlm.train.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage
+from idlm.train.estimate import MATMUL_TFLOPS, TimePlan, disk_plan, mean_fed, size_text, span, time_plan
+from idlm.train.flops import Fed, fed_of, work_of
+from idlm.train.gated import add_adapter
+from idlm.train.objectives.base import OBJECTIVES
+from idlm.train.plan import DEVICE_BYTES, GIB, MemoryPlan, ModelShape, RunSetup, memory_plan, shape_of
+from idlm.train.preview import LEGEND, coloured, pieces_of, plain
+from idlm.train.regional_compile import compiles
+from idlm.train.resume import config_text
+from idlm.train.weights_check import embedding_norm, weight_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SAMPLED_ITEMS = 8
+DEFAULT_GPU = "H200"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Sections in order of printing, a line being text or something that rich prints; and the problems."""
+
+    sections: list[tuple[str, list[Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, title: str, lines: Sequence[Any]) -> None:
+        self.sections.append((title, list(lines)))
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Inside, a UserError becomes a problem."""
+        try:
+            yield
+        except UserError as error:
+            self.problems.append(f"{error.code}: {error.message}\n    fix: {error.fix}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a run is expected to need; `time` is None where no rate can be assumed."""
+
+    memory: MemoryPlan
+    time: TimePlan | None
+    num_gpus: int
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For the run's folder, to be compared with what is measured."""
+        return {
+            "num_gpus": self.num_gpus,
+            "peak_allocated": self.memory.peak_allocated,
+            "seconds": None if self.time is None else self.time.seconds,
+            "tokens_per_second_per_gpu": None if self.time is None else self.time.tokens_per_second_per_gpu,
+        }
+
+
+def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ()) -> None:
+    """Print the plan; raises UserError IDLM-0550 with every problem when there is one."""
+    found = Findings()
+    found.add("Configuration", config_text(config).rstrip().splitlines())
+    with found.guarding():
+        check_config(config)
+    tokenizer: Any = None
+    with found.guarding():
+        tokenizer = _prepare("prepare_tokenizer")(config)
+    model: PreTrainedModel | None = None
+    if tokenizer is not None:
+        with found.guarding():
+            model = meta_model(config, tokenizer)
+    if model is not None:
+        with found.guarding():
+            _plan(config, model, tokenizer, found, colours=console.is_terminal)
+    found.add("Launch", [launch_command(num_gpus(config), arguments)])
+    _print(found, console)
+    if found.problems:
+        listed = "".join(f"\n  - {problem}" for problem in found.problems)
+        plural = "s" if len(found.problems) > 1 else ""
+        raise UserError(
+            "IDLM-0550",
+            f"the dry run found {len(found.problems)} problem{plural}:{listed}",
+            fix="correct them and run it again; nothing was trained",
+        )
+
+
+def _prepare(name: str) -> Callable[..., Any]:
+    """A step of `idlm.train.pipeline`, which imports much that a refusal at the start does not need."""
+    from idlm.train import pipeline
+
+    step: Callable[..., Any] = getattr(pipeline, name)
+    return step
+
+
+def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
+    """The model of the run without any weights, with its adapter, and with the rows that it will have."""
+    from transformers import AutoConfig
+
+    dtype, meta = getattr(torch, config.model.dtype), torch.device("meta")
+    if config.model.path is not None:
+        try:
+            values = AutoConfig.from_pretrained(
+                config.model.path, local_files_only=True, trust_remote_code=False
+            ).to_dict()
+        # What a damaged config.json makes transformers raise has no common base.
+        except Exception as error:
+            raise UserError(
+                "IDLM-0541",
+                f"{config.model.path}/config.json cannot be read: {type(error).__name__}: {error}",
+                fix="restore config.json; the architecture must be one that transformers knows",
+            ) from error
+        model = create_base(values, attention="eager", dtype=dtype, seed=0, device=meta)
+    else:
+        model = _prepare("prepare_model")(config, tokenizer, "eager", meta)
+    return model
+
+
+def _plan(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings, *, colours: bool
+) -> None:
+    """Everything that needs the model's shape."""
+    num_base = sum(value.numel() for value in model.parameters())
+    name = type(model).__name__
+    if config.model.path is not None:
+        expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        for names in getattr(model, "_tied_weights_keys", None) or ():
+            if model.config.tie_word_embeddings:
+                expected.pop(names, None)
+        found.problems += weight_problems(Path(config.model.path), expected)
+    mask_token_id = None
+    with found.guarding():
+        mask_token_id, lines = mask_choice(config, model, tokenizer)
+        found.add("Model", [f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines])
+    shape = shape_of(model)
+    num_adapted = _adapt(config, model)
+    work = work_of(model)
+    if mask_token_id is None and config.objective != "ar":
+        return
+    objective = OBJECTIVES.get(config.objective)(
+        mask_token_id=mask_token_id, mask_region=config.mask_region, vocab_size=shape.vocabulary
+    )
+    gpus = num_gpus(config)
+    dataset: PackedDataset
+    curriculum: Curriculum
+    dataset, curriculum = _prepare("prepare_data")(config, tokenizer, objective, mask_token_id, gpus)
+    stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
+    with found.guarding():
+        report = inspect_data(config, dataset, tokenizer, stop_token_ids=stops)
+        found.add("Data", report.lines())
+    found.add(f"Samples: {LEGEND}", _samples(dataset, tokenizer, colours=colours))
+    per_stage = [sampled_fed(dataset, curriculum, stage.index) for stage in curriculum.stages]
+    stages = [
+        f"{stage.index + 1}. {stage.name}" if stage.stride > 1 else f"{stage.num_steps} steps"
+        for stage in curriculum.stages
+    ]
+    rows = f"{curriculum.global_batch} rows of {dataset.row_length} per step, {curriculum.num_steps} steps"
+    found.add("Stages", [*stages, rows])
+    setup = run_setup(config, dataset.row_length, per_stage[-1], num_adapted=num_adapted, world_size=gpus)
+    memory = memory_plan(shape, setup)
+    gpu = gpu_name(config)
+    found.add(f"Memory of one of {gpus} GPUs, at the peak", _memory_lines(memory, gpu, found, config))
+    _add_time(config, work, curriculum, per_stage, found)
+    _add_disk(config, shape, curriculum, setup, num_adapted, found)
+
+
+def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
+    """(mask token id, what to say about it); the rules of `pipeline.prepare_mask` without weights."""
+    if config.objective == "ar":
+        return None, ["no mask token: objective=ar"]
+    rows_VD = model.get_input_embeddings().weight
+    num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
+    lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows"]
+    if explicit is None and tokenizer.mask_token_id is None and spare >= num_rows:
+        kept = "an embedding of the adapter's own" if config.adapter is not None else "new rows are added"
+        return spare, [*lines, f"mask token {spare}: no row is spare, so that {kept}"]
+    mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
+    if explicit is not None:
+        why = "model.mask_token_id"
+    elif tokenizer.mask_token_id is not None:
+        why = f"the tokenizer's mask token {tokenizer.mask_token!r}"
+    else:
+        why = "the first spare row behind the tokenizer's ids"
+    kind = "spare" if mask_token_id >= spare else "a special token of the tokenizer"
+    lines.append(f"mask token {mask_token_id}: {why}; its row exists and is {kind}")
+    if config.model.path is not None:
+        name = next(name for name, value in model.named_parameters() if value is rows_VD)
+        norm = embedding_norm(Path(config.model.path), name, mask_token_id)
+        if norm is not None:
+            use = "kept" if 0 < norm < float("inf") else "replaced by the mean embedding"
+            lines.append(f"norm of its embedding {norm:.3g}: {use}")
+    return mask_token_id, lines
+
+
+def _adapt(config: TrainConfig, model: PreTrainedModel) -> int:
+    """Put the adapter on the meta model; returns its parameters, 0 without one."""
+    if config.adapter is None:
+        return 0
+    spec = AdapterSpec(
+        rank=config.adapter.rank, alpha=config.adapter.alpha, targets=tuple(config.adapter.targets)
+    )
+    add_adapter(model, spec)
+    return sum(value.numel() for value in model.parameters() if value.requires_grad)
+
+
+def num_gpus(config: TrainConfig) -> int:
+    """GPUs that the plan is for."""
+    if config.plan.num_gpus is not None:
+        return config.plan.num_gpus
+    if num_processes() > 1:
+        return num_processes()
+    return max(1, torch.cuda.device_count()) if config.train.device != "cpu" else 1
+
+
+def gpu_name(config: TrainConfig) -> str | None:
+    """The kind of GPU that the plan is for; None for a run on the CPU."""
+    if config.plan.gpu is not None:
+        return config.plan.gpu
+    if config.train.device == "cpu":
+        return None
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else DEFAULT_GPU
+    return next((known for known in MATMUL_TFLOPS if known in name), name)
+
+
+def sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: int) -> Fed:
+    """The average packed row of a stage, from its first items."""
+    first = sum(one.num_steps for one in curriculum.stages[:stage]) * curriculum.global_batch
+    last = min(first + SAMPLED_ITEMS, first + curriculum.stages[stage].num_steps * curriculum.global_batch)
+    return mean_fed([fed_of(collate([dataset[item]], curriculum)["fed"]) for item in range(first, last)])
+
+
+def run_setup(
+    config: TrainConfig, row_length: int, fed: Fed, *, num_adapted: int, world_size: int
+) -> RunSetup:
+    """The run as `memory_plan` wants it; rows of a micro-batch are `fed` times the batch size."""
+    size = config.train.batch_size
+    masters = keeps_fp32_masters(config)
+    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    stage = zero_stage(config)
+    return RunSetup(
+        rows=size * row_length,
+        targets=round(size * (fed.clean_targets + fed.noisy_targets)),
+        mask_rows=round(size * fed.noisy_rows),
+        accumulation=config.train.accumulation,
+        world_size=world_size,
+        zero_stage=stage,
+        is_bf16=masters or config.model.dtype == "bfloat16",
+        autocast=config.train.bf16 and not uses_deepspeed(config) and config.model.dtype == "float32",
+        is_checkpointed=config.model.gradient_checkpointing,
+        is_compiled=compiles(config.model.compile, device, zero_stage=stage),
+        offloads=config.train.offload_optimizer,
+        rank=0 if config.adapter is None else config.adapter.rank,
+        adapter_parameters=num_adapted,
+    )
+
+
+def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[Any]:
+    """The first sample of the run and the first of its last stage."""
+    shown: list[Any] = []
+    last = dataset.curriculum.stages[-1]
+    for item in (0, len(dataset) - last.num_steps * dataset.curriculum.global_batch):
+        row = dataset[item]
+        pieces = pieces_of(row, tokenizer, 0)
+        stride = dataset.curriculum.stages[row["stage"]].stride
+        shown.append(f"stride {stride}:" if stride > 1 else "next token:")
+        shown.append(coloured(pieces) if colours else plain(pieces))
+    return shown
+
+
+def _memory_lines(memory: MemoryPlan, gpu: str | None, found: Findings, config: TrainConfig) -> list[str]:
+    lines = [f"{size_text(term.num_bytes):>10}  {term.name} = {term.formula}" for term in memory.terms]
+    lines.append(f"{size_text(memory.peak_allocated):>10}  allocated by torch at the peak")
+    if gpu is None:
+        return lines
+    lines += [f"{size_text(term.num_bytes):>10}  {term.name}, {term.formula}" for term in memory.outside]
+    available = DEVICE_BYTES.get(gpu)
+    if available is not None:
+        lines.append(f"{size_text(memory.device_bytes):>10}  of the {available / GIB:.0f} GiB of one {gpu}")
+        if memory.device_bytes > available:
+            found.problems.append(
+                f"a {gpu} has {available / GIB:.0f} GiB, the run needs {memory.device_bytes / GIB:.1f}: more "
+                "GPUs with train.zero_stage=2 or 3, a smaller train.batch_size, or "
+                "model.gradient_checkpointing=true"
+            )
+    return lines
+
+
+def _add_time(
+    config: TrainConfig, work: Any, curriculum: Curriculum, per_stage: list[Fed], found: Findings
+) -> None:
+    gpu = gpu_name(config)
+    tflops = config.plan.tflops or MATMUL_TFLOPS.get(gpu or "")
+    if work is None or tflops is None:
+        why = "this architecture's FLOPs are not counted" if work is None else "set plan.tflops"
+        found.add("Time", [f"no estimate: {why}"])
+        return
+    plan = time_plan(
+        config,
+        work,
+        stages=list(zip(curriculum.stages, per_stage, strict=True)),
+        global_batch=curriculum.global_batch,
+        num_gpus=num_gpus(config),
+        tflops=tflops,
+    )
+    found.add(
+        "Time",
+        [
+            f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP per step"
+            + (f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""),
+            f"assumed: {plan.num_gpus} x {gpu or 'device'}, {tflops:g} TFLOP/s in products, of which steps "
+            f"reach {plan.efficiency:.0%}",
+            f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
+            f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
+        ],
+    )
+
+
+def _add_disk(
+    config: TrainConfig,
+    shape: ModelShape,
+    curriculum: Curriculum,
+    setup: RunSetup,
+    num_adapted: int,
+    found: Findings,
+) -> None:
+    plan = disk_plan(
+        config,
+        shape,
+        num_stages=len(curriculum.stages),
+        adapter_parameters=num_adapted,
+        has_masters=setup.has_masters,
+        is_bf16=setup.is_bf16,
+    )
+    found.add(
+        "Disk",
+        [
+            f"{plan.num_checkpoints} checkpoints (train.save_total_limit, and one being written) of "
+            f"{size_text(plan.checkpoint_bytes)}",
+            f"{plan.num_exports} published checkpoints of {size_text(plan.export_bytes)}",
+            f"{size_text(plan.needed_bytes)} of {size_text(plan.free_bytes)} free in {plan.place}",
+        ],
+    )
+    if plan.problem is not None:
+        found.problems.append(plan.problem)
+
+
+def launch_command(num_gpus: int, arguments: Sequence[str]) -> str:
+    """The command line that trains what was planned."""
+    kept = [one for one in arguments if not one.startswith(("dry_run=", "plan."))]
+    if num_gpus == 1:
+        return shlex.join(["idlm-train", *kept])
+    return f"GPUS={num_gpus} " + shlex.join(["recipes/launch/one_node.sh", *kept])
+
+
+def _print(found: Findings, console: Any) -> None:
+    from rich.text import Text
+
+    for title, lines in found.sections:
+        console.print(Text(f"# {title}" if not console.is_terminal else title, style="bold"))
+        for line in lines:
+            text = Text("  ").append_text(line) if isinstance(line, Text) else Text(f"  {line}")
+            console.print(text, soft_wrap=True)
