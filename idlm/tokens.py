@@ -201,6 +201,7 @@ def render_conversation(
     targets = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     ids: list[int] = []
     supervised: list[bool] = []
+    prompts: list[tuple[int, str, int]] = []
     done = ""
     for turn in targets[-1:] if turns == "last" else targets:
         before = _render(tokenizer, messages[:turn], open_turn=True, enable_thinking=enable_thinking)
@@ -209,17 +210,23 @@ def render_conversation(
         _require_prefix(before, after, turn)
         _require_prefix(after, whole, turn)
         context = _plain_ids(tokenizer, before[len(done) :], add_special_tokens=False)
-        if done and ids + context != _plain_ids(tokenizer, before, add_special_tokens=False):
-            raise _disagreement(
-                turn, "tokenises the turns before it differently when the conversation goes on"
-            )
+        if done:
+            prompts.append((turn, before, len(ids) + len(context)))
         answer = _plain_ids(tokenizer, after[len(before) :], add_special_tokens=False)
         num_tail = _num_tail_tokens(tokenizer, answer)
         ids += context + answer
         supervised += [False] * len(context) + [True] * (len(answer) - num_tail) + [False] * num_tail
         done = after
     rest = _plain_ids(tokenizer, whole[len(done) :], add_special_tokens=False)
-    return ids + rest, supervised + [False] * len(rest)
+    ids, supervised = ids + rest, supervised + [False] * len(rest)
+    # Where the parts give the ids of the whole, so do all beginnings: encoding each again would be quadratic.
+    if prompts and ids != _plain_ids(tokenizer, whole, add_special_tokens=False):
+        for turn, before, num_ids in prompts:
+            if ids[:num_ids] != _plain_ids(tokenizer, before, add_special_tokens=False):
+                raise _disagreement(
+                    turn, "tokenises the turns before it differently when the conversation goes on"
+                )
+    return ids, supervised
 
 
 def _marked_conversation(

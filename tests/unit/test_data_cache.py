@@ -24,6 +24,7 @@ from idlm.train.data import build
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
+from idlm.train.data.open import remember_data
 from idlm.train.dataset import PackedDataset
 from idlm.train.file_rows import split
 from idlm.train.layout import Sample
@@ -254,6 +255,23 @@ def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     text = "\n".join(report.lines())
     assert "a.jsonl:201" in text and "thinking=keep" in text and "warning: " in text
     assert "samples are dropped or truncated" in text
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, tokenizer) -> None:
+    path, run = write(tmp_path / "a.jsonl", 10), tmp_path / "run"
+    run.mkdir()
+    first = read(config_of(path), encoder_of(tokenizer))
+    remember_data(run, first, is_continued=False)
+    os.utime(path, (1, 1))
+    again = read(config_of(path), encoder_of(tokenizer))
+    assert again.directory != first.directory
+    remember_data(run, again, is_continued=True)
+    write(path, 11)
+    other = read(config_of(path), encoder_of(tokenizer))
+    with pytest.raises(UserError, match="IDLM-0235.*10 samples that are not the 11"):
+        remember_data(run, other, is_continued=True)
+    remember_data(run, other, is_continued=False)
+    remember_data(run, other, is_continued=True)
 
 
 def test_a_model_that_would_never_stop_is_refused(tmp_path: Path, tokenizer) -> None:

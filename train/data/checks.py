@@ -131,7 +131,8 @@ def inspect_data(
     median, ninth, last = (int(value) for value in np.percentile(lengths, (50, 90, 99)))
     stops = {int(tokenizer.eos_token_id), *stop_token_ids}
     open_ends = _open_ends(source, header, stops, num_seen=len(lengths))
-    uses_template = config.data.chat_template and bool(tokenizer.chat_template)
+    is_chat = tuple(header.get("shapes", ())) != ("text",)
+    uses_template = is_chat and config.data.chat_template and bool(tokenizer.chat_template)
     report = DataReport(
         source=config.data.source,
         files=tuple(header.get("names", ())),

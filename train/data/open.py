@@ -9,12 +9,14 @@ compared.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from idlm.checkpoint import read_json
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.data.base import SOURCES, Encoder, Source
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from idlm.train.config import TrainConfig
 
 CACHE_FOLDER = "data_cache"
+DATA_FILE = "data.json"
 SECONDS_BETWEEN_SIGNS = 5.0
 
 
@@ -56,6 +59,31 @@ def open_source_on_all_ranks(config: TrainConfig, encoder: Encoder) -> Source:
             fix="give every node the same files, tokenizer and template, or a data.cache_dir that they share",
         )
     return source
+
+
+def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
+    """Write what a run trains on into its folder `run`; refuse to continue it on other data (IDLM-0235).
+
+    Item k of a run is a pure function of its data, so that with other data a resumed run would see some
+    samples twice and others never, in silence.
+    """
+    if not isinstance(source, CachedSource):
+        return
+    now = {"digest": source.digest(), "num_samples": source.num_samples}
+    known = run / DATA_FILE
+    if is_continued and known.is_file():
+        before = read_json(known)
+        if before != now:
+            raise UserError(
+                "IDLM-0235",
+                f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
+                f"{now['num_samples']} of its data now",
+                fix="restore the data files, or start a new run: another output_dir, or resume=never",
+            )
+        return
+    aside = run / f".{DATA_FILE}.tmp"
+    aside.write_text(json.dumps(now), encoding="utf-8")
+    os.replace(aside, known)
 
 
 def _while_others_wait(work: Callable[[], None] | None) -> None:
