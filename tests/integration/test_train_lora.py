@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from safetensors.torch import load_file
 
 from idlm.checkpoint import verify
 from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli import generate
 from idlm.infer.engine import Engine
 from idlm.lora import MASK_ROW, WEIGHTS_FILE, base_identity
 from idlm.semantics import Semantics
@@ -99,6 +104,53 @@ def test_generation_is_the_bases(finished: Path, base: Path) -> None:
         done = Engine.from_pretrained(finished, decoder, device="cpu").generate(PROMPTS, greedy)
         assert [c.token_ids for c in done] == [c.token_ids for c in expected]
         assert [c.text for c in done] == [c.text for c in expected]
+
+
+def test_the_command_line_finds_a_base_that_has_moved(
+    finished: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved, adapter = tmp_path / "moved", tmp_path / "adapter"
+    shutil.copytree(base, moved)
+    shutil.copytree(finished, adapter)
+    (adapter / "manifest.json").unlink()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    gone = config | {"base_model_name_or_path": str(tmp_path / "gone")}
+    (adapter / "adapter_config.json").write_text(json.dumps(gone))
+    given = [f"model={adapter}", "-p", PROMPTS[0], "sampling.temperature=0", "sampling.max_tokens=8"]
+    with pytest.raises(UserError, match="IDLM-0611"):
+        generate(given)
+    capsys.readouterr()
+    assert generate([*given, f"base={moved}", "device=cpu"]) == 0
+    told = capsys.readouterr().out
+    assert generate([f"model={base}", *given[1:], "decoder=ar", "device=cpu"]) == 0
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", ["null", 1, 2, 3])
+def test_two_ranks_train_the_same_adapter(
+    finished: Path, base: Path, tmp_path: Path, zero_stage: str
+) -> None:
+    """DDP and every ZeRO stage; a stopped run continues bitwise, from a checkpoint without frozen weights.
+
+    pytest tests/integration/test_train_lora.py -m slow
+    """
+
+    def train(output: Path) -> dict[str, torch.Tensor]:
+        changes = {"train.batch_size": 1, "train.zero_stage": zero_stage}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launcher, "-m", "idlm.train.cli", *lora_arguments(base, output, **changes)]
+        subprocess.run(command, check=True, timeout=300)
+        return load_file(output / WEIGHTS_FILE)
+
+    whole, expected = train(tmp_path / "whole"), load_file(finished / WEIGHTS_FILE)
+    assert whole.keys() == expected.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=1e-3)
+    shutil.copytree(tmp_path / "whole" / "run", tmp_path / "again" / "run")
+    shutil.rmtree(tmp_path / "again" / "run" / "checkpoint-5")
+    again = train(tmp_path / "again")
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 def test_a_stopped_run_resumes_bitwise(
