@@ -16,22 +16,31 @@ from idlm.train.plan import ModelShape, RunSetup, kept_per_mask_row, kept_per_ro
 ROWS, LAYERS, RANK = 64, 3, 8
 
 
-class StandIn(torch.autograd.Function):
-    """Keeps what an attention kernel keeps: queries, keys, values and its output."""
+@torch.library.custom_op("idlm_tests::stand_in", mutates_args=())
+def stand_in(query_BNTH: torch.Tensor, key_BKTH: torch.Tensor, value_BKTH: torch.Tensor) -> torch.Tensor:
+    """Opaque to the compiler, and keeps what an attention kernel keeps: queries, keys, values, its output."""
+    return query_BNTH.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def forward(ctx, query_BNTH, key_BKTH, value_BKTH):
-        output = query_BNTH.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query_BNTH, key_BKTH, value_BKTH, output)
-        return output
 
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.zeros_like(one) for one in ctx.saved_tensors[:3])
+@torch.library.custom_op("idlm_tests::stand_in_backward", mutates_args=())
+def stand_in_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+) -> list[torch.Tensor]:
+    return [torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)]
+
+
+stand_in.register_fake(lambda query, key, value: query.new_empty(query.transpose(1, 2).shape))
+stand_in_backward.register_fake(
+    lambda grad, query, key, value, output: [torch.empty_like(one) for one in (query, key, value)]
+)
+stand_in.register_autograd(
+    lambda ctx, grad: tuple(stand_in_backward(grad, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
 
 
 def attention(module, query, key, value, mask, **_):
-    return StandIn.apply(query, key, value), None
+    return stand_in(query, key, value), None
 
 
 def decoder(family: str, dtype: torch.dtype):
