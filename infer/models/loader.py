@@ -16,7 +16,7 @@ import torch
 from idlm.checkpoint import read_json, recover, verify
 from idlm.errors import UserError
 from idlm.infer.models import weights
-from idlm.infer.models.adapter import add_adapter, open_adapter
+from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
 from idlm.infer.models.dense import DenseTrunk, weight_targets
 from idlm.lora import is_adapter
@@ -61,31 +61,16 @@ def load_model(
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
-    (IDLM-0302, 0303, 0600 to 0614); nothing is loaded in part.
+    (IDLM-0302, 0303, 0600 to 0613); nothing is loaded in part.
     """
-    directory = _existing(Path(path))
-    adapter = open_adapter(directory, base=base, semantics=semantics) if is_adapter(directory) else None
-    if adapter is not None:
-        directory, semantics = adapter.base, adapter.semantics
-    elif base is not None:
-        raise UserError(
-            "IDLM-0611",
-            f"base={base}, but {directory} is no adapter",
-            fix="leave base= out for a whole model",
-        )
+    directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
     config = read_json(directory / "config.json")
     architecture, family = _family(config)
     spec = family.spec(config)
-    meaning = _semantics(directory, config, family, mask_token_id, semantics)
-    _check_mask(meaning, spec, has_own_row=adapter is not None and adapter.has_mask_row)
-    if meaning.gated and adapter is None:
-        raise UserError(
-            "IDLM-0609",
-            f"{directory} says gated=true in {SEMANTICS_FILE}, but is a whole model: a gated adapter cannot "
-            "be merged, it applies to MASK rows only",
-            fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
-        )
+    given = semantics if adapter is None else adapter.semantics
+    meaning = _semantics(directory, config, family, mask_token_id, given)
+    _check_meaning(meaning, spec, directory, adapter)
     files = weights.locate(directory)
     names = family.tensor_names
     if spec.tie_embeddings and names.head in files and names.embed in files:
@@ -113,6 +98,21 @@ def load_model(
         device=torch.device(device),
         directory=directory,
     )
+
+
+def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> tuple[Path, Adapter | None]:
+    """The directory of a whole model, or that of an adapter's base and the adapter."""
+    directory = _existing(path)
+    if is_adapter(directory):
+        adapter = open_adapter(directory, base=base, semantics=semantics)
+        return adapter.base, adapter
+    if base is not None:
+        raise UserError(
+            "IDLM-0611",
+            f"base={base}, but {directory} is no adapter",
+            fix="leave base= out for a whole model",
+        )
+    return directory, None
 
 
 def _existing(directory: Path) -> Path:
@@ -172,7 +172,15 @@ def _semantics(
     return meaning
 
 
-def _check_mask(meaning: Semantics, spec: ModelSpec, *, has_own_row: bool) -> None:
+def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter: Adapter | None) -> None:
+    if meaning.gated and adapter is None:
+        raise UserError(
+            "IDLM-0609",
+            f"{directory} says gated=true in {SEMANTICS_FILE}, but is a whole model: a gated adapter cannot "
+            "be merged, it applies to MASK rows only",
+            fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
+        )
+    has_own_row = adapter is not None and adapter.has_mask_row
     if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
         raise UserError(
             "IDLM-0606",
