@@ -97,8 +97,9 @@ class PreviousMeans(TrainerCallback, ExportableState):
 class LossGuard:
     """Ends the run, on every rank, when a loss is not finite, before the optimizer changes a weight.
 
-    `note` sends the verdict to the host beside the running step; the optimizer's own hook reads it. DeepSpeed
-    steps inside its backward pass, where no callback of the Trainer comes in between.
+    `note` sends the verdict to the host beside the running step, `check` reads it once the backward pass is
+    on its way. DeepSpeed steps at the end of its backward pass: there the optimizer's own hook checks first.
+    (Where DeepSpeed sees an overflow itself it skips the step without a word; `check` comes after it too.)
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -174,6 +175,6 @@ class LossGuard:
             "IDLM-0503",
             f"the loss became {bad[0]['loss'] if bad else 'not finite on another rank'} at step {self._step}"
             f"{', ' + where if bad else ''}",
-            fix="checkpoints saved before are intact: lower train.learning_rate or look at the items of this step, "
-            f"which are in {path}",
+            fix="checkpoints saved before are intact: lower train.learning_rate or look at the items of this "
+            f"step, which are in {path}",
         )

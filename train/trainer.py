@@ -170,5 +170,8 @@ class IdlmTrainer(SavingTrainer):
     ) -> Tensor:
         """One micro-batch; a loss that is not finite ends the run before the optimizer can spread it."""
         engine = getattr(self.accelerator, "deepspeed_engine_wrapped", None)
-        self.guard.watch(self.optimizer.optimizer if engine is None else engine.engine.basic_optimizer)
-        return super().training_step(model, inputs, num_items_in_batch)
+        if engine is not None:
+            self.guard.watch(engine.engine.basic_optimizer)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.guard.check()
+        return loss

@@ -40,6 +40,16 @@ def test_one_bad_micro_batch_is_enough(value: str, place: int, tmp_path: Path) -
     assert told["micro_batches"][place]["loss"] == value
 
 
+def test_a_step_that_the_optimizer_skips_is_judged_too(tmp_path: Path) -> None:
+    guard, _, _ = guarded(tmp_path)
+    guard.begin(1, num_micro_batches=2)
+    guard.note(torch.tensor(float("nan")), batch(0))
+    guard.check()
+    guard.note(torch.tensor(1.0), batch(1))
+    with pytest.raises(UserError, match="IDLM-0503"):
+        guard.check()
+
+
 def test_finite_losses_pass_and_a_new_step_starts_afresh(tmp_path: Path) -> None:
     guard, weight, optimizer = guarded(tmp_path)
     guard.begin(1, num_micro_batches=1)
