@@ -182,6 +182,9 @@ def random_kills(world: World, num_kills: int, generator: random.Random) -> None
             status = crashes.wait_for_first(pids, seconds=RUN_SECONDS)
             if any(code < 0 for code in status.values()):
                 killed += 1
+            else:
+                # It ended before its time came: on a machine that is less busy now, runs are shorter.
+                world.seconds *= 0.7
         world.tally.kills += killed
         world.finish(run, f"random kills, run {number}, {killed} times")
 

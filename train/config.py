@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,9 @@ class LoopConfig:
     )
     batch_size: int = _setting(1, "packed rows per device and micro-batch")
     accumulation: int = _setting(1, "micro-batches per optimizer step")
+    global_batch: int | None = _setting(
+        None, "packed rows per optimizer step over all processes; accumulation then follows"
+    )
     max_length: int = _setting(4096, "longest sample in tokens")
     row_length: int | None = _setting(None, "rows of a packed row; null: what the longest sample needs")
     overlong: str = _setting("error", "samples above max_length: error, drop, truncate, or split into pieces")
@@ -205,6 +208,37 @@ def clean_weight(stage: StageConfig, adapter: AdapterConfig | None) -> float | N
     if stage.clean_weight is None:
         return DEFAULT_CLEAN_WEIGHT if adapter is None else 0.0
     return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)
+
+
+def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
+    """`config` with the accumulation that `train.global_batch` asks of `world_size` processes.
+
+    UserError IDLM-0516 when no whole number of micro-batches makes it, or another one was asked for.
+    """
+    loop = config.train
+    if loop.global_batch is None:
+        return config
+    per_pass = loop.batch_size * world_size
+    accumulation, rest = divmod(loop.global_batch, per_pass)
+    if rest or accumulation == 0:
+        fitting = [
+            n for n in range(1, loop.global_batch + 1) if loop.global_batch % (n * loop.batch_size) == 0
+        ]
+        raise UserError(
+            "IDLM-0516",
+            f"train.global_batch={loop.global_batch} rows are not a multiple of {world_size} processes x "
+            f"train.batch_size={loop.batch_size}",
+            fix=f"start {', '.join(map(str, fitting)) or 'fewer'} processes, or set train.global_batch="
+            f"{max(1, accumulation) * per_pass} or train.batch_size=1",
+        )
+    if loop.accumulation not in (1, accumulation):
+        raise UserError(
+            "IDLM-0516",
+            f"train.accumulation={loop.accumulation} contradicts train.global_batch={loop.global_batch}, which "
+            f"is {accumulation} micro-batches on {world_size} processes",
+            fix="give one of them",
+        )
+    return replace(config, train=replace(loop, accumulation=accumulation))
 
 
 def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int | None) -> Curriculum:
@@ -304,6 +338,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
 
 def _loop_problems(config: TrainConfig) -> list[str]:
     loop, problems = config.train, []
+    if loop.global_batch is not None and loop.global_batch < 1:
+        problems.append(f"train.global_batch={loop.global_batch} must be at least 1")
     positive = ("batch_size", "accumulation", "max_length", "log_every", "save_every", "save_total_limit")
     for name in positive:
         if getattr(loop, name) < 1:

@@ -21,7 +21,7 @@ from idlm.lora import AdapterSpec
 from idlm.tokens import num_token_ids, resolve_mask_token_id, stop_token_ids
 from idlm.train.arguments import num_processes
 from idlm.train.base_model import create_base
-from idlm.train.config import TrainConfig, check_config
+from idlm.train.config import TrainConfig, check_config, settle_accumulation
 from idlm.train.curriculum import Curriculum
 from idlm.train.data.checks import inspect_data
 from idlm.train.dataset import PackedDataset, collate
@@ -86,6 +86,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
     found.add("Configuration", config_text(config).rstrip().splitlines())
     with found.guarding():
         check_config(config)
+        config = settle_accumulation(config, world_size=num_gpus(config))
     tokenizer: Any = None
     with found.guarding():
         tokenizer = _prepare("prepare_tokenizer")(config)

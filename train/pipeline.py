@@ -24,10 +24,16 @@ from idlm.tokens import (
     resolve_mask_token_id,
     stop_token_ids,
 )
-from idlm.train.arguments import require_same_config_everywhere, shape, training_arguments
+from idlm.train.arguments import num_processes, require_same_config_everywhere, shape, training_arguments
 from idlm.train.attention import choose_attention
 from idlm.train.base_model import create_base, load_base
-from idlm.train.config import TASK_TOKENIZER, TrainConfig, check_config, make_curriculum
+from idlm.train.config import (
+    TASK_TOKENIZER,
+    TrainConfig,
+    check_config,
+    make_curriculum,
+    settle_accumulation,
+)
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.base import make_encoder
 from idlm.train.data.checks import inspect_data
@@ -97,6 +103,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
         )
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
+    config = settle_accumulation(config, world_size=num_processes())
     args = training_arguments(config)
     with watching(config.train.hang_seconds) as watchdog:
         return _run(config, args, watchdog, console=console, sampler=sampler, start=start)

@@ -29,7 +29,7 @@ FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "pl
 FREE_LOOP_KEYS = (
     *("log_every", "save_every", "save_total_limit", "threads", "workers", "device", "hang_seconds"),
     "cache_dir",
-    *("batch_size", "accumulation"),
+    *("batch_size", "accumulation", "global_batch"),
 )
 
 

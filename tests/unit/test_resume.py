@@ -6,16 +6,19 @@ import json
 import logging
 import random
 import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from idlm.checkpoint import clear_stale, publish, verify
+from idlm.checkpoint import clear_stale, publish, telling_of_disk, verify
 from idlm.compose import compose
 from idlm.errors import UserError
-from idlm.train.config import TrainConfig
+from idlm.train.config import TrainConfig, settle_accumulation
 from idlm.train.resume import SHAPE_FILE, RunShape, choose_checkpoint, config_hash, config_text, store_config
+from idlm.train.signals import StopOnSignal
 
 SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
 
@@ -142,3 +145,65 @@ def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) 
             compose("train", TrainConfig, [f"config={frozen}"])
     with pytest.raises(UserError, match="IDLM-0104"):
         compose("train", TrainConfig, ["config=/nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "accumulation"), [(8, 1, 4), (4, 1, 8), (1, 2, 16), (32, 1, 1)]
+)
+def test_the_rows_of_a_step_settle_the_accumulation(
+    tmp_path: Path, world_size: int, batch_size: int, accumulation: int
+) -> None:
+    config = config_of(tmp_path, **{"train.global_batch": 32, "train.batch_size": batch_size})
+    settled = settle_accumulation(config, world_size=world_size)
+    assert settled.train.accumulation == accumulation
+    assert settle_accumulation(settled, world_size=world_size) == settled
+
+
+def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"train.global_batch": 32})
+    for world_size in (5, 64):
+        with pytest.raises(UserError, match="IDLM-0516") as caught:
+            settle_accumulation(config, world_size=world_size)
+        assert f"{world_size} processes" in caught.value.message
+        assert "1, 2, 4, 8, 16, 32 processes" in caught.value.fix
+    assert "train.global_batch=30" in _fix(config, 5)
+    other = config_of(tmp_path, **{"train.global_batch": 32, "train.accumulation": 3})
+    assert "give one of them" in _fix(other, 8)
+
+
+def _fix(config: TrainConfig, world_size: int) -> str:
+    with pytest.raises(UserError, match="IDLM-0516") as caught:
+        settle_accumulation(config, world_size=world_size)
+    return caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed"),
+        OSError(28, "No space left on device"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_told_alike_by_every_writer_and_rank(tmp_path: Path, error: Exception) -> None:
+    kept = save(tmp_path, 4)
+    for writing in (publish(kept), telling_of_disk(kept)):
+        with pytest.raises(UserError, match="IDLM-0301"), writing:
+            raise error
+    verify(kept, sealed=True)
+    assert [path.name for path in kept.parent.iterdir()] == ["checkpoint-4"]
+
+
+def test_one_keystroke_that_arrives_twice_saves_and_a_second_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop = StopOnSignal()
+    stop._note(signal.SIGINT, None)
+    now += 0.5
+    stop._note(signal.SIGTERM, None)
+    assert stop.received == signal.SIGINT, "the launcher passed the same keystroke on"
+    now += 5.0
+    with pytest.raises(KeyboardInterrupt):
+        stop._note(signal.SIGINT, None)
