@@ -49,7 +49,7 @@ def test_prompts_answers_training(tmp_path: Path) -> None:
     lines.append({"prompt": texts[1], "sampling": {"max_tokens": 5}})
     source, output = write_lines(tmp_path / "prompts.jsonl", lines), tmp_path / "answers.jsonl"
     assert (
-        generate([*PLAIN, f"input={source}", f"output={output}", "sampling.max_tokens=60", "max_num_seqs=8"])
+        generate([*PLAIN, f"input={source}", f"output={output}", "sampling.max_tokens=160", "max_num_seqs=8"])
         == 0
     )
     records, tokenizer = read_lines(output), load_tokenizer(TINY)
