@@ -98,7 +98,7 @@ def packed_batches(
         seed=seed,
         path=path,
     )
-    objective = IntrospectiveConsistency(mask_token_id=num_ids, mask_region="all", vocab_size=num_ids + 1)
+    objective = IntrospectiveConsistency(mask_token_id=num_ids, mask_region="all")
     dataset = PackedDataset(
         source,
         objective,

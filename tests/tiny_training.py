@@ -43,7 +43,7 @@ def tiny_model(family: str, attention: str = "idlm_sdpa") -> Any:
 
 
 def tiny_objective(mask_region: str = "response") -> IntrospectiveConsistency:
-    return IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region, vocab_size=VOCAB)
+    return IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region)
 
 
 def random_sample(seed: int, *, prompt: int, response: int) -> Sample:

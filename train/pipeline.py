@@ -156,7 +156,6 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     objective = OBJECTIVES.get(config.objective)(
         mask_token_id=mask_token_id,
         mask_region=config.mask_region,
-        vocab_size=num_vocabulary_rows(model),
     )
     dataset, curriculum = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     return Prepared(

@@ -50,7 +50,7 @@ def make_dataset(
         "pad_token_id": 0,
         "seed": 3,
     } | changes
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response", vocab_size=1000)
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response")
     dataset = PackedDataset(source, objective, **settings)
     curriculum = make_curriculum(
         TrainConfig(train=loop), world_size=world, rows_per_epoch=dataset.rows_per_epoch()

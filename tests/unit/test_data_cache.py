@@ -162,7 +162,7 @@ def test_a_copy_for_another_process_holds_no_tokens(tmp_path: Path, tokenizer) -
 def dataset_of(
     source: Any, *, max_length: int = 40, row_length: int = 100, overlong: str = "drop", seed: int = 1
 ):
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response", vocab_size=MASK + 1)
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response")
     dataset = PackedDataset(
         source,
         objective,
@@ -210,7 +210,7 @@ def test_pieces_predict_every_token_but_the_first_once(
     flags: list[bool], max_length: int, row_length: int, region: str
 ) -> None:
     sample = Sample(token_ids=np.arange(len(flags)), supervised=np.asarray(flags))
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=region, vocab_size=MASK + 1)
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=region)
     pieces = split(sample, lambda piece: objective.num_rows(piece) <= row_length, max_length=max_length)
     predicted = [place for start, stop in pieces for place in range(start + 1, stop)]
     assert predicted == list(range(1, len(flags)))
@@ -297,7 +297,7 @@ def test_the_report_of_an_endless_source_looks_at_its_beginning(tokenizer) -> No
 
 
 def dataset_of_endless(source: Any) -> PackedDataset:
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response", vocab_size=MASK + 1)
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response")
     return PackedDataset(
         source, objective, max_length=400, row_length=800, overlong="error", pad_token_id=0, seed=0
     )

@@ -59,7 +59,7 @@ def test_laws_of_the_noisy_half(flags: list[bool], stride: int, region: str) -> 
 
 @pytest.mark.parametrize("region", ["response", "all"])
 def test_packing_keeps_documents_apart_and_pads_silently(region: str) -> None:
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=region, vocab_size=501)
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=region)
     stage = Stage(index=0, stride=3, num_steps=1, clean_weight=0.2)
     samples = [Sample.from_pair([1, 2], [3, 4, 5]), Sample.from_pair([6], [7, 8])]
     documents = [objective.rows(sample, stage) for sample in samples]
@@ -80,6 +80,6 @@ def test_packing_keeps_documents_apart_and_pads_silently(region: str) -> None:
 def test_ar_uses_the_same_clean_half_and_no_masks() -> None:
     sample = Sample.from_pair([1, 2], [3, 4, 5])
     stage = Stage(index=0, stride=1, num_steps=1, clean_weight=1.0)
-    rows = Autoregressive(mask_token_id=None, mask_region="response", vocab_size=10).rows(sample, stage)
+    rows = Autoregressive(mask_token_id=None, mask_region="response").rows(sample, stage)
     assert len(rows.noisy) == 0
     assert rows.clean.labels.tolist() == [IGNORE_LABEL, 3, 4, 5, IGNORE_LABEL]

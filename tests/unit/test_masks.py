@@ -18,7 +18,7 @@ def packed_meta(
     lengths: list[tuple[int, int]], stride: int, *, padding: int = 0, mask_region: str = "response"
 ) -> RowMeta:
     """Meta of one packed row of (prompt length, response length) documents."""
-    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region, vocab_size=100)
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region)
     stage = Stage(index=0, stride=stride, num_steps=1, clean_weight=0.2)
     samples = [Sample.from_pair(range(prompt), range(response)) for prompt, response in lengths]
     total = sum(objective.num_rows(sample) for sample in samples)

@@ -209,7 +209,7 @@ def in_chunks(op, rows):
 
 
 def test_next_token_loss_is_the_plain_loss_too() -> None:
-    objective = Autoregressive(mask_token_id=None, mask_region="all", vocab_size=VOCAB)
+    objective = Autoregressive(mask_token_id=None, mask_region="all")
     model, stage = tiny_model("llama"), stage_of(1)
     samples = [random_sample(seed, prompt=2, response=6 + seed) for seed in range(2)]
     batch = batch_of(samples, objective, stage, padding=3)

@@ -22,7 +22,6 @@ class Autoregressive:
 
     mask_token_id: int | None
     mask_region: str
-    vocab_size: int
     term_names: tuple[str, ...] = ("clean",)
 
     def default_row_length(self, max_length: int) -> int:

@@ -29,7 +29,6 @@ class IntrospectiveConsistency:
 
     mask_token_id: int | None
     mask_region: str
-    vocab_size: int
     term_names: tuple[str, ...] = ("mask", "clean")
 
     def default_row_length(self, max_length: int) -> int:
