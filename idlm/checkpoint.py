@@ -21,6 +21,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,6 +30,7 @@ from idlm.disk import DISK_ERRNOS, cannot_save, telling_of_disk
 from idlm.errors import UserError
 
 MANIFEST = "manifest.json"
+HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 
@@ -106,8 +108,9 @@ def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> N
         size = path.stat().st_size
         if size != entry["size"]:
             raise _mismatch(path, f"it has {size} bytes, the manifest says {entry['size']}")
-        if _sha256(path) != entry["sha256"]:
-            raise _mismatch(path, "its sha256 differs from the manifest")
+    for name, digest in zip(files, _sha256_of([directory / name for name in files]), strict=True):
+        if digest != files[name]["sha256"]:
+            raise _mismatch(directory / name, "its sha256 differs from the manifest")
 
 
 def clear_stale(directory: Path) -> None:
@@ -174,14 +177,14 @@ def _mismatch(path: Path, reason: str) -> UserError:
 
 
 def _write_manifest(staging: Path) -> None:
-    files = {}
-    for path in sorted(staging.rglob("*")):
+    paths = sorted(staging.rglob("*"))
+    for path in paths:
         assert not path.is_symlink(), f"a checkpoint holds files, not links: {path=}"
-        if path.is_file():
-            files[path.relative_to(staging).as_posix()] = {
-                "sha256": _sha256(path),
-                "size": path.stat().st_size,
-            }
+    paths = [path for path in paths if path.is_file()]
+    files = {
+        path.relative_to(staging).as_posix(): {"sha256": digest, "size": path.stat().st_size}
+        for path, digest in zip(paths, _sha256_of(paths), strict=True)
+    }
     (staging / MANIFEST).write_text(_manifest_text(files), encoding="utf-8")
 
 
@@ -367,6 +370,12 @@ def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
     # The digest tells a damaged manifest from a damaged file.
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"format": FORMAT, "files": files, "digest": digest}, indent=1) + "\n"
+
+
+def _sha256_of(paths: list[Path]) -> list[str]:
+    """Digests in the order of `paths`, several files at once: one core reads about 1 GB/s, a disk more."""
+    with ThreadPoolExecutor(max_workers=HASHING_THREADS) as pool:
+        return list(pool.map(_sha256, paths))
 
 
 def _sha256(path: Path) -> str:

@@ -234,8 +234,8 @@ def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
     if loop.accumulation not in (1, accumulation):
         raise UserError(
             "IDLM-0516",
-            f"train.accumulation={loop.accumulation} contradicts train.global_batch={loop.global_batch}, which "
-            f"is {accumulation} micro-batches on {world_size} processes",
+            f"train.accumulation={loop.accumulation} contradicts train.global_batch={loop.global_batch}, "
+            f"which is {accumulation} micro-batches on {world_size} processes",
             fix="give one of them",
         )
     return replace(config, train=replace(loop, accumulation=accumulation))
