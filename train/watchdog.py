@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import faulthandler
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,8 +29,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from idlm.errors import UserError
-from idlm.train.distributed import barrier, from_rank_zero, is_distributed
+from idlm.train.distributed import barrier, from_rank_zero, gather_objects, is_distributed
 
+log = logging.getLogger(__name__)
 STATUS = 75
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 40.0
@@ -238,7 +240,8 @@ def watching(hang_seconds: float) -> Iterator[Watchdog]:
     dog.end()
 
 
-def _open_store() -> TCPStore:
+def _open_store() -> TCPStore | None:
+    """This rank's store; None on all ranks where one cannot reach the port of rank 0. Collective."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = datetime.timedelta(seconds=STORE_SECONDS)
     held: list[TCPStore] = []
@@ -248,7 +251,13 @@ def _open_store() -> TCPStore:
         return held[0].port
 
     port = from_rank_zero(hold)
-    return held[0] if held else TCPStore(host, port, is_master=False, timeout=timeout)
+    store = held[0] if held else None
+    with contextlib.suppress(DistError, RuntimeError):
+        store = store or TCPStore(host, port, is_master=False, timeout=timeout)
+    deaf = [rank for rank, reached in enumerate(gather_objects(store is not None)) if not reached]
+    if deaf:
+        log.warning("ranks %s cannot reach %s:%d: a rank that dies or hangs is not named", deaf, host, port)
+    return None if deaf else store
 
 
 def _host() -> str:
