@@ -94,6 +94,8 @@ def _cell(row: Row) -> str:
         text = f"{value:,.{digits}f}" + ("" if unit in ("tokens", "") else f" {unit}")
         if unit in SPEEDS and row["ratio"] is not None:
             text += f" ({row['ratio']:.2f}x)"
+        if row["share_of_floor"] is not None:
+            text += f" ({row['share_of_floor']:.0%} of the limit)"
     return f"{text} (lossy)" if row["class"] == "lossy" else text
 
 

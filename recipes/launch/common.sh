@@ -11,7 +11,10 @@ export PYTHONSAFEPATH=1 TOKENIZERS_PARALLELISM=false
 
 count_gpus() {
     local visible
-    visible=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+    if ! visible=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null); then
+        echo "$PYTHON has no torch: activate the environment, or give PYTHON=.venv/bin/python" >&2
+        return 1
+    fi
     if [ "$visible" -eq 0 ]; then
         echo "no GPU is visible; give the number of processes as GPUS=n" >&2
         return 1
