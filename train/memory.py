@@ -31,7 +31,7 @@ HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory",
 
 @contextlib.contextmanager
 def explaining_memory(config: TrainConfig, model: nn.Module, *, world_size: int) -> Iterator[None]:
-    """Inside, running out of GPU or host memory raises UserError IDLM-0515: what was used, what to set."""
+    """Inside, running out of GPU or host memory raises UserError IDLM-0517: what was used, what to set."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -110,7 +110,7 @@ def _explained(
     states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
     told = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
     return UserError(
-        "IDLM-0515",
+        "IDLM-0517",
         f"out of {where} memory: {figures}; weights, gradients and optimizer take {states / GIB:.1f} GiB of "
         f"it, activations of {config.train.batch_size} x {config.train.max_length} tokens the rest",
         fix="then resume=auto with one of: " + "; ".join(told),

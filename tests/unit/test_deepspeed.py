@@ -123,7 +123,7 @@ def test_running_out_of_memory_names_settings_with_numbers(
     monkeypatch.setattr("idlm.train.memory._gpu_figures", lambda: "139.0 GiB allocated at most")
     config = config_of(**{"train.batch_size": 4, "train.zero_stage": 1, "model.dtype": "bfloat16"})
     with (
-        pytest.raises(UserError, match="IDLM-0515") as caught,
+        pytest.raises(UserError, match="IDLM-0517") as caught,
         explaining_memory(config, nn.Linear(1000, 1000), world_size=8),
     ):
         raise error
