@@ -28,7 +28,9 @@ KEPT_POOLS = 4
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
-    """`len` = items of the whole run; indexing is deterministic and stateless up to a cache."""
+    """`len` = items of the whole run; indexing is deterministic and stateless up to a cache. `left_out`, bool
+    [num_samples], are samples of a file that are not used.
+    """
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         overlong: str,
         pad_token_id: int,
         seed: int,
+        left_out: np.ndarray | None = None,
     ) -> None:
         assert overlong in OVERLONG_POLICIES, f"{overlong=}"
         self.source, self.objective = source, objective
@@ -58,6 +61,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 row_length=row_length,
                 overlong=overlong,
                 seed=seed,
+                left_out=left_out,
             )
 
     @property

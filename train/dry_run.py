@@ -19,28 +19,22 @@ import torch
 from idlm.errors import UserError
 from idlm.lora import AdapterSpec
 from idlm.tokens import num_token_ids, resolve_mask_token_id, stop_token_ids
-from idlm.train.arguments import num_processes
 from idlm.train.base_model import create_base
 from idlm.train.config import TrainConfig, check_config, settle_accumulation
-from idlm.train.curriculum import Curriculum
 from idlm.train.data.checks import inspect_data
-from idlm.train.dataset import PackedDataset, collate
-from idlm.train.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage
-from idlm.train.estimate import MATMUL_TFLOPS, TimePlan, disk_plan, mean_fed, size_text, span, time_plan
-from idlm.train.flops import Fed, fed_of, work_of
+from idlm.train.dataset import PackedDataset
+from idlm.train.estimate import disk_plan, size_text, span
 from idlm.train.gated import add_adapter
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.plan import DEVICE_BYTES, GIB, MemoryPlan, ModelShape, RunSetup, memory_plan, shape_of
+from idlm.train.plan import DEVICE_BYTES, GIB, MemoryPlan
 from idlm.train.preview import LEGEND, coloured, pieces_of, plain
-from idlm.train.regional_compile import compiles
 from idlm.train.resume import config_text
+from idlm.train.run_data import prepare_data
+from idlm.train.run_plan import Estimate, estimate_run, gpu_name, num_gpus
 from idlm.train.weights_check import embedding_norm, weight_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SAMPLED_ITEMS = 8
-DEFAULT_GPU = "H200"
 
 
 @dataclass(slots=True)
@@ -60,24 +54,6 @@ class Findings:
             yield
         except UserError as error:
             self.problems.append(f"{error.code}: {error.message}\n    fix: {error.fix}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What a run is expected to need; `time` is None where no rate can be assumed."""
-
-    memory: MemoryPlan
-    time: TimePlan | None
-    num_gpus: int
-
-    def as_dict(self) -> dict[str, float | None]:
-        """For the run's folder, to be compared with what is measured."""
-        return {
-            "num_gpus": self.num_gpus,
-            "peak_allocated": self.memory.peak_allocated,
-            "seconds": None if self.time is None else self.time.seconds,
-            "tokens_per_second_per_gpu": None if self.time is None else self.time.tokens_per_second_per_gpu,
-        }
 
 
 def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ()) -> None:
@@ -156,36 +132,32 @@ def _plan(
     with found.guarding():
         mask_token_id, lines = mask_choice(config, model, tokenizer)
         found.add("Model", [f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines])
-    shape = shape_of(model)
-    num_adapted = _adapt(config, model)
-    work = work_of(model)
     if mask_token_id is None and config.objective != "ar":
         return
-    objective = OBJECTIVES.get(config.objective)(
-        mask_token_id=mask_token_id, mask_region=config.mask_region, vocab_size=shape.vocabulary
-    )
+    _adapt(config, model)
+    objective = OBJECTIVES.get(config.objective)(mask_token_id=mask_token_id, mask_region=config.mask_region)
     gpus = num_gpus(config)
-    dataset: PackedDataset
-    curriculum: Curriculum
-    dataset, curriculum = _prepare("prepare_data")(config, tokenizer, objective, mask_token_id, gpus)
+    data = prepare_data(config, tokenizer, objective, mask_token_id, gpus)
+    dataset, curriculum = data.dataset, data.curriculum
     stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
     with found.guarding():
         report = inspect_data(config, dataset, tokenizer, stop_token_ids=stops)
         found.add("Data", report.lines())
     found.add(f"Samples: {LEGEND}", _samples(dataset, tokenizer, colours=colours))
-    per_stage = [sampled_fed(dataset, curriculum, stage.index) for stage in curriculum.stages]
     stages = [
         f"{stage.index + 1}. {stage.name}" if stage.stride > 1 else f"{stage.num_steps} steps"
         for stage in curriculum.stages
     ]
     rows = f"{curriculum.global_batch} rows of {dataset.row_length} per step, {curriculum.num_steps} steps"
     found.add("Stages", [*stages, rows])
-    setup = run_setup(config, dataset.row_length, per_stage[-1], num_adapted=num_adapted, world_size=gpus)
-    memory = memory_plan(shape, setup)
-    gpu = gpu_name(config)
-    found.add(f"Memory of one of {gpus} GPUs, at the peak", _memory_lines(memory, gpu, found, config))
-    _add_time(config, work, curriculum, per_stage, found)
-    _add_disk(config, shape, curriculum, setup, num_adapted, found)
+    estimate = estimate_run(config, model, dataset, curriculum, gpus=gpus)
+    if estimate is None:
+        found.add("Memory", ["no estimate: the architecture's shape is not that of a dense decoder"])
+        return
+    device = "the CPU" if gpu_name(config) is None else f"one of {gpus} GPUs"
+    found.add(f"Memory of {device}, at the peak", _memory_lines(estimate.memory, config, found))
+    found.add("Time", _time_lines(estimate, config))
+    _add_disk(config, estimate, len(curriculum.stages), found)
 
 
 def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
@@ -216,66 +188,13 @@ def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> 
     return mask_token_id, lines
 
 
-def _adapt(config: TrainConfig, model: PreTrainedModel) -> int:
-    """Put the adapter on the meta model; returns its parameters, 0 without one."""
-    if config.adapter is None:
-        return 0
-    spec = AdapterSpec(
-        rank=config.adapter.rank, alpha=config.adapter.alpha, targets=tuple(config.adapter.targets)
-    )
-    add_adapter(model, spec)
-    return sum(value.numel() for value in model.parameters() if value.requires_grad)
-
-
-def num_gpus(config: TrainConfig) -> int:
-    """GPUs that the plan is for."""
-    if config.plan.num_gpus is not None:
-        return config.plan.num_gpus
-    if num_processes() > 1:
-        return num_processes()
-    return max(1, torch.cuda.device_count()) if config.train.device != "cpu" else 1
-
-
-def gpu_name(config: TrainConfig) -> str | None:
-    """The kind of GPU that the plan is for; None for a run on the CPU."""
-    if config.plan.gpu is not None:
-        return config.plan.gpu
-    if config.train.device == "cpu":
-        return None
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else DEFAULT_GPU
-    return next((known for known in MATMUL_TFLOPS if known in name), name)
-
-
-def sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: int) -> Fed:
-    """The average packed row of a stage, from its first items."""
-    first = sum(one.num_steps for one in curriculum.stages[:stage]) * curriculum.global_batch
-    last = min(first + SAMPLED_ITEMS, first + curriculum.stages[stage].num_steps * curriculum.global_batch)
-    return mean_fed([fed_of(collate([dataset[item]], curriculum)["fed"]) for item in range(first, last)])
-
-
-def run_setup(
-    config: TrainConfig, row_length: int, fed: Fed, *, num_adapted: int, world_size: int
-) -> RunSetup:
-    """The run as `memory_plan` wants it; rows of a micro-batch are `fed` times the batch size."""
-    size = config.train.batch_size
-    masters = keeps_fp32_masters(config)
-    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
-    stage = zero_stage(config)
-    return RunSetup(
-        rows=size * row_length,
-        targets=round(size * (fed.clean_targets + fed.noisy_targets)),
-        mask_rows=round(size * fed.noisy_rows),
-        accumulation=config.train.accumulation,
-        world_size=world_size,
-        zero_stage=stage,
-        is_bf16=masters or config.model.dtype == "bfloat16",
-        autocast=config.train.bf16 and not uses_deepspeed(config) and config.model.dtype == "float32",
-        is_checkpointed=config.model.gradient_checkpointing,
-        is_compiled=compiles(config.model.compile, device, zero_stage=stage),
-        offloads=config.train.offload_optimizer,
-        rank=0 if config.adapter is None else config.adapter.rank,
-        adapter_parameters=num_adapted,
-    )
+def _adapt(config: TrainConfig, model: PreTrainedModel) -> None:
+    """Put the adapter on the meta model."""
+    if config.adapter is not None:
+        spec = AdapterSpec(
+            rank=config.adapter.rank, alpha=config.adapter.alpha, targets=tuple(config.adapter.targets)
+        )
+        add_adapter(model, spec)
 
 
 def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[Any]:
@@ -291,9 +210,10 @@ def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[A
     return shown
 
 
-def _memory_lines(memory: MemoryPlan, gpu: str | None, found: Findings, config: TrainConfig) -> list[str]:
+def _memory_lines(memory: MemoryPlan, config: TrainConfig, found: Findings) -> list[str]:
     lines = [f"{size_text(term.num_bytes):>10}  {term.name} = {term.formula}" for term in memory.terms]
     lines.append(f"{size_text(memory.peak_allocated):>10}  allocated by torch at the peak")
+    gpu = gpu_name(config)
     if gpu is None:
         return lines
     lines += [f"{size_text(term.num_bytes):>10}  {term.name}, {term.formula}" for term in memory.outside]
@@ -309,51 +229,29 @@ def _memory_lines(memory: MemoryPlan, gpu: str | None, found: Findings, config: 
     return lines
 
 
-def _add_time(
-    config: TrainConfig, work: Any, curriculum: Curriculum, per_stage: list[Fed], found: Findings
-) -> None:
-    gpu = gpu_name(config)
-    tflops = config.plan.tflops or MATMUL_TFLOPS.get(gpu or "")
-    if work is None or tflops is None:
-        why = "this architecture's FLOPs are not counted" if work is None else "set plan.tflops"
-        found.add("Time", [f"no estimate: {why}"])
-        return
-    plan = time_plan(
-        config,
-        work,
-        stages=list(zip(curriculum.stages, per_stage, strict=True)),
-        global_batch=curriculum.global_batch,
-        num_gpus=num_gpus(config),
-        tflops=tflops,
-    )
-    found.add(
-        "Time",
-        [
-            f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP per step"
-            + (f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""),
-            f"assumed: {plan.num_gpus} x {gpu or 'device'}, {tflops:g} TFLOP/s in products, of which steps "
-            f"reach {plan.efficiency:.0%}",
-            f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
-            f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
-        ],
-    )
+def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
+    plan, gpu = estimate.time, gpu_name(config)
+    if plan is None:
+        why = "set plan.tflops" if estimate.is_counted else "this architecture's FLOPs are not counted"
+        return [f"no estimate: {why}"]
+    extra = f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""
+    return [
+        f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
+        f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products, of which steps "
+        f"reach {plan.efficiency:.0%}",
+        f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
+        f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
+    ]
 
 
-def _add_disk(
-    config: TrainConfig,
-    shape: ModelShape,
-    curriculum: Curriculum,
-    setup: RunSetup,
-    num_adapted: int,
-    found: Findings,
-) -> None:
+def _add_disk(config: TrainConfig, estimate: Estimate, num_stages: int, found: Findings) -> None:
     plan = disk_plan(
         config,
-        shape,
-        num_stages=len(curriculum.stages),
-        adapter_parameters=num_adapted,
-        has_masters=setup.has_masters,
-        is_bf16=setup.is_bf16,
+        estimate.shape,
+        num_stages=num_stages,
+        adapter_parameters=estimate.setup.adapter_parameters,
+        has_masters=estimate.setup.has_masters,
+        is_bf16=estimate.setup.is_bf16,
     )
     found.add(
         "Disk",

@@ -22,7 +22,9 @@ KEPT_ORDERS = 2
 
 
 class FileRows:
-    """`len` is the rows of an epoch; row k of the run is `units(k)`, for every k."""
+    """`len` is the rows of an epoch; row k of the run is `units(k)`, for every k. `left_out`: bool
+    [num_samples].
+    """
 
     def __init__(
         self,
@@ -33,12 +35,14 @@ class FileRows:
         row_length: int,
         overlong: str,
         seed: int,
+        left_out: np.ndarray | None = None,
     ) -> None:
         self.source, self.objective, self.seed = source, objective, seed
         self.max_length, self.row_length = max_length, row_length
         self.lengths, self.num_targets = measure(source)
         costs = objective.num_rows_of(self.lengths, self.num_targets)
-        is_overlong = (self.lengths > max_length) | (costs > row_length)
+        is_wanted = np.ones(len(costs), dtype=bool) if left_out is None else ~left_out
+        is_overlong = is_wanted & ((self.lengths > max_length) | (costs > row_length))
         if is_overlong.any() and overlong == "error":
             raise overlong_error(
                 source.sample(int(is_overlong.argmax())),
@@ -46,14 +50,14 @@ class FileRows:
                 max_length=max_length,
                 row_length=row_length,
             )
-        fitting = np.flatnonzero(~is_overlong)
+        fitting = np.flatnonzero(is_wanted & ~is_overlong)
         spans = self._cut(np.flatnonzero(is_overlong), overlong)
         self.samples = np.concatenate([fitting, spans[:, 0]])
         self.starts = np.concatenate([np.zeros_like(fitting), spans[:, 1]])
         self.stops = np.concatenate([self.lengths[fitting], spans[:, 2]])
         self.costs = np.concatenate([costs[fitting], spans[:, 3]])
         self.num_kept_overlong = len(np.unique(spans[:, 0]))
-        self.num_dropped = len(self.lengths) - len(fitting) - self.num_kept_overlong
+        self.num_dropped = int(is_wanted.sum()) - len(fitting) - self.num_kept_overlong
         if not len(self.samples):
             raise UserError(
                 "IDLM-0205",

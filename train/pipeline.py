@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from idlm.errors import UserError
-from idlm.log import rank, run_fingerprint
+from idlm.log import rank
 from idlm.lora import AdapterSpec, base_identity
 from idlm.tokens import (
     check_vocabulary,
@@ -31,13 +31,12 @@ from idlm.train.config import (
     TASK_TOKENIZER,
     TrainConfig,
     check_config,
-    make_curriculum,
     settle_accumulation,
 )
+from idlm.train.control import Control, finish
 from idlm.train.curriculum import Curriculum, Stage
-from idlm.train.data.base import make_encoder
 from idlm.train.data.checks import inspect_data
-from idlm.train.data.open import open_source_on_all_ranks, remember_data
+from idlm.train.data.open import remember_data
 from idlm.train.dataset import PackedDataset
 from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.distributed import from_rank_zero
@@ -51,10 +50,10 @@ from idlm.train.model import (
     window_problem,
 )
 from idlm.train.objectives.base import OBJECTIVES, Objective
-from idlm.train.progress import Progress, describe, read_metrics
 from idlm.train.regional_compile import compile_layers, compiles
-from idlm.train.report import Sampler, SampleReport, write_report
-from idlm.train.resume import RUN_FOLDER, choose_checkpoint, config_text, store_config
+from idlm.train.report import Sampler
+from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
+from idlm.train.run_data import prepare_data
 from idlm.train.signals import StopOnSignal
 from idlm.train.stages import StageExports, publish_weights, stage_directory
 from idlm.train.watchdog import Watchdog, watching
@@ -77,6 +76,7 @@ class Prepared:
     dataset: PackedDataset
     curriculum: Curriculum
     attention: str
+    held_out: PackedDataset | None = None
     adapter: AdapterSpec | None = None
     base_identity: str | None = None
 
@@ -157,14 +157,15 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         mask_token_id=mask_token_id,
         mask_region=config.mask_region,
     )
-    dataset, curriculum = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
+    data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     return Prepared(
         model=model,
         tokenizer=tokenizer,
         mask_token_id=mask_token_id,
         objective=objective,
-        dataset=dataset,
-        curriculum=curriculum,
+        dataset=data.dataset,
+        curriculum=data.curriculum,
+        held_out=data.held_out,
         attention=attention,
         adapter=adapter,
         base_identity=_identity_of_base(adapter),
@@ -254,26 +255,6 @@ def _identity_of_base(adapter: AdapterSpec | None) -> str | None:
     return base_identity(Path(adapter.base_path))
 
 
-def prepare_data(
-    config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
-) -> tuple[PackedDataset, Curriculum]:
-    """The packed dataset and the curriculum; with epochs, the second needs the row count of the first."""
-    loop = config.train
-    encoder = make_encoder(config.data, tokenizer, mask_token_id)
-    dataset = PackedDataset(
-        open_source_on_all_ranks(config, encoder),
-        objective,
-        max_length=loop.max_length,
-        row_length=loop.row_length or objective.default_row_length(loop.max_length),
-        overlong=loop.overlong,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        seed=config.data.seed,
-    )
-    curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=dataset.rows_per_epoch())
-    dataset.start(curriculum)
-    return dataset, curriculum
-
-
 def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, console: Any) -> None:
     """Say what will happen, before it does."""
     if rank() != 0:
@@ -317,10 +298,8 @@ def train(
 
     from idlm.train.trainer import IdlmTrainer
 
-    progress = Progress(
-        Path(args.output_dir) / "metrics.jsonl", log_every=config.train.log_every, console=console
-    )
-    stop = StopOnSignal()
+    control = Control(config, prepared, args, console)
+    stop, failed = StopOnSignal(), True
 
     def publish_stage(stage: Stage) -> None:
         trainer.at("export")
@@ -336,45 +315,16 @@ def train(
         objective=prepared.objective,
         attention=prepared.attention,
         log_every=config.train.log_every,
-        callbacks=[watchdog, progress, StageExports(prepared.curriculum, publish_stage), stop],
+        callbacks=[watchdog, *control.callbacks, StageExports(prepared.curriculum, publish_stage), stop],
         balance=config.train.balance,
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config), watchdog
     trainer.remove_callback(PrinterCallback)
-    progress.attach(trainer)
+    control.attach(trainer)
     try:
         with stop.listening(), explaining_memory(config, prepared.model, world_size=args.world_size):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        failed = False
     finally:
-        progress.close()
+        control.close(failed=failed)
     return stop.received, trainer.state.global_step
-
-
-def finish(
-    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, seconds: float
-) -> Path | None:
-    """Describe the published checkpoint; None when no report is wanted."""
-    if not config.report.enabled:
-        return None
-    target = Path(config.output_dir)
-    metrics = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
-    samples: SampleReport | None = None if sampler is None else sampler(target, config.report.num_samples)
-    training_seconds = sum(record["seconds"] for record in metrics)
-    facts = {
-        "base": config.model.path or "new weights",
-        "architecture": type(prepared.model).__name__,
-        "objective": config.objective,
-        **{f"stage {stage.index + 1}": stage.name for stage in prepared.curriculum.stages},
-        "mask token id": str(prepared.mask_token_id),
-        "time": f"{seconds:.0f} s in this process, {training_seconds:.0f} s of training",
-        "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
-        "last metrics": describe(metrics[-1]) if metrics else "none",
-    }
-    return write_report(
-        target,
-        metrics=metrics,
-        config_yaml=config_text(config),
-        fingerprint=run_fingerprint(),
-        facts=facts,
-        samples=samples,
-    )

@@ -13,8 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from idlm.kernels.linear_cross_entropy.op import MAX_LOGITS_BYTES
-from idlm.train.deepspeed import BUCKET_ELEMENTS, LIVE_ELEMENTS, SHARDS_WEIGHTS
+from idlm.train.deepspeed import BUCKET_ELEMENTS, LIVE_ELEMENTS, SHARDS_WEIGHTS, num_elements, whole_shape
+from idlm.train.gated import is_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,9 +108,15 @@ class MemoryPlan:
         return self.peak_allocated + sum(term.num_bytes for term in self.outside)
 
 
-def shape_of(model: PreTrainedModel) -> ModelShape:
-    """The shape of a transformers decoder, which may lie on the meta device."""
+def shape_of(model: PreTrainedModel) -> ModelShape | None:
+    """The shape of a transformers decoder, wherever its weights lie, its adapter left out; None for one that
+    is not dense.
+    """
     config = model.config.get_text_config()
+    if not hasattr(config, "intermediate_size") or any(
+        len(whole_shape(value)) > 2 for value in model.parameters()
+    ):
+        return None
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = [list(module) for name, module in model.named_modules() if name.endswith("layers")]
@@ -117,12 +126,17 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         queries=heads * head_dim,
         keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
         layers=config.num_hidden_layers,
-        vocabulary=model.get_input_embeddings().weight.shape[0],
+        vocabulary=whole_shape(model.get_input_embeddings().weight)[0],
         has_qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         is_tied=model.get_input_embeddings().weight is model.get_output_embeddings().weight,
-        num_parameters=sum(value.numel() for value in model.parameters()),
-        layer_parameters=sum(value.numel() for value in layers[0][0].parameters()),
+        num_parameters=_num_own(model),
+        layer_parameters=_num_own(layers[0][0]),
     )
+
+
+def _num_own(module: nn.Module) -> int:
+    """Parameters without those of an adapter."""
+    return sum(num_elements(value) for name, value in module.named_parameters() if not is_trained(name))
 
 
 def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryPlan:

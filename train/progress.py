@@ -6,10 +6,13 @@ shown.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +20,19 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from idlm.train.trainer import all_reduce
+from idlm.train.distributed import all_reduce, highest
+from idlm.train.estimate import span
+from idlm.train.flops import ModelWork, fed_of, peak_of, train_flops, work_of
+from idlm.train.step import StepLosses
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+    from idlm.train.tracking import Tracker
     from idlm.train.trainer import IdlmTrainer
+
+EVALUATION = "held_out"
+"""Marks the records of `metrics.jsonl` that are evaluations."""
 
 
 def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
@@ -40,26 +50,82 @@ def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str,
     return records
 
 
+@dataclass(slots=True)
+class Window:
+    """What happened since the last report, on this rank, in tensors; `fed` by stage."""
+
+    step: int
+    start: float
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+    tokens: Tensor | None = None
+    fed: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, step: StepLosses) -> None:
+        """Take in an optimizer step."""
+        if self.sums is None or self.counts is None or self.tokens is None:
+            self.sums, self.counts, self.tokens = (
+                step.sums.clone(),
+                step.counts.clone(),
+                step.num_tokens.clone(),
+            )
+        else:
+            self.sums += step.sums
+            self.counts += step.counts
+            self.tokens += step.num_tokens
+        known = self.fed.get(step.stage.index)
+        self.fed[step.stage.index] = step.fed.clone() if known is None else known + step.fed
+
+
 class Progress(TrainerCallback):
-    """Reports every `log_every` steps; `attach` gives it the trainer whose steps it reads."""
+    """Reports every `log_every` steps; `attach` gives it the trainer whose steps it reads.
+
+    Between reports nothing here waits for the device. `tracker` gets every record too.
+    """
 
     def __init__(self, metrics_path: Path, *, log_every: int, console: Any) -> None:
         self.metrics_path, self.log_every, self.console = metrics_path, log_every, console
+        self.tracker: Tracker | None = None
         self.trainer: IdlmTrainer | None = None
         self._bar: Bar | None = None
         self._task: Any = None
-        self._sums: Tensor | None = None
-        self._counts: Tensor | None = None
-        self._tokens: Tensor | None = None
-        self._window_start = 0.0
+        self._window: Window | None = None
+        self._paused = 0.0
+        self._work: ModelWork | None = None
+        self._grad_norm: Any = None
 
     def attach(self, trainer: IdlmTrainer) -> None:
+        """Read the steps of `trainer`, and the gradient norms that it clips by."""
         self.trainer = trainer
+        self._work = work_of(trainer.model)
+        clip = trainer.accelerator.clip_grad_norm_
+
+        def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
+            self._grad_norm = clip(*args, **kwargs)
+            # transformers waits for DeepSpeed's norm in every step, but only to log what we log ourselves.
+            return None if trainer.is_deepspeed_enabled else self._grad_norm
+
+        trainer.accelerator.clip_grad_norm_ = clip_and_keep
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not training: evaluation, samples."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record of another kind, with its `step`, to the metrics. On rank 0."""
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if self.tracker is not None:
+            self.tracker.log(record)
+        self._say(f"step {record['step']}  {describe(record)}")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._window_start = time.perf_counter()
+        self._window = Window(step=state.global_step, start=time.perf_counter())
         if not state.is_world_process_zero:
             return
         kept = read_metrics(self.metrics_path, up_to_step=state.global_step)
@@ -74,10 +140,16 @@ class Progress(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._accumulate()
-        is_first = self.trainer is not None and state.global_step == 1
-        if is_first or state.global_step % self.log_every == 0 or state.global_step == state.max_steps:
-            record = self._record(state)
+        assert self.trainer is not None and self.trainer.step_losses is not None and self._window is not None
+        self._window.add(self.trainer.step_losses)
+        if (
+            state.global_step == 1
+            or state.global_step % self.log_every == 0
+            or state.global_step == state.max_steps
+        ):
+            record = self._record(self._window, state)
+            self._window = Window(step=state.global_step, start=time.perf_counter())
+            self._paused = 0.0
             if state.is_world_process_zero:
                 self._show(record, state)
         if self._bar is not None:
@@ -94,57 +166,71 @@ class Progress(TrainerCallback):
             self._bar.stop()
             self._bar = None
 
-    def _accumulate(self) -> None:
-        assert self.trainer is not None and self.trainer.step_losses is not None
-        step = self.trainer.step_losses
-        if self._sums is None or self._counts is None or self._tokens is None:
-            self._sums, self._counts, self._tokens = (
-                step.sums.clone(),
-                step.counts.clone(),
-                step.num_tokens.clone(),
-            )
-        else:
-            self._sums += step.sums
-            self._counts += step.counts
-            self._tokens += step.num_tokens
-
-    def _record(self, state: TrainerState) -> dict[str, Any]:
+    def _record(self, window: Window, state: TrainerState) -> dict[str, Any]:
         """Collective: every rank comes here at the same steps."""
-        assert self.trainer is not None and self.trainer.step_losses is not None
-        assert self._sums is not None and self._counts is not None and self._tokens is not None
-        step = self.trainer.step_losses
+        trainer = self.trainer
+        assert trainer is not None and trainer.step_losses is not None
+        assert window.sums is not None and window.counts is not None and window.tokens is not None
+        step = trainer.step_losses
         overlap = torch.stack([step.overlap_sums, step.overlap_counts])
-        tokens = self._tokens.clone()
-        for tensor in (self._sums, overlap, tokens):
+        for tensor in (window.sums, overlap, window.tokens, *window.fed.values()):
             all_reduce(tensor)
-        means = (self._sums / self._counts.clamp_min(1)).tolist()
-        seconds = time.perf_counter() - self._window_start
-        names = self.trainer.objective.term_names
-        self._sums = self._counts = self._tokens = None
-        self._window_start = time.perf_counter()
-        return {
+        means = (window.sums / window.counts.clamp_min(1)).tolist()
+        tokens, num_processes = int(window.tokens), trainer.args.world_size
+        flops = self._flops(window)
+        # Read last: everything above has waited for the device.
+        seconds = max(time.perf_counter() - window.start - self._paused, 1e-9)
+        num_steps = state.global_step - window.step
+        rate, peak = tokens / seconds, peak_of(trainer.args.device)
+        record = {
             "step": state.global_step,
             "stage": step.stage.index,
             "stride": step.stage.stride,
-            **{f"{name}_loss": mean for name, mean in zip(names, means, strict=True)},
+            **{f"{name}_loss": mean for name, mean in zip(trainer.objective.term_names, means, strict=True)},
             "clean_weight": float(step.weights[-1]),
             "acceptance": [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)],
-            "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
-            "num_tokens": int(tokens),
+            "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+            "gradient_norm": None if self._grad_norm is None else float(self._grad_norm),
+            "first_item": window.step * trainer.curriculum.global_batch,
+            "last_item": state.global_step * trainer.curriculum.global_batch - 1,
+            "num_tokens": tokens,
             "seconds": seconds,
-            "tokens_per_second": int(tokens) / seconds,
+            "step_seconds": seconds / num_steps,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_gpu": rate / num_processes,
         }
+        if flops is not None:
+            record["tflops_per_gpu"] = flops / seconds / num_processes / 1e12
+            if peak is not None:
+                record["mfu"] = flops / seconds / num_processes / peak
+        if trainer.args.device.type == "cuda":
+            record["peak_memory"] = highest(torch.cuda.max_memory_allocated())
+        return record
+
+    def _flops(self, window: Window) -> float | None:
+        """FLOPs that the rows of the window needed, over all ranks."""
+        if self._work is None or self.trainer is None:
+            return None
+        stages = self.trainer.curriculum.stages
+        return sum(
+            train_flops(self._work, fed_of(fed), trains_clean=stages[index].clean_weight != 0)
+            for index, fed in window.fed.items()
+        )
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def _show(self, record: dict[str, Any], state: TrainerState) -> None:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        if self.tracker is not None:
+            self.tracker.log(record)
         text = describe(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, text=text)
         else:
-            self.console.print(
-                f"step {record['step']}/{state.max_steps}  {text}", highlight=False, soft_wrap=True
-            )
+            left = span(record["step_seconds"] * (state.max_steps - state.global_step))
+            self._say(f"step {record['step']}/{state.max_steps}  {text}  left {left}")
 
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         """A resumed run repeats the steps after its checkpoint; their old lines go."""
@@ -154,15 +240,25 @@ class Progress(TrainerCallback):
         os.replace(aside, self.metrics_path)
 
 
+def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of training steps."""
+    return [record for record in records if EVALUATION not in record]
+
+
 def describe(record: dict[str, Any]) -> str:
     """One line of text about a metrics record."""
-    parts = [f"stride {record['stride']}"] if record["stride"] > 1 else []
+    parts = ["held out"] if EVALUATION in record else []
+    parts += [f"stride {record['stride']}"] if record["stride"] > 1 else []
     parts += [f"{key[:-5]} loss {value:.3f}" for key, value in record.items() if key.endswith("_loss")]
-    if record["stride"] > 1:
+    if record["stride"] > 1 and "clean_weight" in record:
         parts.append(f"s {record['clean_weight']:.2f}")
     if record["acceptance"]:
         parts.append("acceptance " + " ".join(f"{value:.3f}" for value in record["acceptance"]))
-    return "  ".join([*parts, f"{record['tokens_per_second']:,.0f} tok/s"])
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)
 
 
 def _new_bar(console: Any) -> Bar:

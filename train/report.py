@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.train.estimate import size_text, span
 
 PLOT_FOLDER = "report"
 
@@ -46,6 +47,19 @@ class SampleReport:
     measurements: tuple[Measurement, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the run's own files say: `evaluations` are the held-out records of `metrics.jsonl`, `plan` is what
+    was estimated before (`idlm.train.run_plan.Estimate.as_dict`).
+    """
+
+    evaluations: tuple[dict[str, Any], ...] = ()
+    running_samples: tuple[dict[str, Any], ...] = ()
+    data_lines: tuple[str, ...] = ()
+    exports: tuple[str, ...] = ()
+    plan: dict[str, Any] | None = None
+
+
 Sampler = Callable[[Path, int], SampleReport]
 """`(checkpoint directory, number of samples) -> SampleReport`."""
 
@@ -58,14 +72,22 @@ def write_report(
     fingerprint: dict[str, Any],
     facts: dict[str, str],
     samples: SampleReport | None,
+    run: RunFacts | None = None,
 ) -> Path:
     """Write `report.md` and its plots into `directory`; `facts` are lines of the summary."""
+    run = run or RunFacts()
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
-    parts = ["# Training report", _table(("what", "value"), list(facts.items()))]
+    summary = [*facts.items(), *_measured(metrics, run.plan)]
+    if run.exports:
+        summary.append(("stage checkpoints", ", ".join(run.exports)))
+    parts = ["# Training report", _table(("what", "value"), summary), *_held_out_parts(run.evaluations)]
     for title, name in plots:
         parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
     if samples is not None:
         parts += _sample_parts(samples)
+    parts += _running_parts(run.running_samples)
+    if run.data_lines:
+        parts += ["## Data", "\n".join(f"- {line}" for line in run.data_lines)]
     parts += ["## Configuration", f"```yaml\n{config_yaml.rstrip()}\n```"]
     parts += ["## Environment", f"```json\n{json.dumps(fingerprint, indent=2)}\n```"]
     path = directory / "report.md"
@@ -78,6 +100,70 @@ def write_report(
 def expected_tpf(acceptance_J: Sequence[float]) -> dict[str, float]:
     """Tokens per forward that the acceptance by draft position predicts, per rejection strategy."""
     return {"cold": tokens_per_forward_cold(acceptance_J), "branch": tokens_per_forward_branch(acceptance_J)}
+
+
+def _measured(metrics: Sequence[dict[str, Any]], plan: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Speed and memory of the run, beside what was estimated. The first record, in which things are compiled
+    and warmed up, does not count for speed where there are others.
+    """
+    rows: list[tuple[str, str]] = []
+    steady = metrics[1:] or metrics
+    seconds = sum(record["seconds"] for record in steady)
+    per_gpu = sum(record.get("tokens_per_second_per_gpu", 0) * record["seconds"] for record in steady)
+    expected = plan or {}
+    if seconds and per_gpu:
+        rate = f"{per_gpu / seconds:,.0f} document tokens per second and process"
+        if expected.get("tokens_per_second_per_gpu"):
+            rate += f" (estimated {expected['tokens_per_second_per_gpu']:,.0f})"
+        rows.append(("speed", rate))
+    shares = [(record["mfu"], record["seconds"]) for record in steady if "mfu" in record]
+    if shares:
+        mean = sum(share * weight for share, weight in shares) / sum(weight for _, weight in shares)
+        rows.append(("MFU", f"{mean:.1%} of the data sheet's bf16 rate, recomputation not counted"))
+    if expected.get("seconds"):
+        taken = sum(record["seconds"] for record in metrics)
+        rows.append(("time of the steps", f"{span(taken)} (estimated {span(expected['seconds'])})"))
+    peaks = [record["peak_memory"] for record in metrics if "peak_memory" in record]
+    if peaks:
+        text = size_text(max(peaks))
+        if expected.get("peak_allocated"):
+            ratio = expected["peak_allocated"] / max(peaks) - 1
+            text += f" (estimated {size_text(expected['peak_allocated'])}, {ratio:+.1%})"
+        rows.append(("peak memory of a GPU", text))
+    return rows
+
+
+def _held_out_parts(evaluations: Sequence[dict[str, Any]]) -> list[str]:
+    """The last evaluation of every stage: losses, and acceptance by draft position."""
+    if not evaluations:
+        return []
+    last = {record["stage"]: record for record in evaluations}
+    names = [key for key in evaluations[0] if key.endswith("_loss")]
+    positions = max(len(record["acceptance"]) for record in evaluations)
+    header = ["stage", "stride", "step", *(name.replace("_", " ") for name in names)]
+    header += [f"draft {position + 1}" for position in range(positions)]
+    rows = []
+    for stage, record in sorted(last.items()):
+        accepted = [f"{value:.3f}" for value in record["acceptance"]]
+        losses = [f"{record[name]:.3f}" for name in names]
+        row = [str(stage + 1), str(record["stride"]), str(record["step"]), *losses, *accepted]
+        rows.append(row + ["-"] * (len(header) - len(row)))
+    note = "Losses in nats per token; acceptance is the expected overlap of drafted and verified laws."
+    return ["## Held-out data at the end of each stage", _table(header, rows), note]
+
+
+def _running_parts(samples: Sequence[dict[str, Any]]) -> list[str]:
+    """How the answer to the first prompt changed, and all answers of the last time."""
+    if not samples:
+        return []
+    first = [one for one in samples if one["prompt"] == samples[0]["prompt"]]
+    shown = [*first, *(one for one in samples if one["step"] == samples[-1]["step"] and one not in first)]
+    parts = ["## Samples while training (greedy, next token by next token)"]
+    for one in shown:
+        parts.append(
+            f"Step {one['step']}\n\n{_quoted(one['prompt'])}\n\nResponse\n\n{_quoted(one['response'])}"
+        )
+    return parts
 
 
 def _sample_parts(report: SampleReport) -> list[str]:

@@ -31,9 +31,9 @@ class StepLosses:
     caller's cost.
 
     `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks],
-    `num_tokens` (document tokens, a scalar), `fed` [6] (`idlm.train.flops`) and `item_ids` are of this rank
-    alone. `weights` [num_terms]; they wait for
-    the losses of the step's one micro-batch where `is_weighted` is false.
+    `num_tokens` (document tokens, a scalar) and `fed` [6] (`idlm.train.flops`) are of this rank alone.
+    `weights` [num_terms]; they wait for the losses of the step's one micro-batch where `is_weighted` is
+    false.
     """
 
     stage: Stage
@@ -45,7 +45,6 @@ class StepLosses:
     overlap_counts: Tensor
     num_tokens: Tensor
     fed: Tensor
-    item_ids: Tensor
 
     def add_overlap(self, overlap: Overlap) -> None:
         """Add a micro-batch's."""

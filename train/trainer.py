@@ -94,7 +94,6 @@ class IdlmTrainer(SavingTrainer):
             overlap_counts=torch.zeros(num_masks, device=device),
             num_tokens=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
             fed=torch.stack([batch["fed"] for batch in batches]).sum(dim=0),
-            item_ids=torch.cat([batch["item_ids"] for batch in batches]),
         )
         self._weigh(self.step_losses, batches)
         return batches, counts

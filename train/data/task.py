@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 
 class TaskSource:
-    """Training split of a task."""
+    """A split of a task."""
 
     num_samples: int | None = None
 
-    def __init__(self, task: Task, encoder: Encoder) -> None:
-        self.task = task
-        self.encoder = encoder
+    def __init__(self, task: Task, encoder: Encoder, split: str = "train") -> None:
+        self.task, self.encoder, self.split = task, encoder, split
 
     def sample(self, index: int) -> Sample:
-        generated = self.task.sample(index, "train")
+        generated = self.task.sample(index, self.split)
         return self.encoder.pair(
             generated.prompt, generated.response, origin=f"{self.task.name} sample {index}"
         )
@@ -34,4 +33,4 @@ def task_source(config: DataConfig, encoder: Encoder) -> TaskSource:
     from idlm.tasks import TASKS
 
     task = TASKS.get(config.task)(level=config.level, seed=config.seed, **config.task_args)
-    return TaskSource(task, encoder)
+    return TaskSource(task, encoder, config.split)

@@ -1,0 +1,89 @@
+"""The data of a run: what is trained on, what is held out of it, and the curriculum that the rows make."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from idlm.errors import UserError
+from idlm.train.config import make_curriculum
+from idlm.train.curriculum import Curriculum
+from idlm.train.data.base import Encoder, Source, make_encoder
+from idlm.train.data.open import open_source_on_all_ranks
+from idlm.train.dataset import PackedDataset
+
+if TYPE_CHECKING:
+    from idlm.train.config import TrainConfig
+    from idlm.train.objectives.base import Objective
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """`held_out` is None without `eval.every`."""
+
+    dataset: PackedDataset
+    curriculum: Curriculum
+    held_out: PackedDataset | None
+
+
+def prepare_data(
+    config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
+) -> RunData:
+    """The packed datasets, and the curriculum that the rows of the first make in `epochs`. Collective."""
+    loop = config.train
+    encoder = make_encoder(config.data, tokenizer, mask_token_id)
+    source = open_source_on_all_ranks(config, encoder)
+    is_held_out = held_out_flags(config, source)
+
+    def packed(source: Source, left_out: np.ndarray | None) -> PackedDataset:
+        pad_token_id = tokenizer.pad_token_id
+        return PackedDataset(
+            source,
+            objective,
+            max_length=loop.max_length,
+            row_length=loop.row_length or objective.default_row_length(loop.max_length),
+            overlong=loop.overlong,
+            pad_token_id=tokenizer.eos_token_id if pad_token_id is None else pad_token_id,
+            seed=config.data.seed,
+            left_out=left_out,
+        )
+
+    dataset = packed(source, is_held_out)
+    curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=dataset.rows_per_epoch())
+    dataset.start(curriculum)
+    held_out = None
+    if is_held_out is not None:
+        held_out = packed(source, ~is_held_out)
+    elif config.eval.every is not None:
+        held_out = packed(_separate_source(config, encoder), None)
+    return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out)
+
+
+def held_out_flags(config: TrainConfig, source: Source) -> np.ndarray | None:
+    """Bool [num_samples]: which samples of a file are held out, by `data.seed`; None where other data is."""
+    if config.eval.every is None or config.eval.path is not None or source.num_samples is None:
+        return None
+    chance = np.random.default_rng([config.data.seed, source.num_samples]).random(source.num_samples)
+    flags = chance < config.eval.holdout
+    flags[chance.argmin()] = True
+    if flags.all():
+        raise UserError(
+            "IDLM-0552",
+            f"eval.holdout={config.eval.holdout} of {source.num_samples} samples leaves nothing to train on",
+            fix="give eval.path with held-out data, or eval.every=null",
+        )
+    return flags
+
+
+def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
+    """`eval.path` (the validation split of an hf dataset), or the validation split of a task."""
+    if config.eval.path is None and config.data.source != "task":
+        raise UserError(
+            "IDLM-0552",
+            f"the endless source {config.data.source} has no samples to hold out",
+            fix="give eval.path with held-out data, or eval.every=null",
+        )
+    data = dataclasses.replace(config.data, path=config.eval.path, split="validation")
+    return open_source_on_all_ranks(dataclasses.replace(config, data=data), encoder)
