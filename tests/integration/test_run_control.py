@@ -1,0 +1,279 @@
+"""A watched run: held-out data, samples, W&B, the report; and `dry_run=true`, without weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.train import cli
+from idlm.train.base_model import create_base
+from idlm.train.evaluation import read_samples
+from idlm.train.progress import EVALUATION, read_metrics, training_records
+from idlm.train.report import SampleReport
+from idlm.train.run_data import held_out_flags
+from tests.integration.test_train_tiny import arguments
+from tests.tiny_training import tiny_config
+
+STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 3}]"
+WATCHED = {
+    "train.stages": STAGES,
+    "train.save_every": 2,
+    "eval.every": 2,
+    "eval.num_items": 3,
+    "report.sample_every": 2,
+    "report.sample_tokens": 3,
+    "report.enabled": "true",
+    "plan.tflops": 0.01,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    config = tiny_config("qwen3") | {"vocab_size": 192}
+    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+class Service:
+    """Stands in for wandb; `broken_at`: the record at which the service fails."""
+
+    def __init__(self, *, broken_at: int | None = None) -> None:
+        self.logged: list[tuple[int, dict]] = []
+        self.exit_code: int | None = None
+        self.broken_at = broken_at
+        self.given: dict = {}
+
+    def module(self) -> types.ModuleType:
+        module = types.ModuleType("wandb")
+        vars(module).update(init=self.init, Settings=lambda **values: values)
+        return module
+
+    def init(self, **given):
+        self.given = given
+        return self
+
+    def log(self, values: dict, *, step: int) -> None:
+        if len(self.logged) == self.broken_at:
+            raise ConnectionError("the service is gone")
+        self.logged.append((step, values))
+
+    def finish(self, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def nothing(directory: Path, num_samples: int) -> SampleReport:
+    return SampleReport()
+
+
+@pytest.fixture(scope="module")
+def watched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Service]:
+    output, service = tmp_path_factory.mktemp("watched") / "out", Service()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", service.module())
+        changes = WATCHED | {"wandb.mode": "offline", "wandb.name": "a run"}
+        assert cli.main(arguments(base, output, **changes), sampler=nothing) == 0
+    return output, service
+
+
+def records_of(output: Path) -> list[dict]:
+    return read_metrics(output / "run" / "metrics.jsonl")
+
+
+def test_watching_changes_no_weight(watched: tuple[Path, Service], base: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    assert cli.main(arguments(base, plain, **{"train.stages": STAGES})) == 0
+    with_eyes, without = (load_file(path / "model.safetensors") for path in (watched[0], plain))
+    assert all(torch.equal(value, with_eyes[name]) for name, value in without.items())
+
+
+def test_held_out_data_is_measured_at_every_stage_end(watched: tuple[Path, Service]) -> None:
+    evaluations = [record for record in records_of(watched[0]) if EVALUATION in record]
+    assert [(record["step"], record["stride"]) for record in evaluations] == [(2, 2), (4, 3), (5, 3)]
+    for record in evaluations:
+        assert len(record["acceptance"]) == record["stride"] - 1
+        assert all(0 < value <= 1 for value in record["acceptance"])
+        assert record["mask_loss"] > 0 and record["clean_loss"] > 0
+
+
+def test_metrics_say_what_was_fed_and_how_fast(watched: tuple[Path, Service]) -> None:
+    records = training_records(records_of(watched[0]))
+    assert [(record["first_item"], record["last_item"]) for record in records] == [
+        (2 * step, 2 * step + 1) for step in range(5)
+    ]
+    for record in records:
+        assert record["gradient_norm"] > 0
+        assert record["tokens_per_second"] == pytest.approx(record["num_tokens"] / record["seconds"])
+        assert record["tflops_per_gpu"] > 0
+        assert "mfu" not in record, "the peak of a CPU is not known"
+
+
+def test_a_stopped_run_keeps_its_evaluations_once(
+    watched: tuple[Path, Service], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from idlm.train.trainer import IdlmTrainer
+
+    output, step = tmp_path / "out", IdlmTrainer.training_step
+
+    def failing(self, *args):
+        if self.state.global_step == 3:
+            raise RuntimeError("power cut")
+        return step(self, *args)
+
+    monkeypatch.setattr(IdlmTrainer, "training_step", failing)
+    with pytest.raises(RuntimeError, match="power cut"):
+        cli.main(arguments(base, output, **WATCHED), sampler=nothing)
+    monkeypatch.undo()
+    assert cli.main(arguments(base, output, **WATCHED), sampler=nothing) == 0
+    whole = [record for record in records_of(watched[0]) if EVALUATION in record]
+    assert [record for record in records_of(output) if EVALUATION in record] == whole
+    samples = [read_samples(path / "run" / "samples.jsonl") for path in (output, watched[0])]
+    assert samples[0] == samples[1]
+    assert "Held-out data" in (output / "report.md").read_text()
+
+
+def test_tracking_mirrors_the_metrics(watched: tuple[Path, Service]) -> None:
+    output, service = watched
+    assert service.given["mode"] == "offline" and service.given["name"] == "a run"
+    assert service.given["config"]["train"]["batch_size"] == 2
+    assert service.exit_code == 0
+    expected = [(r["step"], r["mask_loss"]) for r in records_of(output)]
+    logged = [(step, v.get("mask_loss", v.get("held_out/mask_loss"))) for step, v in service.logged]
+    assert logged == expected
+    assert service.logged[-1][1]["held_out/acceptance/2"] == records_of(output)[-1]["acceptance"][1]
+
+
+def test_a_service_that_fails_costs_its_curves_only(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(broken_at=1)
+    monkeypatch.setitem(sys.modules, "wandb", service.module())
+    monkeypatch.setattr("idlm.train.tracking.log.propagate", True)
+    changes = {"train.stages": "[{stride: 2, steps: 4}]", "wandb.mode": "online"}
+    assert cli.main(arguments(base, tmp_path / "out", **changes)) == 0
+    assert len(service.logged) == 1
+    assert len(records_of(tmp_path / "out")) == 4
+
+
+def test_tracking_that_cannot_start_is_refused_before_training(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert cli.main(arguments(base, tmp_path / "out", **{"wandb.mode": "offline"})) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0551" in told and "pip install wandb" in told
+
+
+def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> None:
+    text = (watched[0] / "report.md").read_text()
+    for part in (
+        "| 1 | 2 | 2 |",
+        "| 2 | 3 | 5 |",
+        "stages/1-stride-2",
+        "(estimated",
+        "Samples while training",
+    ):
+        assert part in text
+    shown = read_samples(watched[0] / "run" / "samples.jsonl")
+    assert {one["step"] for one in shown} == {2, 4}
+
+
+def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: Path) -> None:
+    from idlm.compose import compose
+    from idlm.train.config import TrainConfig
+    from idlm.train.objectives.idlm import IntrospectiveConsistency
+    from idlm.train.pipeline import prepare_tokenizer
+    from idlm.train.run_data import prepare_data
+
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"prompt": f"Sam has {n}", "response": f"{n} and {n * n}"}) for n in range(40)]
+    path.write_text("\n".join(lines))
+    changes = {"data.source": "jsonl", "data.path": path, "eval.every": 1, "eval.holdout": 0.2}
+    config = compose("train", TrainConfig, arguments(base, tmp_path / "out", **changes))
+    objective = IntrospectiveConsistency(mask_token_id=165, mask_region="response")
+    data = prepare_data(config, prepare_tokenizer(config), objective, 165, 1)
+    flags = held_out_flags(config, data.dataset.source)
+    assert flags is not None and 1 <= flags.sum() < 20
+    assert data.held_out is not None
+    trained = {i for row in range(data.dataset.rows_per_epoch() or 0) for i in data.dataset.members(row)}
+    held_out = {i for row in range(data.held_out.rows_per_epoch() or 0) for i in data.held_out.members(row)}
+    assert not trained & held_out
+    assert trained | held_out == set(range(40))
+    assert data.dataset.num_dropped == data.held_out.num_dropped == 0
+
+
+def bare(base: Path, target: Path) -> Path:
+    """What a user has before the weights are downloaded: config.json and the tokenizer."""
+    target.mkdir()
+    for path in base.iterdir():
+        if "safetensors" not in path.name:
+            shutil.copy(path, target)
+    return target
+
+
+def test_a_dry_run_needs_no_weights_but_misses_them(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"train.stages": STAGES, "plan.num_gpus": 4, "plan.gpu": "H200", "dry_run": "true"}
+    given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)
+    assert cli.main(given) == 2
+    told = capsys.readouterr()
+    assert "has no weights" in told.err and "1 problem" in told.err
+    for part in ("first spare row", "[[|", "stride 3", "4 x H200", "GPUS=4", "one_node.sh"):
+        assert part in told.out
+    assert "dry_run=" not in told.out.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "other shape"])
+def test_a_dry_run_looks_at_the_headers_of_weights(
+    damage: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    if damage == "cut":
+        content = (base / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(content[:-100])
+    else:
+        config = json.loads((broken / "config.json").read_text()) | {"intermediate_size": 64}
+        (broken / "config.json").write_text(json.dumps(config))
+    assert cli.main(arguments(broken, tmp_path / "out", dry_run="true")) == 2
+    told = capsys.readouterr().err
+    assert ("its header says" if damage == "cut" else "not of the shape") in told
+
+
+def test_a_dry_run_tells_all_problems_at_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from idlm.train import estimate
+
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    monkeypatch.setitem(vars(sys.modules["idlm.train.dry_run"])["DEVICE_BYTES"], "H200", 1000)
+    changes = {"dry_run": "true", "plan.gpu": "H200", "train.warmup": 2}
+    assert cli.main(arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr().err
+    for part in (
+        "4 problems",
+        "train.warmup=2",
+        "has no weights",
+        "lower train.save_total_limit",
+        "a H200 has",
+    ):
+        assert part in told
