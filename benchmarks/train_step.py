@@ -3,9 +3,9 @@
     python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,dense_recompute,gated_lora] [record=true]
 
 Every arm is the product's own trainer (benchmarks/train_step_worker.py) in fresh processes: random weights of
-the true shape, real text, 4096 data tokens per sample, all of them supervised. The limit counts the FLOPs that
-the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product measured by
-every process of the arm. `dense_recompute` is what public trainers of the method do: a dense mask and
+the true shape, real text, 4096 data tokens per sample, all of them supervised. The limit counts the FLOPs
+that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every
+process of the arm measures. `dense_recompute` is what public trainers of the method do: a dense mask and
 recomputed activations.
 """
 
@@ -68,9 +68,9 @@ class Shape:
 
         Two rows per token, a noisy and a clean one, through every layer and the head: 2 FLOPs per weight
         forward, as many for the gradient of the activations and for that of the weights. A frozen base needs
-        no gradient of its weights, and none at all for clean rows, which no trained weight touches. Attention:
+        no gradient of its weights, and none at all for clean rows, that no trained weight touches. Attention:
         L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension forward and 10
-        backward: the second product of queries and keys counts, for nobody can keep the first (limits.md 3.6).
+        backward: the second product of queries and keys counts, for none can keep the first (limits.md 3.6).
         """
         projections = (2 * self.heads + 2 * KV_HEADS) * HEAD_DIM * self.width
         layers = self.layers * (projections + 3 * self.width * self.ffn)
@@ -161,56 +161,43 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
 
 
 def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
     speeds = {
         arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
         for arm, result in results.items()
     }
+    return [
+        row for arm, result in results.items() for row in _rows_of_arm(options, shape, arm, result, speeds)
+    ]
+
+
+def _rows_of_arm(
+    options: dict[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
+) -> list[dict[str, Any]]:
+    mode = "gated_lora" if arm == "gated_lora" else "full"
+    case = {
+        "model": options["model"],
+        "gpus": result["world_size"],
+        "zero_stage": result["zero_stage"],
+        "mode": mode,
+        "arm": arm,
+        "attention": result["attention"],
+    }
+    limit = result["matmul_flops"] / shape.flops_per_token(frozen=mode == "gated_lora")
+    measured: list[tuple[str, float, str, float | None]] = [
+        ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
+        ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
+    ]
+    if result["planned_peak"]:
+        measured.append(
+            ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
+        )
+    if arm == "full" and "dense_recompute" in speeds:
+        measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
     command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
-    for arm, result in results.items():
-        mode = "gated_lora" if arm == "gated_lora" else "full"
-        case = {
-            "model": options["model"],
-            "gpus": result["world_size"],
-            "zero_stage": result["zero_stage"],
-            "mode": mode,
-            "arm": arm,
-            "attention": result["attention"],
-        }
-        floor = result["matmul_flops"] / shape.flops_per_token(frozen=mode == "gated_lora")
-        rows.append(
-            result_row(
-                "train_step",
-                case,
-                "data_tokens_per_s_per_gpu",
-                speeds[arm],
-                "tokens/s",
-                floor=floor,
-                command=command_line,
-            )
-        )
-        rows.append(
-            result_row(
-                "train_step",
-                case,
-                "peak_memory",
-                result["peak_allocated"] / 2**30,
-                "GiB",
-                command=command_line,
-            )
-        )
-        if arm == "full" and "dense_recompute" in speeds:
-            rows.append(
-                result_row(
-                    "train_step",
-                    case,
-                    "speedup_vs_dense_recompute",
-                    speeds[arm] / speeds["dense_recompute"],
-                    "x",
-                    command=command_line,
-                )
-            )
-    return rows
+    return [
+        result_row("train_step", case, metric, value, unit, floor=floor, command=command_line)
+        for metric, value, unit, floor in measured
+    ]
 
 
 def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from idlm.train import pipeline
 from idlm.train.config import TrainConfig, check_config
 from idlm.train.data.base import SOURCES
 from idlm.train.deepspeed import zero_stage
+from idlm.train.run_plan import estimate_run
 from idlm.train.trainer import IdlmTrainer
 
 WARM_STEPS = 2
@@ -74,6 +75,9 @@ def main() -> int:
     check_config(config)
     args = pipeline.training_arguments(config)
     prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
+    estimate = estimate_run(
+        config, prepared.model, prepared.dataset, prepared.curriculum, gpus=args.world_size
+    )
     args.max_steps = WARM_STEPS + num_steps
     args.save_strategy = "no"
     rate = matmul_rate(args.device) if args.device.type == "cuda" else 1.0
@@ -107,6 +111,7 @@ def main() -> int:
                     ),
                     "matmul_flops": rate,
                     "peak_allocated": torch.cuda.max_memory_allocated(),
+                    "planned_peak": estimate.memory.peak_allocated if estimate else None,
                     "peak_reserved": torch.cuda.max_memory_reserved(),
                     "world_size": args.world_size,
                     "attention": prepared.attention,
