@@ -9,6 +9,7 @@ unlink and exchange, and in the middle of a torch or safetensors file. Nothing o
 from __future__ import annotations
 
 import builtins
+import collections
 import io
 import json
 import os
@@ -124,14 +125,17 @@ def _child(
 
 
 def _record_items(trace: Path, rank: int) -> None:
-    """Append {"step", "items"} for every micro-batch that is trained on."""
+    """Append {"step", "micro_batch", "items"} for every micro-batch that is trained on."""
     from idlm.train.trainer import IdlmTrainer
 
     plain = IdlmTrainer.compute_loss
     path = trace / f"items-{rank}.jsonl"
+    seen: collections.Counter[int] = collections.Counter()
 
     def recorded(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        line = {"step": self.state.global_step + 1, "items": inputs["item_ids"].tolist()}
+        step = self.state.global_step + 1
+        line = {"step": step, "micro_batch": seen[step], "items": inputs["item_ids"].tolist()}
+        seen[step] += 1
         with builtins.open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
         return plain(self, model, inputs, *args, **kwargs)

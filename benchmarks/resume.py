@@ -142,7 +142,7 @@ class World:
         for rank in range(self.world_size):
             for line in (run / "trace" / f"items-{rank}.jsonl").read_text().splitlines():
                 entry = json.loads(line)
-                key = f"step {entry['step']} rank {rank}"
+                key = f"step {entry['step']} rank {rank} micro-batch {entry['micro_batch']}"
                 if items.setdefault(key, entry["items"]) != entry["items"]:
                     clashes.append(f"{key}: {items[key]} and {entry['items']}")
         weights = {

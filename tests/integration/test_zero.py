@@ -51,9 +51,15 @@ def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]
 
 
 def test_every_item_is_trained_once_and_in_order(quick: dict[str, Any]) -> None:
-    by_step = [quick["two"]["items"][f"step {step} rank {rank}"] for step in range(1, 6) for rank in range(2)]
-    assert [item for items in by_step for item in items] == list(range(10))
-    assert not quick["two"]["clashes"]
+    shares = {
+        "one": [(0, 0), (0, 1)],
+        "two": [(0, 0), (1, 0)],
+    }
+    for world, places in shares.items():
+        told = quick[world]["items"]
+        keys = [f"step {step} rank {r} micro-batch {m}" for step in range(1, 6) for r, m in places]
+        assert [item for key in keys for item in told[key]] == list(range(10))
+        assert not quick[world]["clashes"] and len(told) == 10
 
 
 def test_a_rank_that_dies_while_saving_loses_nothing(quick: dict[str, Any]) -> None:
