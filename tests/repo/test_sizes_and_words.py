@@ -50,7 +50,8 @@ def forbidden(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
         names: list[str] = []
-        if isinstance(node, ast.Name):
+        # A field may bear such a name (`eval:` of a configuration); only a name that is read can do harm.
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             names = [node.id]
         elif isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]
