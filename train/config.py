@@ -356,7 +356,8 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
     if loop.epochs is not None and loop.epochs <= 0:
         problems.append(f"train.epochs={loop.epochs} must be above 0")
-    if config.model.attention in GPU_ONLY and (loop.device == "cpu" or not torch.cuda.is_available()):
+    has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
+    if config.model.attention in GPU_ONLY and not has_gpu:
         problems.append(f"model.attention={config.model.attention} has no backward pass on a CPU: use auto")
     if loop.steps is not None and loop.epochs is not None:
         problems.append("train.steps and train.epochs exclude each other")
