@@ -78,9 +78,14 @@ def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str
         )
     if requested == "idlm_split" and not _is_installed("triton"):
         return "needs Triton", "pip install 'idlm[gpu]', or set model.attention=idlm_flex"
-    if requested == "idlm_flash" and not _is_installed("flash_attn.cute"):
-        return "needs FlashAttention 4", "pip install flash-attn-4, or set model.attention=auto"
-    return None
+    return flash_problem() if requested == "idlm_flash" else None
+
+
+def flash_problem() -> tuple[str, str] | None:
+    """What `idlm_flash` lacks on this machine, and the remedy."""
+    if _is_installed("flash_attn.cute"):
+        return None
+    return "needs FlashAttention 4", "pip install flash-attn-4, or set model.attention=auto"
 
 
 def _is_installed(module: str) -> bool:

@@ -232,7 +232,7 @@ def backward_kernel(
         dk = tl.dot(dscores, q, dk)
         dq = tl.dot(dscores.T, k)
         if BULK:
-            desc_dq.atomic_add([b, head, first, 0], dq.reshape(1, 1, BLOCK_Q, BLOCK_H))
+            desc_dq.atomic_add([BLOCK_Q + b * T + first, head * H], dq)
         else:
             columns = tl.arange(0, BLOCK_H)
             at_dq = ((b.to(tl.int64) * T + queries[:, None]) * N + head) * H + columns[None, :]

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from idlm.kernels.split_attention import op
+from idlm.kernels.split_attention import launch
 from tests.kernels.split_attention_cases import (
     Case,
     inputs,
@@ -60,7 +60,7 @@ def main() -> int:
     cases = [random_case(seed, longest=14, head_dims=(16, 24)) for seed in range(int(sys.argv[1]))]
     for number, case in enumerate([FULL_TILES, *cases]):
         for name, changes in SMALL[number % 2].items():
-            setattr(op, name, dataclasses.replace(getattr(op, name), **changes))
+            setattr(launch, name, dataclasses.replace(getattr(launch, name), **changes))
         check(case)
     print(len(cases) + 1)
     return 0

@@ -160,3 +160,34 @@ def test_float32_is_computed_by_the_definition() -> None:
 )
 def test_the_automatic_choice(device: str, is_16_bit: bool, expected: str) -> None:
     assert choose_attention("auto", torch.device(device), is_16_bit=is_16_bit) == expected
+
+
+def test_the_hopper_kernel_compiles_without_a_gpu() -> None:
+    """Gluon is experimental, so every version of Triton has to show that it still takes the kernel."""
+    gluon = pytest.importorskip("triton.experimental.gluon._runtime")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as compile_kernel
+
+    from idlm.kernels.split_attention import kernel_hopper
+
+    sizes = {"N": 8, "G": 4, "H": 128, "PARTS": 2, "BLOCK_Q": 64, "BLOCK_K": 128, "BLOCK_H": 128}
+    constants = sizes | {"STAGES": 3, "num_warps": 8}
+    layout = "NVMMASharedLayout(128, {bits}, rank={rank})"
+    scalars = {"B": "i32", "T": "i32", "num_tiles": "i32", "scale": "fp32", "scale_log2": "fp32"}
+    signature = {}
+    for name in kernel_hopper.backward_kernel.arg_names:
+        rows = 128 if name in ("desc_k", "desc_v") else 64
+        if name == "desc_dq":
+            signature[name] = f"tensordesc<fp32[64, 128],{layout.format(bits=32, rank=2)}>"
+        elif name.startswith("desc_"):
+            signature[name] = f"tensordesc<bf16[1, 1, {rows}, 128],{layout.format(bits=16, rank=4)}>"
+        elif name in constants:
+            signature[name] = "constexpr"
+        else:
+            is_float = name.startswith(("dk", "dv", "lse", "delta"))
+            signature[name] = scalars.get(name, "*fp32" if is_float else "*i32")
+    values = {(list(signature).index(name),): value for name, value in constants.items()}
+    source = gluon.GluonASTSource(kernel_hopper.backward_kernel, signature, constexprs=values)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert compiled.metadata.shared < 227 * 1024
+    assert "wgmma" in compiled.asm["ptx"]

@@ -35,7 +35,7 @@ def relative(path: Path) -> str:
 
 
 def is_kernel(path: Path) -> bool:
-    return path.name == "kernel.py" and path.parent.parent.name == "kernels"
+    return path.name.startswith("kernel") and path.parent.parent.name == "kernels"
 
 
 def sizes(tree: ast.AST) -> list[tuple[str, int]]:

@@ -1,0 +1,285 @@
+"""Launch parameters of the kernels, measured on an H200, and their launches. The operator is in op.py.
+
+B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from idlm.kernels.split_attention.kernel import (
+    backward_kernel,
+    finish_kernel,
+    forward_kernel,
+    prepare_kernel,
+)
+from idlm.kernels.split_attention.visibility import TILE_ROWS, Visibility
+
+LOG2_E = 1.4426950408889634
+FINISH_BLOCK = 4096
+PREPARE_ROWS = 64
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How one kernel is launched; `rows` by `walk` is a tile of scores, `rows` the stationary side."""
+
+    rows: int
+    walk: int
+    warps: int
+    stages: int
+    parts: int = 1
+    """Programs that share the query heads of one KV head; their dk and dv are added afterwards."""
+
+
+FORWARD = Launch(rows=64, walk=64, warps=4, stages=3)
+BACKWARD = Launch(rows=128, walk=64, warps=8, stages=2, parts=2)
+HOPPER_BACKWARD = Launch(rows=128, walk=64, warps=8, stages=3, parts=2)
+WIDE_FORWARD = Launch(rows=64, walk=32, warps=4, stages=2)
+WIDE_BACKWARD = Launch(rows=64, walk=32, warps=8, stages=2)
+"""Head dims above 128."""
+
+
+def run_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    see: Visibility,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, T, N, H] and base-2 log-sum-exp [B, N, T] in float32."""
+    batch, num_heads, num_rows, head_dim = query.shape
+    launch = FORWARD if head_dim <= 128 else WIDE_FORWARD
+    output = query.new_empty(batch, num_rows, num_heads, head_dim)
+    lse = query.new_empty(batch, num_heads, num_rows, dtype=torch.float32)
+    block_h = padded_head(head_dim)
+    splits = TILE_ROWS // launch.rows
+    forward_kernel[(see.query_order.numel() * splits * num_heads,)](
+        _descriptor(query, launch.rows, block_h),
+        _descriptor(key, launch.walk, block_h),
+        _descriptor(value, launch.walk, block_h),
+        _descriptor(output.transpose(1, 2), launch.rows, block_h),
+        lse,
+        see.across_start_BT,
+        see.across_end_BT,
+        see.own_start_BT,
+        see.query_tiles_BI8,
+        see.query_order,
+        see.num_rows_B,
+        num_rows,
+        see.query_tiles_BI8.shape[1],
+        scale * LOG2_E,
+        N=num_heads,
+        G=num_heads // key.shape[1],
+        BLOCK_Q=launch.rows,
+        BLOCK_K=launch.walk,
+        BLOCK_H=block_h,
+        SPLITS=splits,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+    return output, lse
+
+
+def run_backward(
+    doutput: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    see: Visibility,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, all contiguous as [B, T, heads, H]."""
+    batch, num_heads, num_rows, head_dim = query.shape
+    group = num_heads // key.shape[1]
+    on_hopper = takes_hopper_kernel(query)
+    launch = HOPPER_BACKWARD if on_hopper else BACKWARD if head_dim <= 128 else WIDE_BACKWARD
+    parts = launch.parts if group % launch.parts == 0 else 1
+    doutput = addressable(doutput)
+    delta = torch.empty_like(lse)
+    # A bulk addition may not start below row 0, where a tile of a nearly empty packed row does: a margin.
+    margin = launch.walk
+    dq_sums = query.new_empty(margin + batch * num_rows, num_heads * head_dim, dtype=torch.float32)
+    dq_sum = dq_sums[margin:]
+    prepare_kernel[(triton.cdiv(num_rows, PREPARE_ROWS), batch * num_heads)](
+        output,
+        doutput,
+        doutput.stride(0),
+        doutput.stride(1),
+        doutput.stride(2),
+        delta,
+        dq_sum,
+        num_rows,
+        N=num_heads,
+        H=head_dim,
+        BLOCK_T=PREPARE_ROWS,
+        BLOCK_H=padded_head(head_dim),
+    )
+    parts_dtype = key.dtype if parts == 1 else torch.float32
+    parts_shape = (parts, batch, num_rows, key.shape[1], head_dim)
+    dk, dv = (key.new_empty(parts_shape, dtype=parts_dtype) for _ in "kv")
+    tensors = (addressable(query), addressable(key), addressable(value), doutput.transpose(1, 2), dq_sums)
+    walk = _hopper_walk if on_hopper else _walk
+    walk(launch, parts, *tensors, dk, dv, lse, delta, see, scale)
+    dq = _finished(dq_sum.view(1, *output.shape), query.dtype, scale)
+    if parts == 1:
+        return dq, dk[0], dv[0]
+    return dq, _finished(dk, key.dtype), _finished(dv, value.dtype)
+
+
+def _walk(
+    launch: Launch,
+    parts: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    doutput: torch.Tensor,
+    dq_sums: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    see: Visibility,
+    scale: float,
+) -> None:
+    """Triton's backward kernel: fills `dk` and `dv` and adds to `dq_sums`.
+
+    Heads of a row lie side by side in it; columns past the head dim, all zero, are added to the next head.
+    """
+    num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows
+    backward_kernel[(see.key_order.numel() * splits * num_kv_heads * parts,)](
+        _descriptor(query, launch.walk, block_h),
+        _descriptor(key, launch.rows, block_h),
+        _descriptor(value, launch.rows, block_h),
+        _descriptor(doutput, launch.walk, block_h),
+        TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), [launch.walk, block_h]),
+        dq_sums[launch.walk :],
+        *_shared_arguments(dk, dv, lse, delta, see, scale),
+        N=num_heads,
+        G=num_heads // num_kv_heads,
+        H=head_dim,
+        PARTS=parts,
+        BLOCK_Q=launch.walk,
+        BLOCK_K=launch.rows,
+        BLOCK_H=block_h,
+        SPLITS=splits,
+        STAGES=launch.stages,
+        BULK=not INTERPRETED,
+        num_warps=launch.warps,
+    )
+
+
+def _hopper_walk(
+    launch: Launch,
+    parts: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    doutput: torch.Tensor,
+    dq_sums: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    see: Visibility,
+    scale: float,
+) -> None:
+    """The same by the Hopper kernel."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TileDescriptor
+
+    from idlm.kernels.split_attention import kernel_hopper
+
+    num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    block_h = padded_head(head_dim)
+    layout = NVMMASharedLayout(128, 16, rank=4)
+
+    def tiles(tensor: torch.Tensor, rows: int) -> Any:
+        return TileDescriptor(
+            tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_h], layout
+        )
+
+    sums_layout = NVMMASharedLayout(128, 32, rank=2)
+    kernel_hopper.backward_kernel[(see.key_order.numel() * num_kv_heads * parts,)](
+        tiles(query, launch.walk),
+        tiles(key, launch.rows),
+        tiles(value, launch.rows),
+        tiles(doutput, launch.walk),
+        TileDescriptor(
+            dq_sums, list(dq_sums.shape), list(dq_sums.stride()), [launch.walk, block_h], sums_layout
+        ),
+        *_shared_arguments(dk, dv, lse, delta, see, scale),
+        N=num_heads,
+        G=num_heads // num_kv_heads,
+        H=head_dim,
+        PARTS=parts,
+        BLOCK_Q=launch.walk,
+        BLOCK_K=launch.rows,
+        BLOCK_H=block_h,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+    )
+
+
+def _shared_arguments(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    see: Visibility,
+    scale: float,
+) -> tuple[Any, ...]:
+    """What both backward kernels take alike, in their order."""
+    ranges = (see.seen_start_BT, see.seen_end_BT, see.own_end_BT, see.key_tiles_BI8, see.key_order)
+    batch, num_rows = see.own_end_BT.shape
+    sizes = (batch, num_rows, see.key_tiles_BI8.shape[1])
+    return dk, dv, lse, delta, *ranges, see.num_rows_B, *sizes, scale, scale * LOG2_E
+
+
+def _finished(parts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """The sum over the first axis, scaled, in `dtype`."""
+    total = torch.empty(parts.shape[1:], device=parts.device, dtype=dtype)
+    grid = (triton.cdiv(total.numel(), FINISH_BLOCK),)
+    finish_kernel[grid](parts, total, total.numel(), scale, PARTS=parts.shape[0], BLOCK=FINISH_BLOCK)
+    return total
+
+
+def takes_hopper_kernel(query: torch.Tensor) -> bool:
+    """Whether the Gluon kernel computes these heads on this device."""
+    return not INTERPRETED and padded_head(query.shape[-1]) in (64, 128) and _has_gluon(query.device)
+
+
+@functools.cache
+def _has_gluon(device: torch.device) -> bool:
+    """Gluon is experimental: only versions that the tests compile."""
+    known = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])
+    return known and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def padded_head(head_dim: int) -> int:
+    """Columns of a tile; those past the head dim read as zero."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied unless bulk copies can address it: last stride 1, others multiples of 16 bytes."""
+    aligned = all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+    fits = aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+    return tensor if fits else tensor.contiguous()
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, block_h: int) -> TensorDescriptor:
+    """Of tiles [rows, block_h] of a tensor [B, heads, T, H]; what lies outside reads as zero."""
+    tensor = addressable(tensor)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_h])
