@@ -5,8 +5,8 @@
 Every arm is the product's own trainer (benchmarks/train_step_worker.py) in fresh processes: random weights of
 the true shape, real text, 4096 data tokens per sample, all of them supervised. The limit counts the FLOPs
 that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that
-every process of the arm measures. `dense_recompute` is what public trainers of the method do: a dense mask and
-recomputed activations.
+every process of the arm measures. `dense_recompute` is what public trainers of the method do: a dense mask
+and recomputed activations.
 """
 
 from __future__ import annotations
