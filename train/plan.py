@@ -260,10 +260,14 @@ def _activation_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
 
 
 def _loss_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
-    stream = 4 if run.autocast else run.size
+    stream, narrow = (4, 2) if run.autocast else (run.size, run.size)
     head = 0 if run.rank else run.size * shape.vocabulary * shape.width
     terms = [
-        Term(name="head: chunk of logits", num_bytes=MAX_LOGITS_BYTES, formula="200 MB (kernels)"),
+        Term(
+            name="head: chunk of logits",
+            num_bytes=min(MAX_LOGITS_BYTES, run.targets * narrow * shape.vocabulary),
+            formula=f"min(200 MB, targets {narrow}V)",
+        ),
         Term(
             name="head: rows with a target, their gradient, that of all rows",
             num_bytes=(2 * run.targets + run.rows) * stream * shape.width,
@@ -272,8 +276,8 @@ def _loss_terms(shape: ModelShape, run: RunSetup) -> list[Term]:
         Term(name="head: gradient of its weight", num_bytes=head, formula=f"{run.size} V D"),
     ]
     if run.autocast:
-        narrow = 2 * (shape.layers * shape.layer_parameters + shape.vocabulary * shape.width)
-        terms.append(Term(name="autocast: narrow weights", num_bytes=narrow, formula="2 (layers + V D)"))
+        copies = 2 * (shape.layers * shape.layer_parameters + shape.vocabulary * shape.width)
+        terms.append(Term(name="autocast: narrow weights", num_bytes=copies, formula="2 (layers + V D)"))
     return terms
 
 
