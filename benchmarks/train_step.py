@@ -102,19 +102,23 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the arms one after the other, print a table, optionally record the rows."""
+    """Run the arms one after the other, print a table, optionally record the rows; 1 when an arm failed."""
     options = parse_options(arguments, OPTIONS)
     shape, arms = _chosen(options)
     results: dict[str, dict[str, Any]] = {}
     for arm in arms:
         start = time.perf_counter()
-        results[arm] = _run(options, shape, arm)
-        print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
+        try:
+            results[arm] = _run(options, shape, arm)
+        except UserError as error:
+            print(error, flush=True)
+        else:
+            print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
     rows = _rows(options, shape, results)
     _print_table(results, rows)
     if options["record"] == "true":
         append_rows("train_step", rows)
-    return 0
+    return 0 if len(results) == len(arms) else 1
 
 
 def _chosen(options: dict[str, str]) -> tuple[Shape, list[str]]:
