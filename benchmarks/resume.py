@@ -281,11 +281,56 @@ def import_everything() -> None:
     gc.freeze()
 
 
+def prove(world: World, options: dict[str, str], generator: random.Random) -> tuple[list[Any], list[str]]:
+    """(result rows, complaints) of one world: random kills, kill points and damages, in that order."""
+    start = time.perf_counter()
+    random_kills(world, int(options["kills"]), generator)
+    num_random = world.tally.kills
+    num_points = kill_points(world, options["points"], generator)
+    num_flips = int(options["flips"])
+    checkpoint = world.reference / "out" / "run" / f"checkpoint-{STEPS}"
+    refused, unnamed = damaged_checkpoints(checkpoint, num_flips, generator)
+    tally, stage = world.tally, None if world.world_size == 1 else 2
+    case = {"processes": world.world_size, "zero_stage": stage, "device": "cpu"}
+    case |= {"random_kills": num_random, "kill_points": num_points}
+    is_equal = tally.equal == tally.resumes
+    damaged = {"processes": world.world_size, "zero_stage": stage, "damaged": num_flips}
+    rows = [
+        result_row("resume", case, "kills", tally.kills, "kills", gate_passed=is_equal),
+        result_row(
+            "resume",
+            case,
+            "bitwise_equal",
+            tally.equal / tally.resumes,
+            "share",
+            floor=1.0,
+            gate_passed=is_equal,
+        ),
+        result_row(
+            "resume",
+            damaged,
+            "refused_by_name",
+            refused / max(1, num_flips),
+            "share",
+            floor=1.0,
+            gate_passed=refused == num_flips,
+        ),
+    ]
+    print(
+        f"{world.world_size} process(es): {num_random} random kills, {num_points} kill points, {tally.equal} of "
+        f"{tally.resumes} resumed runs bitwise equal, {refused} of {num_flips} damaged checkpoints refused by "
+        f"name, {time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
+    return rows, [*tally.complaints, *unnamed]
+
+
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments, OPTIONS)
     generator = random.Random(int(options["seed"]))
     import_everything()
-    rows, complaints = [], []
+    rows: list[Any] = []
+    complaints: list[str] = []
     # SIGKILL loses nothing that was written, so memory serves as well as a disk and waits for no flush.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="idlm-resume-", dir=memory) as temporary:
@@ -294,50 +339,9 @@ def main(arguments: list[str]) -> int:
         base.mkdir()
         make_base(base)
         for world_size in (int(text) for text in options["worlds"].split(",")):
-            start = time.perf_counter()
-            world = World(folder / f"world-{world_size}", base, world_size)
-            random_kills(world, int(options["kills"]), generator)
-            num_random = world.tally.kills
-            num_points = kill_points(world, options["points"], generator)
-            checkpoint = world.reference / "out" / "run" / f"checkpoint-{STEPS}"
-            num_flips = int(options["flips"])
-            refused, unnamed = damaged_checkpoints(checkpoint, num_flips, generator)
-            complaints += [*world.tally.complaints, *unnamed]
-            case = {
-                "processes": world_size,
-                "zero_stage": None if world_size == 1 else 2,
-                "random_kills": num_random,
-                "kill_points": num_points,
-                "device": "cpu",
-            }
-            equal = world.tally.equal == world.tally.resumes
-            rows += [
-                result_row("resume", case, "kills", world.tally.kills, "kills", gate_passed=equal),
-                result_row(
-                    "resume",
-                    case,
-                    "bitwise_equal",
-                    world.tally.equal / world.tally.resumes,
-                    "share",
-                    floor=1.0,
-                    gate_passed=equal,
-                ),
-                result_row(
-                    "resume",
-                    {"processes": world_size, "damaged": num_flips},
-                    "refused_by_name",
-                    refused / num_flips if num_flips else 1.0,
-                    "share",
-                    floor=1.0,
-                    gate_passed=refused == num_flips,
-                ),
-            ]
-            print(
-                f"{world_size} process(es): {num_random} random kills, {num_points} kill points, "
-                f"{world.tally.equal} of {world.tally.resumes} resumed runs bitwise equal, {refused} of "
-                f"{num_flips} damaged checkpoints refused by name, {time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
+            found = prove(World(folder / f"world-{world_size}", base, world_size), options, generator)
+            rows += found[0]
+            complaints += found[1]
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if options["record"] == "true":
