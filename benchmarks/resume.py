@@ -317,9 +317,9 @@ def prove(world: World, options: dict[str, str], generator: random.Random) -> tu
         ),
     ]
     print(
-        f"{world.world_size} process(es): {num_random} random kills, {num_points} kill points, {tally.equal} of "
-        f"{tally.resumes} resumed runs bitwise equal, {refused} of {num_flips} damaged checkpoints refused by "
-        f"name, {time.perf_counter() - start:.0f} s",
+        f"{world.world_size} process(es): {num_random} random kills, {num_points} kill points, "
+        f"{tally.equal} of {tally.resumes} resumed runs bitwise equal, {refused} of {num_flips} damaged "
+        f"checkpoints refused by name, {time.perf_counter() - start:.0f} s",
         flush=True,
     )
     return rows, [*tally.complaints, *unnamed]
