@@ -60,8 +60,8 @@ def result_row(
     """A validated row. `baseline` is the same metric of the strongest baseline of the same run, `floor` the
     best that hardware allows (same unit), `gate_passed` the parity gate (None: the metric has none).
 
-    `ratio` is above 1 when ours is better, `share_of_floor` 1 at the limit: value over the other figure, or the
-    other way round for times and sizes.
+    `ratio` is above 1 when ours is better, `share_of_floor` 1 at the limit: value over the other figure, or
+    the other way round for times and sizes.
     """
     print_of = _fingerprint()
     row = {

@@ -52,6 +52,7 @@ class Shape:
     heads: int
     tied: bool
     recipe: str
+    accumulation: int
 
     def config(self) -> list[str]:
         values = COMMON | {
@@ -82,8 +83,12 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3_8b": Shape(width=4096, ffn=12288, layers=36, heads=32, tied=False, recipe="qwen3_8b"),
-    "qwen3_0_6b": Shape(width=1024, ffn=3072, layers=28, heads=16, tied=True, recipe="qwen3_0_6b"),
+    "qwen3_8b": Shape(
+        width=4096, ffn=12288, layers=36, heads=32, tied=False, recipe="qwen3_8b", accumulation=4
+    ),
+    "qwen3_0_6b": Shape(
+        width=1024, ffn=3072, layers=28, heads=16, tied=True, recipe="qwen3_0_6b", accumulation=8
+    ),
 }
 ARMS: dict[str, tuple[str, ...]] = {
     "full": (),
@@ -149,6 +154,8 @@ def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
             f"train.max_length={LENGTH}",
             "train.epochs=null",
             "train.steps=10000",
+            "train.global_batch=null",
+            f"train.accumulation={4 if arm == 'gated_lora' else shape.accumulation}",
             f"output_dir={folder}/run",
             "resume=never",
             *ARMS[arm],

@@ -35,7 +35,7 @@ HEAD_DIMS = (128, 64, 128, 96, 32, 128, 256)
 def worst_ratio(case: Case, dtype: torch.dtype) -> float:
     """Largest error of output, dq, dk or dv against float64, over that of PyTorch's dense SDPA in `dtype`.
 
-    PyTorch's counts at least as much as rounding its largest value may cost, which it can escape by chance only.
+    PyTorch's counts as at least the rounding of the largest value, which only chance can spare it.
     """
     meta = row_meta(case, "cuda")
     mask = dense_mask(meta)[:, None]

@@ -9,7 +9,7 @@ import pytest
 
 from idlm.compose import compose
 from idlm.errors import UserError
-from idlm.train.config import TrainConfig, check_config, make_curriculum
+from idlm.train.config import TrainConfig, check_config, make_curriculum, settle_accumulation
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -44,9 +44,11 @@ def test_without_paths_it_says_what_to_give(name: str) -> None:
     assert "data.path" in caught.value.message
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("qwen3_8b", 8), ("qwen3_8b_lora", 8), ("qwen3_0_6b", 1)])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_8b_lora", "qwen3_0_6b", "llama3_8b"])
 def test_its_global_batch_is_the_papers(name: str, world_size: int, paths: list[str]) -> None:
-    config = compose("train", TrainConfig, [f"recipe={name}", *paths])
+    given = compose("train", TrainConfig, [f"recipe={name}", *paths])
+    config = settle_accumulation(given, world_size=world_size)
     curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=3200)
     assert curriculum.global_batch == PAPER_BATCH
     assert curriculum.num_steps == 200
