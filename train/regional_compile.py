@@ -1,5 +1,5 @@
-"""torch.compile for the decoder layers of a model, one by one: layers share their code, so one compilation serves
-all of them, and whatever surrounds them (wrappers, hooks on the head, gathering of rows) stays eager.
+"""torch.compile for the decoder layers of a model, one by one: layers share their code, so one compilation
+serves all of them, and whatever surrounds them (wrappers, hooks on the head, gathering of rows) stays eager.
 
 Compiling the whole model instead would tie the compiled code to the number of documents and supervised rows.
 """
@@ -24,7 +24,7 @@ ZERO_STAGE_THAT_MOVES_WEIGHTS = 3
 
 
 def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bool:
-    """Whether `model.compile` = `choice` means compiled layers; `auto`: on a GPU, where weights stay in place.
+    """Whether `model.compile` = `choice` means compiled layers; `auto`: on a GPU where weights stay in place.
 
     ZeRO-3 gathers and frees the weights of every layer in hooks, which compiled code would not see.
     """
@@ -39,7 +39,7 @@ def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bo
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's decoder layers: the outermost one of their number, whatever the family calls it."""
+    """The list of the model's decoder layers: the outermost of their number, whatever the family calls it."""
     wanted = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     found = next((module for module in lists if len(module) == wanted), None)
@@ -48,7 +48,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def compile_layers(model: PreTrainedModel) -> int:
-    """Compile every decoder layer in place, for static shapes; returns how many. Compilation runs at first use."""
+    """Compile every decoder layer in place, for static shapes, at its first use; returns how many."""
     layers = decoder_layers(model)
     for layer in layers:
         layer.compile(dynamic=False)
