@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import distributed as dist
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from idlm.errors import UserError
@@ -127,14 +127,14 @@ class Watchdog(TrainerCallback):
     def _watch(self) -> None:
         while not self._ending.wait(BEAT_SECONDS):
             self.mine.count += 1
-            with contextlib.suppress(DistError, RuntimeError):
+            with contextlib.suppress(RuntimeError):
                 self._exchange()
             if self._ending.is_set():
                 break
             verdict = self._judge()
             if verdict is not None:
                 self._execute(*verdict)
-        with contextlib.suppress(DistError, RuntimeError):
+        with contextlib.suppress(RuntimeError):
             if self.store is not None:
                 self._tell()
 
@@ -195,7 +195,7 @@ class Watchdog(TrainerCallback):
     def _execute(self, what: str, culprits: list[Beat]) -> None:
         """Agree with the others on the first verdict, say it, and end this process."""
         names = {beat.rank for beat in culprits}
-        with contextlib.suppress(DistError, RuntimeError):
+        with contextlib.suppress(RuntimeError):
             if self.store is not None:
                 what = self.store.compare_set(VERDICT, "", what).decode()
         if any(beat.last_words for beat in culprits) and self._ending.wait(LINGER_SECONDS):
@@ -252,7 +252,7 @@ def _open_store() -> TCPStore | None:
 
     port = from_rank_zero(hold)
     store = held[0] if held else None
-    with contextlib.suppress(DistError, RuntimeError):
+    with contextlib.suppress(RuntimeError):
         store = store or TCPStore(host, port, is_master=False, timeout=timeout)
     deaf = [rank for rank, reached in enumerate(gather_objects(store is not None)) if not reached]
     if deaf:
