@@ -19,7 +19,8 @@ from transformers import PrinterCallback, TrainerCallback
 from benchmarks.packed_text import TextSource
 from idlm.compose import compose
 from idlm.train import pipeline
-from idlm.train.config import TrainConfig, check_config
+from idlm.train.config import TrainConfig
+from idlm.train.config_check import check_config
 from idlm.train.data.base import SOURCES
 from idlm.train.deepspeed import zero_stage
 from idlm.train.run_plan import estimate_run

@@ -20,7 +20,8 @@ from idlm.errors import UserError
 from idlm.lora import AdapterSpec
 from idlm.tokens import num_token_ids, resolve_mask_token_id, stop_token_ids
 from idlm.train.base_model import create_base
-from idlm.train.config import TrainConfig, check_config, settle_accumulation
+from idlm.train.config import TrainConfig, settle_accumulation
+from idlm.train.config_check import check_config
 from idlm.train.data.checks import inspect_data
 from idlm.train.dataset import PackedDataset
 from idlm.train.estimate import disk_plan, size_text, span
@@ -162,7 +163,7 @@ def _plan(
 
 def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
     """(mask token id, what to say about it); the rules of `pipeline.prepare_mask` without weights."""
-    if config.objective == "ar":
+    if not OBJECTIVES.get(config.objective).places_masks:
         return None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
     num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from idlm import command
 from idlm.compose import compose
-from idlm.train.config import TrainConfig, check_config
+from idlm.train.config import TrainConfig
+from idlm.train.config_check import check_config
 from idlm.train.resume import config_hash, config_text
 
 LAUNCH_FOLDER = "launch"

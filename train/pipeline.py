@@ -30,9 +30,9 @@ from idlm.train.base_model import create_base, load_base
 from idlm.train.config import (
     TASK_TOKENIZER,
     TrainConfig,
-    check_config,
     settle_accumulation,
 )
+from idlm.train.config_check import check_config
 from idlm.train.control import Control, finish
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.checks import inspect_data
@@ -215,7 +215,7 @@ def prepare_mask(
 
     An adapter changes nothing in the base: it may get an embedding of its own, returned as its start [D].
     """
-    if config.objective == "ar":
+    if not OBJECTIVES.get(config.objective).places_masks:
         return None, None
     if config.adapter is not None:
         return choose_mask(model, tokenizer, config.model.mask_token_id)

@@ -227,9 +227,9 @@ def drafts_tested_with_another_branchs_q(patch: pytest.MonkeyPatch) -> None:
 def temperature_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     original = SequenceTable.seat
 
-    def seat(self: SequenceTable, lanes: list[int], *rest: Any) -> None:
+    def seat(self: SequenceTable, lanes: list[int], *rest: Any, **steps: Any) -> None:
         former = self.temperature_Z.clone()
-        original(self, lanes, *rest)
+        original(self, lanes, *rest, **steps)
         self.temperature_Z.copy_(former)
 
     patch.setattr(SequenceTable, "seat", seat)
@@ -320,9 +320,9 @@ def drafts_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
 def random_steps_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
     original = SequenceTable.seat
 
-    def seat(self: SequenceTable, lanes: list[int], *rest: Any) -> None:
+    def seat(self: SequenceTable, lanes: list[int], *rest: Any, **steps: Any) -> None:
         former = self.steps_Z.clone()
-        original(self, lanes, *rest)
+        original(self, lanes, *rest, **steps)
         self.steps_Z.copy_(former)
 
     patch.setattr(SequenceTable, "seat", seat)

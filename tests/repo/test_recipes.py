@@ -9,7 +9,8 @@ import pytest
 
 from idlm.compose import compose
 from idlm.errors import UserError
-from idlm.train.config import TrainConfig, check_config, make_curriculum, settle_accumulation
+from idlm.train.config import TrainConfig, make_curriculum, settle_accumulation
+from idlm.train.config_check import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

@@ -12,7 +12,8 @@ from torch import nn
 
 from idlm.compose import compose
 from idlm.errors import UserError
-from idlm.train.config import TrainConfig, check_config
+from idlm.train.config import TrainConfig
+from idlm.train.config_check import check_config
 from idlm.train.deepspeed import deepspeed_config, gathered, num_parameters, whole_weights, zero_stage
 from idlm.train.memory import GIB, advice, explaining_memory, state_bytes
 

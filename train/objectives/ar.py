@@ -5,6 +5,7 @@ compared with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ class Autoregressive:
 
     mask_token_id: int | None
     mask_region: str
+    places_masks: ClassVar[bool] = False
     term_names: tuple[str, ...] = ("clean",)
 
     def default_row_length(self, max_length: int) -> int:

@@ -8,7 +8,6 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,5 +114,15 @@ class Objective(Protocol):
         """Weight of each term, float32 [num_terms]; `means`: global means, given where `needs_means`."""
 
 
-OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective", "idlm.train.objectives")
-"""Factories `(mask_token_id: int | None, mask_region: str) -> Objective`."""
+class ObjectiveFactory(Protocol):
+    """The class of an objective, which the configuration is checked against before there is a mask token."""
+
+    @property
+    def places_masks(self) -> bool:
+        """Whether it needs a mask token and stages of strides."""
+
+    def __call__(self, *, mask_token_id: int | None, mask_region: str) -> Objective:
+        """The objective itself; `mask_token_id` is None where no masks are placed."""
+
+
+OBJECTIVES: Registry[ObjectiveFactory] = Registry("objective", "idlm.train.objectives")

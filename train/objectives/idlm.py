@@ -9,6 +9,7 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class IntrospectiveConsistency:
 
     mask_token_id: int | None
     mask_region: str
+    places_masks: ClassVar[bool] = True
     term_names: tuple[str, ...] = ("mask", "clean")
 
     def default_row_length(self, max_length: int) -> int:
