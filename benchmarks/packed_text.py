@@ -112,7 +112,7 @@ def packed_batches(
     curriculum = Curriculum(stages=(stage,), global_batch=batch_size)
     dataset.start(curriculum)
     for first in range(0, curriculum.num_items, batch_size):
-        yield collate([dataset[item] for item in range(first, first + batch_size)], curriculum)
+        yield collate([dataset[item] for item in range(first, first + batch_size)])
 
 
 @functools.lru_cache(maxsize=1)

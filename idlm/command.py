@@ -22,11 +22,13 @@ USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
 
 
-def run(command: Callable[[list[str]], int]) -> int:
-    """Call `command` with the process arguments; returns the exit status and prints a UserError to stderr."""
+def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
+    """Call `command` with `argv`, None for the process's own; returns the exit status and prints a UserError
+    to stderr.
+    """
     warnings.showwarning = _print_warning
     try:
-        return command(sys.argv[1:])
+        return command(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print(f"error {error}", file=sys.stderr)
         return USER_ERROR_STATUS

@@ -125,9 +125,9 @@ class Completion:
     `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a
     stop string. `finish_reason`: "stop", "length" or "abort". `num_forwards` counts every forward pass
     that fed rows of this request, prompt included. `tested_by_position[j]` drafts at position j+1 were
-    tested, `accepted_by_position[j]` of them accepted; `acceptance_rate` is their ratio over all
-    positions, None where nothing was tested. `exactness`: "exact" (the answer has the AR model's law) or
-    "lossy".
+    tested, `accepted_by_position[j]` of them accepted, none behind a stop; `acceptance_rate` is their
+    ratio over all positions, None where nothing was tested. `exactness`: "exact" (the answer has the AR
+    model's law) or "lossy".
     """
 
     request_id: str

@@ -19,6 +19,8 @@ from idlm.errors import UserError
 FILE_NAME = "idlm_config.json"
 CAUSALITIES = ("causal", "block", "full")
 MASK_REGIONS = ("response", "all")
+MAX_STRIDE = 64
+"""Largest stride that training and decoding take: `branch` feeds its square in rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,8 @@ class Semantics:
             problems.append(f"causality={self.causality!r} is not one of {CAUSALITIES}")
         if self.mask_region not in MASK_REGIONS:
             problems.append(f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}")
-        if not _is_int(self.stride) or self.stride < 1:
-            problems.append(f"stride={self.stride!r} is not an integer >= 1")
+        if not _is_int(self.stride) or not 1 <= self.stride <= MAX_STRIDE:
+            problems.append(f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]")
         if self.mask_token_id is not None and (not _is_int(self.mask_token_id) or self.mask_token_id < 0):
             problems.append(f"mask_token_id={self.mask_token_id!r} is not a token id")
         if not isinstance(self.gated, bool):

@@ -30,11 +30,6 @@ from idlm.tokens import encode_messages
 HELP_FLAGS = {"-h", "--help"}
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(generate)
-
-
 def generate(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     texts, arguments = take_prompts(arguments)
@@ -217,4 +212,4 @@ def _chat(engine: Engine, config: GenerateConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(generate))

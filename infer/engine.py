@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -93,10 +93,19 @@ class Engine:
         return [done[key] for key in keys]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Events of one prompt as passes finish; closing the iterator aborts the request."""
+        """Events of one prompt as passes finish; closing the iterator aborts the request.
+
+        The request is checked and queued at once, before the first event is asked for.
+        """
         [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
-        open_samples = len(keys)
+        events = self._events_of(request_id, len(keys))
+        # Enter the `try`: only then does closing an iterator that nobody read abort its request.
+        next(events)
+        return cast(Iterator[StreamEvent], events)
+
+    def _events_of(self, request_id: str, open_samples: int) -> Iterator[StreamEvent | None]:
         try:
+            yield None
             while open_samples:
                 for event in self._own_events({request_id}):
                     open_samples -= event.completion is not None
@@ -194,8 +203,10 @@ class Engine:
             if not num_emitted[b]:
                 continue
             request.num_steps += 1
-            request.count_drafts(accepted[b], tested[b])
             new_ids, text = self._append(request, tokens[b][: num_emitted[b]])
+            # Behind a stop nothing counts: the drafts there belong to no answer.
+            is_cut = len(new_ids) <= accepted[b]
+            request.count_drafts(min(accepted[b], len(new_ids)), len(new_ids) if is_cut else tested[b])
             if request.params.logprobs is not None:
                 first = int(plan.first_logit_B[b])
                 request.logprobs += _logprobs(

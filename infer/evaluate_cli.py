@@ -25,11 +25,6 @@ from idlm.infer.output import answer_file, check_output
 from idlm.tasks import TASKS, Task, TaskSample
 
 
-def main() -> int:
-    """Console entry point."""
-    return command.run(run_evaluation)
-
-
 def run_evaluation(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     if HELP_FLAGS & set(arguments):
@@ -109,4 +104,4 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(run_evaluation))

@@ -7,13 +7,14 @@ saving. The only module of training that may know the engine: it hands its sampl
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from idlm import command
 from idlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,22 +22,12 @@ if TYPE_CHECKING:
     from idlm.train.config import TrainConfig
     from idlm.train.report import Measurement, Sampler, SampleReport
 
-USER_ERROR_STATUS = 2
 SAMPLE_TOKENS = 512
-CORRECT = "correct"
 
 
 def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> int:
     """Run the command line; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    # A spinning OpenMP pool collapses four-fold beside a busy neighbour; it must be set before torch is
-    # loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    try:
-        return _run(argv, sampler)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return USER_ERROR_STATUS
+    return command.run(lambda arguments: _run(arguments, sampler), argv)
 
 
 def _run(argv: list[str], sampler: Sampler | None) -> int:
@@ -115,22 +106,23 @@ def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
     """Prompts, and a judge `(place, answer) -> verdict`, None where nothing can judge."""
-    from idlm.tasks import TASKS
-    from idlm.train.data.base import make_encoder
+    from idlm.train.data.base import JudgedSource, has_splits, make_encoder
     from idlm.train.data.open import open_source
 
     data = config.data
-    if data.source == "task":
-        task = TASKS.get(data.task)(level=data.level, **data.task_args)
-        texts = [task.sample(index, "validation").prompt for index in range(num_samples)]
-        return list(texts), lambda place, answer: task.check(texts[place], answer).reason or CORRECT
+    if has_splits(data.source):
+        config = replace(config, data=replace(data, split="validation"))
     source = open_source(config, make_encoder(data, engine.tokenizer, None))
-    samples = [source.sample(index) for index in range(min(num_samples, source.num_samples or num_samples))]
+    places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
+    if isinstance(source, JudgedSource):
+        return [source.question(place) for place in places], source.verdict
+    samples = [source.sample(place) for place in places]
     prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
     return prompts, lambda place, answer: None
 
 
 def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:
+    from idlm.train.data.base import CORRECT
     from idlm.train.report import Measurement
 
     tested = sum(sum(completion.tested_by_position) for completion in done)

@@ -8,11 +8,12 @@ import torch
 
 from idlm.checkpoint import foreign_files
 from idlm.errors import UserError
-from idlm.semantics import MASK_REGIONS
+from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.suggest import did_you_mean
 from idlm.train.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.config import TASK_TOKENIZER, TrainConfig
 from idlm.train.curriculum import AUTO_BALANCED, BALANCES
+from idlm.train.data.base import is_endless
 from idlm.train.data.settings import data_problems
 from idlm.train.dataset import OVERLONG_POLICIES
 from idlm.train.deepspeed import deepspeed_problems, uses_deepspeed
@@ -136,6 +137,7 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
 
 def _loop_problems(config: TrainConfig) -> list[str]:
     loop, problems = config.train, []
+    endless = is_endless(config.data.source)
     if loop.global_batch is not None and loop.global_batch < 1:
         problems.append(f"train.global_batch={loop.global_batch} must be at least 1")
     positive = ("batch_size", "accumulation", "max_length", "log_every", "save_every", "save_total_limit")
@@ -159,10 +161,13 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         problems.append(f"model.attention={config.model.attention} has no backward pass on a CPU: use auto")
     if loop.steps is not None and loop.epochs is not None:
         problems.append("train.steps and train.epochs exclude each other")
-    if loop.epochs is not None and config.data.source == "task":
-        problems.append("train.epochs has no meaning for the endless task source: use train.steps")
-    if loop.overlong == "split" and config.data.source == "task":
-        problems.append("train.overlong=split is for files, not for the task source")
+    if loop.epochs is not None and endless:
+        problems.append(
+            f"train.epochs={loop.epochs} has no meaning for data.source={config.data.source}, which never "
+            "ends: use train.steps"
+        )
+    if loop.overlong == "split" and endless:
+        problems.append(f"train.overlong=split is for files, not for data.source={config.data.source}")
     if loop.hang_seconds <= 0:
         problems.append(f"train.hang_seconds={loop.hang_seconds} must be above 0")
     return [*problems, *deepspeed_problems(config)]
@@ -178,8 +183,8 @@ def _stage_problems(config: TrainConfig) -> list[str]:
         return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
     for index, stage in enumerate(loop.stages):
         where = f"train.stages[{index}]"
-        if stage.stride < 2:
-            problems.append(f"{where}.stride={stage.stride} must be at least 2")
+        if not 2 <= stage.stride <= MAX_STRIDE:
+            problems.append(f"{where}.stride={stage.stride} must be in [2, {MAX_STRIDE}]")
         if (stage.steps is None) == (stage.fraction is None):
             problems.append(f"{where} needs exactly one of steps and fraction")
         if (stage.steps is not None and stage.steps < 1) or (

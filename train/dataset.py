@@ -141,13 +141,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return self.objective.num_rows(sample) <= self.row_length
 
 
-def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Tensor]:
+def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Stack packed rows to [B, T] tensors.
 
     Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found
     here so that no device ever waits for them), `gate_index` (those of all noisy rows, for a gated adapter),
-    `item_ids` [B], `fed` [6] (`idlm.train.flops.count_fed`) and the scalars `num_masks` of the stage and
-    `num_tokens`, the document tokens of the micro-batch.
+    `item_ids` [B], `fed` [6] (`idlm.train.flops.count_fed`) and the scalar `num_tokens`, the document
+    tokens of the micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
@@ -159,5 +159,4 @@ def collate(items: list[dict[str, Any]], curriculum: Curriculum) -> dict[str, Te
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
     arrays["num_tokens"] = np.asarray(((arrays["doc_ids"] != PADDING_DOC) & ~arrays["is_noisy"]).sum())
     arrays["fed"] = count_fed(arrays)
-    arrays["num_masks"] = np.asarray(curriculum.stages[stages.pop()].stride - 1)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -71,7 +71,7 @@ class HeldOut(TrainerCallback):
         world, own = trainer.args.world_size, trainer.args.process_index
         for start in range(0, self.num_items, world):
             # A rank without an item of its own repeats one, and counts it not.
-            batch = collate([self.dataset[min(start + own, self.num_items - 1)]], self.dataset.curriculum)
+            batch = collate([self.dataset[min(start + own, self.num_items - 1)]])
             terms = forward_terms(trainer, batch, shown)
             if start + own < self.num_items:
                 counts = trainer.objective.counts(batch, stage=shown, want_overlap=True)
@@ -173,8 +173,7 @@ class RunningSamples(TrainerCallback):
             documents.append(SampleRows(noisy=no_rows(), clean=clean_rows(whole, "response")))
             ends.append(len(ids) + (ends[-1] if ends else 0))
         row = pack_rows(documents, self.row_length, pad_token_id=self.tokenizer.eos_token_id)
-        stage = Stage(index=0, stride=trainer.curriculum.max_stride, num_steps=1, clean_weight=1.0)
-        batch = collate([row | {"item_id": 0, "stage": 0}], Curriculum(stages=(stage,), global_batch=1))
+        batch = collate([row | {"item_id": 0, "stage": 0}])
         assert bool((batch["labels"] == IGNORE_LABEL).all())
         moved = {name: value.to(trainer.args.device) for name, value in batch.items()}
         last = torch.tensor(ends, device=trainer.args.device) - 1

@@ -10,7 +10,7 @@ import numpy as np
 from idlm.errors import UserError
 from idlm.train.config import make_curriculum
 from idlm.train.curriculum import Curriculum
-from idlm.train.data.base import Encoder, Source, make_encoder
+from idlm.train.data.base import Encoder, Source, has_splits, make_encoder
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.dataset import PackedDataset
 
@@ -79,7 +79,7 @@ def held_out_flags(config: TrainConfig, source: Source) -> np.ndarray | None:
 
 def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
     """`eval.path` (the validation split of an hf dataset), or the validation split of a task."""
-    if config.eval.path is None and config.data.source != "task":
+    if config.eval.path is None and not has_splits(config.data.source):
         raise UserError(
             "IDLM-0552",
             f"the endless source {config.data.source} has no samples to hold out",

@@ -68,7 +68,7 @@ def sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: int) -> F
     """The average packed row of a stage, from its first items."""
     first = sum(one.num_steps for one in curriculum.stages[:stage]) * curriculum.global_batch
     last = min(first + SAMPLED_ITEMS, first + curriculum.stages[stage].num_steps * curriculum.global_batch)
-    return mean_fed([fed_of(collate([dataset[item]], curriculum)["fed"]) for item in range(first, last)])
+    return mean_fed([fed_of(collate([dataset[item]])["fed"]) for item in range(first, last)])
 
 
 def run_setup(

@@ -7,7 +7,6 @@ transformers'.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +52,7 @@ class IdlmTrainer(SavingTrainer):
             model=model,
             args=args,
             train_dataset=train_dataset,
-            data_collator=functools.partial(collate, curriculum=train_dataset.curriculum),
+            data_collator=collate,
             callbacks=callbacks if self.previous is None else [self.previous, *callbacks],
         )
         # Our losses are already divided by the global count, so the Trainer must not divide by the

@@ -24,7 +24,7 @@ from idlm.infer.decoders.layout import NO_ROW, LayoutTable
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.table import SequenceTable
 from idlm.sampling import draw, to_law
-from idlm.semantics import Semantics
+from idlm.semantics import MAX_STRIDE, Semantics
 
 ACCEPTANCES = ("exact", "published")
 
@@ -58,9 +58,11 @@ class IsdDecoder:
         self.max_width = max(layout.width for layout in self._layout_list)
 
     def _check(self, config: IsdConfig, semantics: Semantics) -> None:
-        if self.stride < 1:
+        if not 1 <= self.stride <= MAX_STRIDE:
             raise UserError(
-                "IDLM-0402", f"stride={self.stride} must be >= 1", fix="give decoder.stride, 1 is AR"
+                "IDLM-0402",
+                f"stride={self.stride} must be in [1, {MAX_STRIDE}]",
+                fix="give decoder.stride, 1 is AR",
             )
         if config.acceptance not in ACCEPTANCES:
             raise UserError(

@@ -6,6 +6,7 @@ that never preempts, whoever came, went or was thrown out beside them.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +188,24 @@ def test_closing_a_stream_frees_the_request(checkpoint: Path) -> None:
     assert next(events).token_ids
     events.close()
     assert_idle(engine)
+
+
+def test_a_stream_is_checked_at_once_and_one_that_nobody_reads_frees_its_request(checkpoint: Path) -> None:
+    engine = _engine(checkpoint, "tree", TINY)
+    with pytest.raises(UserError):
+        engine.stream([])
+    engine.stream([1, 2, 3], SamplingParams(max_tokens=20, seed=0)).close()
+    assert_idle(engine)
+
+
+def test_drafts_behind_the_end_of_an_answer_are_not_counted(checkpoint: Path) -> None:
+    """A longer answer by one token has one more accepted draft or none: that token was a draft or was not."""
+    engine = build_engine(checkpoint, "isd", stride=4, on_rejection="cold")
+    [prompt] = prompts_of([1], vocab_size=CYCLE)
+    params = [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for m in range(1, 25)]
+    answers = engine.generate([prompt] * len(params), params)
+    accepted = [sum(answer.accepted_by_position) for answer in answers]
+    assert {after - before for before, after in itertools.pairwise([0, *accepted])} == {0, 1}
 
 
 def test_duplicate_ids_are_refused_and_the_first_request_lives(checkpoint: Path) -> None:

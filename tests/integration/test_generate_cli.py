@@ -228,10 +228,40 @@ def test_a_run_stopped_before_its_first_answer_leaves_nothing(
 
 
 def test_the_command_ends_with_status_2_and_no_traceback() -> None:
-    arguments = [sys.executable, "-m", "idlm.infer.cli", f"model={TINY}", "-p", "x", "sampling.temprature=0"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "idlm.infer.cli",
+        f"model={TINY}",
+        "-p",
+        "x",
+        "sampling.temprature=0",
+    ]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=TINY.parents[2], check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error IDLM-0101")
     assert "'sampling.temperature'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "entry", ["idlm.infer.entry:generate", "idlm.infer.entry:evaluate", "idlm.train.cli:main"]
+)
+def test_ctrl_c_while_torch_loads_is_quiet(entry: str) -> None:
+    module, function = entry.split(":")
+    program = f"""
+import sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+from {module} import {function} as command
+sys.argv = ["command", "model=nowhere", "+recipe=tiny"]
+sys.exit(command())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=TINY.parents[2], check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -13,7 +13,6 @@ import pytest
 from idlm.errors import UserError
 from idlm.tokens import encode_messages, load_tokenizer, render_conversation
 from idlm.train.data.base import Encoder, without_thinking
-from idlm.train.data.checks import labelled_pieces
 
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -239,13 +238,3 @@ def test_strip_removes_the_thoughts_of_other_fields(directory) -> None:
         encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True, thinking=thinking)
         (sample,) = encoder.messages(messages, origin="here")
         assert ("3 + 4" in tokenizer.decode(sample.token_ids)) == is_kept
-
-
-def test_labelled_pieces_join_to_the_whole(directory) -> None:
-    tokenizer, rng = tokenizer_with(directory, "llama3"), random.Random(4)
-    encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True)
-    for _ in range(20):
-        (sample,) = encoder.messages(conversation(rng, num_turns=2, thinks=False), origin="here")
-        pieces = labelled_pieces(tokenizer, sample)
-        assert "".join(text for text, _ in pieces) == tokenizer.decode(sample.token_ids)
-        assert [flag for _, flag in pieces] == sample.supervised.tolist()

@@ -21,6 +21,7 @@ from idlm.train.layout import Sample
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig
 
+CORRECT = "correct"
 THINKING = ("keep", "strip", "off")
 TURNS = ("all", "last", "each")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -49,8 +50,33 @@ class MeasuredSource(Protocol):
     def sample(self, index: int) -> Sample: ...
 
 
+@runtime_checkable
+class JudgedSource(Protocol):
+    """A source that can tell whether a model's answer to one of its prompts is right."""
+
+    num_samples: int | None
+
+    def sample(self, index: int) -> Sample: ...
+
+    def question(self, index: int) -> str: ...
+
+    def verdict(self, index: int, answer: str) -> str: ...
+
+
 SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data")
-"""Factories `(config: DataConfig, encoder: Encoder) -> Source`."""
+"""Factories `(config: DataConfig, encoder: Encoder) -> Source`; what `is_endless` and `has_splits` say of
+one must be known before it opens anything, so it is an attribute of the factory.
+"""
+
+
+def is_endless(source: str) -> bool:
+    """Whether the source called `source` makes samples without end; by default it reads a finite file."""
+    return bool(getattr(SOURCES.get(source), "is_endless", False))
+
+
+def has_splits(source: str) -> bool:
+    """Whether the source called `source` has a validation split of its own without another path."""
+    return bool(getattr(SOURCES.get(source), "has_splits", False))
 
 
 def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) -> Encoder:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.tokens import Detokenizer
 from idlm.train.data.base import Source
 from idlm.train.data.cache import CachedSource
 from idlm.train.file_rows import measure
@@ -215,17 +214,3 @@ def _warnings(report: DataReport, tokenizer: Any, open_ends: Mapping[int, tuple[
     lost = (report.num_dropped + report.num_truncated) / max(1, report.num_seen)
     if lost > MOST_LOST:
         yield f"{lost:.1%} of the samples are dropped or truncated: raise train.max_length"
-
-
-def labelled_pieces(tokenizer: Any, sample: Sample) -> list[tuple[str, bool]]:
-    """(text, supervised?) of every token, special tokens included; the texts join to the decoded whole.
-
-    A token that ends inside a character has an empty text, the one that completes it has the character.
-    """
-    stream = Detokenizer(tokenizer, keep_special=True)
-    pieces = [
-        (stream.push([int(token_id)]), bool(flag))
-        for token_id, flag in zip(sample.token_ids, sample.supervised, strict=True)
-    ]
-    rest = stream.flush()
-    return [*pieces[:-1], (pieces[-1][0] + rest, pieces[-1][1])] if rest else pieces
