@@ -164,12 +164,17 @@ class StepPlan:
     sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block,
     tree and branch alike. `is_mask_R` (bool) marks the MASK rows, which a gated adapter applies to: text may
     hold the mask's id, so it is said here and never read off the ids. Logits are wanted for `logit_rows_X`
-    only. `first_logit_B[b]` is where sequence b's wanted rows start in X, -1 for a sequence that only stores
-    part of its prompt in this pass. All other tensors int64, all on the engine's device.
+    only: W rows for every sequence, from `first_logit_B[b]` on, of which a sequence that feeds fewer
+    repeats its last. `samples_B` (bool): the sequence decodes in this pass; what the others' wanted rows
+    say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV goes to the pool's spare slot.
+    `advances_B` (bool): its fed tokens become computed ones; False for a sequence that is as long as it may
+    get. All other tensors int64, all on the engine's device; `max_rows` and `max_slots` are upper bounds that
+    the host knows.
     """
 
     lanes_B: Tensor
     cu_rows_B1: Tensor
+    sequence_R: Tensor
     token_ids_R: Tensor
     positions_R: Tensor
     slots_R: Tensor
@@ -179,6 +184,8 @@ class StepPlan:
     logit_rows_X: Tensor
     first_logit_B: Tensor
     num_feed_B: Tensor
+    samples_B: Tensor
+    advances_B: Tensor
     max_rows: int
     max_slots: int
 

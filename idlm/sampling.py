@@ -7,10 +7,36 @@ Shapes: X rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from idlm.contracts import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarpNeeds:
+    """Which settings a batch uses, as host booleans, so that it can skip the cost of the others.
+
+    They may be True needlessly, never False wrongly.
+    """
+
+    greedy: bool = True
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+
+    @classmethod
+    def of(cls, settings: Sequence[SamplingParams]) -> WarpNeeds:
+        """What any of the requests' settings needs."""
+        return cls(
+            greedy=any(params.temperature == 0 for params in settings),
+            top_k=any(params.top_k > 0 for params in settings),
+            top_p=any(params.top_p < 1 for params in settings),
+            min_p=any(params.min_p > 0 for params in settings),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,18 +44,14 @@ class Warp:
     """Per-row sampling settings. Neutral: temperature 1, top_k 0 (off), top_p 1, min_p 0; temperature 0 is
     greedy.
 
-    `temperature_X`, `top_p_X`, `min_p_X` fp64, `top_k_X` int64. The `any_*` flags are host booleans that
-    let a batch without a setting skip its cost; they may be True needlessly, never False wrongly.
+    `temperature_X`, `top_p_X`, `min_p_X` fp64, `top_k_X` int64.
     """
 
     temperature_X: Tensor
     top_k_X: Tensor
     top_p_X: Tensor
     min_p_X: Tensor
-    any_greedy: bool = True
-    any_top_k: bool = True
-    any_top_p: bool = True
-    any_min_p: bool = True
+    needs: WarpNeeds = WarpNeeds()
 
     def rows(self, index: Tensor) -> Warp:
         """The settings of the rows `index`, in that order."""
@@ -38,10 +60,7 @@ class Warp:
             top_k_X=self.top_k_X[index],
             top_p_X=self.top_p_X[index],
             min_p_X=self.min_p_X[index],
-            any_greedy=self.any_greedy,
-            any_top_k=self.any_top_k,
-            any_top_p=self.any_top_p,
-            any_min_p=self.any_min_p,
+            needs=self.needs,
         )
 
 
@@ -58,16 +77,16 @@ def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
     # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
     below_XV = logits_XV - logits_XV.amax(-1, keepdim=True)
     scaled_XV = below_XV / torch.where(greedy_X, 1.0, warp.temperature_X)[:, None]
-    if warp.any_top_k:
+    if warp.needs.top_k:
         scaled_XV = _keep_top_k(scaled_XV, warp.top_k_X)
     law_XV = scaled_XV.softmax(-1)
-    if warp.any_top_p:
+    if warp.needs.top_p:
         law_XV = _keep_top_p(law_XV, warp.top_p_X)
-    if warp.any_min_p:
+    if warp.needs.min_p:
         floor_X = warp.min_p_X * law_XV.amax(-1)
         law_XV = law_XV.where(law_XV >= floor_X[:, None], 0.0)
     law_XV = law_XV / law_XV.sum(-1, keepdim=True)
-    if warp.any_greedy:
+    if warp.needs.greedy:
         argmax_X = logits_XV.argmax(-1)
         one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, argmax_X[:, None], 1.0)
         law_XV = torch.where(greedy_X[:, None], one_hot_XV, law_XV)

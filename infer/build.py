@@ -33,7 +33,8 @@ class EngineSettings:
     `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
     `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
     decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
-    overrides the checkpoint's.
+    overrides the checkpoint's. `run_ahead`: passes that may be launched before the results of earlier ones
+    are read.
     """
 
     device: str = "auto"
@@ -47,6 +48,7 @@ class EngineSettings:
     max_prompt_rows: int = 1024
     page_size: int = 16
     num_pages: int | None = None
+    run_ahead: int = 0
     template: Literal["auto", "none"] = "auto"
 
 
@@ -151,6 +153,7 @@ def _assemble(
             num_lanes=settings.max_num_seqs,
             max_prompt_rows=settings.max_prompt_rows,
             max_width=decoder.max_width,
+            max_emitted=decoder.max_emitted,
         ),
         runner=Runner(model, cache, pool),
     )
@@ -179,6 +182,7 @@ def _check_settings(settings: EngineSettings) -> None:
             ("max_num_seqs", settings.max_num_seqs, 1),
             ("max_prompt_rows", settings.max_prompt_rows, 1),
             ("page_size", settings.page_size, 1),
+            ("run_ahead", settings.run_ahead, 0),
             ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
             ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
         )

@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 import operator
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
-from idlm.contracts import Completion, SamplingParams, StepOutcome, StepPlan, TokenLogprob
+from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.build import EngineParts, EngineSettings, build
+from idlm.infer.flight import Emission, Flight
 from idlm.infer.request import Request, strip_stop_id
 from idlm.infer.scheduler import Schedule, lane_of
 from idlm.infer.text import AnswerText
@@ -54,6 +53,7 @@ class Engine:
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
+        self._flights: deque[Flight] = deque()
         self._num_added = 0
 
     @classmethod
@@ -163,20 +163,33 @@ class Engine:
         return [event for event in events if event.request_id in request_ids]
 
     def _pass(self) -> None:
-        """One pass; its events are appended to `_events`. A pass that fails is as if it had never begun."""
+        """Launch a pass and book those that are back. A pass that fails is as if it had never begun."""
         try:
-            schedule = self.scheduler.next()
-            if not schedule.requests:
-                return
-            self._seat(schedule)
-            batch = schedule.batch()
-            plan = self.decoder.plan(self.table, batch)
-            logits_XV = self._runner.forward(plan)
-            outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
-            self._deliver(schedule, plan, outcome, logits_XV)
+            is_launched = self._launch()
+            self._book(self.settings.run_ahead if is_launched else 0)
         except BaseException:
+            self._flights.clear()
             self.scheduler.requeue_all()
             raise
+
+    def _launch(self) -> bool:
+        """Send the next pass on its way; False when there is none."""
+        schedule = self.scheduler.next()
+        if schedule is None:
+            # Who loses its pages is decided by what is known, not by what may be on its way.
+            self._book(0)
+            schedule = self.scheduler.next()
+        assert schedule is not None, f"{len(self._flights)=}"
+        if not schedule.requests:
+            return False
+        self._seat(schedule)
+        batch = schedule.batch(self.table.device)
+        plan = self.decoder.plan(self.table, batch)
+        logits_XV = self._runner.forward(plan)
+        outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
+        self._flights.append(Flight(schedule, plan, outcome, logits_XV))
+        schedule.launched()
+        return True
 
     def _seat(self, schedule: Schedule) -> None:
         seated = schedule.seated
@@ -187,42 +200,48 @@ class Engine:
                 [[*request.prompt_ids, *request.token_ids] for request in seated],
                 [request.params for request in seated],
                 [request.index for request in seated],
+                ends=[request.max_length for request in seated],
                 steps=[request.num_steps for request in seated],
             )
             self.decoder.seat(lanes)
         for request in schedule.preempted:
             self.table.rewind(lane_of(request))
 
-    def _deliver(self, schedule: Schedule, plan: StepPlan, outcome: StepOutcome, logits_XV: Tensor) -> None:
-        """Book what the pass committed, finish who is done. The one place where results reach the host."""
-        tokens, num_emitted = outcome.token_ids_BJ.tolist(), outcome.num_emitted_B.tolist()
-        accepted, tested = outcome.num_accepted_B.tolist(), outcome.num_tested_B.tolist()
-        for b, request in enumerate(schedule.requests):
-            request.num_forwards += 1
-            request.num_computed += schedule.num_feed[b] + accepted[b]
-            if not num_emitted[b]:
-                continue
-            request.num_steps += 1
-            new_ids, text = self._append(request, tokens[b][: num_emitted[b]])
-            # Behind a stop nothing counts: the drafts there belong to no answer.
-            is_cut = len(new_ids) <= accepted[b]
-            request.count_drafts(min(accepted[b], len(new_ids)), len(new_ids) if is_cut else tested[b])
-            if request.params.logprobs is not None:
-                first = int(plan.first_logit_B[b])
-                request.logprobs += _logprobs(
-                    logits_XV[first : first + len(new_ids)], new_ids, request.params.logprobs
-                )
-            is_done = request.finish_reason is not None
-            text += self._texts[request].finish() if is_done and request in self._texts else ""
-            self._events.append(
-                StreamEvent(
-                    request_id=request.request_id,
-                    index=request.index,
-                    token_ids=tuple(new_ids),
-                    text=text,
-                    completion=self._finish(request) if is_done else None,
-                )
+    def _book(self, num_left: int) -> None:
+        """Read results, oldest first: all that are back, then more until `num_left` are on their way."""
+        while self._flights and (len(self._flights) > num_left or self._flights[0].is_back()):
+            flight = self._flights.popleft()
+            for request, samples, emission in zip(
+                flight.requests, flight.samples, flight.emissions(), strict=True
+            ):
+                # A request that was found complete, or was aborted, while this pass was on its way.
+                if request.finish_reason is None:
+                    self._deliver(request, samples, emission)
+
+    def _deliver(self, request: Request, samples: bool, emission: Emission) -> None:
+        """Book what a pass committed for one request, finish it if it is done."""
+        request.num_forwards += 1
+        if not samples:
+            return
+        request.num_in_flight -= 1
+        request.num_steps += 1
+        new_ids, text = self._append(request, emission.token_ids)
+        request.num_computed = request.num_known - 1
+        # Behind a stop nothing counts: the drafts there belong to no answer.
+        accepted, is_cut = emission.num_accepted, len(new_ids) <= emission.num_accepted
+        request.count_drafts(min(accepted, len(new_ids)), len(new_ids) if is_cut else emission.num_tested)
+        request.logprobs += emission.logprobs[: len(new_ids)]
+        is_done = request.finish_reason is not None
+        text += self._texts[request].finish() if is_done and request in self._texts else ""
+        self._events.append(
+            StreamEvent(
+                request_id=request.request_id,
+                index=request.index,
+                token_ids=tuple(new_ids),
+                text=text,
+                completion=self._finish(request) if is_done else None,
             )
+        )
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
         """Add committed tokens one by one until something stops the answer."""
@@ -362,17 +381,3 @@ def _token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
 
 def _is_index(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _logprobs(logits_JV: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:
-    """Log-probabilities under the model's own law, before temperature and truncation."""
-    table_JV = torch.log_softmax(logits_JV.double(), dim=-1)
-    top = table_JV.topk(min(num_top, table_JV.shape[-1]), dim=-1)
-    return [
-        TokenLogprob(
-            token_id=token,
-            logprob=float(table_JV[j, token]),
-            top=dict(zip(top.indices[j].tolist(), top.values[j].tolist(), strict=True)),
-        )
-        for j, token in enumerate(token_ids)
-    ]

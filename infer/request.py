@@ -12,8 +12,9 @@ from idlm.contracts import Completion, SamplingParams, TokenLogprob
 class Request:
     """A sequence on its way through the engine. `lane` is None while it waits.
 
-    On the host, `num_computed` mirrors the lane's KV pointer and `num_steps` its random stream: the passes
-    that emitted something. `max_length`: prompt and answer together.
+    On the host, `num_computed` mirrors the lane's KV pointer as far as results are back, and `num_steps` its
+    random stream: the passes that emitted something. `num_in_flight` such passes are on their way.
+    `max_length`: prompt and answer together.
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class Request:
     max_length: int
     lane: int | None = None
     num_computed: int = 0
+    num_in_flight: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_forwards: int = 0

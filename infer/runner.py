@@ -38,12 +38,8 @@ class Runner:
             max_rows=plan.max_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
         )
-        sequence_R = torch.repeat_interleave(
-            torch.arange(len(plan.lanes_B), device=plan.lanes_B.device), plan.cu_rows_B1.diff()
-        )
-        slot_mapping_R = (
-            block_table_BP[sequence_R, plan.slots_R // page_size] * page_size + plan.slots_R % page_size
-        )
+        pages_R = block_table_BP[plan.sequence_R, plan.slots_R // page_size]
+        slot_mapping_R = pages_R * page_size + plan.slots_R % page_size
         attention = plan_attention(rows)
 
         def attend(layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor:

@@ -12,44 +12,63 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+
 from idlm.infer.decoders.base import Batch
 from idlm.infer.kv_cache import PagePool
 from idlm.infer.request import Request
+from idlm.sampling import WarpNeeds
 
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down or
     lost its KV.
+
+    `num_feed[b]` known tokens are fed, `num_known[b]` are then computed at most, `samples[b]`: that is all.
     """
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
+    num_known: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
     seated: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
-    def batch(self) -> Batch:
+    def batch(self, device: torch.device) -> Batch:
         """The decoders' view."""
-        requests, num_feed = self.requests, self.num_feed
         return Batch(
-            lanes=[lane_of(request) for request in requests],
-            num_computed=[request.num_computed for request in requests],
-            num_feed=num_feed,
-            samples=[r.num_computed + n == r.num_known for r, n in zip(requests, num_feed, strict=True)],
+            lanes_B=torch.tensor([lane_of(request) for request in self.requests], device=device),
+            num_feed_B=torch.tensor(self.num_feed, device=device),
+            samples_B=torch.tensor(self.samples, device=device),
+            max_feed=max(self.num_feed),
+            max_known=max(self.num_known),
+            num_rows=None,
+            needs=WarpNeeds.of([request.params for request in self.requests]),
         )
+
+    def launched(self) -> None:
+        """Note in the requests that the pass is on its way."""
+        for request, num_feed, samples in zip(self.requests, self.num_feed, self.samples, strict=True):
+            request.num_computed += num_feed - samples
+            request.num_in_flight += samples
 
 
 class Scheduler:
     """Lanes, queue and page accounting.
 
-    Every running sequence gets its decoding rows in every pass (`max_width` at most); `max_prompt_rows`
-    bounds the further prompt rows of all sequences together.
+    Every running sequence gets its decoding rows in every pass (`max_width` at most, which emit
+    `max_emitted` tokens at most); `max_prompt_rows` bounds the further prompt rows of all sequences
+    together. Passes may be scheduled before the results of earlier ones are known: then a sequence is as
+    long as it can be, and nobody is preempted.
     """
 
-    def __init__(self, pool: PagePool, *, num_lanes: int, max_prompt_rows: int, max_width: int) -> None:
+    def __init__(
+        self, pool: PagePool, *, num_lanes: int, max_prompt_rows: int, max_width: int, max_emitted: int
+    ) -> None:
         self.pool = pool
         self._max_prompt_rows = max_prompt_rows
-        self._max_width = max_width
+        self._max_width, self._max_emitted = max_width, max_emitted
         self._free_lanes = list(range(num_lanes - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -63,16 +82,23 @@ class Scheduler:
         """Queue a request."""
         self.waiting.append(request)
 
-    def next(self) -> Schedule:
-        """Decide the next pass. Empty only when nothing is left to do."""
+    def next(self) -> Schedule | None:
+        """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
+        when pages are so short that results must come back first.
+        """
         schedule = Schedule()
         budget = self._max_prompt_rows
         is_stalled = False
         for request in list(self.running):
+            if request.num_known + request.num_in_flight >= request.max_length:
+                continue  # Every pass in flight brings a token: it is complete.
             had_pages = self.pool.num_owned(lane_of(request)) > 0
             if not had_pages and is_stalled:
                 continue
-            if self._reserve(request, schedule):
+            reserved = self._reserve(request, schedule)
+            if reserved is None:
+                return None
+            if reserved:
                 budget = self._feed(request, budget, schedule)
             else:
                 is_stalled = True
@@ -107,7 +133,7 @@ class Scheduler:
             lane = lane_of(request)
             self.pool.release(lane)
             self._free_lanes.append(lane)
-            request.lane, request.num_computed = None, 0
+            request.lane, request.num_computed, request.num_in_flight = None, 0, 0
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
 
@@ -121,15 +147,24 @@ class Scheduler:
         num_feed = min(remaining, 1 + budget)
         schedule.requests.append(request)
         schedule.num_feed.append(num_feed)
+        schedule.samples.append(num_feed == remaining)
+        schedule.num_known.append(self._longest(request) - remaining + num_feed)
         return budget - (num_feed - 1)
 
-    def _reserve(self, request: Request, schedule: Schedule) -> bool:
+    def _longest(self, request: Request) -> int:
+        """Known tokens that the request may have by the time of its next pass."""
+        return min(request.num_known + request.num_in_flight * self._max_emitted, request.max_length)
+
+    def _reserve(self, request: Request, schedule: Schedule) -> bool | None:
         """Pages for the request's next pass; preempts younger sequences if that is what it takes.
 
-        A preempted sequence (no pages) never preempts others: it waits until its whole length fits.
+        A preempted sequence (no pages) never preempts others: it waits until its whole length fits. None:
+        someone would be preempted of whom results are still to come.
         """
         lane = lane_of(request)
-        while not self.pool.reserve(lane, self.slots_needed(request.num_known)):
+        while not self.pool.reserve(lane, self.slots_needed(self._longest(request))):
+            if any(other.num_in_flight for other in self.running):
+                return None
             if self.pool.num_owned(lane) == 0:
                 return False
             victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.rng import uniforms
-from idlm.sampling import Warp
+from idlm.sampling import Warp, WarpNeeds
 
 
 class SequenceTable:
@@ -32,8 +32,10 @@ class SequenceTable:
             return torch.full((num_lanes,), value, dtype=torch.float64, device=device)
 
         self.device = device
-        self.tokens_ZL = torch.zeros(num_lanes, max_length, dtype=torch.int64, device=device)
+        self.max_length = max_length
+        self.tokens_ZL = torch.zeros(num_lanes, max_length + 1, dtype=torch.int64, device=device)
         self.num_known_Z, self.num_computed_Z = ints(), ints()
+        self.ends_Z = ints()
         self.seeds_Z, self.samples_Z, self.steps_Z, self.top_k_Z = ints(), ints(), ints(), ints()
         self.temperature_Z, self.top_p_Z, self.min_p_Z, self.tau_Z = (
             floats(1),
@@ -41,12 +43,6 @@ class SequenceTable:
             floats(0),
             floats(0),
         )
-        self._settings: list[SamplingParams | None] = [None] * num_lanes
-
-    @property
-    def num_lanes(self) -> int:
-        """Seats in all."""
-        return len(self._settings)
 
     def seat(
         self,
@@ -55,12 +51,13 @@ class SequenceTable:
         settings: list[SamplingParams],
         samples: list[int],
         *,
+        ends: list[int],
         steps: list[int] | None = None,
     ) -> None:
         """Put sequences on free lanes; overwrites every field of whoever sat there before.
 
         `known` tokens: the prompt and, of a sequence that starts anew, what it had emitted in `steps`
-        sampling steps.
+        sampling steps. `ends`: how many tokens each may have in all.
         """
         width = max(len(token_ids) for token_ids in known)
         lanes_B = torch.tensor(lanes, device=self.device)
@@ -69,6 +66,7 @@ class SequenceTable:
         self.num_computed_Z[lanes_B] = 0
         for column_Z, values in (
             (self.num_known_Z, [len(token_ids) for token_ids in known]),
+            (self.ends_Z, ends),
             (self.steps_Z, steps or [0] * len(lanes)),
             (self.samples_Z, samples),
             (self.seeds_Z, [params.seed for params in settings]),
@@ -79,25 +77,23 @@ class SequenceTable:
             (self.tau_Z, [params.tau for params in settings]),
         ):
             column_Z[lanes_B] = torch.tensor(values, dtype=column_Z.dtype, device=self.device)
-        for lane, params in zip(lanes, settings, strict=True):
-            self._settings[lane] = params
+
+    def is_open(self, lanes_B: Tensor) -> Tensor:
+        """Bool [B]: whether the sequence may get another token."""
+        return self.num_known_Z[lanes_B] < self.ends_Z[lanes_B]
 
     def rewind(self, lane: int) -> None:
         """Forget the KV of a preempted sequence; its tokens, drafts and random stream stay."""
         self.num_computed_Z[lane] = 0
 
-    def warp(self, lanes_B: Tensor, host_lanes: list[int]) -> Warp:
-        """Sampling settings of the batch; the `any_*` flags come from the host copy, no device read."""
-        settings = [params for lane in host_lanes if (params := self._settings[lane]) is not None]
+    def warp(self, lanes_X: Tensor, needs: WarpNeeds) -> Warp:
+        """Sampling settings of rows that belong to the sequences on `lanes_X`."""
         return Warp(
-            temperature_X=self.temperature_Z[lanes_B],
-            top_k_X=self.top_k_Z[lanes_B],
-            top_p_X=self.top_p_Z[lanes_B],
-            min_p_X=self.min_p_Z[lanes_B],
-            any_greedy=any(params.temperature == 0 for params in settings),
-            any_top_k=any(params.top_k > 0 for params in settings),
-            any_top_p=any(params.top_p < 1 for params in settings),
-            any_min_p=any(params.min_p > 0 for params in settings),
+            temperature_X=self.temperature_Z[lanes_X],
+            top_k_X=self.top_k_Z[lanes_X],
+            top_p_X=self.top_p_Z[lanes_X],
+            min_p_X=self.min_p_Z[lanes_X],
+            needs=needs,
         )
 
     def uniforms(self, lanes_B: Tensor, num_draws: int) -> Tensor:
@@ -107,16 +103,17 @@ class SequenceTable:
     def commit(
         self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor
     ) -> None:
-        """Append each lane's emitted tokens, move its KV pointer on, and step its random stream."""
-        num_columns = token_ids_BJ.shape[1]
-        offsets_J = torch.arange(num_columns, device=self.device)
+        """Append each lane's emitted tokens, move its KV pointer on, and step its random stream.
+
+        What is emitted beyond the table's width is dropped: nobody may read that far.
+        """
+        offsets_J = torch.arange(token_ids_BJ.shape[1], device=self.device)
         known_B = self.num_known_Z[lanes_B]
-        columns_BJ = (known_B[:, None] + offsets_J).clamp(max=self.tokens_ZL.shape[1] - 1)
-        emitted_BJ = offsets_J < num_emitted_B[:, None]
-        fits_BJ = known_B[:, None] + offsets_J < self.tokens_ZL.shape[1]
-        lanes_BJ = lanes_B[:, None].expand(-1, num_columns)
-        keep_BJ = emitted_BJ & fits_BJ
-        self.tokens_ZL[lanes_BJ[keep_BJ], columns_BJ[keep_BJ]] = token_ids_BJ[keep_BJ]
+        columns_BJ = known_B[:, None] + offsets_J
+        keep_BJ = (offsets_J < num_emitted_B[:, None]) & (columns_BJ < self.max_length)
+        # The column behind the last takes what is not kept, so that shapes do not depend on counts.
+        columns_BJ = torch.where(keep_BJ, columns_BJ, self.max_length)
+        self.tokens_ZL[lanes_B[:, None], columns_BJ] = token_ids_BJ
         self.num_known_Z[lanes_B] = known_B + num_emitted_B
         self.num_computed_Z[lanes_B] += num_computed_B
         self.steps_Z[lanes_B] += (num_emitted_B > 0).long()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from idlm.train.base_model import create_base
-from idlm.train.curriculum import Curriculum, Stage
+from idlm.train.curriculum import Stage
 from idlm.train.dataset import collate
 from idlm.train.layout import Sample, pack_rows
 from idlm.train.objectives.base import Objective
@@ -62,4 +62,4 @@ def batch_of(
     total = sum(objective.num_rows(sample) for sample in samples) + padding
     row = pack_rows([objective.rows(sample, stage) for sample in samples], total, pad_token_id=0)
     item = row | {"item_id": 0, "stage": 0}
-    return collate([item], Curriculum(stages=(stage,), global_batch=1))
+    return collate([item])

@@ -66,6 +66,12 @@ def check_config(config: TrainConfig) -> None:
         )
 
 
+def _places_masks(config: TrainConfig) -> bool:
+    """Whether the objective does; an unknown one, which is told elsewhere, is taken for one that does."""
+    known = config.objective in OBJECTIVES.names()
+    return not known or OBJECTIVES.get(config.objective).places_masks
+
+
 def _choices(config: TrainConfig) -> list[str]:
     allowed: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("objective", config.objective, tuple(OBJECTIVES.names())),
@@ -124,7 +130,7 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
         problems.append(f"adapter.alpha={adapter.alpha} must be above 0")
     if not adapter.targets:
         problems.append("adapter.targets is empty: name at least one linear layer")
-    if not OBJECTIVES.get(config.objective).places_masks:
+    if not _places_masks(config):
         problems.append("objective=ar has no MASK rows for an adapter to train on")
     for index, stage in enumerate(config.train.stages):
         if stage.clean_weight not in (None, 0):
@@ -175,7 +181,7 @@ def _loop_problems(config: TrainConfig) -> list[str]:
 
 def _stage_problems(config: TrainConfig) -> list[str]:
     loop, problems = config.train, []
-    if not OBJECTIVES.get(config.objective).places_masks:
+    if not _places_masks(config):
         if loop.stages:
             problems.append("objective=ar has no strides: remove train.stages and give train.steps")
         return problems if loop.steps or loop.epochs else [*problems, "train.steps is missing"]

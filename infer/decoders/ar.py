@@ -3,7 +3,7 @@ test.
 
 Deliberately shares nothing with `isd` but the packing of rows: no drafts, no acceptance, one draw from one
 law.
-Shapes: B sequences, X wanted rows (one per sampling sequence), V vocabulary.
+Shapes: B sequences (each wants one row), V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ArDecoder:
     name: ClassVar[str] = "ar"
     Config: ClassVar[type] = ArConfig
     exactness = "exact"
-    max_width = 1
+    max_width = max_emitted = 1
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class ArDecoder:
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """The known tokens that are not computed yet, and nothing behind them."""
-        layout_B = torch.zeros(len(batch.lanes), dtype=torch.int64, device=table.device)
+        layout_B = torch.zeros_like(batch.lanes_B)
         return pack_rows(
             table,
             batch,
@@ -59,19 +59,16 @@ class ArDecoder:
             mask_token_id=0,
         )
 
-    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
+    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_BV: Tensor) -> StepOutcome:
         """Draw one token for every sequence whose last known token was fed."""
-        samples_B = plan.first_logit_B >= 0
-        token_ids_B1 = torch.zeros(len(batch.lanes), 1, dtype=torch.int64, device=table.device)
-        if len(logits_XV):
-            lanes_X = plan.lanes_B[samples_B]
-            law_XV = to_law(logits_XV, table.warp(lanes_X, batch.lanes))
-            token_ids_B1[samples_B, 0] = draw(law_XV, table.uniforms(lanes_X, 1)[:, 0])
-        table.commit(plan.lanes_B, token_ids_B1, samples_B.long(), plan.num_feed_B)
-        none_B = torch.zeros_like(plan.num_feed_B)
+        law_BV = to_law(logits_BV, table.warp(plan.lanes_B, batch.needs))
+        token_ids_B1 = draw(law_BV, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
+        num_emitted_B = plan.samples_B.long()
+        table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
+        none_B = torch.zeros_like(num_emitted_B)
         return StepOutcome(
             token_ids_BJ=token_ids_B1,
-            num_emitted_B=samples_B.long(),
+            num_emitted_B=num_emitted_B,
             num_accepted_B=none_B,
             num_tested_B=none_B,
         )

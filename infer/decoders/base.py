@@ -17,21 +17,28 @@ from idlm.contracts import StepOutcome, StepPlan
 from idlm.infer.decoders.layout import MASK, LayoutTable
 from idlm.infer.table import SequenceTable
 from idlm.registry import Registry
+from idlm.sampling import WarpNeeds
 from idlm.semantics import Semantics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Which sequences run in this pass and how much of each; host data, made by the scheduler.
+    """Which sequences run in this pass and how much of each; made by the scheduler.
 
-    Sequence b sits on `lanes[b]` and stores the next `num_feed[b]` known tokens behind its `num_computed[b]`
-    computed ones. `samples[b]`: that reaches the pending token, so the pass also decodes for it.
+    Sequence b sits on `lanes_B[b]` and stores the next `num_feed_B[b]` known tokens behind its computed
+    ones. `samples_B[b]`: that reaches the pending token, so the pass also decodes for it. The rest is what
+    the host knows: upper bounds of `num_feed_B` and of the slots in use behind this pass's known tokens,
+    and `num_rows`, the rows to lay out, padding included; None: just those that are fed, which the host
+    then waits to read.
     """
 
-    lanes: list[int]
-    num_computed: list[int]
-    num_feed: list[int]
-    samples: list[bool]
+    lanes_B: Tensor
+    num_feed_B: Tensor
+    samples_B: Tensor
+    max_feed: int
+    max_known: int
+    num_rows: int | None
+    needs: WarpNeeds
 
 
 class Decoder(Protocol):
@@ -40,6 +47,7 @@ class Decoder(Protocol):
     name: ClassVar[str]
     Config: ClassVar[type]
     max_width: int
+    max_emitted: int
     exactness: str
 
     def __init__(self, config: Any, semantics: Semantics) -> None: ...
@@ -76,21 +84,24 @@ def pack_rows(
     """Lay the batch's rows out: known tokens up to the pending one, then the layout's drafts and masks.
 
     There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet,
-    and whether its masks ride along depends only on `samples`, never on a row count.
+    and whether its masks ride along depends only on `samples_B`, never on a row count. A sequence that is
+    as long as it may get feeds its pending token again and decodes nothing.
     """
-    device = table.device
-    lanes_B = torch.tensor(batch.lanes, dtype=torch.int64, device=device)
-    feed_B = torch.tensor(batch.num_feed, dtype=torch.int64, device=device)
-    samples_B = torch.tensor(batch.samples, dtype=torch.bool, device=device)
+    device, width = table.device, layouts.max_width
+    lanes_B, feed_B = batch.lanes_B, batch.num_feed_B
+    is_open_B = table.is_open(lanes_B)
+    samples_B = batch.samples_B & is_open_B
     computed_B = table.num_computed_Z[lanes_B]
     width_B = torch.where(samples_B, layouts.width_Y[layout_B], 1)
     cu_rows_B1 = torch.nn.functional.pad((feed_B - 1 + width_B).cumsum(0), (1, 0))
-    sequence_R = torch.repeat_interleave(torch.arange(len(lanes_B), device=device), cu_rows_B1.diff())
-    offset_R = torch.arange(len(sequence_R), device=device) - cu_rows_B1[sequence_R]
+    num_rows = int(cu_rows_B1[-1]) if batch.num_rows is None else batch.num_rows
+    rows_R = torch.arange(num_rows, device=device)
+    sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
+    offset_R = rows_R - cu_rows_B1[sequence_R]
 
     row_R = offset_R - (feed_B - 1)[sequence_R]
     base_R = (computed_B + feed_B - 1)[sequence_R]
-    layout_row_R = row_R.clamp(min=0)
+    layout_row_R = row_R.clamp(min=0, max=width - 1)
     source_R, position_R, limit_R, branch_R = (
         column_YW[layout_B[sequence_R], layout_row_R]
         for column_YW in (layouts.source_YW, layouts.position_YW, layouts.limit_YW, layouts.branch_YW)
@@ -100,25 +111,25 @@ def pack_rows(
     known_R = table.tokens_ZL[lanes_B[sequence_R], slots_R.clamp(max=table.tokens_ZL.shape[1] - 1)]
     draft_R = drafts_BJ[sequence_R, (source_R - 1).clamp(min=0)] if drafts_BJ.shape[1] else known_R
     causal_R = slots_R + 1
-    token_ids_R = torch.where(is_known_R, known_R, torch.where(is_mask_R, mask_token_id, draft_R))
-    logit_rows_X = ((row_R >= 0) & samples_B[sequence_R]).nonzero()[:, 0]
-    num_logits_B = torch.where(samples_B, width_B, 0)
+    last_B1 = (cu_rows_B1[1:] - 1)[:, None]
+    first_B1 = (cu_rows_B1[1:] - width_B)[:, None]
     return StepPlan(
         lanes_B=lanes_B,
         cu_rows_B1=cu_rows_B1,
-        token_ids_R=token_ids_R,
+        sequence_R=sequence_R,
+        token_ids_R=torch.where(is_known_R, known_R, torch.where(is_mask_R, mask_token_id, draft_R)),
         positions_R=torch.where(is_known_R, slots_R, base_R + position_R),
         slots_R=slots_R,
         limits_R=torch.where(is_known_R, causal_R, base_R + limit_R),
         branch_starts_R=torch.where(is_known_R, causal_R, base_R + branch_R),
-        is_mask_R=is_mask_R,
-        logit_rows_X=logit_rows_X,
-        first_logit_B=torch.where(samples_B, num_logits_B.cumsum(0) - num_logits_B, -1),
+        is_mask_R=is_mask_R & (rows_R < cu_rows_B1[-1]),
+        logit_rows_X=torch.minimum(first_B1 + torch.arange(width, device=device), last_B1)
+        .clamp(min=0)
+        .flatten(),
+        first_logit_B=torch.arange(len(lanes_B), device=device) * width,
         num_feed_B=feed_B,
-        max_rows=max(
-            n - 1 + (layouts.max_width if s else 1)
-            for n, s in zip(batch.num_feed, batch.samples, strict=True)
-        ),
-        max_slots=max(c + n - 1 for c, n in zip(batch.num_computed, batch.num_feed, strict=True))
-        + layouts.max_width,
+        samples_B=samples_B,
+        advances_B=is_open_B,
+        max_rows=batch.max_feed - 1 + width,
+        max_slots=batch.max_known - 1 + width,
     )

@@ -51,6 +51,7 @@ class IsdDecoder:
         self.stride = semantics.stride if config.stride is None else config.stride
         self._check(config, semantics)
         self.config = config
+        self.max_emitted = self.stride
         self.num_masks = self.stride - 1
         self.exactness = "exact" if config.acceptance == "exact" else "lossy"
         self._mask_token_id = semantics.mask_token_id or 0
@@ -100,35 +101,29 @@ class IsdDecoder:
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of its layout."""
-        lanes_B = torch.tensor(batch.lanes, dtype=torch.int64, device=table.device)
         return pack_rows(
             table,
             batch,
             layouts=self._layouts,
-            layout_B=self.layout_Z[lanes_B],
-            drafts_BJ=self.drafts_ZJ[lanes_B],
+            layout_B=self.layout_Z[batch.lanes_B],
+            drafts_BJ=self.drafts_ZJ[batch.lanes_B],
             mask_token_id=self._mask_token_id,
         )
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts."""
-        samples_B = plan.first_logit_B >= 0
-        num_sequences = len(batch.lanes)
-        token_ids_BJ = torch.zeros(num_sequences, self.stride, dtype=torch.int64, device=table.device)
-        accepted_B = torch.zeros(num_sequences, dtype=torch.int64, device=table.device)
-        tested_B = accepted_B.clone()
-        if len(logits_XV):
-            lanes_B = plan.lanes_B[samples_B]
-            first_B = plan.first_logit_B[samples_B]
-            laws_XV = self._laws(table, batch, lanes_B, logits_XV)
-            uniforms_BD = table.uniforms(lanes_B, 2 * self.num_masks + 1)
-            emitted_BJ, accepted, tested = self._verify(table, lanes_B, first_B, laws_XV, uniforms_BD)
-            self._draft(lanes_B, first_B, accepted, laws_XV, uniforms_BD[:, self.num_masks + 1 :])
-            token_ids_BJ[samples_B], accepted_B[samples_B], tested_B[samples_B] = emitted_BJ, accepted, tested
-        num_emitted_B = samples_B.long() + accepted_B
-        table.commit(plan.lanes_B, token_ids_BJ, num_emitted_B, plan.num_feed_B + accepted_B)
+        lanes_B, first_B, samples_B = plan.lanes_B, plan.first_logit_B, plan.samples_B
+        laws_XV = self._laws(table, batch, lanes_B, logits_XV)
+        uniforms_BD = table.uniforms(lanes_B, 2 * self.num_masks + 1)
+        emitted_BJ, accepted_B, tested_B = self._verify(table, lanes_B, first_B, laws_XV, uniforms_BD)
+        draft_uniforms_BJ = uniforms_BD[:, self.num_masks + 1 :]
+        self._draft(lanes_B, first_B, accepted_B, laws_XV, draft_uniforms_BJ, samples_B)
+        accepted_B, tested_B = accepted_B * samples_B, tested_B * samples_B
+        num_emitted_B = accepted_B + samples_B.long()
+        num_computed_B = (plan.num_feed_B + accepted_B) * plan.advances_B
+        table.commit(lanes_B, emitted_BJ, num_emitted_B, num_computed_B)
         return StepOutcome(
-            token_ids_BJ=token_ids_BJ,
+            token_ids_BJ=emitted_BJ,
             num_emitted_B=num_emitted_B,
             num_accepted_B=accepted_B,
             num_tested_B=tested_B,
@@ -136,9 +131,8 @@ class IsdDecoder:
 
     def _laws(self, table: SequenceTable, batch: Batch, lanes_B: Tensor, logits_XV: Tensor) -> Tensor:
         """p of the chain rows and q of the mask rows alike, under each request's own settings."""
-        width_B = self._layouts.width_Y[self.layout_Z[lanes_B]]
-        sequence_X = torch.repeat_interleave(torch.arange(len(lanes_B), device=table.device), width_B)
-        return to_law(logits_XV, table.warp(lanes_B, batch.lanes).rows(sequence_X))
+        lanes_X = lanes_B.repeat_interleave(self._layouts.max_width, output_size=len(logits_XV))
+        return to_law(logits_XV, table.warp(lanes_X, batch.needs))
 
     def _verify(
         self, table: SequenceTable, lanes_B: Tensor, first_B: Tensor, laws_XV: Tensor, uniforms_BD: Tensor
@@ -165,15 +159,26 @@ class IsdDecoder:
         return emitted_BJ, accepted_B, accepted_B + rejected_B.long()
 
     def _draft(
-        self, lanes_B: Tensor, first_B: Tensor, accepted_B: Tensor, laws_XV: Tensor, uniforms_BJ: Tensor
+        self,
+        lanes_B: Tensor,
+        first_B: Tensor,
+        accepted_B: Tensor,
+        laws_XV: Tensor,
+        uniforms_BJ: Tensor,
+        samples_B: Tensor,
     ) -> None:
         """Draw the next drafts from the rows that the layout names for this count of accepted drafts."""
         layout_B = self.layout_Z[lanes_B]
         rows_BJ = self._layouts.draft_row_YAJ[layout_B, accepted_B]
         laws_BJV = laws_XV[torch.where(rows_BJ == NO_ROW, 0, first_B[:, None] + rows_BJ)]
-        self.draft_laws_ZJV[lanes_B] = laws_BJV
-        self.drafts_ZJ[lanes_B] = self._draw_drafts(laws_BJV, uniforms_BJ)
-        self.layout_Z[lanes_B] = self._layouts.next_layout_YA[layout_B, accepted_B]
+        next_layout_B = self._layouts.next_layout_YA[layout_B, accepted_B]
+        for state_Z, new_B in (
+            (self.draft_laws_ZJV, laws_BJV),
+            (self.drafts_ZJ, self._draw_drafts(laws_BJV, uniforms_BJ)),
+            (self.layout_Z, next_layout_B),
+        ):
+            samples = samples_B.view(-1, *[1] * (new_B.ndim - 1))
+            state_Z[lanes_B] = torch.where(samples, new_B, state_Z[lanes_B])
 
     def _draw_drafts(self, laws_BJV: Tensor, uniforms_BJ: Tensor) -> Tensor:
         if self.config.acceptance == "published":

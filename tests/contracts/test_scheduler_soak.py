@@ -130,15 +130,19 @@ class _Soak:
         assert all(pool.num_owned(lane) == 0 for lane in scheduler._free_lanes)
         table = self.engine.table
         for request in scheduler.running:
-            assert int(table.num_known_Z[request.lane]) == request.num_known
-            assert int(table.num_computed_Z[request.lane]) == request.num_computed < request.num_known
+            if request.num_in_flight == 0:
+                assert int(table.num_known_Z[request.lane]) == request.num_known
+                assert int(table.num_computed_Z[request.lane]) == request.num_computed < request.num_known
+            assert int(table.num_known_Z[request.lane]) >= request.num_known
 
 
+@pytest.mark.parametrize("run_ahead", [0, 3])
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_soak(checkpoint: Path, decoder: str) -> None:
+def test_soak(checkpoint: Path, decoder: str, run_ahead: int) -> None:
+    """Also with results that are read three passes late, as on a GPU."""
     count = NUM_REQUESTS // len(DECODERS)
     arrivals = _arrivals(count, seed=DECODERS.index(decoder))
-    soak = _Soak(engine=_engine(checkpoint, decoder, TINY), finished={}, struck={})
+    soak = _Soak(engine=_engine(checkpoint, decoder, TINY | {"run_ahead": run_ahead}), finished={}, struck={})
     soak.run(arrivals)
     assert_idle(soak.engine)
     assert soak.engine.scheduler.num_preemptions > 20

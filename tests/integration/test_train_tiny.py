@@ -247,7 +247,7 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
     num_warmup = torch.tensor(config.train.warmup * curriculum.num_steps).ceil().item()
     losses = []
     for step in range(curriculum.num_steps):
-        batch = collate([data[2 * step], data[2 * step + 1]], curriculum)
+        batch = collate([data[2 * step], data[2 * step + 1]])
         runner = BodyAndHead(model)
         logits = runner.head(runner.hidden(model, batch, prepared.attention))
         halves = []

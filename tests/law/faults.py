@@ -67,8 +67,7 @@ def _on_laws(
     original = IsdDecoder._laws
 
     def laws(self: IsdDecoder, table: Any, batch: Any, lanes_B: Tensor, logits_XV: Tensor) -> Tensor:
-        width_B = self._layouts.width_Y[self.layout_Z[lanes_B]]
-        see(self, table, torch.repeat_interleave(lanes_B, width_B), logits_XV)
+        see(self, table, lanes_B.repeat_interleave(self._layouts.max_width), logits_XV)
         return original(self, table, batch, lanes_B, logits_XV)
 
     patch.setattr(IsdDecoder, "_laws", laws)
@@ -82,8 +81,10 @@ def _after_draft(patch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> No
         rows_BJ = self._layouts.draft_row_YAJ[self.layout_Z[lanes_B], accepted_B]
         rows_BJ = (first_B[:, None] + rows_BJ.clamp(min=0)).clamp(max=len(rest[0]) - 1)
         original(self, lanes_B, first_B, accepted_B, *rest)
+        laws_XV, _, samples_B = rest
         stored_BJV = self.draft_laws_ZJV[lanes_B]
-        self.draft_laws_ZJV[lanes_B] = change(self, lanes_B, rows_BJ, rest[0], stored_BJV)
+        changed_BJV = change(self, lanes_B, rows_BJ, laws_XV, stored_BJV)
+        self.draft_laws_ZJV[lanes_B] = torch.where(samples_B[:, None, None], changed_BJV, stored_BJV)
 
     patch.setattr(IsdDecoder, "_draft", draft)
 
@@ -159,9 +160,9 @@ def truncation_only_on_the_last_token(patch: pytest.MonkeyPatch) -> None:
         return first_B, raw["law"], u
 
     def draft_raw(
-        self: IsdDecoder, lanes: Tensor, first: Tensor, accepted: Tensor, laws: Any, u: Any
+        self: IsdDecoder, lanes: Tensor, first: Tensor, accepted: Tensor, laws: Tensor, *rest: Tensor
     ) -> None:
-        original(self, lanes, first, accepted, raw["law"], u)
+        original(self, lanes, first, accepted, raw["law"], *rest)
 
     _verify_with(patch, verify_raw)
     patch.setattr(IsdDecoder, "_draft", draft_raw)
@@ -267,7 +268,7 @@ def _repack(patch: pytest.MonkeyPatch, change: Callable[[StepPlan], StepPlan]) -
 @fault("greedy")
 def chain_rows_see_the_masks_behind_them(patch: pytest.MonkeyPatch) -> None:
     def widen(plan: StepPlan) -> StepPlan:
-        end_R = torch.repeat_interleave(plan.slots_R[plan.cu_rows_B1[1:] - 1] + 1, plan.cu_rows_B1.diff())
+        end_R = (plan.slots_R[plan.cu_rows_B1[1:] - 1] + 1)[plan.sequence_R]
         limits_R = plan.limits_R.clone()
         limits_R[plan.logit_rows_X] = end_R[plan.logit_rows_X]
         return replace(plan, limits_R=limits_R)
@@ -279,7 +280,8 @@ def chain_rows_see_the_masks_behind_them(patch: pytest.MonkeyPatch) -> None:
 def verify_positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def shift(plan: StepPlan) -> StepPlan:
         positions_R = plan.positions_R.clone()
-        positions_R[plan.logit_rows_X] += (torch.arange(len(plan.logit_rows_X)) % 2 == 1).long()
+        offset_R = torch.arange(len(positions_R)) - plan.cu_rows_B1[plan.sequence_R]
+        positions_R += (offset_R % 2 == 1) & plan.samples_B[plan.sequence_R]
         return replace(plan, positions_R=positions_R)
 
     _repack(patch, shift)
@@ -304,9 +306,9 @@ def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
 def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
     original = Schedule.batch
 
-    def batch(self: Schedule) -> Batch:
-        true = original(self)
-        return replace(true, samples=[s or n == 7 for s, n in zip(true.samples, true.num_feed, strict=True)])
+    def batch(self: Schedule, device: torch.device) -> Batch:
+        self.samples = [s or n == 7 for s, n in zip(self.samples, self.num_feed, strict=True)]
+        return original(self, device)
 
     patch.setattr(Schedule, "batch", batch)
 

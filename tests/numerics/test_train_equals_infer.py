@@ -26,6 +26,7 @@ from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.lora import AdapterSpec, base_identity
+from idlm.sampling import WarpNeeds
 from idlm.semantics import Semantics
 from idlm.train.export import export_adapter
 from idlm.train.gated import add_adapter
@@ -139,7 +140,9 @@ class Replay:
         for num_slots in (9, 30, 47):
             assert all(self.engine.pool.reserve(lane, num_slots) for lane in lanes)
         params = [SamplingParams(seed=0)] * len(lanes)
-        self.engine.table.seat(lanes, [tokens.tolist() for tokens in DOCUMENTS], params, lanes)
+        self.engine.table.seat(
+            lanes, [tokens.tolist() for tokens in DOCUMENTS], params, lanes, ends=[48] * len(lanes)
+        )
         self.engine.decoder.seat(lanes)
 
     def run(self, walk: int) -> None:
@@ -182,10 +185,13 @@ class Replay:
     ) -> None:
         lanes = list(feed)
         batch = Batch(
-            lanes=lanes,
-            num_computed=[computed[lane] for lane in lanes],
-            num_feed=[feed[lane] for lane in lanes],
-            samples=[samples] * len(lanes),
+            lanes_B=torch.tensor(lanes),
+            num_feed_B=torch.tensor([feed[lane] for lane in lanes]),
+            samples_B=torch.tensor([samples] * len(lanes)),
+            max_feed=max(feed.values()),
+            max_known=max(computed[lane] + feed[lane] for lane in lanes),
+            num_rows=None,
+            needs=WarpNeeds(),
         )
         plan = self.engine.decoder.plan(self.engine.table, batch)
         logits_XV = self.engine._runner.forward(plan)
@@ -193,7 +199,6 @@ class Replay:
             computed[lane] += feed[lane]
             self.engine.table.num_computed_Z[lane] += feed[lane]
         if chosen is None:
-            assert len(logits_XV) == 0
             return
         for lane, first in zip(lanes, plan.first_logit_B.tolist(), strict=True):
             layout = self.layouts[chosen[lane]]

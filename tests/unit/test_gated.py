@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from idlm.errors import UserError
 from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, gated_linear, tensor_name
 from idlm.train import gated
-from idlm.train.curriculum import Curriculum
 from idlm.train.dataset import collate
 from idlm.train.gated import (
     GatedLinear,
@@ -47,7 +46,7 @@ def batch_of_two(seed: int = 0, *, stride: int = 3, label_shift: int = 0) -> dic
         ]
         row = pack_rows([objective.rows(sample, stage) for sample in samples], 36, pad_token_id=0)
         items.append(row | {"item_id": b, "stage": 0})
-    batch = collate(items, Curriculum(stages=(stage,), global_batch=2))
+    batch = collate(items)
     batch["labels"] = torch.where(batch["labels"] < 0, -100, (batch["labels"] + label_shift) % MASK)
     return batch
 

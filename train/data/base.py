@@ -71,7 +71,7 @@ one must be known before it opens anything, so it is an attribute of the factory
 
 def is_endless(source: str) -> bool:
     """Whether the source called `source` makes samples without end; by default it reads a finite file."""
-    return bool(getattr(SOURCES.get(source), "is_endless", False))
+    return source in SOURCES.names() and bool(getattr(SOURCES.get(source), "is_endless", False))
 
 
 def has_splits(source: str) -> bool:
