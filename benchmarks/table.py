@@ -6,6 +6,7 @@ column per metric, and holds the newest row of each. Rows whose parity gate fail
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -24,12 +25,14 @@ Row = dict[str, Any]
 
 def main(arguments: list[str] | None = None, *, readme: Path = README, results: Path = RESULTS) -> int:
     """Regenerate every marked section of `readme`; --check writes nothing and returns 1 when one is stale."""
-    given = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a table is stale")
+    is_check = parser.parse_args(arguments).check
     text = readme.read_text(encoding="utf-8")
     fresh = _SECTION.sub(lambda match: match["open"] + section(match["name"], results) + match["close"], text)
     if fresh == text:
         return 0
-    if "--check" in given:
+    if is_check:
         stale = [
             old["name"] for old in _SECTION.finditer(text) if section(old["name"], results) != old["body"]
         ]

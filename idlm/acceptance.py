@@ -3,8 +3,8 @@ against.
 
 A draft x ~ q is accepted with probability min(1, (1+tau) p(x)/q(x)); a rejected one is replaced by a draw
 from normalise(max(0, p - q)). With tau = 0 the emitted token has law p exactly (Leviathan et al. 2023;
-papers/idlm.txt Algorithm 1), PROVIDED that x was drawn from that very q: the published rule drafts by
-argmax and is biased (facts/users_and_trust.md, D1).
+arXiv 2604.11035, Algorithm 1), PROVIDED that x was drawn from that very q: the published rule drafts by
+argmax and is biased.
 Shapes: B sequences, J draft positions, V vocabulary.
 """
 

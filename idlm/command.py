@@ -14,8 +14,7 @@ import yaml
 
 from idlm.errors import UserError
 
-# Before torch is loaded: a spinning OpenMP pool collapses four-fold beside a busy neighbour
-# (facts/dependencies.md).
+# Before torch is loaded: a spinning OpenMP pool collapses four-fold beside a busy neighbour.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 USER_ERROR_STATUS = 2

@@ -2,7 +2,7 @@
 
 A training row `[x_t | x_0]` holds noisy rows (mask tokens) and clean rows of one or more packed documents. It
 is not an attention kernel: it only answers "may query row q see key row k". Paper arXiv 2604.11035, section
-3.1 and appendix E; rule of facts/introspective.md, section "Training layout".
+3.1 and appendix E.
 
 Shape letters: B sequences, T rows of one packed training row, R rows fed in this pass, S KV slots.
 """

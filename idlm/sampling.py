@@ -1,7 +1,7 @@
 """Temperature / top-k / top-p / min-p -> one law, used for p and q alike; and drawing from a law.
 
 The target of every decoder is the warped law, so no token outside it can ever be emitted, not even as a
-residual (facts/introspective.md, "Exactness"). Laws are fp64: the test `min(1, p/q)` divides them.
+residual. Laws are fp64: the test `min(1, p/q)` divides them.
 Shapes: X rows whose logits are wanted, V vocabulary.
 """
 

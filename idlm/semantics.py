@@ -2,8 +2,7 @@
 `idlm_config.json`.
 
 None of this can be read off the weights: an I-DLM and an SDAR checkpoint share architecture strings and
-tensor names (facts/model_families.md, section 1). It is therefore said once, beside `config.json`, by
-whoever trained the model.
+tensor names. It is therefore said once, beside `config.json`, by whoever trained the model.
 """
 
 from __future__ import annotations

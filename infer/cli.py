@@ -125,7 +125,16 @@ def _is_complete(config: GenerateConfig) -> bool:
         raise UserError(
             "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
         )
-    return Path(config.output).is_file()
+    output, source = Path(config.output), config.input
+    if not output.is_file():
+        return False
+    if next(begun(output, lambda: read_prompts(source, config.sampling)).missing, None) is not None:
+        raise UserError(
+            "IDLM-0446",
+            f"output={config.output!r} is finished, but input={source!r} has lines that it does not answer",
+            fix=f"name it {str(partial_path(config.output))!r} to go on with it, or give another output=",
+        )
+    return True
 
 
 def _begun(config: GenerateConfig) -> Begun | None:

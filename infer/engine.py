@@ -149,8 +149,16 @@ class Engine:
             completions.append(self._finish(request))
         return completions
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not finished, or an event not fetched."""
+        return bool(self._active or self._events)
+
     def step(self) -> list[StreamEvent]:
-        """One forward pass for everyone who fits; [] when nothing is left to do."""
+        """Launch one forward pass for everyone who fits; returns what has come back since the last call.
+
+        That may be nothing: a pass that only stores prompts has no news. `has_work` says when to stop.
+        """
         self._pass()
         events, self._events = self._events, []
         return events

@@ -20,14 +20,17 @@ from idlm.infer.continuation import Begun
 class AnswerFile:
     """An open file of records; every record is on disk before the next one is computed."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self, out: TextIO, path: Path) -> None:
+        self._out, self._path = out, path
         self.num_records = 0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line."""
-        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._out.flush()
+        """Append one line; UserError IDLM-0442 when the disk does not take it."""
+        try:
+            self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._out.flush()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
         self.num_records += 1
 
 
@@ -73,26 +76,34 @@ def answer_file(output: str, *, begun: Begun | None = None) -> Iterator[AnswerFi
     With `begun` the partial file that is there keeps its answers and goes on.
     """
     partial = partial_path(output)
+    failed_outside: BaseException | None = None
     try:
         if begun is not None:
             os.truncate(partial, begun.num_bytes)
         with partial.open("w" if begun is None else "a", encoding="utf-8") as out:
-            answers = AnswerFile(out)
+            answers = AnswerFile(out, partial)
             if begun is not None:
                 out.writelines(raw.decode() for raw in begun.kept)
                 answers.num_records = begun.num_records
             try:
                 yield answers
-            except BaseException:
+            except BaseException as error:
+                failed_outside = error
                 _keep(partial, answers.num_records)
                 raise
             out.flush()
             os.fsync(out.fileno())
         partial.replace(_place(output))
     except OSError as error:
-        raise UserError(
-            "IDLM-0442", f"cannot write {str(partial)!r}: {error.strerror}", fix="choose another output="
-        ) from error
+        if error is failed_outside:
+            raise
+        raise _cannot_write(partial, error) from error
+
+
+def _cannot_write(partial: Path, error: OSError) -> UserError:
+    return UserError(
+        "IDLM-0442", f"cannot write {str(partial)!r}: {error.strerror}", fix="choose another output="
+    )
 
 
 def _keep(partial: Path, num_records: int) -> None:

@@ -3,8 +3,7 @@ docs]`.
 
 Noisy (x_t) rows exist only where they carry a loss: a clean copy inside x_t is seen by nobody and trains
 nothing, so leaving it out changes no logit and no loss (tests/unit/test_layout.py proves it against the full
-2L layout). Knows nothing about objectives, models or files. Paper arXiv 2604.11035, section 3.1;
-facts/introspective.md.
+2L layout). Knows nothing about objectives, models or files. Paper arXiv 2604.11035, section 3.1.
 
 Shape letters: L tokens of one sample, T rows of one packed training row.
 """

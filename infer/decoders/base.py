@@ -101,18 +101,17 @@ def pack_rows(
 
     row_R = offset_R - (feed_B - 1)[sequence_R]
     base_R = (computed_B + feed_B - 1)[sequence_R]
-    layout_row_R = row_R.clamp(min=0, max=width - 1)
-    source_R, position_R, limit_R, branch_R = (
-        column_YW[layout_B[sequence_R], layout_row_R]
-        for column_YW in (layouts.source_YW, layouts.position_YW, layouts.limit_YW, layouts.branch_YW)
-    )
+    place = (layout_B[sequence_R], row_R.clamp(min=0, max=width - 1))
+    source_R, position_R = layouts.source_YW[place], layouts.position_YW[place]
     is_known_R, is_mask_R = row_R <= 0, (row_R > 0) & (source_R == MASK)
     slots_R = computed_B[sequence_R] + offset_R
     known_R = table.tokens_ZL[lanes_B[sequence_R], slots_R.clamp(max=table.tokens_ZL.shape[1] - 1)]
     draft_R = drafts_BJ[sequence_R, (source_R - 1).clamp(min=0)] if drafts_BJ.shape[1] else known_R
-    causal_R = slots_R + 1
-    last_B1 = (cu_rows_B1[1:] - 1)[:, None]
-    first_B1 = (cu_rows_B1[1:] - width_B)[:, None]
+    # Known tokens are causal: they see what is before them and themselves, and have no branch.
+    limits_R, branch_starts_R = (
+        torch.where(is_known_R, slots_R + 1, base_R + column_YW[place])
+        for column_YW in (layouts.limit_YW, layouts.branch_YW)
+    )
     return StepPlan(
         lanes_B=lanes_B,
         cu_rows_B1=cu_rows_B1,
@@ -120,12 +119,10 @@ def pack_rows(
         token_ids_R=torch.where(is_known_R, known_R, torch.where(is_mask_R, mask_token_id, draft_R)),
         positions_R=torch.where(is_known_R, slots_R, base_R + position_R),
         slots_R=slots_R,
-        limits_R=torch.where(is_known_R, causal_R, base_R + limit_R),
-        branch_starts_R=torch.where(is_known_R, causal_R, base_R + branch_R),
+        limits_R=limits_R,
+        branch_starts_R=branch_starts_R,
         is_mask_R=is_mask_R & (rows_R < cu_rows_B1[-1]),
-        logit_rows_X=torch.minimum(first_B1 + torch.arange(width, device=device), last_B1)
-        .clamp(min=0)
-        .flatten(),
+        logit_rows_X=_wanted_rows(cu_rows_B1, width_B, width),
         first_logit_B=torch.arange(len(lanes_B), device=device) * width,
         num_feed_B=feed_B,
         samples_B=samples_B,
@@ -133,3 +130,10 @@ def pack_rows(
         max_rows=batch.max_feed - 1 + width,
         max_slots=batch.max_known - 1 + width,
     )
+
+
+def _wanted_rows(cu_rows_B1: Tensor, width_B: Tensor, width: int) -> Tensor:
+    """Packed rows [B * width] of the pending token and what hangs on it; a shorter layout repeats its last."""
+    offsets_W = torch.arange(width, device=width_B.device)
+    rows_BW = (cu_rows_B1[1:] - width_B)[:, None] + offsets_W
+    return torch.minimum(rows_BW, cu_rows_B1[1:, None] - 1).clamp(min=0).flatten()

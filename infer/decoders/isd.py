@@ -1,9 +1,8 @@
 """Introspective strided decoding: verify the last pass's drafts and draft the next ones in one causal pass.
 
-papers/idlm.txt section 3.2 and Algorithm 1, with the departures of facts/introspective.md: drafts are
-drawn from the very q that tests them (the published rule drafts by argmax and is biased), and p and q are
-warped by the request's own sampling settings before the test. What follows a rejection is a strategy
-(rejection.py).
+arXiv 2604.11035, section 3.2 and Algorithm 1, with two departures: drafts are drawn from the very q that
+tests them (the published rule drafts by argmax and is biased), and p and q are warped by the request's own
+sampling settings before the test. What follows a rejection is a strategy (rejection.py).
 Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
 """
 
@@ -81,7 +80,7 @@ class IsdDecoder:
             warnings.warn(
                 f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained "
                 "for: the output law is the same, but few of the further drafts will be accepted",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:

@@ -1,11 +1,11 @@
 """What happens after a rejection: three strategies, all exact, as sets of row layouts.
 
-After a rejection the drafts behind it are void. `cold` (papers/idlm.txt, Algorithm 1) spends the next pass
+After a rejection the drafts behind it are void. `cold` (arXiv 2604.11035, Algorithm 1) spends the next pass
 on masks alone. `tree` feeds that pass the laws that the rejected pass had already computed further on, as
 drafts, with the masks on a branch that does not see them. `branch` hangs a group of masks on every
 possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1. Any law that is
-known exactly when the draft is drawn is a valid q, hence all three emit the AR law
-(facts/introspective.md, "Decoding step"). Layout 0 is the step without drafts.
+known exactly when the draft is drawn is a valid q, hence all three emit the AR law. Layout 0 is the step
+without drafts.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ that a generation which is stopped loses nothing.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from idlm.errors import UserError
 from idlm.infer.cli import generate
+from idlm.infer.output import answer_file, partial_path
 from idlm.tasks import TASKS
 from idlm.tokens import encode_messages, load_tokenizer
 from idlm.train import cli
@@ -140,6 +142,27 @@ def test_an_interrupted_generation_goes_on_where_it_stopped(
     assert answers(output) == answers(whole)
     assert generate([*command, f"output={output}", "resume=true"]) == 0
     assert "is complete" in capsys.readouterr().err
+    longer = write_lines(tmp_path / "longer.jsonl", [*lines, {"prompt": "one more"}])
+    with pytest.raises(UserError, match="IDLM-0446"):
+        generate([*PLAIN, f"input={longer}", f"output={output}", "resume=true"])
+
+
+def test_only_the_file_is_blamed_for_what_the_file_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = str(tmp_path / "out")
+    with pytest.raises(OSError, match="not the output"), answer_file(output) as answers:
+        answers.write({"a": 1})
+        raise OSError(5, "not the output")
+    assert partial_path(output).read_text() == '{"a": 1}\n'
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: Full())
+    with pytest.raises(UserError, match=r"IDLM-0442.*No space left"), answer_file(output) as answers:
+        answers.write({"a": 1})
 
 
 def test_answers_to_other_prompts_are_not_continued(tmp_path: Path) -> None:

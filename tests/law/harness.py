@@ -26,7 +26,7 @@ PROMPT = (1,)
 MAX_PROMPT = 3
 NUM_LANES = 1024
 TV_AT_1E5 = 0.0188
-"""Total variation over 64 cells that 1e5 draws detect (facts/users_and_trust.md, "Test power"); as 1/sqrt."""
+"""Total variation over 64 cells that 1e5 draws detect; as 1/sqrt."""
 MIN_EXPECTED = 10.0
 
 

@@ -101,7 +101,7 @@ def test_a_frozen_base_is_multiplied_forward_for_all_rows_and_back_for_noisy_one
 
 
 def test_limits_of_qwen3_8b() -> None:
-    """facts/limits.md 3.6: 407 TFLOP for 4096 tokens, all supervised; twice autoregressive training."""
+    """By hand: 407 TFLOP for 4096 tokens, all supervised; twice autoregressive training."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(

@@ -1,4 +1,4 @@
-"""The emitted law by exact enumeration (facts/users_and_trust.md, R1); warps against slow references."""
+"""The emitted law by exact enumeration over all pairs; warps against slow references."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_rows_keep_their_own_settings() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.85, 0.9, 1.0])
 def test_tokens_per_forward_formulas(acceptance: float) -> None:
-    """Against a Markov chain of passes, enumerated; facts/users_and_trust.md gives 2.92 at 0.9."""
+    """Against a Markov chain of passes, enumerated."""
     per_position = [acceptance] * 3
     reach = [acceptance**k for k in range(4)]
     verify = sum(reach)
