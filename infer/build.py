@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,13 @@ from idlm.checkpoint import read_json
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS, Decoder
+from idlm.infer.graphs import StaticStep
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.runner import Runner
-from idlm.infer.scheduler import Scheduler
+from idlm.infer.scheduler import Schedule, Scheduler
+from idlm.infer.step import EagerStep, Step, StepResult
 from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
 from idlm.suggest import did_you_mean
@@ -34,7 +36,8 @@ class EngineSettings:
     `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
     decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
     overrides the checkpoint's. `run_ahead`: passes that may be launched before the results of earlier ones
-    are read.
+    are read. `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU
+    they are only padded).
     """
 
     device: str = "auto"
@@ -49,6 +52,7 @@ class EngineSettings:
     page_size: int = 16
     num_pages: int | None = None
     run_ahead: int = 0
+    graphs: Literal["auto", "on", "off"] = "auto"
     template: Literal["auto", "none"] = "auto"
 
 
@@ -65,6 +69,7 @@ class EngineParts:
     pool: PagePool
     scheduler: Scheduler
     runner: Runner
+    step: Callable[[Schedule], StepResult]
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt, through the chat template where the tokenizer has one."""
@@ -119,7 +124,9 @@ def _assemble(
     assert max_length is not None
     device = next(model.trunk.parameters()).device
     dtype = next(model.trunk.parameters()).dtype
-    decoder.allocate(settings.max_num_seqs, spec.vocab_size, device)
+    # One lane and one page more than anybody sits on: for the padding of passes of static shape.
+    num_lanes = settings.max_num_seqs + 1
+    decoder.allocate(num_lanes, spec.vocab_size, device)
     max_slots = max_length - 1 + decoder.max_width
     lane_pages = -(-max_slots // settings.page_size)
     page_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * settings.page_size
@@ -128,25 +135,27 @@ def _assemble(
     pool = PagePool(
         num_pages=num_pages,
         page_size=settings.page_size,
-        num_lanes=settings.max_num_seqs,
+        num_lanes=num_lanes,
         max_slots=max_slots,
         device=device,
     )
     cache = KVCache(
         num_layers=spec.num_layers,
-        num_slots=num_pages * settings.page_size,
+        num_slots=(num_pages + 1) * settings.page_size,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
         device=device,
     )
+    table = SequenceTable(num_lanes, max_length, device)
+    runner = Runner(model, cache, pool)
     return EngineParts(
         settings=settings,
         model=model,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         decoder=decoder,
-        table=SequenceTable(settings.max_num_seqs, max_length, device),
+        table=table,
         pool=pool,
         scheduler=Scheduler(
             pool,
@@ -155,8 +164,17 @@ def _assemble(
             max_width=decoder.max_width,
             max_emitted=decoder.max_emitted,
         ),
-        runner=Runner(model, cache, pool),
+        runner=runner,
+        step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
     )
+
+
+def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
+    """Passes as they come, or of static shape; "auto" is the former."""
+    if settings.graphs != "on":
+        return EagerStep(step)
+    captures = step.table.device.type == "cuda"
+    return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
 def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
@@ -188,6 +206,8 @@ def _check_settings(settings: EngineSettings) -> None:
         )
         if not isinstance(value, int) or value < least
     ]
+    if settings.graphs not in ("auto", "on", "off"):
+        problems.append(f"graphs={settings.graphs!r} must be 'auto', 'on' or 'off'")
     if settings.template not in ("auto", "none"):
         problems.append(f"template={settings.template!r} must be 'auto' or 'none'")
     if problems:

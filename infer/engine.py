@@ -3,7 +3,7 @@
     engine = Engine.from_pretrained("outputs/tiny", decoder="isd", stride=4)
     [answer] = engine.generate(["Lea has 9 shells. ..."], SamplingParams(temperature=0))
 
-Data flows one way: scheduler.next -> decoder.plan -> runner.forward -> decoder.advance.
+Data flows one way: scheduler.next -> step (decoder.plan -> runner.forward -> decoder.advance) -> flight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.semantics = parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
-        self.scheduler, self._runner = parts.scheduler, parts.runner
+        self.scheduler, self._step = parts.scheduler, parts.step
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -191,11 +191,7 @@ class Engine:
         if not schedule.requests:
             return False
         self._seat(schedule)
-        batch = schedule.batch(self.table.device)
-        plan = self.decoder.plan(self.table, batch)
-        logits_XV = self._runner.forward(plan)
-        outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
-        self._flights.append(Flight(schedule, plan, outcome, logits_XV))
+        self._flights.append(Flight(schedule, self._step(schedule)))
         schedule.launched()
         return True
 

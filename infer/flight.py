@@ -1,19 +1,18 @@
-"""A pass on its way: what it will say about whom, copied to the host without waiting for it.
-
-Shapes: B sequences, J tokens a pass can emit, K likeliest tokens, V vocabulary.
-"""
+"""A pass on its way: what it will say about whom, copied to the host without waiting for it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepOutcome, StepPlan, TokenLogprob
+from idlm.contracts import TokenLogprob
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule
+from idlm.infer.step import StepResult
 
 SECONDS_BETWEEN_LOOKS = 5e-5
 
@@ -31,16 +30,13 @@ class Emission:
 class Flight:
     """One launched pass, whose results are read late: nobody waits for what was launched just now."""
 
-    def __init__(self, schedule: Schedule, plan: StepPlan, outcome: StepOutcome, logits_XV: Tensor) -> None:
+    def __init__(self, schedule: Schedule, result: StepResult) -> None:
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
-        counts_B3 = torch.stack((outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B), dim=1)
-        self._results = [_to_host(torch.cat((counts_B3, outcome.token_ids_BJ), dim=1))]
-        wanted = [request.params.logprobs for request in schedule.requests]
-        asked = [number for number in wanted if number is not None]
-        if asked:
-            self._results += map(_to_host, _logprobs(logits_XV, plan, outcome, num_top=max(asked)))
-        self._event = torch.cuda.Event() if logits_XV.is_cuda else None
+        self._counts = _to_host(result.counts_BJ)
+        logprobs = (result.logprobs_BJ, result.top_ids_BJK, result.top_logprobs_BJK)
+        self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
+        self._event = torch.cuda.Event() if result.counts_BJ.is_cuda else None
         if self._event is not None:
             self._event.record()
 
@@ -52,18 +48,21 @@ class Flight:
         """What the pass says, in the order of `requests`; looks again and again until it is there."""
         while self._event is not None and not self._event.query():
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        table, *logprobs = (result.tolist() for result in self._results)
-        return [
-            Emission(
-                token_ids=tokens[:num_emitted],
-                num_accepted=num_accepted,
-                num_tested=num_tested,
-                logprobs=_read(request.params.logprobs, b, tokens[:num_emitted], logprobs),
+        logprobs = [tensor.tolist() for tensor in self._logprobs]
+        emissions = []
+        counts = self._counts.tolist()[: len(self.requests)]
+        for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
+            num_emitted, num_accepted, num_tested, *tokens = row
+            token_ids, wanted = tokens[:num_emitted], request.params.logprobs
+            emissions.append(
+                Emission(
+                    token_ids=token_ids,
+                    num_accepted=num_accepted,
+                    num_tested=num_tested,
+                    logprobs=[] if wanted is None else _read(wanted, b, token_ids, logprobs),
+                )
             )
-            for b, (request, (num_emitted, num_accepted, num_tested, *tokens)) in enumerate(
-                zip(self.requests, table, strict=True)
-            )
-        ]
+        return emissions
 
 
 def _to_host(result: Tensor) -> Tensor:
@@ -73,23 +72,7 @@ def _to_host(result: Tensor) -> Tensor:
     return on_host.copy_(result, non_blocking=True)
 
 
-def _logprobs(
-    logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *, num_top: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Under the model's own law, before temperature and truncation: those of the tokens [B, J], and ids and
-    log-probabilities [B, J, K] of the likeliest.
-    """
-    token_ids_BJ = outcome.token_ids_BJ
-    offsets_J = torch.arange(token_ids_BJ.shape[1], device=token_ids_BJ.device)
-    rows_BJ = (plan.first_logit_B[:, None] + offsets_J).clamp(max=len(logits_XV) - 1)
-    law_BJV = torch.log_softmax(logits_XV[rows_BJ].double(), dim=-1)
-    top = law_BJV.topk(min(num_top, law_BJV.shape[-1]), dim=-1)
-    return law_BJV.gather(-1, token_ids_BJ[..., None])[..., 0], top.indices, top.values
-
-
-def _read(num_top: int | None, b: int, token_ids: list[int], results: list) -> list[TokenLogprob]:
-    if num_top is None:
-        return []
+def _read(num_top: int, b: int, token_ids: list[int], results: list[Any]) -> list[TokenLogprob]:
     chosen_BJ, top_ids_BJK, top_BJK = results
     return [
         TokenLogprob(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from idlm.infer.transfer import to_device
+
 
 class PagePool:
     """Which lane owns which page. Equation at all times: free pages + pages of all lanes = all pages."""
@@ -27,13 +29,17 @@ class PagePool:
 
     @property
     def block_table_ZP(self) -> Tensor:
-        """Page ids of each lane, in order. Reservations since the last look are written in one go."""
-        if self._unwritten:
-            places = torch.tensor(list(self._unwritten)).to(self._block_table_ZP.device)
-            pages = torch.tensor(list(self._unwritten.values())).to(self._block_table_ZP.device)
-            self._block_table_ZP[places[:, 0], places[:, 1]] = pages
-            self._unwritten.clear()
+        """Page ids of each lane, in order."""
+        self.flush()
         return self._block_table_ZP
+
+    def flush(self) -> None:
+        """Write the reservations since the last time in one go."""
+        if self._unwritten:
+            entries = [(lane, place, page) for (lane, place), page in self._unwritten.items()]
+            lanes, places, pages = to_device(entries, self._block_table_ZP.device).unbind(dim=1)
+            self._block_table_ZP[lanes, places] = pages
+            self._unwritten.clear()
 
     @property
     def num_free(self) -> int:

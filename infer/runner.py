@@ -19,15 +19,15 @@ class Runner:
     """Model and cache of one device."""
 
     def __init__(self, model: LoadedModel, cache: KVCache, pool: PagePool) -> None:
-        self._trunk, self._cache, self._pool = model.trunk, cache, pool
+        self._trunk, self._cache, self.pool = model.trunk, cache, pool
         self._scale = model.spec.head_dim**-0.5
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
         """fp32 logits [X, V] of `plan.logit_rows_X`; writes the KV of every fed row."""
-        page_size = self._pool.page_size
-        num_pages = self._pool.pages_for(plan.max_slots)
-        block_table_BP = self._pool.block_table_ZP[plan.lanes_B, :num_pages]
+        page_size = self.pool.page_size
+        num_pages = self.pool.pages_for(plan.max_slots)
+        block_table_BP = self.pool.block_table_ZP[plan.lanes_B, :num_pages]
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
             block_table=block_table_BP,
@@ -38,9 +38,8 @@ class Runner:
             max_rows=plan.max_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
         )
-        pages_R = block_table_BP[plan.sequence_R, plan.slots_R // page_size]
-        slot_mapping_R = pages_R * page_size + plan.slots_R % page_size
         attention = plan_attention(rows)
+        slot_mapping_R = self._slot_mapping(plan, block_table_BP)
 
         def attend(layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor:
             self._cache.write(layer, slot_mapping_R, k_RKH, v_RKH)
@@ -49,3 +48,11 @@ class Runner:
 
         hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, attend, plan.is_mask_R)
         return self._trunk.logits(hidden_RD[plan.logit_rows_X])
+
+    def _slot_mapping(self, plan: StepPlan, block_table_BP: Tensor) -> Tensor:
+        """Physical slot of each row; the very last one, which nobody reads, for padding rows."""
+        size, num_pages = self.pool.page_size, block_table_BP.shape[1]
+        page_R = (plan.slots_R // size).clamp(max=num_pages - 1)
+        slots_R = block_table_BP[plan.sequence_R, page_R] * size + plan.slots_R % size
+        rows_R = torch.arange(len(slots_R), device=slots_R.device)
+        return torch.where(rows_R < plan.cu_rows_B1[-1], slots_R, self._cache.keys.shape[1] - 1)

@@ -17,6 +17,7 @@ import torch
 from idlm.infer.decoders.base import Batch
 from idlm.infer.kv_cache import PagePool
 from idlm.infer.request import Request
+from idlm.infer.transfer import to_device
 from idlm.sampling import WarpNeeds
 
 
@@ -35,16 +36,23 @@ class Schedule:
     seated: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens to report with the log-probability of each token; None where nobody asked."""
+        asked = [request.params.logprobs for request in self.requests]
+        return max((number for number in asked if number is not None), default=None)
+
     def batch(self, device: torch.device) -> Batch:
-        """The decoders' view."""
+        """The decoders' view, of just these rows."""
         return Batch(
-            lanes_B=torch.tensor([lane_of(request) for request in self.requests], device=device),
-            num_feed_B=torch.tensor(self.num_feed, device=device),
-            samples_B=torch.tensor(self.samples, device=device),
+            lanes_B=to_device([lane_of(request) for request in self.requests], device),
+            num_feed_B=to_device(self.num_feed, device),
+            samples_B=to_device(self.samples, device, dtype=torch.bool),
             max_feed=max(self.num_feed),
             max_known=max(self.num_known),
             num_rows=None,
             needs=WarpNeeds.of([request.params for request in self.requests]),
+            num_top=self.num_top,
         )
 
     def launched(self) -> None:

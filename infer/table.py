@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
+from idlm.infer.transfer import to_device
 from idlm.rng import uniforms
 from idlm.sampling import Warp, WarpNeeds
 
@@ -60,9 +61,9 @@ class SequenceTable:
         sampling steps. `ends`: how many tokens each may have in all.
         """
         width = max(len(token_ids) for token_ids in known)
-        lanes_B = torch.tensor(lanes, device=self.device)
+        lanes_B = to_device(lanes, self.device)
         padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
-        self.tokens_ZL[lanes_B, :width] = torch.tensor(padded, device=self.device)
+        self.tokens_ZL[lanes_B, :width] = to_device(padded, self.device)
         self.num_computed_Z[lanes_B] = 0
         for column_Z, values in (
             (self.num_known_Z, [len(token_ids) for token_ids in known]),
@@ -76,7 +77,7 @@ class SequenceTable:
             (self.min_p_Z, [params.min_p for params in settings]),
             (self.tau_Z, [params.tau for params in settings]),
         ):
-            column_Z[lanes_B] = torch.tensor(values, dtype=column_Z.dtype, device=self.device)
+            column_Z[lanes_B] = to_device(values, self.device, dtype=column_Z.dtype)
 
     def is_open(self, lanes_B: Tensor) -> Tensor:
         """Bool [B]: whether the sequence may get another token."""

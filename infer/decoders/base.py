@@ -28,8 +28,8 @@ class Batch:
     Sequence b sits on `lanes_B[b]` and stores the next `num_feed_B[b]` known tokens behind its computed
     ones. `samples_B[b]`: that reaches the pending token, so the pass also decodes for it. The rest is what
     the host knows: upper bounds of `num_feed_B` and of the slots in use behind this pass's known tokens,
-    and `num_rows`, the rows to lay out, padding included; None: just those that are fed, which the host
-    then waits to read.
+    `num_rows`, the rows to lay out, padding included (None: just those that are fed, which the host then
+    waits to read), and how many likeliest tokens are reported for every token, None for no logprobs.
     """
 
     lanes_B: Tensor
@@ -39,6 +39,7 @@ class Batch:
     max_known: int
     num_rows: int | None
     needs: WarpNeeds
+    num_top: int | None = None
 
 
 class Decoder(Protocol):
@@ -133,7 +134,7 @@ def pack_rows(
 
 
 def _wanted_rows(cu_rows_B1: Tensor, width_B: Tensor, width: int) -> Tensor:
-    """Packed rows [B * width] of the pending token and what hangs on it; a shorter layout repeats its last."""
+    """Packed rows [B * width] of the pending token and what hangs on it; a short layout repeats its last."""
     offsets_W = torch.arange(width, device=width_B.device)
     rows_BW = (cu_rows_B1[1:] - width_B)[:, None] + offsets_W
     return torch.minimum(rows_BW, cu_rows_B1[1:, None] - 1).clamp(min=0).flatten()

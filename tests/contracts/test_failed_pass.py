@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 FAULTS = (
     ("table", "seat", True),
     ("decoder", "plan", False),
-    ("_runner", "forward", False),
+    ("_parts.runner", "forward", False),
     ("decoder", "advance", True),
     ("decoder", "advance", False),
     ("table", "commit", False),
@@ -65,7 +66,7 @@ def test_others_answer_as_if_it_had_not_happened(monkeypatch: pytest.MonkeyPatch
         engine.add_request("survivor", SURVIVOR, GREEDY)
         for _ in range(passes_before):
             engine.step()
-        _fail_once(monkeypatch, type(getattr(engine, part)), name, before=before)
+        _fail_once(monkeypatch, type(operator.attrgetter(part)(engine)), name, before=before)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([VICTIM], GREEDY)
         done = _drain(engine)

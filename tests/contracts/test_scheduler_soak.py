@@ -171,7 +171,7 @@ def test_an_exception_in_the_middle_of_generate_leaves_nothing_behind(
     prompts = prompts_of([3, 20, 9, 1], vocab_size=CYCLE)
     params = [SamplingParams(max_tokens=12, seed=i) for i in range(4)]
     expected = [c.token_ids for c in engine.generate(prompts, params)]
-    forward, calls = engine._runner.forward, []
+    forward, calls = engine._parts.runner.forward, []
 
     def failing(plan: object) -> torch.Tensor:
         calls.append(plan)
@@ -179,7 +179,7 @@ def test_an_exception_in_the_middle_of_generate_leaves_nothing_behind(
             raise RuntimeError("device lost")
         return forward(plan)
 
-    monkeypatch.setattr(engine._runner, "forward", failing)
+    monkeypatch.setattr(engine._parts.runner, "forward", failing)
     with pytest.raises(RuntimeError, match="device lost"):
         engine.generate(prompts, params)
     assert_idle(engine)

@@ -194,7 +194,7 @@ class Replay:
             needs=WarpNeeds(),
         )
         plan = self.engine.decoder.plan(self.engine.table, batch)
-        logits_XV = self.engine._runner.forward(plan)
+        logits_XV = self.engine._parts.runner.forward(plan)
         for lane in lanes:
             computed[lane] += feed[lane]
             self.engine.table.num_computed_Z[lane] += feed[lane]

@@ -1,0 +1,123 @@
+"""Passes of static shape: a schedule is padded to a bucket, and on a GPU each bucket is one CUDA graph.
+
+Padding costs rows, not correctness: padding sequences sit on the spare lane and feed nothing, padding rows
+write their KV to the spare slot. On a CPU the padded pass runs as it is, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.infer.decoders.base import Batch
+from idlm.infer.scheduler import Schedule, lane_of
+from idlm.infer.step import Step, StepResult
+from idlm.infer.transfer import to_device
+from idlm.sampling import WarpNeeds
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
+"""Rows of prompts beside the decoding rows."""
+LEAST_SLOTS = 1024
+WARM_UP_PASSES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassShape:
+    """All that the host knows of a pass, rounded up; what varies beside it lies in tensors."""
+
+    num_sequences: int
+    num_prompt_rows: int
+    max_known: int
+    filters: bool
+    num_top: int | None
+
+
+class StaticStep:
+    """A `Step` by schedule. Captures a graph when a shape is first seen (`captures`; needs a GPU)."""
+
+    def __init__(self, step: Step, *, spare_lane: int, captures: bool) -> None:
+        self._step, self._spare_lane, self._captures = step, spare_lane, captures
+        self._device = step.table.device
+        self._graphs: dict[PassShape, _Graph] = {}
+        self._memory = torch.cuda.graph_pool_handle() if captures else None
+
+    def __call__(self, schedule: Schedule) -> StepResult:
+        """Launch the pass; the result is overwritten by the next pass of the same shape."""
+        # Reservations are written before the replay, outside the graph.
+        self._step.runner.pool.flush()
+        shape = shape_of(schedule)
+        columns = self._columns(schedule, shape.num_sequences)
+        if not self._captures:
+            return self._step(self._batch(shape, columns))
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(shape)
+        graph = self._graphs[shape]
+        graph.columns_3B.copy_(columns, non_blocking=True)
+        graph.graph.replay()
+        return graph.result
+
+    def _columns(self, schedule: Schedule, num_sequences: int) -> Tensor:
+        """Lanes, tokens to feed and whether the pass decodes, [3, B], on the device."""
+        padding = num_sequences - len(schedule.requests)
+        lanes = [lane_of(request) for request in schedule.requests] + [self._spare_lane] * padding
+        return to_device(
+            [lanes, [*schedule.num_feed, *[0] * padding], [*schedule.samples, *[False] * padding]],
+            self._device,
+        )
+
+    def _batch(self, shape: PassShape, columns_3B: Tensor) -> Batch:
+        lanes_B, num_feed_B, samples_B = columns_3B
+        return Batch(
+            lanes_B=lanes_B,
+            num_feed_B=num_feed_B,
+            samples_B=samples_B > 0,
+            max_feed=shape.num_prompt_rows + 1,
+            max_known=shape.max_known,
+            num_rows=shape.num_sequences * self._step.decoder.max_width + shape.num_prompt_rows,
+            needs=WarpNeeds(top_k=shape.filters, top_p=shape.filters, min_p=shape.filters),
+            num_top=shape.num_top,
+        )
+
+    def _capture(self, shape: PassShape) -> _Graph:
+        """Run the shape with nobody in it, so that kernels are compiled, then record it."""
+        columns_3B = torch.zeros(3, shape.num_sequences, dtype=torch.int64, device=self._device)
+        columns_3B[0] = self._spare_lane
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UP_PASSES):
+                self._step(self._batch(shape, columns_3B))
+        here.wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            result = self._step(self._batch(shape, columns_3B))
+        return _Graph(graph=graph, columns_3B=columns_3B, result=result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    columns_3B: Tensor
+    result: StepResult
+
+
+def shape_of(schedule: Schedule) -> PassShape:
+    """The smallest shape that the pass fits into."""
+    needs = WarpNeeds.of([request.params for request in schedule.requests])
+    return PassShape(
+        num_sequences=_bucket(len(schedule.requests), BATCH_BUCKETS),
+        num_prompt_rows=_bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS),
+        max_known=max(LEAST_SLOTS, 1 << (max(schedule.num_known) - 1).bit_length()),
+        filters=needs.top_k or needs.top_p or needs.min_p,
+        num_top=schedule.num_top,
+    )
+
+
+def _bucket(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`; beyond the largest, its multiples."""
+    place = bisect.bisect_left(buckets, size)
+    return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]

@@ -1,0 +1,80 @@
+"""One forward pass as a function of tensors: plan -> forward -> advance. Runs as it is, or in a graph.
+
+Nothing in here waits for the device, and with `Batch.num_rows` given no shape depends on its contents.
+Shapes: B sequences, J tokens a pass can emit, K likeliest tokens, X wanted rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import StepOutcome, StepPlan
+from idlm.infer.decoders.base import Batch, Decoder
+from idlm.infer.runner import Runner
+from idlm.infer.scheduler import Schedule
+from idlm.infer.table import SequenceTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the host wants to know of a pass, still on the device.
+
+    `counts_BJ`: per sequence the number of tokens emitted, drafts accepted and drafts tested, then the token
+    ids. The rest is None where no logprobs are wanted: the tokens' own, ids and logprobs of the likeliest.
+    """
+
+    counts_BJ: Tensor
+    logprobs_BJ: Tensor | None = None
+    top_ids_BJK: Tensor | None = None
+    top_logprobs_BJK: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The three moves of a pass."""
+
+    decoder: Decoder
+    table: SequenceTable
+    runner: Runner
+
+    def __call__(self, batch: Batch) -> StepResult:
+        """Feed `batch`, commit what comes of it into the table, and report."""
+        plan = self.decoder.plan(self.table, batch)
+        logits_XV = self.runner.forward(plan)
+        outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
+        counts_B3 = torch.stack((outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B), dim=1)
+        counts_BJ = torch.cat((counts_B3, outcome.token_ids_BJ), dim=1)
+        if batch.num_top is None:
+            return StepResult(counts_BJ=counts_BJ)
+        return _with_logprobs(counts_BJ, logits_XV, plan, outcome, num_top=batch.num_top)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """A `Step` by schedule, of just the rows that are fed."""
+
+    step: Step
+
+    def __call__(self, schedule: Schedule) -> StepResult:
+        """Launch the pass."""
+        return self.step(schedule.batch(self.step.table.device))
+
+
+def _with_logprobs(
+    counts_BJ: Tensor, logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *, num_top: int
+) -> StepResult:
+    """Under the model's own law, before temperature and truncation."""
+    token_ids_BJ = outcome.token_ids_BJ
+    offsets_J = torch.arange(token_ids_BJ.shape[1], device=token_ids_BJ.device)
+    rows_BJ = (plan.first_logit_B[:, None] + offsets_J).clamp(max=len(logits_XV) - 1)
+    law_BJV = torch.log_softmax(logits_XV[rows_BJ].double(), dim=-1)
+    top = law_BJV.topk(min(num_top, law_BJV.shape[-1]), dim=-1)
+    return StepResult(
+        counts_BJ=counts_BJ,
+        logprobs_BJ=law_BJV.gather(-1, token_ids_BJ[..., None])[..., 0],
+        top_ids_BJK=top.indices,
+        top_logprobs_BJK=top.values,
+    )

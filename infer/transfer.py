@@ -1,0 +1,17 @@
+"""Host lists to device tensors without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`values` (numbers, or rows of equal length) as a tensor on `device`, in the order of its stream."""
+    on_host = torch.tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)
