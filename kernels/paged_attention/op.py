@@ -1,18 +1,20 @@
 """Paged attention in plain torch, on any device: plan once per step, then gather and multiply per layer.
 
 `plan_attention` computes everything that does not depend on the layer. Contract and formula in README.md.
+`problems`, `plan` and `run` are the same as a back end (backends.py).
 b sequences of a group, m rows and s slots they are padded to; R rows fed this pass, B sequences, P pages,
 S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from idlm.kernels.paged_attention.rows import AttentionRows
+from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
 
 __all__ = ["AttentionPlan", "AttentionRows", "paged_attention", "plan_attention"]
 
@@ -40,6 +42,7 @@ class _Group:
 class AttentionPlan:
     """What every layer of one step shares. Built by `plan_attention`; opaque to the caller."""
 
+    backend: ClassVar[str] = "torch"
     num_rows: int
     groups: tuple[_Group, ...]
     unpad_R: torch.Tensor | None
@@ -127,6 +130,47 @@ def _rectangle(
         slots_bs=physical_bs.flatten(),
         visible_bms=visible_bms,
     )
+
+
+def problems(
+    shape: HeadShape, *, page_size: int, is_causal: bool, deterministic: bool, device: torch.device
+) -> list[str]:
+    """Every reason why it cannot serve."""
+    found = []
+    if deterministic:
+        found.append("pads sequences to groups of similar size, so results are not batch-invariant")
+    if shape.kv_dtype not in (None, shape.dtype):
+        found.append(f"takes a cache of {shape.dtype}, got {shape.kv_dtype}")
+    return found
+
+
+def plan(
+    rows: AttentionRows, shape: HeadShape, *, deterministic: bool = False, launch: Any = None
+) -> AttentionPlan:
+    """The plan of the rows that sequences own; one host synchronisation tells how many those are."""
+    num_fed = int(rows.cu_rows[-1])
+    names = ("own_slots_R", "limits_R", "branch_starts_R")
+    return plan_attention(replace(rows, **{name: getattr(rows, name)[:num_fed] for name in names}))
+
+
+def run(
+    q_RNH: torch.Tensor,
+    k_cache_SKH: torch.Tensor,
+    v_cache_SKH: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [R, N, H], in `out` if given; rows behind the last sequence are not read and come out as 0."""
+    num_fed = plan.num_rows
+    o_RNH = paged_attention(q_RNH[:num_fed], k_cache_SKH, v_cache_SKH, plan, scale=scale)
+    if out is None and num_fed == q_RNH.shape[0]:
+        return o_RNH
+    out = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
+    out[:num_fed] = o_RNH
+    out[num_fed:] = 0
+    return out
 
 
 def paged_attention(

@@ -1,6 +1,6 @@
 """What one forward pass asks of attention: which rows belong to whom and which slots each row sees.
 
-B sequences, R rows fed this pass, P KV pages of the longest sequence.
+B sequences, R rows fed this pass, P KV pages of the longest sequence, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -29,3 +29,20 @@ class AttentionRows:
     """Largest number of rows of one sequence."""
     max_slots: int
     """Largest visible logical slot of any row, plus one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What a back end must know of the model before its first layer runs."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    """Of queries and outputs, and of the cache unless `kv_dtype` says otherwise."""
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads

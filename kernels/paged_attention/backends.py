@@ -1,0 +1,122 @@
+"""Back ends behind one interface: `plan_attention` once per step, `paged_attention` once per layer.
+
+A back end is a module with `problems` (every reason why it cannot serve), `plan` and `run`; its plan says
+which one it belongs to. Optional libraries are imported when asked for and never required.
+R rows fed this pass, S physical KV slots, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+
+from idlm.kernels.paged_attention import op
+from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+
+BACKENDS = {
+    "triton": "idlm.kernels.paged_attention.launch",
+    "torch": "idlm.kernels.paged_attention.op",
+    "flash_attn": "idlm.kernels.paged_attention.library_flash_attn",
+    "flashinfer": "idlm.kernels.paged_attention.library_flashinfer",
+    "varlen": "idlm.kernels.paged_attention.library_varlen",
+}
+AUTO = {"cuda": ("torch", "triton"), "cpu": ("torch", "triton")}
+"""What "auto" tries, in this order, by device type. On a GPU triton goes first once it is measured there."""
+
+
+class Plan(Protocol):
+    """What every layer of one step shares; opaque, except for whose it is."""
+
+    @property
+    def backend(self) -> str: ...
+
+
+def problems(
+    name: str,
+    shape: HeadShape,
+    *,
+    page_size: int,
+    device: torch.device,
+    is_causal: bool = False,
+    deterministic: bool = False,
+) -> list[str]:
+    """Every reason why back end `name` cannot serve such rows; empty when it can.
+
+    `is_causal`: all rows are known on the host to see exactly the slots up to their own. `deterministic`: a
+    row's result must not depend on the rest of the batch, bit for bit.
+    """
+    try:
+        module = importlib.import_module(BACKENDS[name])
+    except ImportError as error:
+        return [f"cannot be imported: {error}"]
+    found: list[str] = module.problems(
+        shape, page_size=page_size, is_causal=is_causal, deterministic=deterministic, device=device
+    )
+    return found
+
+
+def plan_attention(
+    rows: AttentionRows,
+    shape: HeadShape | None = None,
+    *,
+    backend: str = "auto",
+    is_causal: bool = False,
+    deterministic: bool = False,
+    launch: Any = None,
+) -> Plan:
+    """Plan one step. Without `shape`, or with "auto" before the kernel is measured, torch serves.
+
+    `launch`: launch parameters of the triton back end (`launch.Launch`). Raises ValueError with every reason
+    when no back end that was asked for can serve.
+    """
+    if shape is None:
+        assert backend in ("auto", "torch") and not deterministic, f"{backend=} needs the shape of the heads"
+        return op.plan_attention(rows)
+    device = rows.cu_rows.device
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"unknown back end {backend!r}, known are {sorted(BACKENDS)}")
+    names = AUTO["cuda" if device.type == "cuda" else "cpu"] if backend == "auto" else (backend,)
+    refused = {}
+    for name in names:
+        refused[name] = problems(
+            name,
+            shape,
+            page_size=rows.page_size,
+            device=device,
+            is_causal=is_causal,
+            deterministic=deterministic,
+        )
+        if not refused[name]:
+            module = importlib.import_module(BACKENDS[name])
+            plan: Plan = module.plan(rows, shape, deterministic=deterministic, launch=launch)
+            return plan
+    reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
+    raise ValueError(f"no back end for paged attention: {reasons}")
+
+
+def paged_attention(
+    q_RNH: torch.Tensor,
+    k_cache_SKH: torch.Tensor,
+    v_cache_SKH: torch.Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    out: torch.Tensor | None = None,
+    k_scale_K: torch.Tensor | None = None,
+    v_scale_K: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return o_RNH (q's dtype, `out` if given) of one layer, whose new keys and values are already cached.
+
+    q may be a view with any row and head strides. `k_scale_K`, `v_scale_K` (float32): what the keys and
+    values of an fp8 cache are multiplied by; lossy, so reported as such by the caller.
+    """
+    if k_scale_K is not None:
+        assert plan.backend == "triton", f"{plan.backend=} takes no scaled cache"
+        extra = {"k_scale_K": k_scale_K, "v_scale_K": v_scale_K}
+    else:
+        extra = {}
+    module = importlib.import_module(BACKENDS[plan.backend])
+    result: torch.Tensor = module.run(q_RNH, k_cache_SKH, v_cache_SKH, plan, scale=scale, out=out, **extra)
+    return result

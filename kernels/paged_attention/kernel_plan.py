@@ -1,0 +1,143 @@
+"""The two Triton kernels that plan a step: a list of tiles, then a list of work items of about equal length.
+
+Both run one program per entry of lists whose lengths the host bounds; nothing is read back. An entry that the
+step does not need has no rows. The layout of the records is in launch.py, the reasons are in README.md.
+
+B sequences (number B is the padding behind the last row), R rows fed this pass, K KV heads.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def tile_kernel(
+    cu_rows,
+    limits_R,
+    branch_starts_R,
+    own_slots_R,
+    tiles,
+    counters,
+    num_sequences,
+    num_rows,
+    K,
+    RECORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Tile `program_id`: its sequence, rows and what they see, in blocks of BLOCK_N slots."""
+    tile = tl.program_id(0)
+    sequences = tl.arange(0, BLOCK_B)
+    starts = tl.load(cu_rows + sequences, mask=sequences <= num_sequences, other=0)
+    ends = tl.load(cu_rows + sequences + 1, mask=sequences < num_sequences, other=0)
+    ends = tl.where(sequences == num_sequences, num_rows, ends)
+    lengths = tl.where(sequences <= num_sequences, ends - starts, 0).to(tl.int32)
+    last_tiles = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
+    b = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    first_tile = tl.max(tl.where(last_tiles <= tile, last_tiles, 0), 0)
+    is_mine = sequences == b
+    start = tl.sum(tl.where(is_mine, starts, 0), 0).to(tl.int32)
+    end = start + tl.sum(tl.where(is_mine, lengths, 0), 0)
+    row = start + (tile - first_tile) * ROWS
+    count = tl.maximum(tl.minimum(end - row, ROWS), 0)
+
+    rows = row + tl.arange(0, BLOCK_ROWS)
+    is_fed = (rows < row + count) & (b < num_sequences)
+    limits = tl.load(limits_R + rows, mask=is_fed, other=0).to(tl.int32)
+    branches = tl.load(branch_starts_R + rows, mask=is_fed, other=1).to(tl.int32)
+    owns = tl.load(own_slots_R + rows, mask=is_fed, other=0).to(tl.int32)
+    has_branch = is_fed & (branches <= owns)
+    low_limit = tl.min(tl.where(is_fed, limits, NO_SLOT), 0)
+    high_limit = tl.max(limits, 0)
+    low_branch = tl.min(tl.where(has_branch, branches, NO_SLOT), 0)
+    high_own = tl.max(tl.where(has_branch, owns, -1), 0)
+
+    num_below = (high_limit + BLOCK_N - 1) // BLOCK_N
+    end_block = tl.maximum((high_own + BLOCK_N) // BLOCK_N, num_below)
+    branch_block = tl.minimum(tl.maximum(low_branch // BLOCK_N, num_below), end_block)
+
+    record = tiles + tile * RECORD
+    tl.store(record, b)
+    tl.store(record + 1, row)
+    tl.store(record + 2, count)
+    tl.store(record + 3, num_below)
+    tl.store(record + 4, branch_block)
+    tl.store(record + 5, end_block)
+    tl.store(record + 6, low_limit)
+    tl.store(record + 7, high_limit)
+    tl.store(record + 8, low_branch)
+    tl.store(record + 9, high_own)
+    heads = tl.arange(0, BLOCK_K)
+    tl.store(counters + tile * K + heads, tl.zeros([BLOCK_K], tl.int32), mask=heads < K)
+
+
+@triton.jit
+def item_kernel(
+    tiles,
+    items,
+    num_tiles,
+    num_programs,
+    min_blocks,
+    spare_items,
+    RECORD: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Item `program_id`: a copy of its tile's record, its share of the walk, and its place among the tile's.
+
+    SPLIT_BLOCKS 0: a tile has its part of `num_programs` items, even ones. Otherwise an item is one split of
+    SPLIT_BLOCKS blocks, or all of a tile's splits when the list has no room for them.
+    """
+    item = tl.program_id(0)
+    numbers = tl.arange(0, BLOCK_TILES)
+    inside = numbers < num_tiles
+    records = tiles + numbers * RECORD
+    has_rows = tl.load(records + 2, mask=inside, other=0) > 0
+    num_below = tl.load(records + 3, mask=inside, other=0)
+    branch_block = tl.load(records + 4, mask=inside, other=0)
+    end_block = tl.load(records + 5, mask=inside, other=0)
+    walks = tl.where(has_rows, num_below + end_block - branch_block, 0)
+    if SPLIT_BLOCKS == 0:
+        # Rounded down: one program too many would run alone after all others, for as long as they did.
+        share = walks.to(tl.int64) * num_programs // tl.maximum(tl.sum(walks, 0), 1)
+        wanted = tl.minimum(share.to(tl.int32), walks // min_blocks)
+    else:
+        splits = tl.where(has_rows, (end_block + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS, 0)
+        spare = tl.cumsum(tl.maximum(splits - 1, 0), 0)
+        wanted = tl.where(spare <= spare_items, splits, 1)
+    counts = tl.where(has_rows, tl.maximum(wanted, 1), 0)
+    last_items = tl.cumsum(counts, 0)
+    tile = tl.sum((last_items <= item).to(tl.int32), 0)
+    first = tl.max(tl.where(last_items <= item, last_items, 0), 0)
+    is_mine = numbers == tile
+    count = tl.sum(tl.where(is_mine, counts, 0), 0)
+    index = item - first
+    if SPLIT_BLOCKS == 0:
+        length = tl.sum(tl.where(is_mine, walks, 0), 0)
+        low = index * length // tl.maximum(count, 1)
+        high = (index + 1) * length // tl.maximum(count, 1)
+    else:
+        num_splits = tl.sum(tl.where(is_mine, splits, 0), 0)
+        low = index
+        high = tl.where(count == 1, num_splits, index + 1)
+
+    fields = tl.arange(0, RECORD)
+    copied = tl.load(tiles + tile * RECORD + fields, mask=(tile < num_tiles) & (fields < 10), other=0)
+    copied = tl.where(fields == 10, low, copied)
+    copied = tl.where(fields == 11, high, copied)
+    copied = tl.where(fields == 12, first, copied)
+    copied = tl.where(fields == 13, count, copied)
+    copied = tl.where(fields == 14, tile, copied)
+    tl.store(items + item * RECORD + fields, copied)
+    if index == 0:
+        tl.store(tiles + tile * RECORD + 12, first, mask=tile < num_tiles)
+        tl.store(tiles + tile * RECORD + 13, count, mask=tile < num_tiles)

@@ -1,0 +1,333 @@
+"""The Triton back end: launch parameters, the plan of a step, and the launches of a layer.
+
+Grids and buffers depend on B, R, `max_rows` and `max_slots` only, which may be upper bounds, so that a step
+can be captured in a CUDA graph; what varies lies in device tensors. Nothing waits for the device.
+Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
+and 5 end of the blocks of the branches behind them, 6 lowest and 7 highest limit, 8 lowest branch start,
+9 highest own slot, 12 first item, 13 number of items. An item copies 0 to 9 and adds 10 first and 11 end of
+its share (blocks of the walk, or splits), 12 and 13 of its tile, 14 its tile.
+B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+
+from idlm.kernels.paged_attention.kernel import attend_kernel, combine_kernel
+from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
+from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+
+RECORD = 16
+LOG2_E = 1.4426950408889634
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED_MULTIPROCESSORS = 6
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+FEW_PACKED_ROWS = 16
+"""Up to so many rows times heads of a tile, the item that finishes last adds the parts up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the kernels are launched; everything here may be swept (benchmarks/attention.py).
+
+    `combine`: "last" adds a tile's parts up in the item that finishes last, "kernel" in a second kernel,
+    which spreads the work over all multiprocessors.
+    """
+
+    block_m: int
+    """Rows times query heads of one KV head in a tile."""
+    block_n: int
+    """Slots per block."""
+    warps: int = 4
+    stages: int = 3
+    programs_per_sm: int = 2
+    """Items of all KV heads that splitting aims at, per multiprocessor."""
+    min_blocks: int = 2
+    """No item is shorter, in blocks."""
+    split_slots: int = 0
+    """Fixed length of a split; 0: even shares, as many as fill the device."""
+    combine: str = "kernel"
+    combine_rows: int = 4
+    combine_warps: int = 4
+    sum_stages: int = 12
+    """Parts that are loaded ahead while they are added up; fewer where a tile is large."""
+    pdl: bool = False
+    """Programmatic dependent launch: every kernel waits for the one before inside its own prologue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonPlan:
+    """What every layer of one step shares. Its buffers are written by each layer: one stream at a time."""
+
+    backend: ClassVar[str] = "triton"
+    rows: AttentionRows
+    shape: HeadShape
+    launch: Launch
+    num_tiles: int
+    num_items: int
+    tiles: torch.Tensor
+    items: torch.Tensor
+    counters: torch.Tensor
+    partial_o: torch.Tensor
+    partial_lse: torch.Tensor
+
+
+def problems(
+    shape: HeadShape, *, page_size: int, is_causal: bool, deterministic: bool, device: torch.device
+) -> list[str]:
+    """Every reason why this back end cannot serve; empty when it can."""
+    found = []
+    if device.type != "cuda" and not INTERPRETED:
+        found.append(f"needs a CUDA device, got {device.type}")
+    if shape.dtype not in DTYPES:
+        found.append(f"computes bfloat16, float16 and float32, got {shape.dtype}")
+    if shape.kv_dtype not in (None, shape.dtype, FP8):
+        found.append(f"takes a cache of {shape.dtype} or {FP8}, got {shape.kv_dtype}")
+    if shape.head_dim > MAX_HEAD_DIM:
+        found.append(f"head dim {shape.head_dim} is above {MAX_HEAD_DIM}")
+    if shape.group > MAX_GROUP:
+        found.append(f"{shape.group} query heads per KV head are more than {MAX_GROUP}")
+    return found
+
+
+def choose_launch(shape: HeadShape, *, max_rows: int, deterministic: bool = False) -> Launch:
+    """Tile and pipeline for the heads; `deterministic`: the same whatever is in the batch."""
+    group = triton.next_power_of_2(shape.group)
+    block_h = padded_head(shape.head_dim)
+    split_slots = 512 if deterministic else 0
+    if shape.dtype == torch.float32:
+        return Launch(
+            block_m=max(16, group),
+            block_n=32 if block_h <= 128 else 16,
+            stages=2,
+            split_slots=split_slots,
+        )
+    packed = max_rows * shape.group
+    block_m = 64 if deterministic or packed > 32 else 32 if packed > 16 else 16
+    return Launch(
+        block_m=max(block_m, group),
+        block_n=128 if block_h <= 64 else 64 if block_h <= 128 else 32,
+        warps=8 if group > 64 else 4,
+        split_slots=split_slots,
+        combine="last" if packed <= FEW_PACKED_ROWS else "kernel",
+    )
+
+
+def plan(
+    rows: AttentionRows,
+    shape: HeadShape,
+    *,
+    deterministic: bool = False,
+    launch: Launch | None = None,
+) -> TritonPlan:
+    """Tiles and items of one step, by two small kernels; nothing is read back."""
+    launch = launch or choose_launch(shape, max_rows=rows.max_rows, deterministic=deterministic)
+    assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
+    assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
+    num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
+    device = rows.cu_rows.device
+    tile_rows = launch.block_m // shape.group
+    num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
+    num_programs = max(1, num_multiprocessors(device) * launch.programs_per_sm // shape.num_kv_heads)
+    num_items = item_bound(launch, num_tiles, rows.max_slots, num_programs)
+    tiles, items = (
+        torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
+    )
+    is_split = num_items > num_tiles
+    packed = num_items * shape.num_kv_heads * launch.block_m if is_split else 1
+    result = TritonPlan(
+        rows=rows,
+        shape=shape,
+        launch=launch,
+        num_tiles=num_tiles,
+        num_items=num_items,
+        tiles=tiles,
+        items=items,
+        counters=torch.empty(num_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
+        partial_o=torch.empty(packed * shape.head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(packed, dtype=torch.float32, device=device),
+    )
+    if num_rows:
+        _write_records(result, tile_rows, num_programs)
+    return result
+
+
+def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int) -> None:
+    rows, launch, num_kv_heads = plan.rows, plan.launch, plan.shape.num_kv_heads
+    num_sequences = rows.block_table.shape[0]
+    tile_kernel[(plan.num_tiles,)](
+        rows.cu_rows,
+        rows.limits_R,
+        rows.branch_starts_R,
+        rows.own_slots_R,
+        plan.tiles,
+        plan.counters,
+        num_sequences,
+        rows.own_slots_R.shape[0],
+        num_kv_heads,
+        RECORD=RECORD,
+        ROWS=tile_rows,
+        BLOCK_N=launch.block_n,
+        BLOCK_B=triton.next_power_of_2(num_sequences + 1),
+        BLOCK_ROWS=triton.next_power_of_2(tile_rows),
+        BLOCK_K=triton.next_power_of_2(num_kv_heads),
+        num_warps=1,
+    )
+    item_kernel[(plan.num_items,)](
+        plan.tiles,
+        plan.items,
+        plan.num_tiles,
+        num_programs,
+        launch.min_blocks,
+        plan.num_items - plan.num_tiles,
+        RECORD=RECORD,
+        SPLIT_BLOCKS=launch.split_slots // launch.block_n,
+        BLOCK_TILES=triton.next_power_of_2(plan.num_tiles),
+        num_warps=1 if plan.num_tiles <= 256 else 4,
+    )
+
+
+def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int) -> int:
+    """Most tiles that the rows, and the padding behind them, can make."""
+    by_rows = (num_rows + (num_sequences + 1) * (tile_rows - 1)) // tile_rows
+    by_sequences = num_sequences * triton.cdiv(max_rows, tile_rows) + triton.cdiv(num_rows, tile_rows)
+    return max(1, min(num_rows, by_rows, by_sequences))
+
+
+def item_bound(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> int:
+    """Most items that tiles are cut into; with fixed splits a choice: what does not fit is not cut."""
+    smallest = launch.split_slots or launch.min_blocks * launch.block_n
+    return min(num_tiles + num_programs, num_tiles * max(1, triton.cdiv(max_slots, smallest)))
+
+
+def run(
+    q_RNH: torch.Tensor,
+    k_cache_SKH: torch.Tensor,
+    v_cache_SKH: torch.Tensor,
+    plan: TritonPlan,
+    *,
+    scale: float,
+    out: torch.Tensor | None = None,
+    k_scale_K: torch.Tensor | None = None,
+    v_scale_K: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [R, N, H] of one layer. `k_scale_K`, `v_scale_K` (float32): factors of an fp8 cache."""
+    rows, shape, launch = plan.rows, plan.shape, plan.launch
+    num_rows = rows.own_slots_R.shape[0]
+    assert q_RNH.shape == (num_rows, shape.num_heads, shape.head_dim), f"{q_RNH.shape=} {shape=}"
+    assert q_RNH.dtype == shape.dtype and k_cache_SKH.dtype == (shape.kv_dtype or shape.dtype), f"{shape=}"
+    assert k_cache_SKH.stride() == v_cache_SKH.stride(), f"{k_cache_SKH.stride()=} {v_cache_SKH.stride()=}"
+    assert q_RNH.stride(-1) == k_cache_SKH.stride(-1) == 1 and scale > 0, f"{q_RNH.stride()=} {scale=}"
+    assert (k_scale_K is None) == (v_scale_K is None), f"{k_scale_K=} {v_scale_K=}"
+    o_RNH = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
+    assert o_RNH.stride(-1) == 1 and o_RNH.shape == q_RNH.shape, f"{o_RNH.shape=} {o_RNH.stride()=}"
+    if num_rows == 0:
+        return o_RNH
+    _attend(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale, k_scale_K, v_scale_K)
+    if plan.num_items > plan.num_tiles and launch.combine == "kernel":
+        _combine(o_RNH, plan, v_scale_K)
+    return o_RNH
+
+
+def _attend(
+    q_RNH: torch.Tensor,
+    k_cache_SKH: torch.Tensor,
+    v_cache_SKH: torch.Tensor,
+    o_RNH: torch.Tensor,
+    plan: TritonPlan,
+    scale: float,
+    k_scale_K: torch.Tensor | None,
+    v_scale_K: torch.Tensor | None,
+) -> None:
+    rows, shape, launch = plan.rows, plan.shape, plan.launch
+    attend_kernel[(plan.num_items * shape.num_kv_heads,)](
+        q_RNH,
+        k_cache_SKH,
+        v_cache_SKH,
+        o_RNH,
+        plan.items,
+        rows.block_table,
+        rows.limits_R,
+        rows.branch_starts_R,
+        rows.own_slots_R,
+        k_scale_K,
+        v_scale_K,
+        plan.partial_o,
+        plan.partial_lse,
+        plan.counters,
+        scale * LOG2_E,
+        *q_RNH.stride()[:2],
+        *k_cache_SKH.stride()[:2],
+        *o_RNH.stride()[:2],
+        rows.block_table.stride(0),
+        K=shape.num_kv_heads,
+        G=shape.group,
+        H=shape.head_dim,
+        PAGE=rows.page_size,
+        RECORD=RECORD,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_H=padded_head(shape.head_dim),
+        SPLIT_BLOCKS=launch.split_slots // launch.block_n,
+        SCALED=k_scale_K is not None,
+        LAST_ADDS=launch.combine == "last",
+        SUM_STAGES=max(1, min(launch.sum_stages, 128 // launch.block_m)),
+        STAGES=launch.stages,
+        PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
+        PDL=launch.pdl,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **_launch_options(launch),
+    )
+
+
+def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | None) -> None:
+    shape, launch = plan.shape, plan.launch
+    pieces = triton.cdiv(launch.block_m, launch.combine_rows)
+    combine_kernel[(plan.num_tiles * shape.num_kv_heads, pieces)](
+        o_RNH,
+        plan.tiles,
+        v_scale_K,
+        plan.partial_o,
+        plan.partial_lse,
+        *o_RNH.stride()[:2],
+        K=shape.num_kv_heads,
+        G=shape.group,
+        H=shape.head_dim,
+        RECORD=RECORD,
+        TILE_M=launch.block_m,
+        BLOCK_M=launch.combine_rows,
+        BLOCK_H=padded_head(shape.head_dim),
+        STAGES=launch.sum_stages,
+        SCALED=v_scale_K is not None,
+        PDL=launch.pdl,
+        num_warps=launch.combine_warps,
+        **_launch_options(launch),
+    )
+
+
+def _launch_options(launch: Launch) -> dict[str, Any]:
+    """Named only when it is on: the interpreter and other targets do not know it."""
+    return {"launch_pdl": True} if launch.pdl else {}
+
+
+def padded_head(head_dim: int) -> int:
+    """Columns of a tile; those past the head dim are masked."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the device, or a small number in the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

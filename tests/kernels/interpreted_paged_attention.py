@@ -1,0 +1,234 @@
+"""The Triton kernels of paged attention in the interpreter: started by test_paged_attention.py.
+
+float32 and float16: the interpreter has no bfloat16. tests/gpu/test_paged_attention_gpu.py has more shapes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from idlm.kernels.paged_attention import HeadShape, launch, paged_attention, plan_attention
+from idlm.kernels.paged_attention.launch import Launch, TritonPlan
+from tests.kernels.paged_attention_cases import (
+    SCALE,
+    Case,
+    Row,
+    branch,
+    build,
+    causal,
+    cold,
+    error_ratio,
+    far_branch,
+    random_sequences,
+    steady,
+    tree,
+    visible,
+)
+
+SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+TINY = Launch(block_m=16, block_n=16, min_blocks=1)
+LAST = replace(TINY, combine="last")
+FIXED = replace(TINY, split_slots=32)
+MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
+RANDOM_STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before it is written shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        tensor = empty(*args, **options)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77777)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def plan_of(case: Case, tunables: Launch | None = None) -> TritonPlan:
+    is_fixed = tunables is not None and tunables.split_slots > 0
+    plan = plan_attention(case.rows, case.shape, backend="triton", launch=tunables, deterministic=is_fixed)
+    assert isinstance(plan, TritonPlan)
+    return plan
+
+
+def run(case: Case, tunables: Launch | None = None, **options: Any) -> Tensor:
+    plan = plan_of(case, tunables)
+    return paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE, **options)
+
+
+def check(case: Case, tunables: Launch | None = None) -> None:
+    assert error_ratio(case, run(case, tunables)) <= 2
+
+
+@pytest.mark.parametrize("tunables", [TINY, LAST, FIXED])
+def test_a_mixed_step(tunables: Launch) -> None:
+    check(build(MIXED, SMALL), tunables)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(14, 2, 24), (3, 1, 80), (2, 2, 64), (5, 5, 20)]
+)
+def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    shape = HeadShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.float16)
+    check(build([tree(50), causal(20, 5)], shape, page_size=16))
+
+
+@pytest.mark.parametrize("page_size", [3, 64])
+def test_page_sizes(page_size: int) -> None:
+    check(build([steady(33), causal(0, 17)], SMALL, page_size=page_size), TINY)
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_STEPS))
+def test_random_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    sequences = random_sequences(rng, most=5, longest=120, chunk=40)
+    shape = replace(
+        SMALL, num_kv_heads=rng.choice([1, 2, 4]), dtype=rng.choice([torch.float16, torch.float32])
+    )
+    case = build(sequences, shape, page_size=rng.choice([2, 16]), padding=rng.randint(0, 9), seed=seed)
+    check(case, (None, LAST, FIXED)[seed % 3])
+
+
+@pytest.mark.parametrize("programs_per_sm", [0, 1, 40])
+def test_any_number_of_splits(programs_per_sm: int) -> None:
+    case = build([causal(130, 2)], SMALL)
+    tunables = replace(LAST if programs_per_sm % 2 else TINY, programs_per_sm=programs_per_sm)
+    plan = plan_of(case, tunables)
+    wanted = max(1, launch.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
+    used = plan.items[:, 2] > 0
+    split = plan.tiles[0, 13].item()
+    assert split == min(wanted, 9), "132 slots are 9 blocks of 16"
+    assert used.sum() == split + 1, "and the padding is a tile of its own"
+    check(case, tunables)
+
+
+def test_bounds_above_the_truth_change_nothing() -> None:
+    """As in a CUDA graph: more sequences, rows and slots than the step has."""
+    sequences = [steady(40), [], branch(11)]
+    plain = build(sequences, SMALL, seed=5)
+    roomy = build([*sequences, [], []], SMALL, seed=5, spare_rows=9, spare_slots=300)
+    check(roomy, TINY)
+    assert torch.equal(run(roomy, TINY), run(plain, TINY))
+
+
+@pytest.mark.parametrize("sequences", [[], [[], []], [causal(0, 1)]])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_steps_of_next_to_nothing(sequences: list[list[Row]], padding: int) -> None:
+    case = build(sequences or [[]], SMALL, padding=padding)
+    check(case)
+
+
+@pytest.mark.parametrize("tunables", [TINY, FIXED, replace(FIXED, programs_per_sm=0)])
+@pytest.mark.parametrize("seed", range(2))
+def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
+    case = build(
+        random_sequences(random.Random(seed), most=9, longest=300, chunk=90),
+        SMALL,
+        padding=seed,
+        spare_rows=seed,
+    )
+    plan = plan_of(case, tunables)
+    rows, tiles = case.rows, plan.tiles[plan.tiles[:, 2] > 0].tolist()
+    fed = [row for tile in tiles for row in range(tile[1], tile[1] + tile[2])]
+    assert fed == list(range(rows.own_slots_R.shape[0]))
+    items = [item for item in plan.items.tolist() if item[2] > 0]
+    assert [item[14] for item in items] == [t for t, tile in enumerate(tiles) for _ in range(tile[13])]
+    for tile in tiles:
+        b, row, count, num_below, branch_block, end_block = tile[:6]
+        mine = plan.items[tile[12] : tile[12] + tile[13]].tolist()
+        assert all(item[:10] == tile[:10] for item in mine)
+        shares = [place for item in mine for place in range(item[10], item[11])]
+        length = num_below + end_block - branch_block
+        assert shares == list(range(-(-end_block // 2) if tunables.split_slots else length))
+        if b < rows.cu_rows.numel() - 1:
+            visible_ms, _ = visible(rows, b)
+            seen_s = visible_ms[row - int(rows.cu_rows[b]) :][:count].any(dim=0).nonzero()[:, 0]
+            walked = {*range(num_below), *range(branch_block, end_block)}
+            assert {slot // tunables.block_n for slot in seen_s.tolist()} == walked
+
+
+def dot_row_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """A product whose rows do not depend on one another's place, like those of a GPU, unlike BLAS."""
+    product = np.einsum("mk,kn->mn", a.data.astype(np.float32), b.data.astype(np.float32), optimize=False)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def fixed_content(case: Case, b: int) -> Case:
+    """The step with keys, values and queries of sequence b that depend on its logical slots only."""
+    generator = torch.Generator().manual_seed(99)
+    _, physical_s = visible(case.rows, b)
+    for cache in (case.k_cache_SKH, case.v_cache_SKH):
+        cache[physical_s] = torch.randn(400, *cache.shape[1:], generator=generator)[: len(physical_s)].to(
+            cache
+        )
+    queries = torch.randn(400, *case.q_RNH.shape[1:], generator=generator).to(case.q_RNH)
+    fed = slice(int(case.rows.cu_rows[b]), int(case.rows.cu_rows[b + 1]))
+    case.q_RNH[fed] = queries[case.rows.own_slots_R[fed]]
+    return case
+
+
+def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise: alone, among its own rows, in a chunk, in a full batch, and with no room for parts."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_row_by_row)
+    rows = steady(90)
+    batches: list[Callable[[], tuple[list[list[Row]], int, int]]] = [
+        lambda: ([rows], 0, 0),
+        lambda: ([causal(9, 1), [], [*causal(83, 7), *rows], branch(10), causal(20, 9)], 2, 7),
+        lambda: ([rows, causal(100, 2), tree(33)], 0, 0),
+    ]
+    tunables = [FIXED, replace(FIXED, programs_per_sm=0), replace(FIXED, combine="last")]
+    outcomes = []
+    for number, batch in enumerate(batches):
+        sequences, b, skipped = batch()
+        case = fixed_content(build(sequences, SMALL, page_size=(4, 16, 1)[number], seed=number), b)
+        first = int(case.rows.cu_rows[b]) + skipped
+        outcomes.append(run(case, tunables[number])[first : first + len(rows)])
+        if not number:
+            even = run(case, TINY)[: len(rows)]
+    for index in (0, 3, 6):
+        case = fixed_content(build([rows[index : index + 1]], SMALL, seed=7), 0)
+        assert torch.equal(run(case, FIXED)[0], outcomes[0][index]), f"row {index} alone"
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+    assert not torch.equal(even, outcomes[0]), "other splits do round differently, so this test can fail"
+
+
+def test_parts_that_do_not_fit_are_walked_by_one_item() -> None:
+    case = build([causal(150, 1)], SMALL)
+    plan = plan_of(case, replace(FIXED, programs_per_sm=0))
+    assert plan.tiles[0, 13] == 1 and plan.items[0, 10:12].tolist() == [0, 5]
+
+
+def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:
+    case = build([tree(75), causal(0, 3)], SMALL)
+    plan = plan_of(case, LAST)
+    arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan
+    first = paged_attention(*arguments, scale=SCALE)
+    wide = torch.full((first.shape[0], 9, 16), 7.0)
+    again = paged_attention(*arguments, scale=SCALE, out=wide[:, 2:6])
+    assert torch.equal(again, first) and again.data_ptr() == wide[:, 2:6].data_ptr()
+    assert (wide[:, :2] == 7).all() and (wide[:, 6:] == 7).all()
+
+
+def test_an_fp8_cache_with_its_scales() -> None:
+    shape = replace(SMALL, dtype=torch.float16)
+    case = build([steady(40), causal(5, 9)], shape)
+    scales = torch.tensor([0.5, 2.0]), torch.tensor([4.0, 0.25])
+    stored, restored = [], []
+    for cache, scale_K in zip((case.k_cache_SKH, case.v_cache_SKH), scales, strict=True):
+        stored.append((cache / scale_K[:, None].half()).to(torch.float8_e4m3fn))
+        restored.append((stored[-1].float() * scale_K[:, None]).half())
+    plain = replace(case, k_cache_SKH=restored[0], v_cache_SKH=restored[1])
+    scaled = replace(plain, shape=replace(shape, kv_dtype=torch.float8_e4m3fn), k_cache_SKH=stored[0])
+    scaled = replace(scaled, v_cache_SKH=stored[1])
+    o_RNH = run(scaled, TINY, k_scale_K=scales[0], v_scale_K=scales[1])
+    assert error_ratio(plain, o_RNH) <= 2

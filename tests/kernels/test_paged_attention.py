@@ -1,0 +1,193 @@
+"""Back ends of paged attention: the kernels in the interpreter and compiled for Hopper, and who serves what.
+
+The torch path has tests/unit/test_paged_attention.py, the GPU tests/gpu/test_paged_attention_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.kernels.paged_attention import (
+    BACKENDS,
+    HeadShape,
+    paged_attention,
+    paged_attention_reference,
+    plan_attention,
+    problems,
+)
+from tests.kernels.paged_attention_cases import (
+    SCALE,
+    build,
+    causal,
+    dense,
+    error_ratio,
+    random_sequences,
+    steady,
+    tree,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = "tests/kernels/interpreted_paged_attention.py"
+QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+MAX_SHARED_BYTES = 227 * 1024
+
+
+def interpret(*selection: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, *selection]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    interpret()
+
+
+def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int) -> Any:
+    """The kernel for sm_90, with pointers and strides as aligned as the engine's; needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_kernel
+
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"):
+            signature[name] = "*bf16"
+        elif name.startswith(("partial", "k_scale", "v_scale")):
+            signature[name] = "*fp32"
+        elif name in ("tiles", "items", "counters"):
+            signature[name] = "*i32"
+        elif name in ("cu_rows", "block_table", "limits_R", "branch_starts_R", "own_slots_R"):
+            signature[name] = "*i64"
+        else:
+            signature[name] = "fp32" if name == "scale_log2" else "i32"
+        if signature[name].startswith("*") or name.startswith("stride"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    values = {(list(signature).index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, attributes)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": constants.get("PDL", False)}
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize(("max_rows", "deterministic"), [(7, False), (1, True)])
+def test_the_walk_compiles_for_hopper(max_rows: int, deterministic: bool) -> None:
+    """Copies of 16 bytes, several blocks ahead, and two programs on a multiprocessor."""
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention import kernel
+    from idlm.kernels.paged_attention.launch import RECORD, choose_launch
+
+    launch = choose_launch(QWEN3_8B, max_rows=max_rows, deterministic=deterministic)
+    constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False}
+    constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.stages}
+    constants |= {"SPLIT_BLOCKS": launch.split_slots // launch.block_n, "LAST_ADDS": False, "SUM_STAGES": 2}
+    constants |= {"PRECISION": "tf32", "PDL": True}
+    result = compiled(kernel.attend_kernel, constants, warps=launch.warps, stages=launch.stages)
+    assert launch.programs_per_sm * (result.metadata.shared + 1024) <= MAX_SHARED_BYTES
+    ptx = result.asm["ptx"]
+    assert ptx.count("griddepcontrol") == 2
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global .*", ptx)
+    assert copies and all(", 0x10," in copy or ", 16," in copy for copy in copies)
+    block_bytes = launch.block_n * QWEN3_8B.head_dim * 2
+    assert result.metadata.shared >= 2 * (launch.stages - 1) * block_bytes, (
+        "a page id delays a block of loads"
+    )
+    assert ("wgmma" in ptx) == (launch.block_m >= 64)
+
+
+def test_planning_and_combining_compile_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.paged_attention import kernel, kernel_plan
+    from idlm.kernels.paged_attention.launch import RECORD
+
+    heads = {"K": 8, "G": 4, "H": 128, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False, "PDL": True}
+    combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12}
+    result = compiled(kernel.combine_kernel, combine, warps=4, stages=3)
+    assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
+    tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "BLOCK_K": 8}
+    compiled(kernel_plan.tile_kernel, tile, warps=1, stages=1)
+    for split_blocks in (0, 8):
+        item = {"RECORD": RECORD, "SPLIT_BLOCKS": split_blocks, "BLOCK_TILES": 256}
+        compiled(kernel_plan.item_kernel, item, warps=1, stages=1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_fast_truth_of_the_tests_is_the_reference(seed: int) -> None:
+    case = build(
+        random_sequences(random.Random(seed), most=4, longest=30, chunk=9),
+        replace(SMALL, dtype=torch.float64),
+        padding=0,
+        seed=seed,
+    )
+    expected = paged_attention_reference(
+        case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, rows=case.rows, scale=SCALE
+    )
+    torch.testing.assert_close(dense(case, torch.float64), expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_torch_back_end_with_padding_and_a_given_output(dtype: torch.dtype) -> None:
+    shape = replace(SMALL, dtype=dtype)
+    case = build([steady(20), [], causal(3, 30), tree(9)], shape, padding=4)
+    plan = plan_attention(case.rows, shape)
+    assert plan.backend == "torch", "what is measured is made the default, not what is hoped"
+    out = torch.full((*case.q_RNH.shape[:2], 24), 7, dtype=dtype)[..., :16]
+    o_RNH = paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE, out=out)
+    assert o_RNH is out and error_ratio(case, out) <= 2
+
+
+def reasons(name: str, shape: HeadShape = QWEN3_8B, **options: Any) -> str:
+    given = {"page_size": 16, "device": torch.device("cuda")} | options
+    return "; ".join(problems(name, shape, **given))
+
+
+def test_every_back_end_says_all_that_keeps_it_from_serving() -> None:
+    for name in ("flash_attn", "flashinfer", "varlen"):
+        told = reasons(
+            name, replace(QWEN3_8B, dtype=torch.float32), device=torch.device("cpu"), deterministic=True
+        )
+        assert all(part in told for part in ("CUDA", "branches", "batch-invariant", "float32")), told
+    for name, package in (("flash_attn", "flash_attn"), ("flashinfer", "flashinfer")):
+        if importlib.util.find_spec(package) is None:
+            assert "installed" in reasons(name, is_causal=True)
+    assert "batch-invariant" in reasons("torch", deterministic=True) and not reasons("torch")
+    wide = replace(QWEN3_8B, head_dim=512, num_heads=8 * 256, dtype=torch.float64, kv_dtype=torch.int8)
+    told = reasons("triton", wide)
+    assert all(part in told for part in ("512", "256 query heads", "float64", "int8")), told
+    assert not reasons("triton", deterministic=True, is_causal=True)
+
+
+def test_a_refusal_names_the_back_end_and_the_reasons() -> None:
+    case = build([causal(5, 2)], SMALL)
+    with pytest.raises(ValueError, match=r"triton: needs a CUDA device.*"):
+        plan_attention(case.rows, SMALL, backend="triton")
+    with pytest.raises(ValueError, match=r"torch: .*batch-invariant; triton: needs a CUDA device"):
+        plan_attention(case.rows, SMALL, deterministic=True)
+    with pytest.raises(ValueError, match=r"unknown back end 'flash'.*flash_attn"):
+        plan_attention(case.rows, SMALL, backend="flash")
+
+
+def test_the_table_of_back_ends_can_be_imported_and_imports_no_library() -> None:
+    code = (
+        "import sys, importlib; from idlm.kernels.paged_attention import BACKENDS;"
+        "[importlib.import_module(BACKENDS[name]) for name in BACKENDS if name != 'triton'];"
+        "print([name for name in ('triton', 'flash_attn', 'flashinfer') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert set(BACKENDS) == {"triton", "torch", "flash_attn", "flashinfer", "varlen"}
