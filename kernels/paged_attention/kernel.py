@@ -85,7 +85,7 @@ def _sum_items(
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def attend_kernel(
     q_RNH,
     k_cache_SKH,

@@ -16,7 +16,7 @@ import triton.language as tl
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "K"])
 def tile_kernel(
     cu_rows,
     limits_R,
@@ -80,7 +80,7 @@ def tile_kernel(
     tl.store(counters + tile * K + heads, tl.zeros([BLOCK_K], tl.int32), mask=heads < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_programs", "min_blocks", "spare_items"])
 def item_kernel(
     tiles,
     items,

@@ -8,7 +8,7 @@ dim, m rows and s slots of one sequence.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -195,7 +195,3 @@ def random_sequences(rng: random.Random, *, most: int, longest: int, chunk: int)
             else causal(start, rng.randint(1, chunk))
         )
     return sequences
-
-
-def with_bounds(case: Case, *, max_rows: int, max_slots: int) -> Case:
-    return replace(case, rows=replace(case.rows, max_rows=max_rows, max_slots=max_slots))
