@@ -19,6 +19,7 @@ from idlm.infer.graphs import StaticStep
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
+from idlm.infer.pace import AdaptivePace, FixedPace, Pace
 from idlm.infer.runner import Runner
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.step import EagerStep, Step, StepResult
@@ -68,6 +69,7 @@ class EngineParts:
     table: SequenceTable
     pool: PagePool
     scheduler: Scheduler
+    pace: Pace
     runner: Runner
     step: Callable[[Schedule], StepResult]
 
@@ -127,7 +129,7 @@ def _assemble(
     # One lane and one page more than anybody sits on: for the padding of passes of static shape.
     num_lanes = settings.max_num_seqs + 1
     decoder.allocate(num_lanes, spec.vocab_size, device)
-    max_slots = max_length - 1 + decoder.max_width
+    max_slots = max_length - 1 + max(decoder.widths)
     lane_pages = -(-max_slots // settings.page_size)
     page_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * settings.page_size
     demand = KVDemand(page_bytes=page_bytes, max_pages=lane_pages * settings.max_num_seqs, device=device)
@@ -161,9 +163,10 @@ def _assemble(
             pool,
             num_lanes=settings.max_num_seqs,
             max_prompt_rows=settings.max_prompt_rows,
-            max_width=decoder.max_width,
+            max_width=max(decoder.widths),
             max_emitted=decoder.max_emitted,
         ),
+        pace=FixedPace() if len(decoder.pictures) == 1 else AdaptivePace(decoder.pictures, decoder.widths),
         runner=runner,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
     )

@@ -49,7 +49,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.semantics = parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
-        self.scheduler, self._step = parts.scheduler, parts.step
+        self.scheduler, self._step, self._pace = parts.scheduler, parts.step, parts.pace
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -191,7 +191,8 @@ class Engine:
         if not schedule.requests:
             return False
         self._seat(schedule)
-        self._flights.append(Flight(schedule, self._step(schedule)))
+        schedule.picture = self._pace.choose(len(schedule.requests))
+        self._flights.append(Flight(schedule, self._step))
         schedule.launched()
         return True
 
@@ -215,9 +216,10 @@ class Engine:
         """Read results, oldest first: all that are back, then more until `num_left` are on their way."""
         while self._flights and (len(self._flights) > num_left or self._flights[0].is_back()):
             flight = self._flights.popleft()
-            for request, samples, emission in zip(
-                flight.requests, flight.samples, flight.emissions(), strict=True
-            ):
+            emissions = flight.emissions()
+            if flight.only_decodes:
+                self._pace.learn_time(flight.picture, len(flight.requests), flight.seconds())
+            for request, samples, emission in zip(flight.requests, flight.samples, emissions, strict=True):
                 # A request that was found complete, or was aborted, while this pass was on its way.
                 if request.finish_reason is None:
                     self._deliver(request, samples, emission)
@@ -234,6 +236,7 @@ class Engine:
         # Behind a stop nothing counts: the drafts there belong to no answer.
         accepted, is_cut = emission.num_accepted, len(new_ids) <= emission.num_accepted
         request.count_drafts(min(accepted, len(new_ids)), len(new_ids) if is_cut else emission.num_tested)
+        self._pace.learn_drafts(accepted, emission.num_tested)
         request.logprobs += emission.logprobs[: len(new_ids)]
         is_done = request.finish_reason is not None
         text += self._texts[request].finish() if is_done and request in self._texts else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +31,30 @@ class Emission:
 class Flight:
     """One launched pass, whose results are read late: nobody waits for what was launched just now."""
 
-    def __init__(self, schedule: Schedule, result: StepResult) -> None:
+    def __init__(self, schedule: Schedule, step: Callable[[Schedule], StepResult]) -> None:
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
+        self.picture = schedule.picture
+        self.only_decodes = all(schedule.samples) and max(schedule.num_feed) == 1
+        begun = time.perf_counter()
+        start = _mark()
+        result = step(schedule)
         self._counts = _to_host(result.counts_BJ)
         logprobs = (result.logprobs_BJ, result.top_ids_BJK, result.top_logprobs_BJK)
         self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
-        self._event = torch.cuda.Event() if result.counts_BJ.is_cuda else None
-        if self._event is not None:
-            self._event.record()
+        on_gpu = result.counts_BJ.is_cuda
+        self._start, self._event = (start, _mark()) if on_gpu else (None, None)
+        self._seconds = time.perf_counter() - begun
 
     def is_back(self) -> bool:
         """Whether a GPU has finished the pass; on a CPU there is nothing to gain from looking early."""
         return self._event is not None and bool(self._event.query())
+
+    def seconds(self) -> float:
+        """How long the pass took; on a GPU once it is back, without the time that it waited for others."""
+        if self._start is None or self._event is None:
+            return self._seconds
+        return self._start.elapsed_time(self._event) / 1e3
 
     def emissions(self) -> list[Emission]:
         """What the pass says, in the order of `requests`; looks again and again until it is there."""
@@ -63,6 +75,15 @@ class Flight:
                 )
             )
         return emissions
+
+
+def _mark() -> torch.cuda.Event | None:
+    """This point in the GPU's work, None without one."""
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _to_host(result: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ WARM_UP_PASSES = 2
 class PassShape:
     """All that the host knows of a pass, rounded up; what varies beside it lies in tensors."""
 
+    picture: int
     num_sequences: int
     num_prompt_rows: int
     max_known: int
@@ -71,14 +72,16 @@ class StaticStep:
 
     def _batch(self, shape: PassShape, columns_3B: Tensor) -> Batch:
         lanes_B, num_feed_B, samples_B = columns_3B
+        width = self._step.decoder.widths[shape.picture]
         return Batch(
             lanes_B=lanes_B,
             num_feed_B=num_feed_B,
             samples_B=samples_B > 0,
             max_feed=shape.num_prompt_rows + 1,
             max_known=shape.max_known,
-            num_rows=shape.num_sequences * self._step.decoder.max_width + shape.num_prompt_rows,
+            num_rows=shape.num_sequences * width + shape.num_prompt_rows,
             needs=WarpNeeds(top_k=shape.filters, top_p=shape.filters, min_p=shape.filters),
+            picture=shape.picture,
             num_top=shape.num_top,
         )
 
@@ -109,6 +112,7 @@ def shape_of(schedule: Schedule) -> PassShape:
     """The smallest shape that the pass fits into."""
     needs = WarpNeeds.of([request.params for request in schedule.requests])
     return PassShape(
+        picture=schedule.picture,
         num_sequences=_bucket(len(schedule.requests), BATCH_BUCKETS),
         num_prompt_rows=_bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS),
         max_known=max(LEAST_SLOTS, 1 << (max(schedule.num_known) - 1).bit_length()),

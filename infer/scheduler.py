@@ -24,7 +24,7 @@ from idlm.sampling import WarpNeeds
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down or
-    lost its KV.
+    lost its KV. `picture`: by which of the decoder's pictures.
 
     `num_feed[b]` known tokens are fed, `num_known[b]` are then computed at most, `samples[b]`: that is all.
     """
@@ -35,6 +35,7 @@ class Schedule:
     samples: list[bool] = field(default_factory=list)
     seated: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    picture: int = 0
 
     @property
     def num_top(self) -> int | None:
@@ -52,6 +53,7 @@ class Schedule:
             max_known=max(self.num_known),
             num_rows=None,
             needs=WarpNeeds.of([request.params for request in self.requests]),
+            picture=self.picture,
             num_top=self.num_top,
         )
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.base import DECODERS, Batch, pack_rows
-from idlm.infer.decoders.layout import LayoutTable, RowLayout
+from idlm.infer.decoders.base import DECODERS, Batch, PictureName, pack_rows
+from idlm.infer.decoders.layout import Picture
+from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
 from idlm.sampling import draw, to_law
 from idlm.semantics import Semantics
@@ -34,28 +35,29 @@ class ArDecoder:
     name: ClassVar[str] = "ar"
     Config: ClassVar[type] = ArConfig
     exactness = "exact"
-    max_width = max_emitted = 1
+    pictures: tuple[PictureName, ...] = (PictureName(stride=1, strategy="cold"),)
+    widths: tuple[int, ...] = (1,)
+    max_emitted = 1
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
         self.config = config
 
     def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
         """One layout, a single row; nothing per lane."""
-        only = RowLayout(num_drafts=0, num_masks=0, mask_parents=(), draft_rows=((),), next_layouts=(0,))
-        self._layouts = LayoutTable([only], device)
+        self._picture = Picture(layouts("cold", num_masks=0, max_drafts=0), device)
 
     def seat(self, lanes: list[int]) -> None:
         """Nothing to reset."""
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """The known tokens that are not computed yet, and nothing behind them."""
-        layout_B = torch.zeros_like(batch.lanes_B)
+        stock_B = torch.zeros_like(batch.lanes_B)
         return pack_rows(
             table,
             batch,
-            layouts=self._layouts,
-            layout_B=layout_B,
-            drafts_BJ=layout_B[:, None][:, :0],
+            picture=self._picture,
+            stock_B=stock_B,
+            drafts_BJ=stock_B[:, None][:, :0],
             mask_token_id=0,
         )
 

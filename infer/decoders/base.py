@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.layout import MASK, LayoutTable
+from idlm.infer.decoders.layout import MASK, Picture
 from idlm.infer.table import SequenceTable
 from idlm.registry import Registry
 from idlm.sampling import WarpNeeds
@@ -27,9 +27,10 @@ class Batch:
 
     Sequence b sits on `lanes_B[b]` and stores the next `num_feed_B[b]` known tokens behind its computed
     ones. `samples_B[b]`: that reaches the pending token, so the pass also decodes for it. The rest is what
-    the host knows: upper bounds of `num_feed_B` and of the slots in use behind this pass's known tokens,
-    `num_rows`, the rows to lay out, padding included (None: just those that are fed, which the host then
-    waits to read), and how many likeliest tokens are reported for every token, None for no logprobs.
+    the host knows: upper bounds of `num_feed_B` and of the slots in use behind this pass's known tokens;
+    which of the decoder's pictures is used; `num_rows`, the rows to lay out, padding included (None: just
+    those that are fed, which the host then waits to read); how many likeliest tokens are reported for
+    every token, None for no logprobs.
     """
 
     lanes_B: Tensor
@@ -39,15 +40,29 @@ class Batch:
     max_known: int
     num_rows: int | None
     needs: WarpNeeds
+    picture: int = 0
     num_top: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureName:
+    """What a pass tries for every sequence: so many tokens at most, and what happens after a rejection."""
+
+    stride: int
+    strategy: str
+
+
 class Decoder(Protocol):
-    """One decoding algorithm. `Config` is a frozen dataclass of its options, filled from `decoder.*`."""
+    """One decoding algorithm. `Config` is a frozen dataclass of its options, filled from `decoder.*`.
+
+    A pass is laid out by one of its `pictures`, which feeds up to `widths[number]` rows per sequence beside
+    prompts; who chooses may look at committed tokens and at times only (pace.py).
+    """
 
     name: ClassVar[str]
     Config: ClassVar[type]
-    max_width: int
+    pictures: tuple[PictureName, ...]
+    widths: tuple[int, ...]
     max_emitted: int
     exactness: str
 
@@ -77,23 +92,23 @@ def pack_rows(
     table: SequenceTable,
     batch: Batch,
     *,
-    layouts: LayoutTable,
-    layout_B: Tensor,
+    picture: Picture,
+    stock_B: Tensor,
     drafts_BJ: Tensor,
     mask_token_id: int,
 ) -> StepPlan:
-    """Lay the batch's rows out: known tokens up to the pending one, then the layout's drafts and masks.
+    """Lay the batch's rows out: known tokens up to the pending one, then drafts and masks by the picture.
 
     There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet,
     and whether its masks ride along depends only on `samples_B`, never on a row count. A sequence that is
     as long as it may get feeds its pending token again and decodes nothing.
     """
-    device, width = table.device, layouts.max_width
+    device, width = table.device, picture.max_width
     lanes_B, feed_B = batch.lanes_B, batch.num_feed_B
     is_open_B = table.is_open(lanes_B)
     samples_B = batch.samples_B & is_open_B
     computed_B = table.num_computed_Z[lanes_B]
-    width_B = torch.where(samples_B, layouts.width_Y[layout_B], 1)
+    width_B = torch.where(samples_B, picture.width_Y[stock_B], 1)
     cu_rows_B1 = torch.nn.functional.pad((feed_B - 1 + width_B).cumsum(0), (1, 0))
     num_rows = int(cu_rows_B1[-1]) if batch.num_rows is None else batch.num_rows
     rows_R = torch.arange(num_rows, device=device)
@@ -102,8 +117,8 @@ def pack_rows(
 
     row_R = offset_R - (feed_B - 1)[sequence_R]
     base_R = (computed_B + feed_B - 1)[sequence_R]
-    place = (layout_B[sequence_R], row_R.clamp(min=0, max=width - 1))
-    source_R, position_R = layouts.source_YW[place], layouts.position_YW[place]
+    place = (stock_B[sequence_R], row_R.clamp(min=0, max=width - 1))
+    source_R, position_R = picture.source_YW[place], picture.position_YW[place]
     is_known_R, is_mask_R = row_R <= 0, (row_R > 0) & (source_R == MASK)
     slots_R = computed_B[sequence_R] + offset_R
     known_R = table.tokens_ZL[lanes_B[sequence_R], slots_R.clamp(max=table.tokens_ZL.shape[1] - 1)]
@@ -111,7 +126,7 @@ def pack_rows(
     # Known tokens are causal: they see what is before them and themselves, and have no branch.
     limits_R, branch_starts_R = (
         torch.where(is_known_R, slots_R + 1, base_R + column_YW[place])
-        for column_YW in (layouts.limit_YW, layouts.branch_YW)
+        for column_YW in (picture.limit_YW, picture.branch_YW)
     )
     return StepPlan(
         lanes_B=lanes_B,

@@ -1,9 +1,10 @@
 """Rows of one decoding step as data: a chain of tokens to verify and groups of masks hanging on it.
 
 All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is
-fed and, for every count `a` of accepted drafts, which rows the next drafts are drawn from and which layout
-comes next. Stacked into a `LayoutTable`, planning and advancing are table look-ups without branches.
-Shapes: Y layouts, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J =
+fed and, for every count `a` of accepted drafts, which rows the next drafts are drawn from. A `Picture` has a
+layout for every stock of drafts that a sequence may hold, stacked so that planning and advancing are table
+look-ups without branches. Sequences may go from one picture to another after any step.
+Shapes: Y stocks, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J =
 num_masks drafts.
 """
 
@@ -19,23 +20,43 @@ MASK = -1
 NO_ROW = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """The drafts that a sequence holds. `is_fill`: they were drawn from verification rows behind a rejection,
+    not from masks.
+    """
+
+    num_drafts: int
+    is_fill: bool = False
+
+    def index(self, max_drafts: int) -> int:
+        """Its number among `stocks(max_drafts)`."""
+        return self.num_drafts + (max_drafts if self.is_fill and self.num_drafts else 0)
+
+
+def stocks(max_drafts: int) -> list[Stock]:
+    """Every stock of at most so many drafts; none at all is number 0."""
+    counts = range(1, max_drafts + 1)
+    return [Stock(0), *(Stock(count) for count in counts), *(Stock(count, True) for count in counts)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
     """`[pending, draft_1 .. draft_m]` followed by groups of `num_masks` masks.
 
     Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other,
     causally. `draft_rows[a]`: after exactly `a` accepted drafts, the rows whose laws the next drafts come
-    from, in order. `next_layouts[a]`: index of the layout that the next step uses then.
+    from, in order; `next_stocks[a]` is what they are.
     """
 
     num_drafts: int
     num_masks: int
     mask_parents: tuple[int, ...]
     draft_rows: tuple[tuple[int, ...], ...]
-    next_layouts: tuple[int, ...]
+    next_stocks: tuple[Stock, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.draft_rows) == len(self.next_layouts) == self.num_drafts + 1, f"{self=}"
+        assert len(self.draft_rows) == len(self.next_stocks) == self.num_drafts + 1, f"{self=}"
         assert all(0 <= parent <= self.num_drafts for parent in self.mask_parents), f"{self=}"
 
     @property
@@ -64,13 +85,14 @@ def mask_rows(num_drafts: int, num_masks: int, group: int) -> tuple[int, ...]:
     return tuple(range(first, first + num_masks))
 
 
-class LayoutTable:
-    """A strategy's layouts, padded and stacked as int64 tensors on the engine's device."""
+class Picture:
+    """Layouts by stock, padded and stacked as int64 tensors on the engine's device."""
 
     def __init__(self, layouts: list[RowLayout], device: torch.device) -> None:
         self.layouts = layouts
         self.max_width = max(layout.width for layout in layouts)
         self.num_masks = layouts[0].num_masks
+        max_drafts = len(layouts) // 2
 
         def stack(rows: list[list[int]]) -> Tensor:
             return torch.tensor(rows, dtype=torch.int64, device=device)
@@ -84,7 +106,12 @@ class LayoutTable:
         self.source_YW, self.position_YW, self.limit_YW, self.branch_YW = (
             column(field) for field in range(4)
         )
-        self.next_layout_YA = stack([self._pad(y.next_layouts, self.num_masks + 1, 0) for y in layouts])
+        self.next_stock_YA = stack(
+            [
+                self._pad(tuple(k.index(max_drafts) for k in y.next_stocks), self.num_masks + 1, 0)
+                for y in layouts
+            ]
+        )
         self.draft_row_YAJ = torch.tensor(
             [
                 [

@@ -1,48 +1,52 @@
-"""What happens after a rejection: three strategies, all exact, as sets of row layouts.
+"""What happens after a rejection: three strategies, all exact, as row layouts.
 
 After a rejection the drafts behind it are void. `cold` (arXiv 2604.11035, Algorithm 1) spends the next pass
 on masks alone. `tree` feeds that pass the laws that the rejected pass had already computed further on, as
 drafts, with the masks on a branch that does not see them. `branch` hangs a group of masks on every
 possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1. Any law that is
-known exactly when the draft is drawn is a valid q, hence all three emit the AR law. Layout 0 is the step
-without drafts.
+known exactly when the draft is drawn is a valid q, hence all three emit the AR law. So does leaving out
+drafts by a choice that does not look at them, which is how a sequence goes from one stride to another.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from idlm.infer.decoders.layout import RowLayout, mask_rows
+from idlm.infer.decoders.layout import RowLayout, Stock, mask_rows, stocks
 from idlm.registry import Registry
 
 
 class RejectionStrategy(Protocol):
-    """Builds the layouts for `num_masks` = stride - 1; layout 0 has no drafts."""
+    """Says what is fed for a stock of drafts, of which the first `num_masks` may be used, and `num_masks`."""
 
-    def layouts(self, num_masks: int) -> list[RowLayout]:
-        """All layouts that can follow one another, indexed by their place in the list."""
+    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+        """The layout of one step at stride num_masks + 1."""
         ...
 
 
 STRATEGIES: Registry[type[RejectionStrategy]] = Registry("rejection_strategy", None)
 
 
+def layouts(strategy: str, *, num_masks: int, max_drafts: int) -> list[RowLayout]:
+    """The layouts of a picture, one for each of `stocks(max_drafts)`; UserError IDLM-0102 for no strategy."""
+    chosen = STRATEGIES.get(strategy)()
+    return [chosen.layout(stock, num_masks) for stock in stocks(max_drafts)]
+
+
 @STRATEGIES.register("cold")
 class Cold:
     """Drop the drafts; the next pass only proposes. TPF (2 + P_1 + .. + P_{N-2}) / (2 - P_{N-1}), eq. 3."""
 
-    def layouts(self, num_masks: int) -> list[RowLayout]:
-        """Propose only; verify and propose."""
-        return [
-            RowLayout(
-                num_drafts=num_drafts,
-                num_masks=num_masks,
-                mask_parents=(num_drafts,),
-                draft_rows=((),) * num_drafts + (mask_rows(num_drafts, num_masks, 0),),
-                next_layouts=(0,) * num_drafts + (min(num_masks, 1),),
-            )
-            for num_drafts in sorted({0, num_masks})
-        ]
+    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+        """Verify and propose; masks behind fill drafts would be spoilt by them, so those are dropped."""
+        num_drafts = 0 if stock.is_fill else min(stock.num_drafts, num_masks)
+        return RowLayout(
+            num_drafts=num_drafts,
+            num_masks=num_masks,
+            mask_parents=(num_drafts,),
+            draft_rows=((),) * num_drafts + (mask_rows(num_drafts, num_masks, 0),),
+            next_stocks=(Stock(0),) * num_drafts + (Stock(num_masks),),
+        )
 
 
 @STRATEGIES.register("tree")
@@ -53,13 +57,10 @@ class Tree:
     spent, so num_masks - a drafts remain for the next step.
     """
 
-    def layouts(self, num_masks: int) -> list[RowLayout]:
-        """Index m: m drafts from masks; index num_masks + m: m fill drafts, masks hanging on the pending
-        token.
-        """
-        return [self._after_masks(m, num_masks) for m in range(num_masks + 1)] + [
-            self._fill(m, num_masks) for m in range(1, num_masks + 1)
-        ]
+    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+        """Masks behind drafts from masks; beside fill drafts, hanging on the pending token."""
+        num_drafts = min(stock.num_drafts, num_masks)
+        return (self._fill if stock.is_fill else self._after_masks)(num_drafts, num_masks)
 
     def _after_masks(self, num_drafts: int, num_masks: int) -> RowLayout:
         rejected = range(num_drafts)
@@ -71,7 +72,7 @@ class Tree:
                 *(tuple(range(a + 1, num_drafts + 1)) for a in rejected),
                 mask_rows(num_drafts, num_masks, 0),
             ),
-            next_layouts=(*(num_masks + num_drafts - a for a in rejected), num_masks),
+            next_stocks=(*(Stock(num_drafts - a, True) for a in rejected), Stock(num_masks)),
         )
 
     def _fill(self, num_drafts: int, num_masks: int) -> RowLayout:
@@ -81,7 +82,7 @@ class Tree:
             num_masks=num_masks,
             mask_parents=(0,),
             draft_rows=tuple(group[a:] for a in range(num_drafts + 1)),
-            next_layouts=tuple(num_masks - a for a in range(num_drafts + 1)),
+            next_stocks=tuple(Stock(num_masks - a) for a in range(num_drafts + 1)),
         )
 
 
@@ -89,15 +90,13 @@ class Tree:
 class Branch:
     """Masks behind every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows."""
 
-    def layouts(self, num_masks: int) -> list[RowLayout]:
-        """The first step; every later step."""
-        return [
-            RowLayout(
-                num_drafts=num_drafts,
-                num_masks=num_masks,
-                mask_parents=tuple(range(num_drafts + 1)),
-                draft_rows=tuple(mask_rows(num_drafts, num_masks, a) for a in range(num_drafts + 1)),
-                next_layouts=(min(num_masks, 1),) * (num_drafts + 1),
-            )
-            for num_drafts in sorted({0, num_masks})
-        ]
+    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+        """The first step has no drafts; every later one has as many as masks."""
+        num_drafts = min(stock.num_drafts, num_masks)
+        return RowLayout(
+            num_drafts=num_drafts,
+            num_masks=num_masks,
+            mask_parents=tuple(range(num_drafts + 1)),
+            draft_rows=tuple(mask_rows(num_drafts, num_masks, a) for a in range(num_drafts + 1)),
+            next_stocks=(Stock(num_masks),) * (num_drafts + 1),
+        )

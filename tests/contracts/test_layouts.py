@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.infer.decoders.layout import MASK, NO_ROW, LayoutTable, RowLayout
-from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.decoders.layout import MASK, NO_ROW, Picture, RowLayout, Stock, stocks
+from idlm.infer.decoders.rejection import STRATEGIES, layouts
 
-CASES = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range(8)]
+CASES = [
+    (name, num_masks, max_drafts)
+    for name in STRATEGIES.names()
+    for num_masks in range(8)
+    for max_drafts in (num_masks, 7)
+]
+"""A sequence may come from a picture of a larger stride, with more drafts than there are masks."""
+OF_ONE_STRIDE = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range(8)]
+
+
+def _layouts(strategy: str, num_masks: int, max_drafts: int | None = None) -> list[RowLayout]:
+    return layouts(strategy, num_masks=num_masks, max_drafts=num_masks if max_drafts is None else max_drafts)
 
 
 def _visible(layout: RowLayout, row: int) -> set[int]:
@@ -50,79 +61,76 @@ def assert_rows_see_their_prefix(layouts: list[RowLayout]) -> None:
                 assert _visible(layout, row) == set(range(parent + 1)) | set(range(row - place, row + 1))
 
 
-@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
-def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int) -> None:
-    assert_rows_see_their_prefix(STRATEGIES.get(strategy)().layouts(num_masks))
+@pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
+def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int, max_drafts: int) -> None:
+    assert_rows_see_their_prefix(_layouts(strategy, num_masks, max_drafts))
 
 
-@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
-def test_each_draft_is_drawn_where_it_will_be_tested(strategy: str, num_masks: int) -> None:
+@pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
+def test_each_draft_is_drawn_where_it_will_be_tested(strategy: str, num_masks: int, max_drafts: int) -> None:
     """A row's law is of the token at its position + 1, and it may not hang on a draft that was rejected."""
-    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
-    for layout in layouts:
-        for num_accepted, draft_rows in enumerate(layout.draft_rows):
-            assert layouts[layout.next_layouts[num_accepted]].num_drafts == len(draft_rows) <= num_masks
+    for stock, layout in zip(stocks(max_drafts), _layouts(strategy, num_masks, max_drafts), strict=True):
+        assert layout.num_masks == num_masks
+        assert layout.num_drafts <= min(stock.num_drafts, num_masks)
+        for num_accepted, (draft_rows, following) in enumerate(
+            zip(layout.draft_rows, layout.next_stocks, strict=True)
+        ):
+            assert following.num_drafts == len(draft_rows) <= num_masks
             for draft, row in enumerate(draft_rows):
                 assert 0 <= row < layout.width
                 assert layout.rows[row][1] + 1 == _tested_position(num_accepted, draft)
                 owner = _owner(layout, row)
+                assert (owner is None) == following.is_fill
                 if owner is not None:
                     assert owner[0] <= num_accepted, "masks hang on a rejected draft"
 
 
-@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
-def test_the_layouts_are_closed_and_all_reachable(strategy: str, num_masks: int) -> None:
-    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
-    assert layouts[0].num_drafts == 0
-    assert all(layout.num_masks == num_masks for layout in layouts)
-    reached, frontier = {0}, [0]
-    while frontier:
-        following = set(layouts[frontier.pop()].next_layouts) - reached
-        reached |= following
-        frontier += following
-    assert reached == set(range(len(layouts)))
+@pytest.mark.parametrize("max_drafts", range(8))
+def test_stocks_are_numbered_one_by_one(max_drafts: int) -> None:
+    assert [stock.index(max_drafts) for stock in stocks(max_drafts)] == list(range(2 * max_drafts + 1))
+    assert Stock(0, True).index(max_drafts) == 0
 
 
-@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
+@pytest.mark.parametrize(("strategy", "num_masks"), OF_ONE_STRIDE)
 def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, num_masks: int) -> None:
     """After a clean sweep the next drafts come from masks behind the last draft, as many as there are."""
-    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
-    index = layouts[0].next_layouts[0]
+    pictured = _layouts(strategy, num_masks)
+    stock = pictured[0].next_stocks[0]
     for _ in range(3):
-        layout = layouts[index]
+        layout = pictured[stock.index(num_masks)]
         assert layout.num_drafts == num_masks
         assert len(layout.draft_rows[-1]) == num_masks
         for row in layout.draft_rows[-1]:
             assert _visible(layout, row) >= set(range(layout.num_drafts + 1))
-        index = layout.next_layouts[-1]
+        stock = layout.next_stocks[-1]
 
 
 def test_branch_hangs_a_group_on_every_rejection_point() -> None:
-    steady = STRATEGIES.get("branch")().layouts(3)[1]
+    steady = _layouts("branch", 3)[3]
     assert steady.width == 16
     for num_accepted, draft_rows in enumerate(steady.draft_rows):
         assert {_owner(steady, row) for row in draft_rows} == {(num_accepted, place) for place in range(3)}
 
 
 def test_tree_masks_never_see_fill_drafts() -> None:
-    for layout in STRATEGIES.get("tree")().layouts(3)[4:]:
+    for layout in _layouts("tree", 3)[4:]:
         for row in range(layout.num_drafts + 1, layout.width):
             assert not _visible(layout, row) & set(range(1, layout.num_drafts + 1))
 
 
-@pytest.mark.parametrize(("strategy", "num_masks"), CASES)
-def test_the_stacked_table_repeats_the_layouts(strategy: str, num_masks: int) -> None:
-    layouts = STRATEGIES.get(strategy)().layouts(num_masks)
-    table = LayoutTable(layouts, torch.device("cpu"))
-    assert table.max_width == max(layout.width for layout in layouts)
-    for y, layout in enumerate(layouts):
-        assert int(table.width_Y[y]) == layout.width
-        assert int(table.num_drafts_Y[y]) == layout.num_drafts
-        columns = (table.source_YW, table.position_YW, table.limit_YW, table.branch_YW)
+@pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
+def test_the_picture_repeats_the_layouts(strategy: str, num_masks: int, max_drafts: int) -> None:
+    pictured = _layouts(strategy, num_masks, max_drafts)
+    picture = Picture(pictured, torch.device("cpu"))
+    assert picture.max_width == max(layout.width for layout in pictured)
+    for y, layout in enumerate(pictured):
+        assert int(picture.width_Y[y]) == layout.width
+        assert int(picture.num_drafts_Y[y]) == layout.num_drafts
+        columns = (picture.source_YW, picture.position_YW, picture.limit_YW, picture.branch_YW)
         stacked = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
         assert [tuple(row) for row in stacked.tolist()] == list(layout.rows)
-        for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_layouts, strict=True)):
-            row_J = table.draft_row_YAJ[y, a].tolist()
+        for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_stocks, strict=True)):
+            row_J = picture.draft_row_YAJ[y, a].tolist()
             assert row_J[: len(draft_rows)] == list(draft_rows)
             assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
-            assert int(table.next_layout_YA[y, a]) == following
+            assert int(picture.next_stock_YA[y, a]) == following.index(max_drafts)

@@ -67,7 +67,7 @@ def _on_laws(
     original = IsdDecoder._laws
 
     def laws(self: IsdDecoder, table: Any, batch: Any, lanes_B: Tensor, logits_XV: Tensor) -> Tensor:
-        see(self, table, lanes_B.repeat_interleave(self._layouts.max_width), logits_XV)
+        see(self, table, lanes_B.repeat_interleave(self.picture.max_width), logits_XV)
         return original(self, table, batch, lanes_B, logits_XV)
 
     patch.setattr(IsdDecoder, "_laws", laws)
@@ -78,7 +78,7 @@ def _after_draft(patch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> No
     original = IsdDecoder._draft
 
     def draft(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, accepted_B: Tensor, *rest: Tensor) -> None:
-        rows_BJ = self._layouts.draft_row_YAJ[self.layout_Z[lanes_B], accepted_B]
+        rows_BJ = self.picture.draft_row_YAJ[self.stock_Z[lanes_B], accepted_B]
         rows_BJ = (first_B[:, None] + rows_BJ.clamp(min=0)).clamp(max=len(rest[0]) - 1)
         original(self, lanes_B, first_B, accepted_B, *rest)
         laws_XV, _, samples_B = rest

@@ -9,6 +9,7 @@ default 2e5 draws for every strategy at stride 4 and for every stride; all nine 
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,25 @@ def test_isd_emits_the_ar_law(law_toy: Path, stride: int, strategy: str) -> None
 @pytest.mark.parametrize(("stride", "strategy"), [case for case in CASES if case not in FULL_BY_DEFAULT])
 def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str) -> None:
     _check_isd(law_toy, stride, strategy, FULL)
+
+
+def test_going_from_picture_to_picture_keeps_the_law(law_toy: Path) -> None:
+    """Strides and strategies change from pass to pass, by dice and by what was committed last."""
+    engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
+    dice, used = random.Random(1), set()
+
+    def choose(num_sequences: int) -> int:
+        newest = engine.table.tokens_ZL[:num_sequences].gather(
+            1, (engine.table.num_known_Z[:num_sequences, None] - 1).clamp(min=0)
+        )
+        used.add(number := (dice.randrange(100) + int(newest.sum())) % len(engine.decoder.pictures))
+        return number
+
+    engine._pace.choose = choose
+    sampled = sample(engine, [(PROMPT, NEUTRAL)], FULL // 2)
+    found = fits(law_toy, sampled)
+    assert not misfits(found, LEVEL), found
+    assert used == set(range(7))
 
 
 def test_ar_emits_the_ar_law(law_toy: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from idlm.contracts import SamplingParams
-from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.decoders.rejection import STRATEGIES, layouts
 from tests.contracts.engines import (
     CYCLE,
     MASK_ID,
@@ -83,7 +83,7 @@ def _survives_preemption(checkpoint: Path, strategy: str) -> bool:
 
 def _layouts_are_right(strategy: str) -> bool:
     try:
-        assert_rows_see_their_prefix(STRATEGIES.get(strategy)().layouts(STRIDE - 1))
+        assert_rows_see_their_prefix(layouts(strategy, num_masks=STRIDE - 1, max_drafts=STRIDE - 1))
     except AssertionError:
         return False
     return True

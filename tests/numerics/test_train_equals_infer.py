@@ -23,7 +23,7 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.layout import RowLayout
-from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.decoders.rejection import STRATEGIES, layouts
 from idlm.infer.engine import Engine
 from idlm.lora import AdapterSpec, base_identity
 from idlm.sampling import WarpNeeds
@@ -128,7 +128,7 @@ class Replay:
             page_size=4,
         )
         self.rows = rows
-        self.layouts = STRATEGIES.get(strategy)().layouts(stride - 1)
+        self.layouts = layouts(strategy, num_masks=stride - 1, max_drafts=stride - 1)
         self.seen_masks: set[MaskKey] = set()
         self.seen_clean: set[CleanKey] = set()
         self.used_layouts: set[int] = set()
@@ -171,7 +171,7 @@ class Replay:
         for lane, index in chosen.items():
             layout = self.layouts[index]
             first = computed[lane] + feed[lane]
-            decoder.layout_Z[lane] = index
+            decoder.stock_Z[lane] = index
             drafts_J = torch.from_numpy(DOCUMENTS[lane][first : first + layout.num_drafts])
             decoder.drafts_ZJ[lane, : layout.num_drafts] = drafts_J
 

@@ -1,0 +1,150 @@
+"""Which picture the next pass is decoded with: the one that has brought most tokens per second at this load.
+
+The choice looks at committed tokens and at the time that passes took, never at drafts that are still to be
+tested; a sequence may therefore go from picture to picture without any change of its law.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.infer.decoders.base import PictureName
+
+FIRST_GUESS = 0.85
+"""Acceptance of a draft before anything was measured."""
+REMEMBERED = 4096
+"""Tests per draft position after which older ones count half."""
+TIMES_KEPT = 5
+PASSES_BETWEEN_TRIALS = 1000
+
+
+class Pace(Protocol):
+    """Chooses pictures, told what became of earlier passes."""
+
+    def choose(self, num_sequences: int) -> int:
+        """The number of the picture for a pass of so many sequences."""
+        ...
+
+    def learn_time(self, picture: int, num_sequences: int, seconds: float) -> None:
+        """A pass without prompt rows has taken so long."""
+        ...
+
+    def learn_drafts(self, num_accepted: int, num_tested: int) -> None:
+        """Drafts of one sequence were tested in order, the first ones were accepted."""
+        ...
+
+
+class FixedPace:
+    """The only picture there is."""
+
+    def choose(self, num_sequences: int) -> int:
+        """Number 0."""
+        return 0
+
+    def learn_time(self, picture: int, num_sequences: int, seconds: float) -> None:
+        """Nothing to learn."""
+
+    def learn_drafts(self, num_accepted: int, num_tested: int) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(slots=True)
+class _Timing:
+    """Times of one picture at one batch size. The first is dropped: it has compiled or captured something."""
+
+    num_seen: int = 0
+    last_trial: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
+
+
+class AdaptivePace:
+    """Expected tokens of a pass, by measured acceptance, over its measured or foreseen time."""
+
+    def __init__(self, pictures: tuple[PictureName, ...], widths: tuple[int, ...]) -> None:
+        self._pictures, self._widths = pictures, widths
+        num_drafts = max(picture.stride for picture in pictures) - 1
+        self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
+        self._timings: dict[tuple[int, int], _Timing] = {}
+        self._num_passes = 0
+
+    def choose(self, num_sequences: int) -> int:
+        """The best by what is known; now and then one that was not timed for long."""
+        self._num_passes += 1
+        size = _rounded(num_sequences)
+        trial = self._trial(size)
+        if trial is not None:
+            return trial
+        rates = [self.tokens(number) / self.seconds(number, size) for number in range(len(self._pictures))]
+        return max(range(len(rates)), key=rates.__getitem__)
+
+    def learn_time(self, picture: int, num_sequences: int, seconds: float) -> None:
+        """Keep the newest few times of the picture at this load."""
+        timing = self._timings.setdefault((_rounded(num_sequences), picture), _Timing())
+        timing.num_seen += 1
+        timing.last_trial = self._num_passes
+        if timing.num_seen > 1:
+            timing.seconds.append(seconds)
+
+    def learn_drafts(self, num_accepted: int, num_tested: int) -> None:
+        """Count by position."""
+        for position in range(num_tested):
+            if self._tested[position] >= REMEMBERED:
+                self._tested[position] /= 2
+                self._accepted[position] /= 2
+            self._tested[position] += 1
+            self._accepted[position] += position < num_accepted
+
+    def acceptance(self, position: int) -> float:
+        """Of a draft whose predecessors were accepted; the first guess weighs as much as 16 tests."""
+        return (self._accepted[position] + 16 * FIRST_GUESS) / (self._tested[position] + 16)
+
+    def tokens(self, number: int) -> float:
+        """Expected tokens per sequence of a pass with picture `number`, by the closed forms."""
+        picture = self._pictures[number]
+        chances = [self.acceptance(position) for position in range(picture.stride - 1)]
+        is_branch = picture.strategy == "branch"
+        return tokens_per_forward_branch(chances) if is_branch else tokens_per_forward_cold(chances)
+
+    def seconds(self, number: int, size: int) -> float:
+        """Time of a pass: measured, else foreseen from passes with about as many rows."""
+        timing = self._timings.get((size, number))
+        if timing is not None and timing.seconds:
+            return median(timing.seconds)
+        return self._foreseen(size * self._widths[number])
+
+    def _foreseen(self, num_rows: int) -> float:
+        """In proportion to the nearest pass with more rows (else fewer), but no less than one with fewer.
+
+        A roofline, hence rather too hopeful than too bad: what looks best is then tried and timed.
+        """
+        known = sorted(
+            (size * self._widths[number], median(timing.seconds))
+            for (size, number), timing in self._timings.items()
+            if timing.seconds
+        )
+        if not known:
+            return 1.0
+        below = [point for point in known if point[0] <= num_rows]
+        above = [point for point in known if point[0] > num_rows]
+        rows, seconds = above[0] if above else below[-1]
+        return max(seconds * num_rows / rows, below[-1][1] if below else 0.0)
+
+    def _trial(self, size: int) -> int | None:
+        """A timed picture whose times are old, or that has only the one time that does not count."""
+        for number in range(len(self._pictures)):
+            timing = self._timings.get((size, number))
+            if timing is None:
+                continue
+            if not timing.seconds or self._num_passes - timing.last_trial > PASSES_BETWEEN_TRIALS:
+                timing.last_trial = self._num_passes
+                return number
+        return None
+
+
+def _rounded(num_sequences: int) -> int:
+    """Loads that are told apart: powers of two."""
+    return 1 << (num_sequences - 1).bit_length()

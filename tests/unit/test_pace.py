@@ -1,0 +1,79 @@
+"""The choice of the picture, on machines made up of a memory floor and a price per row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.infer.decoders.base import PictureName
+from idlm.infer.pace import AdaptivePace
+
+PICTURES = (
+    PictureName(stride=1, strategy="cold"),
+    *(PictureName(stride=s, strategy=name) for s in (2, 3, 4, 8) for name in ("tree", "branch")),
+)
+WIDTHS = (1, 3, 4, 5, 9, 7, 16, 15, 64)
+FLOOR, PER_ROW = 4.0e-3, 2.7e-5
+"""An H200 with 8B weights: 4 ms for up to 150 rows."""
+
+
+def seconds(number: int, num_sequences: int) -> float:
+    return max(FLOOR, PER_ROW * num_sequences * WIDTHS[number])
+
+
+def tokens(number: int, acceptance: float) -> float:
+    picture = PICTURES[number]
+    chances = [acceptance] * (picture.stride - 1)
+    closed = tokens_per_forward_branch if picture.strategy == "branch" else tokens_per_forward_cold
+    return closed(chances)
+
+
+def run(
+    pace: AdaptivePace, num_sequences: int, acceptance: float, num_passes: int, *, noise: float
+) -> list[int]:
+    """Pictures chosen pass by pass on the made-up machine."""
+    dice, chosen = random.Random(0), []
+    for _ in range(num_passes):
+        number = pace.choose(num_sequences)
+        chosen.append(number)
+        for _ in range(num_sequences):
+            tested = PICTURES[number].stride - 1
+            accepted = next((j for j in range(tested) if dice.random() >= acceptance), tested)
+            pace.learn_drafts(accepted, min(tested, accepted + 1))
+        pace.learn_time(number, num_sequences, seconds(number, num_sequences) * dice.uniform(1, 1 + noise))
+    return chosen
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize("num_sequences", [1, 4, 8, 16, 32, 64, 256])
+def test_the_choice_is_near_the_best_and_never_below_ar(num_sequences: int, acceptance: float) -> None:
+    pace = AdaptivePace(PICTURES, WIDTHS)
+    run(pace, num_sequences, acceptance, 60, noise=0.03)
+    settled = run(pace, num_sequences, acceptance, 40, noise=0.03)
+    rates = [tokens(n, acceptance) / seconds(n, num_sequences) for n in range(len(PICTURES))]
+    worst = min(rates[number] for number in settled)
+    assert worst >= 0.9 * max(rates)
+    assert worst >= 0.97 * rates[0]
+
+
+def test_it_follows_a_change_of_load_and_of_acceptance() -> None:
+    pace = AdaptivePace(PICTURES, WIDTHS)
+    few = run(pace, 2, 0.9, 60, noise=0.0)[-1]
+    many = run(pace, 256, 0.9, 60, noise=0.0)[-1]
+    assert WIDTHS[few] > WIDTHS[many]
+    assert run(pace, 2, 0.9, 20, noise=0.0)[-1] == few
+    hopeless = run(pace, 256, 0.02, 200, noise=0.0)[-1]
+    assert PICTURES[hopeless].stride == 1
+
+
+def test_a_first_time_that_holds_a_compilation_is_not_believed() -> None:
+    pace = AdaptivePace(PICTURES, WIDTHS)
+    first = pace.choose(1)
+    pace.learn_time(first, 1, 30.0)
+    pace.learn_drafts(1, 1)
+    assert pace.choose(1) == first, "it is timed once more"
+    pace.learn_time(first, 1, seconds(first, 1))
+    run(pace, 1, 0.9, 60, noise=0.0)
+    assert tokens(run(pace, 1, 0.9, 1, noise=0.0)[0], 0.9) >= 0.95 * max(tokens(n, 0.9) for n in range(9))
