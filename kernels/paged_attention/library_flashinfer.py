@@ -86,8 +86,11 @@ def run(
         plan.state = _wrapper(plan, scale)
     wrapper, num_fed = plan.state
     page_size = plan.rows.page_size
-    o_RNH = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
     cache = paged(k_cache_SKH, page_size), paged(v_cache_SKH, page_size)
-    o_RNH[:num_fed] = wrapper.run(q_RNH[:num_fed].contiguous(), cache)
+    fed_RNH: torch.Tensor = wrapper.run(q_RNH[:num_fed].contiguous(), cache)
+    if out is None and num_fed == q_RNH.shape[0]:
+        return fed_RNH
+    o_RNH = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
+    o_RNH[:num_fed] = fed_RNH
     o_RNH[num_fed:] = 0
     return o_RNH
