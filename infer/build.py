@@ -25,6 +25,8 @@ from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.step import EagerStep, Step, StepResult
 from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
+from idlm.kernels.paged_attention import BACKENDS
+from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.suggest import did_you_mean
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
 
@@ -38,7 +40,7 @@ class EngineSettings:
     decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
     overrides the checkpoint's. `run_ahead`: passes that may be launched before the results of earlier ones
     are read. `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU
-    they are only padded).
+    they are only padded). `attention`: the back end of paged attention.
     """
 
     device: str = "auto"
@@ -54,6 +56,7 @@ class EngineSettings:
     num_pages: int | None = None
     run_ahead: int = 0
     graphs: Literal["auto", "on", "off"] = "auto"
+    attention: str = "auto"
     template: Literal["auto", "none"] = "auto"
 
 
@@ -150,7 +153,8 @@ def _assemble(
         device=device,
     )
     table = SequenceTable(num_lanes, max_length, device)
-    runner = Runner(model, cache, pool)
+    runner = Runner(model, cache, pool, attention=settings.attention)
+    _check_attention(settings, runner)
     return EngineParts(
         settings=settings,
         model=model,
@@ -170,6 +174,23 @@ def _assemble(
         runner=runner,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
     )
+
+
+def _check_attention(settings: EngineSettings, runner: Runner) -> None:
+    if settings.attention == "auto":
+        return
+    found = attention_problems(
+        settings.attention,
+        runner.heads,
+        page_size=settings.page_size,
+        device=runner.pool.block_table_ZP.device,
+    )
+    if found:
+        raise UserError(
+            "IDLM-0422",
+            f"attention={settings.attention} cannot serve this model here: {'; '.join(found)}",
+            fix="use attention=auto",
+        )
 
 
 def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
@@ -213,6 +234,11 @@ def _check_settings(settings: EngineSettings) -> None:
         problems.append(f"graphs={settings.graphs!r} must be 'auto', 'on' or 'off'")
     if settings.template not in ("auto", "none"):
         problems.append(f"template={settings.template!r} must be 'auto' or 'none'")
+    if settings.attention not in ("auto", *BACKENDS):
+        problems.append(
+            f"attention={settings.attention!r} is not one of auto, {', '.join(BACKENDS)}"
+            f"{did_you_mean(settings.attention, BACKENDS)}"
+        )
     if problems:
         raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
     MEMORY_MANAGERS.get(settings.memory)

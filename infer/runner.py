@@ -12,14 +12,22 @@ from torch import Tensor
 from idlm.contracts import StepPlan
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
-from idlm.kernels.paged_attention.op import AttentionRows, paged_attention, plan_attention
+from idlm.kernels.paged_attention import AttentionRows, HeadShape, paged_attention, plan_attention
 
 
 class Runner:
     """Model and cache of one device."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, pool: PagePool) -> None:
-        self._trunk, self._cache, self.pool = model.trunk, cache, pool
+    def __init__(
+        self, model: LoadedModel, cache: KVCache, pool: PagePool, *, attention: str = "auto"
+    ) -> None:
+        self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
+        self.heads = HeadShape(
+            num_heads=model.spec.num_heads,
+            num_kv_heads=model.spec.num_kv_heads,
+            head_dim=model.spec.head_dim,
+            dtype=cache.keys.dtype,
+        )
         self._scale = model.spec.head_dim**-0.5
 
     @torch.inference_mode()
@@ -38,7 +46,7 @@ class Runner:
             max_rows=plan.max_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
         )
-        attention = plan_attention(rows)
+        attention = plan_attention(rows, self.heads, backend=self._attention)
         slot_mapping_R = self._slot_mapping(plan, block_table_BP)
 
         def attend(layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor:

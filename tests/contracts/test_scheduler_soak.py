@@ -10,6 +10,7 @@ import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def _arrivals(count: int, seed: int) -> list[Arrival]:
     ]
 
 
-def _engine(checkpoint: Path, decoder: str, options: dict[str, int]) -> Engine:
+def _engine(checkpoint: Path, decoder: str, options: dict[str, Any]) -> Engine:
     if decoder == "ar":
         return build_engine(checkpoint, "ar", **options)
     return build_engine(checkpoint, "isd", stride=4, on_rejection=decoder, **options)
@@ -136,13 +137,14 @@ class _Soak:
             assert int(table.num_known_Z[request.lane]) >= request.num_known
 
 
-@pytest.mark.parametrize("run_ahead", [0, 3])
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_soak(checkpoint: Path, decoder: str, run_ahead: int) -> None:
-    """Also with results that are read three passes late, as on a GPU."""
+def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
+    """Also with results that are read three passes late, and with passes of static shape."""
     count = NUM_REQUESTS // len(DECODERS)
     arrivals = _arrivals(count, seed=DECODERS.index(decoder))
-    soak = _Soak(engine=_engine(checkpoint, decoder, TINY | {"run_ahead": run_ahead}), finished={}, struck={})
+    options: dict[str, Any] = {"run_ahead": 3, "graphs": "on"} if as_on_a_gpu else {}
+    soak = _Soak(engine=_engine(checkpoint, decoder, TINY | options), finished={}, struck={})
     soak.run(arrivals)
     assert_idle(soak.engine)
     assert soak.engine.scheduler.num_preemptions > 20

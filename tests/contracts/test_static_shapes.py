@@ -1,0 +1,101 @@
+"""Passes of static shape and late results change no answer: what a GPU does, done on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer import graphs
+from idlm.infer.decoders.rejection import STRATEGIES
+from tests.contracts.engines import (
+    CYCLE,
+    assert_idle,
+    build_engine,
+    greedy,
+    prompts_of,
+    write_foreseeing_toy,
+)
+
+DECODERS: list[tuple[str, dict[str, Any]]] = [
+    ("ar", {}),
+    *(("isd", {"stride": 4, "on_rejection": name}) for name in STRATEGIES.names()),
+    ("isd", {"stride": 8, "adaptive": True}),
+]
+WAYS: list[dict[str, Any]] = [
+    {"graphs": "on"},
+    {"run_ahead": 1},
+    {"graphs": "on", "run_ahead": 5, "max_num_seqs": 5},
+]
+PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)
+def test_answers_are_those_of_exact_shapes_read_at_once(
+    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    expected = build_engine(checkpoint, decoder, **options).generate(PROMPTS, greedy(max_tokens=20))
+    engine = build_engine(checkpoint, decoder, **options, **way)
+    found = engine.generate(PROMPTS, greedy(max_tokens=20))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert_idle(engine)
+    if not options.get("adaptive") and "max_num_seqs" not in way:
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.num_forwards == other.num_forwards, "a pass behind the end is nobody's"
+            assert mine.tested_by_position == other.tested_by_position
+
+
+def test_draws_and_logprobs_are_the_same_too(checkpoint: Path) -> None:
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, seed=k, max_tokens=16, logprobs=k) for k in range(4)
+    ]
+    plain = build_engine(checkpoint, "isd", stride=3).generate(PROMPTS[:4], params)
+    padded = build_engine(checkpoint, "isd", stride=3, graphs="on", run_ahead=3).generate(PROMPTS[:4], params)
+    for mine, other in zip(padded, plain, strict=True):
+        assert mine.token_ids == other.token_ids
+        assert mine.logprobs is not None
+        assert other.logprobs is not None
+        for found, expected in zip(mine.logprobs, other.logprobs, strict=True):
+            assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
+            assert found.top == pytest.approx(expected.top, abs=1e-5)
+
+
+def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: Path) -> None:
+    stop = build_engine(checkpoint, "ar").generate([PROMPTS[2]], greedy(max_tokens=8))[0].token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(stop,))
+    [expected] = build_engine(checkpoint, "isd", stride=4).generate([PROMPTS[2]], params)
+    engine = build_engine(checkpoint, "isd", stride=4, run_ahead=6, graphs="on")
+    [found] = engine.generate([PROMPTS[2]], params)
+    assert found.finish_reason == "stop"
+    assert (found.token_ids, found.num_forwards) == (expected.token_ids, expected.num_forwards)
+    assert_idle(engine)
+
+
+def test_few_shapes_serve_all_loads() -> None:
+    sizes = {graphs._bucket(size, graphs.BATCH_BUCKETS) for size in range(1, 257)}
+    assert sizes == set(graphs.BATCH_BUCKETS)
+    assert all(graphs._bucket(size, graphs.BATCH_BUCKETS) >= size for size in range(1, 2000))
+    assert graphs._bucket(0, graphs.PROMPT_BUCKETS) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"graphs": "yes"}, "graphs='yes'"),
+        ({"run_ahead": -1}, "run_ahead=-1"),
+        ({"attention": "tritn"}, "did you mean 'triton'"),
+    ],
+)
+def test_bad_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0415") as caught:
+        build_engine(checkpoint, "ar", **options)
+    assert words in caught.value.message
