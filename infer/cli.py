@@ -182,7 +182,8 @@ def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateCon
             tally.add(done)
             print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
     else:
-        with answer_file(config.output, begun=earlier) as answers:
+        go_on = "; give resume=true to go on with them" if config.input is not None else ""
+        with answer_file(config.output, begun=earlier, how_to_go_on=go_on) as answers:
             try:
                 for line, done in run:
                     tally.add(done)

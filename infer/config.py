@@ -57,6 +57,11 @@ class EngineConfig:
     max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
     page_size: int = _help("slots of a KV page", 16)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
+    run_ahead: int = _help("passes launched before the results of earlier ones are read", 0)
+    graphs: Literal["auto", "on", "off"] = _help(
+        "on: passes of static shape, in CUDA graphs on a GPU", "auto"
+    )
+    attention: str = _help("back end of paged attention", "auto")
     template: Literal["auto", "none"] = _help(
         "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
     )

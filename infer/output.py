@@ -70,10 +70,10 @@ def check_output(output: str | None, *, overwrite: bool, resume: bool = False) -
 
 
 @contextmanager
-def answer_file(output: str, *, begun: Begun | None = None) -> Iterator[AnswerFile]:
+def answer_file(output: str, *, begun: Begun | None = None, how_to_go_on: str = "") -> Iterator[AnswerFile]:
     """Write to `<output>.partial`, rename it at the end; when stopped, say where the finished answers are.
 
-    With `begun` the partial file that is there keeps its answers and goes on.
+    `how_to_go_on` is said behind that. With `begun` a partial file that is there keeps its answers.
     """
     partial = partial_path(output)
     failed_outside: BaseException | None = None
@@ -89,7 +89,7 @@ def answer_file(output: str, *, begun: Begun | None = None) -> Iterator[AnswerFi
                 yield answers
             except BaseException as error:
                 failed_outside = error
-                _keep(partial, answers.num_records)
+                _keep(partial, answers.num_records, how_to_go_on)
                 raise
             out.flush()
             os.fsync(out.fileno())
@@ -106,8 +106,8 @@ def _cannot_write(partial: Path, error: OSError) -> UserError:
     )
 
 
-def _keep(partial: Path, num_records: int) -> None:
+def _keep(partial: Path, num_records: int, how_to_go_on: str) -> None:
     if num_records:
-        print(f"stopped: {num_records} finished answers are in {partial}", file=sys.stderr)
+        print(f"stopped: {num_records} finished answers are in {partial}{how_to_go_on}", file=sys.stderr)
     else:
         partial.unlink(missing_ok=True)
