@@ -2,7 +2,7 @@
 
 A tile is up to ROWS rows of one sequence times the G query heads of one KV head, packed as the BLOCK_M rows
 of the matrix products, so that keys and values are read once for all of them. An item is a share of a
-tile's blocks. Contract and reasons in README.md, records in launch.py.
+tile's blocks, a part what is left of one split of them. README.md has the reasons, launch.py the records.
 
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
@@ -57,11 +57,11 @@ def _add_split(acc, total, highest, o, lse):
 
 
 @triton.jit
-def _sum_items(
+def _sum_parts(
     partial_o,
     partial_lse,
     first_m,
-    num_items,
+    num_parts,
     in_tile,
     STRIDE: tl.constexpr,
     H: tl.constexpr,
@@ -75,7 +75,7 @@ def _sum_items(
     acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-    for i in tl.range(0, num_items, num_stages=STAGES):
+    for i in tl.range(0, num_parts, num_stages=STAGES):
         at = first_m + i * STRIDE
         # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
         lse = tl.load(partial_lse + at, mask=in_tile, other=float("-inf"), cache_modifier=".cg")
@@ -125,7 +125,7 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One item of one KV head: the output where a tile has one item, else its part for the sum over items.
+    """One item of one KV head: the output where a tile has one item, else parts for the sum over its items.
 
     LAST_ADDS: the item of a tile that finishes last adds the parts up, instead of `combine_kernel`.
     """
@@ -139,7 +139,8 @@ def attend_kernel(
     low_limit, high_limit = tl.load(record + 6), tl.load(record + 7)
     low_branch, high_own = tl.load(record + 8), tl.load(record + 9)
     low, high = tl.load(record + 10), tl.load(record + 11)
-    first, num_items, tile = tl.load(record + 12), tl.load(record + 13), tl.load(record + 14)
+    first_part, num_parts = tl.load(record + 12), tl.load(record + 13)
+    tile, num_items = tl.load(record + 14), tl.load(record + 15)
     if count == 0:
         return
 
@@ -196,31 +197,32 @@ def attend_kernel(
         divisor = tl.where(total > 0, total, 1.0)
         o = acc / divisor[:, None]
         lse = tl.where(total > 0, highest + tl.log2(divisor), float("-inf"))
+        if num_items > 1:
+            part = first_part + split if SPLIT_BLOCKS else item
+            at_part = (part.to(tl.int64) * K + kv_head) * BLOCK_M + m
+            tl.store(partial_lse + at_part, lse, mask=in_tile)
+            at_o = at_part[:, None] * H + columns[None, :]
+            tl.store(partial_o + at_o, o, mask=in_tile[:, None] & in_head)
         if SPLIT_BLOCKS:
             sum_o, sum_total, sum_lse = _add_split(sum_o, sum_total, sum_lse, o, lse)
         else:
-            sum_o, sum_total, sum_lse = o, (total > 0).to(tl.float32), lse
+            sum_o = o
 
     is_done = num_items == 1
     if is_done:
         if SPLIT_BLOCKS:
             sum_o = sum_o / tl.where(sum_total > 0, sum_total, 1.0)[:, None]
-    else:
-        at = (item.to(tl.int64) * K + kv_head) * BLOCK_M + m
-        # A part is one split, whose weight in its own sum is 1: nothing to divide by.
-        tl.store(partial_lse + at, tl.where(sum_total > 0, sum_lse, float("-inf")), mask=in_tile)
-        tl.store(partial_o + at[:, None] * H + columns[None, :], sum_o, mask=in_tile[:, None] & in_head)
-        if LAST_ADDS:
-            tl.debug_barrier()
-            counter = counters + tile * K + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_items - 1:
-                tl.store(counter, 0)
-                is_done = True
-                at = (first.to(tl.int64) * K + kv_head) * BLOCK_M + m
-                STRIDE: tl.constexpr = K * BLOCK_M
-                sum_o = _sum_items(
-                    partial_o, partial_lse, at, num_items, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, SUM_STAGES
-                )
+    elif LAST_ADDS:
+        tl.debug_barrier()
+        counter = counters + tile * K + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_items - 1:
+            tl.store(counter, 0)
+            is_done = True
+            at_part = (first_part.to(tl.int64) * K + kv_head) * BLOCK_M + m
+            STRIDE: tl.constexpr = K * BLOCK_M
+            sum_o = _sum_parts(
+                partial_o, partial_lse, at_part, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, SUM_STAGES
+            )
     if is_done:
         if SCALED:
             sum_o = sum_o * tl.load(v_scale_K + kv_head)
@@ -254,15 +256,15 @@ def combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, tile = tl.program_id(0) % K, tl.program_id(0) // K
     record = tiles + tile * RECORD
-    count, num_items = tl.load(record + 2), tl.load(record + 13)
+    count, num_items = tl.load(record + 2), tl.load(record + 15)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_tile = m < count * G
     if (tl.program_id(1) * BLOCK_M >= count * G) | (num_items <= 1):
         return
-    row, first = tl.load(record + 1), tl.load(record + 12)
-    at = (first.to(tl.int64) * K + kv_head) * TILE_M + m
+    row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
+    at_part = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
     STRIDE: tl.constexpr = K * TILE_M
-    o = _sum_items(partial_o, partial_lse, at, num_items, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES)
+    o = _sum_parts(partial_o, partial_lse, at_part, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES)
     if SCALED:
         o = o * tl.load(v_scale_K + kv_head)
     columns = tl.arange(0, BLOCK_H)

@@ -80,64 +80,64 @@ def tile_kernel(
     tl.store(counters + tile * K + heads, tl.zeros([BLOCK_K], tl.int32), mask=heads < K)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_programs", "min_blocks", "spare_items"])
+@triton.jit(do_not_specialize=["num_tiles", "num_programs", "min_blocks", "max_parts"])
 def item_kernel(
     tiles,
     items,
     num_tiles,
     num_programs,
     min_blocks,
-    spare_items,
+    max_parts,
     RECORD: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Item `program_id`: a copy of its tile's record, its share of the walk, and its place among the tile's.
+    """Item `program_id`: a copy of its tile's record, its share of the walk, and where the tile's parts lie.
 
-    SPLIT_BLOCKS 0: a tile has its part of `num_programs` items, even ones. Otherwise an item is one split of
-    SPLIT_BLOCKS blocks, or all of a tile's splits when the list has no room for them.
+    SPLIT_BLOCKS 0: items share a tile's blocks, and each makes one part. Otherwise items share its splits of
+    SPLIT_BLOCKS blocks, each of which is a part; a tile that has one item, for that or for want of room for
+    parts, makes none.
     """
     item = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_TILES)
-    inside = numbers < num_tiles
     records = tiles + numbers * RECORD
+    inside = numbers < num_tiles
     has_rows = tl.load(records + 2, mask=inside, other=0) > 0
     num_below = tl.load(records + 3, mask=inside, other=0)
     branch_block = tl.load(records + 4, mask=inside, other=0)
     end_block = tl.load(records + 5, mask=inside, other=0)
     walks = tl.where(has_rows, num_below + end_block - branch_block, 0)
+    # Rounded down: one program too many would run alone after all others, for as long as they did.
+    share = (walks.to(tl.int64) * num_programs // tl.maximum(tl.sum(walks, 0), 1)).to(tl.int32)
     if SPLIT_BLOCKS == 0:
-        # Rounded down: one program too many would run alone after all others, for as long as they did.
-        share = walks.to(tl.int64) * num_programs // tl.maximum(tl.sum(walks, 0), 1)
-        wanted = tl.minimum(share.to(tl.int32), walks // min_blocks)
+        lengths = walks
+        counts = tl.where(has_rows, tl.maximum(tl.minimum(share, walks // min_blocks), 1), 0)
+        parts = counts
     else:
-        splits = tl.where(has_rows, (end_block + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS, 0)
-        spare = tl.cumsum(tl.maximum(splits - 1, 0), 0)
-        wanted = tl.where(spare <= spare_items, splits, 1)
-    counts = tl.where(has_rows, tl.maximum(wanted, 1), 0)
+        lengths = tl.where(has_rows, (end_block + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS, 0)
+        wanted = tl.minimum(share, lengths)
+        has_room = tl.cumsum(tl.where(wanted > 1, lengths, 0), 0) <= max_parts
+        counts = tl.where(has_rows, tl.maximum(tl.where(has_room, wanted, 1), 1), 0)
+        parts = tl.where(counts > 1, lengths, 0)
     last_items = tl.cumsum(counts, 0)
     tile = tl.sum((last_items <= item).to(tl.int32), 0)
-    first = tl.max(tl.where(last_items <= item, last_items, 0), 0)
+    index = item - tl.max(tl.where(last_items <= item, last_items, 0), 0)
     is_mine = numbers == tile
     count = tl.sum(tl.where(is_mine, counts, 0), 0)
-    index = item - first
-    if SPLIT_BLOCKS == 0:
-        length = tl.sum(tl.where(is_mine, walks, 0), 0)
-        low = index * length // tl.maximum(count, 1)
-        high = (index + 1) * length // tl.maximum(count, 1)
-    else:
-        num_splits = tl.sum(tl.where(is_mine, splits, 0), 0)
-        low = index
-        high = tl.where(count == 1, num_splits, index + 1)
+    length = tl.sum(tl.where(is_mine, lengths, 0), 0)
+    num_parts = tl.sum(tl.where(is_mine, parts, 0), 0)
+    first_part = tl.sum(tl.where(numbers < tile, parts, 0), 0)
 
     fields = tl.arange(0, RECORD)
     copied = tl.load(tiles + tile * RECORD + fields, mask=(tile < num_tiles) & (fields < 10), other=0)
-    copied = tl.where(fields == 10, low, copied)
-    copied = tl.where(fields == 11, high, copied)
-    copied = tl.where(fields == 12, first, copied)
-    copied = tl.where(fields == 13, count, copied)
+    copied = tl.where(fields == 10, index * length // tl.maximum(count, 1), copied)
+    copied = tl.where(fields == 11, (index + 1) * length // tl.maximum(count, 1), copied)
+    copied = tl.where(fields == 12, first_part, copied)
+    copied = tl.where(fields == 13, num_parts, copied)
     copied = tl.where(fields == 14, tile, copied)
+    copied = tl.where(fields == 15, count, copied)
     tl.store(items + item * RECORD + fields, copied)
-    if index == 0:
-        tl.store(tiles + tile * RECORD + 12, first, mask=tile < num_tiles)
-        tl.store(tiles + tile * RECORD + 13, count, mask=tile < num_tiles)
+    if (index == 0) & (tile < num_tiles):
+        tl.store(tiles + tile * RECORD + 12, first_part)
+        tl.store(tiles + tile * RECORD + 13, num_parts)
+        tl.store(tiles + tile * RECORD + 15, count)

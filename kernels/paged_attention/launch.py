@@ -4,8 +4,8 @@ Grids and buffers depend on B, R, `max_rows` and `max_slots` only, which may be 
 can be captured in a CUDA graph; what varies lies in device tensors. Nothing waits for the device.
 Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
 and 5 end of the blocks of the branches behind them, 6 lowest and 7 highest limit, 8 lowest branch start,
-9 highest own slot, 12 first item, 13 number of items. An item copies 0 to 9 and adds 10 first and 11 end of
-its share (blocks of the walk, or splits), 12 and 13 of its tile, 14 its tile.
+9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
+10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
 """
 
@@ -55,6 +55,8 @@ class Launch:
     """No item is shorter, in blocks."""
     split_slots: int = 0
     """Fixed length of a split; 0: even shares, as many as fill the device."""
+    max_parts: int = 512
+    """Room for parts with fixed splits; a tile that finds none is walked by one program per KV head."""
     combine: str = "kernel"
     combine_rows: int = 4
     combine_warps: int = 4
@@ -117,8 +119,11 @@ def choose_launch(shape: HeadShape, *, max_rows: int, deterministic: bool = Fals
         block_m=max(block_m, group),
         block_n=128 if block_h <= 64 else 64 if block_h <= 128 else 32,
         warps=8 if group > 64 else 4,
+        # Every part of a large tile is many rows to write and read again: fewer of them.
+        programs_per_sm=1 if block_m > 32 and not deterministic else 2,
         split_slots=split_slots,
-        combine="last" if packed <= FEW_PACKED_ROWS else "kernel",
+        # Deterministic rows come from one compiled walk, whatever their number.
+        combine="last" if packed <= FEW_PACKED_ROWS and not deterministic else "kernel",
     )
 
 
@@ -138,12 +143,11 @@ def plan(
     tile_rows = launch.block_m // shape.group
     num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
     num_programs = max(1, num_multiprocessors(device) * launch.programs_per_sm // shape.num_kv_heads)
-    num_items = item_bound(launch, num_tiles, rows.max_slots, num_programs)
+    num_items, num_parts = item_bounds(launch, num_tiles, rows.max_slots, num_programs)
     tiles, items = (
         torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
     )
-    is_split = num_items > num_tiles
-    packed = num_items * shape.num_kv_heads * launch.block_m if is_split else 1
+    packed = max(1, num_parts * shape.num_kv_heads * launch.block_m)
     result = TritonPlan(
         rows=rows,
         shape=shape,
@@ -157,11 +161,11 @@ def plan(
         partial_lse=torch.empty(packed, dtype=torch.float32, device=device),
     )
     if num_rows:
-        _write_records(result, tile_rows, num_programs)
+        _write_records(result, tile_rows, num_programs, num_parts)
     return result
 
 
-def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int) -> None:
+def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_parts: int) -> None:
     rows, launch, num_kv_heads = plan.rows, plan.launch, plan.shape.num_kv_heads
     num_sequences = rows.block_table.shape[0]
     tile_kernel[(plan.num_tiles,)](
@@ -188,7 +192,7 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int) -> None:
         plan.num_tiles,
         num_programs,
         launch.min_blocks,
-        plan.num_items - plan.num_tiles,
+        num_parts,
         RECORD=RECORD,
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
         BLOCK_TILES=triton.next_power_of_2(plan.num_tiles),
@@ -203,10 +207,14 @@ def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int)
     return max(1, min(num_rows, by_rows, by_sequences))
 
 
-def item_bound(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> int:
-    """Most items that tiles are cut into; with fixed splits a choice: what does not fit is not cut."""
+def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> tuple[int, int]:
+    """Most items that the tiles are cut into, and parts that there is room for."""
     smallest = launch.split_slots or launch.min_blocks * launch.block_n
-    return min(num_tiles + num_programs, num_tiles * max(1, triton.cdiv(max_slots, smallest)))
+    most_splits = num_tiles * max(1, triton.cdiv(max_slots, smallest))
+    num_items = min(num_tiles + num_programs, most_splits)
+    if num_items == num_tiles:
+        return num_items, 0
+    return num_items, min(most_splits, launch.max_parts) if launch.split_slots else num_items
 
 
 def run(

@@ -143,7 +143,7 @@ def fixed_content(case: Case, b: int) -> Case:
 def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
     """Bitwise, 60 random batches: alone, in a chunk, among others, with and without room for parts."""
     setting = SETTINGS[name]
-    cramped = replace(setting, tunables=(*setting.tunables, ("programs_per_sm", 0)))
+    cramped = replace(setting, tunables=(*setting.tunables, ("max_parts", 1)))
     for seed in range(60):
         rng = random.Random(seed)
         rows = rng.choice([steady, tree, branch])(rng.randint(30, 3500))

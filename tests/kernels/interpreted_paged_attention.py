@@ -106,7 +106,7 @@ def test_any_number_of_splits(programs_per_sm: int) -> None:
     plan = plan_of(case, tunables)
     wanted = max(1, launch.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
     used = plan.items[:, 2] > 0
-    split = plan.tiles[0, 13].item()
+    split = plan.tiles[0, 15].item()
     assert split == min(wanted, 9), "132 slots are 9 blocks of 16"
     assert used.sum() == split + 1, "and the padding is a tile of its own"
     check(case, tunables)
@@ -128,7 +128,7 @@ def test_steps_of_next_to_nothing(sequences: list[list[Row]], padding: int) -> N
     check(case)
 
 
-@pytest.mark.parametrize("tunables", [TINY, FIXED, replace(FIXED, programs_per_sm=0)])
+@pytest.mark.parametrize("tunables", [TINY, FIXED, replace(FIXED, max_parts=9)])
 @pytest.mark.parametrize("seed", range(2))
 def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
     case = build(
@@ -142,10 +142,14 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
     fed = [row for tile in tiles for row in range(tile[1], tile[1] + tile[2])]
     assert fed == list(range(rows.own_slots_R.shape[0]))
     items = [item for item in plan.items.tolist() if item[2] > 0]
-    assert [item[14] for item in items] == [t for t, tile in enumerate(tiles) for _ in range(tile[13])]
+    assert [item[14] for item in items] == [t for t, tile in enumerate(tiles) for _ in range(tile[15])]
+    parts = [part for tile in tiles for part in range(tile[12], tile[12] + tile[13])]
+    assert parts == list(range(len(parts))) and len(parts) <= plan.partial_lse.numel() // (2 * 16)
+    first = 0
     for tile in tiles:
         b, row, count, num_below, branch_block, end_block = tile[:6]
-        mine = plan.items[tile[12] : tile[12] + tile[13]].tolist()
+        mine = items[first : first + tile[15]]
+        first += len(mine)
         assert all(item[:10] == tile[:10] for item in mine)
         shares = [place for item in mine for place in range(item[10], item[11])]
         length = num_below + end_block - branch_block
@@ -186,7 +190,7 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
         lambda: ([causal(9, 1), [], [*causal(83, 7), *rows], branch(10), causal(20, 9)], 2, 7),
         lambda: ([rows, causal(100, 2), tree(33)], 0, 0),
     ]
-    tunables = [FIXED, replace(FIXED, programs_per_sm=0), replace(FIXED, combine="last")]
+    tunables = [FIXED, replace(FIXED, max_parts=1), replace(FIXED, combine="last")]
     outcomes = []
     for number, batch in enumerate(batches):
         sequences, b, skipped = batch()
@@ -202,10 +206,13 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
     assert not torch.equal(even, outcomes[0]), "other splits do round differently, so this test can fail"
 
 
-def test_parts_that_do_not_fit_are_walked_by_one_item() -> None:
-    case = build([causal(150, 1)], SMALL)
-    plan = plan_of(case, replace(FIXED, programs_per_sm=0))
-    assert plan.tiles[0, 13] == 1 and plan.items[0, 10:12].tolist() == [0, 5]
+def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
+    case = build([causal(150, 1), causal(150, 1)], SMALL)
+    cut, cut_too, whole = [0, 5, 3], [5, 5, 3], [5, 0, 1]
+    for max_parts, expected in ((10, [cut, cut_too]), (9, [cut, whole]), (4, [[0, 0, 1]] * 2)):
+        plan = plan_of(case, replace(FIXED, max_parts=max_parts))
+        assert plan.tiles[:2][:, [12, 13, 15]].tolist() == expected
+        check(case, plan.launch)
 
 
 def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:
