@@ -1,0 +1,397 @@
+"""Triton: statistics of rows of logits, and tokens drawn from them, without a law in memory.
+
+A row is walked in chunks of CHUNK tokens, a number that depends on V alone; sums inside a chunk are fp32
+trees, sums over chunks fp64, so a row's numbers depend neither on the other rows nor on their count. Contract
+in README.md; the threshold search of top-k, top-p and min-p is in kernel_filters.py.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Fields of a law's numbers (fp64) and of a chunk's statistics (fp32).
+MAX: tl.constexpr = tl.constexpr(0)
+SCALE: tl.constexpr = tl.constexpr(1)
+THRESHOLD: tl.constexpr = tl.constexpr(2)
+TIE: tl.constexpr = tl.constexpr(3)
+MASS: tl.constexpr = tl.constexpr(4)
+BEST: tl.constexpr = tl.constexpr(5)
+NUM_NUMBERS: tl.constexpr = tl.constexpr(8)
+CHUNK_MAX: tl.constexpr = tl.constexpr(0)
+CHUNK_MASS: tl.constexpr = tl.constexpr(1)
+CHUNK_MIN: tl.constexpr = tl.constexpr(2)
+CHUNK_BEST: tl.constexpr = tl.constexpr(3)
+NUM_STATS: tl.constexpr = tl.constexpr(4)
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+ANY_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Let the next kernel start early; it waits here, as this one does, for all writes of the one before."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def scale_of(temperature):
+    """log2(e) / temperature, fp64; finite in fp32 for any temperature; greedy has that of 1."""
+    is_greedy = temperature == 0
+    return tl.minimum(1.0 / tl.where(is_greedy, 1.0, temperature) * LOG2_E, 1e38)
+
+
+@triton.jit
+def weight(b_values, largest, scale):
+    """exp((logits - largest) / temperature) of logits of any dtype; zero below 2^-126 and for NaN.
+
+    The exponent is as exact as in fp64: a plain fp32 product of -20 would be wrong by 1e-6.
+    """
+    b_logits = b_values.to(tl.float32)
+    high = scale.to(tl.float32)
+    low = (scale - high.to(tl.float64)).to(tl.float32)
+    b_below = b_logits - largest
+    b_power = b_below * high
+    b_rest = tl.fma(b_below, high, -b_power) + b_below * low
+    # The difference of two 16-bit logits needs no more bits than fp32 has, that of two fp32 logits does.
+    if b_values.dtype == tl.float32:
+        b_taken = b_logits - b_below
+        b_rest += ((b_logits - (b_below + b_taken)) + (b_taken - largest)) * high
+    return tl.where(b_power > -126.0, tl.exp2(b_power) * (b_rest * LN_2 + 1.0), 0.0)
+
+
+@triton.jit
+def kept_weight(b_values, b_ids, p_numbers):
+    """Weight of the tokens that the law keeps, zero for the others; `p_numbers`: the law's."""
+    b_logits = b_values.to(tl.float32)
+    largest = tl.load(p_numbers + MAX).to(tl.float32)
+    threshold = tl.load(p_numbers + THRESHOLD).to(tl.float32)
+    tie = tl.load(p_numbers + TIE).to(tl.int32)
+    b_kept = (b_logits > threshold) | ((b_logits == threshold) & (b_ids <= tie))
+    return tl.where(b_kept, weight(b_values, largest, tl.load(p_numbers + SCALE)), 0.0)
+
+
+@triton.jit
+def inverse_mass(p_numbers):
+    mass = tl.load(p_numbers + MASS)
+    return tl.where(mass > 0, 1.0 / tl.where(mass > 0, mass, 1.0), 0.0)
+
+
+@triton.jit
+def pick(b_mass, target, NUM: tl.constexpr):
+    """First place whose cumulated mass exceeds `target`, else the last with mass, else 0; never one without
+    mass: a parallel cumulated sum may rise by rounding where nothing is added.
+    """
+    o_place = tl.arange(0, NUM)
+    b_total = tl.cumsum(b_mass, 0)
+    first = tl.min(tl.where((b_total > target) & (b_mass > 0), o_place, NUM), 0)
+    last = tl.max(tl.where(b_mass > 0, o_place, 0), 0)
+    return tl.where(first < NUM, first, last)
+
+
+@triton.jit
+def setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES: tl.constexpr):
+    """Index of a row's sampling settings."""
+    if HAS_LANES:
+        return tl.load(p_lanes + i_row // rows_per_lane).to(tl.int64)
+    return i_row
+
+
+@triton.jit
+def is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
+    top_k = tl.load(p_top_k + setting)
+    limits_count = (top_k > 0) & (top_k < num_tokens)
+    limits_mass = (tl.load(p_top_p + setting) < 1) | (tl.load(p_min_p + setting) > 0)
+    return (tl.load(p_temperature + setting) != 0) & (limits_count | limits_mass)
+
+
+@triton.jit
+def row_totals(p_stats, num_chunks, scale, CHUNKS: tl.constexpr):
+    """A row's largest logit, total weight (fp64), smallest finite logit, and the chunks' masses (fp32)."""
+    o_chunk = tl.arange(0, CHUNKS)
+    m_chunk = o_chunk < num_chunks
+    p_chunk = p_stats + o_chunk * NUM_STATS
+    b_max = tl.load(p_chunk + CHUNK_MAX, mask=m_chunk, other=float("-inf"))
+    b_mass = tl.load(p_chunk + CHUNK_MASS, mask=m_chunk, other=0.0)
+    b_min = tl.load(p_chunk + CHUNK_MIN, mask=m_chunk, other=float("inf"))
+    largest = tl.max(b_max, 0)
+    b_mass = b_mass * weight(b_max, largest, scale)
+    return largest, tl.sum(b_mass.to(tl.float64), 0), tl.min(b_min, 0), b_mass
+
+
+@triton.jit
+def stats_kernel(
+    p_logits,
+    p_temperature,
+    p_lanes,
+    p_stats,
+    p_counts,
+    row_stride,
+    num_tokens,
+    num_chunks,
+    rows_per_lane,
+    HAS_LANES: tl.constexpr,
+    FILTERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Largest, weight relative to it, smallest finite, and lowest best id of one chunk of one row."""
+    wait_for_previous(PDL)
+    i_row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    i_chunk = tl.program_id(0) % num_chunks
+    scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)))
+    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    m_token = o_token < num_tokens
+    b_values = tl.load(p_logits + i_row * row_stride + o_token, mask=m_token, other=float("-inf"))
+    b_logits = b_values.to(tl.float32)
+    largest = tl.max(b_logits, 0)
+    p_chunk = p_stats + (i_row * num_chunks + i_chunk) * NUM_STATS
+    tl.store(p_chunk + CHUNK_MAX, largest)
+    tl.store(p_chunk + CHUNK_MASS, tl.sum(weight(b_values, largest, scale), 0))
+    if FILTERS:
+        smallest = tl.min(tl.where(b_logits > float("-inf"), b_logits, float("inf")), 0)
+        tl.store(p_chunk + CHUNK_MIN, smallest)
+    # Vocabularies are below 2^24, so that an fp32 holds any id.
+    best = tl.min(tl.where((b_logits == largest) & m_token, o_token, ANY_ID), 0)
+    tl.store(p_chunk + CHUNK_BEST, tl.where(best < num_tokens, best, 0).to(tl.float32))
+    if i_chunk == 0:
+        tl.store(p_counts + i_row, 0)
+
+
+@triton.jit
+def kept_kernel(
+    p_logits,
+    p_temperature,
+    p_top_k,
+    p_top_p,
+    p_min_p,
+    p_lanes,
+    p_stats,
+    p_numbers,
+    p_kept,
+    row_stride,
+    num_tokens,
+    num_chunks,
+    rows_per_lane,
+    HAS_LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Weight of one chunk's kept tokens, of a filtered row."""
+    wait_for_previous(PDL)
+    i_row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    i_chunk = tl.program_id(0) % num_chunks
+    setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
+    if is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
+        o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+        p_row_numbers = p_numbers + i_row * NUM_NUMBERS
+        largest = tl.load(p_stats + (i_row * num_chunks + i_chunk) * NUM_STATS + CHUNK_MAX)
+        # A chunk below the threshold is not read.
+        is_needed = largest >= tl.load(p_row_numbers + THRESHOLD).to(tl.float32)
+        m_token = o_token < tl.where(is_needed, num_tokens, 0)
+        p_token = p_logits + i_row * row_stride + o_token
+        b_values = tl.load(p_token, mask=m_token, other=float("-inf"))
+        b_weight = tl.where(m_token, kept_weight(b_values, o_token, p_row_numbers), 0.0)
+        tl.store(p_kept + i_row * num_chunks + i_chunk, tl.sum(b_weight, 0))
+
+
+@triton.jit
+def finish_kernel(
+    p_temperature,
+    p_top_k,
+    p_top_p,
+    p_min_p,
+    p_lanes,
+    p_stats,
+    p_kept,
+    p_masses,
+    p_numbers,
+    num_tokens,
+    num_chunks,
+    rows_per_lane,
+    HAS_LANES: tl.constexpr,
+    FILTERS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The numbers of a row's law, from the statistics of its chunks."""
+    wait_for_previous(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
+    temperature = tl.load(p_temperature + setting)
+    scale = scale_of(temperature)
+    o_chunk = tl.arange(0, CHUNKS)
+    m_chunk = o_chunk < num_chunks
+    p_row = p_stats + i_row * num_chunks * NUM_STATS
+    largest, _, _, b_mass = row_totals(p_row, num_chunks, scale, CHUNKS)
+    b_max = tl.load(p_row + o_chunk * NUM_STATS + CHUNK_MAX, mask=m_chunk, other=float("-inf"))
+    b_best = tl.load(p_row + o_chunk * NUM_STATS + CHUNK_BEST, mask=m_chunk, other=0.0)
+    # A row of NaN has no best chunk: its id is 0 then.
+    i_best = tl.min(tl.where((b_max == largest) & m_chunk, o_chunk, CHUNKS), 0)
+    best = tl.sum(tl.where(o_chunk == i_best, b_best, 0.0), 0)
+
+    p_row_numbers = p_numbers + i_row * NUM_NUMBERS
+    searched = False
+    if FILTERS:
+        searched = is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens)
+    is_greedy = temperature == 0
+    if FILTERS:
+        m_kept = o_chunk < tl.where(searched, num_chunks, 0)
+        b_kept = tl.load(p_kept + i_row * num_chunks + o_chunk, mask=m_kept, other=0.0)
+        b_mass = tl.where(searched, b_kept, b_mass)
+    b_mass = tl.where(is_greedy, tl.where(o_chunk == i_best, 1.0, 0.0), b_mass)
+    if not searched:
+        tl.store(p_row_numbers + MAX, largest.to(tl.float64))
+        tl.store(p_row_numbers + SCALE, scale)
+        tl.store(p_row_numbers + THRESHOLD, tl.where(is_greedy, largest, float("-inf")).to(tl.float64))
+        tl.store(p_row_numbers + TIE, tl.where(is_greedy, best, ANY_ID * 1.0).to(tl.float64))
+    tl.store(p_masses + i_row * num_chunks + o_chunk, b_mass, mask=m_chunk)
+    tl.store(p_row_numbers + MASS, tl.sum(b_mass.to(tl.float64), 0))
+    tl.store(p_row_numbers + BEST, best.to(tl.float64))
+
+
+@triton.jit
+def probability_kernel(
+    p_logits,
+    p_numbers,
+    p_rows,
+    p_token_ids,
+    p_out,
+    row_stride,
+    num_pairs,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Probability (fp64) of token `token_ids[i]` under row `rows[i]`; 0 for row -1."""
+    wait_for_previous(PDL)
+    o_pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    b_row = tl.load(p_rows + o_pair, mask=o_pair < num_pairs, other=-1).to(tl.int64)
+    m_pair = b_row >= 0
+    b_id = tl.load(p_token_ids + o_pair, mask=m_pair, other=0).to(tl.int64)
+    b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_pair, other=0.0)
+    b_law = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
+    tl.store(p_out + o_pair, b_law, mask=o_pair < num_pairs)
+
+
+@triton.jit
+def probability_of(b_values, b_ids, p_numbers, m_pair):
+    """Probabilities (fp64) of one token per law; `p_numbers`: one pointer per law."""
+    b_logits = b_values.to(tl.float32)
+    b_largest = tl.load(p_numbers + MAX, mask=m_pair, other=0.0).to(tl.float32)
+    b_scale = tl.load(p_numbers + SCALE, mask=m_pair, other=1.0)
+    b_threshold = tl.load(p_numbers + THRESHOLD, mask=m_pair, other=0.0).to(tl.float32)
+    b_tie = tl.load(p_numbers + TIE, mask=m_pair, other=0.0).to(tl.int64)
+    b_mass = tl.load(p_numbers + MASS, mask=m_pair, other=0.0)
+    b_kept = (b_logits > b_threshold) | ((b_logits == b_threshold) & (b_ids <= b_tie))
+    b_weight = tl.where(b_kept & m_pair & (b_mass > 0), weight(b_values, b_largest, b_scale), 0.0)
+    return b_weight.to(tl.float64) / tl.where(b_mass > 0, b_mass, 1.0)
+
+
+@triton.jit
+def draw_token(
+    p_row, p_numbers, p_masses, uniform, num_tokens, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Token of one row's law by inversion: the chunk first, then the token in it."""
+    o_chunk = tl.arange(0, CHUNKS)
+    b_mass = tl.load(p_masses + o_chunk, mask=o_chunk < num_chunks, other=0.0).to(tl.float64)
+    target = uniform * tl.sum(b_mass, 0)
+    i_chunk = pick(b_mass, target, CHUNKS)
+    target -= tl.sum(tl.where(o_chunk < i_chunk, b_mass, 0.0), 0)
+    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    m_token = o_token < num_tokens
+    b_values = tl.load(p_row + o_token, mask=m_token, other=float("-inf"))
+    b_weight = tl.where(m_token, kept_weight(b_values, o_token, p_numbers), 0.0)
+    return i_chunk * CHUNK + pick(b_weight, target.to(tl.float32), CHUNK)
+
+
+@triton.jit
+def draw_kernel(
+    p_logits,
+    p_numbers,
+    p_masses,
+    p_rows,
+    p_uniforms,
+    p_active,
+    p_lanes,
+    p_next_layout,
+    p_out,
+    p_layout,
+    row_stride,
+    uniform_stride,
+    num_tokens,
+    num_chunks,
+    num_draws,
+    TO_LANES: tl.constexpr,
+    TAKES_BEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Draw `program % num_draws` of sequence `program // num_draws`, 0 for row -1.
+
+    TO_LANES: written to the sequence's lane, with its next layout; nothing is written for inactive ones.
+    """
+    wait_for_previous(PDL)
+    i_draw = tl.program_id(0) % num_draws
+    i_sequence = (tl.program_id(0) // num_draws).to(tl.int64)
+    row = tl.load(p_rows + tl.program_id(0)).to(tl.int64)
+    token = tl.zeros((), tl.int32)
+    if row >= 0:
+        if TAKES_BEST:
+            token = tl.load(p_numbers + row * NUM_NUMBERS + BEST).to(tl.int32)
+        else:
+            token = draw_token(
+                p_logits + row * row_stride,
+                p_numbers + row * NUM_NUMBERS,
+                p_masses + row * num_chunks,
+                tl.load(p_uniforms + i_sequence * uniform_stride + i_draw),
+                num_tokens,
+                num_chunks,
+                CHUNK,
+                CHUNKS,
+            )
+    if TO_LANES:
+        if tl.load(p_active + i_sequence).to(tl.int32) != 0:
+            lane = tl.load(p_lanes + i_sequence).to(tl.int64)
+            tl.store(p_out + lane * num_draws + i_draw, token.to(tl.int64))
+            if i_draw == 0:
+                tl.store(p_layout + lane, tl.load(p_next_layout + i_sequence))
+    else:
+        tl.store(p_out + tl.program_id(0), token.to(tl.int64))
+
+
+@triton.jit
+def uniforms_kernel(
+    p_seeds,
+    p_samples,
+    p_steps,
+    p_lanes,
+    p_out,
+    num_draws,
+    HAS_LANES: tl.constexpr,
+    DRAWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Philox4x32-10 numbers in (0, 1), fp64, of one sequence's sampling step."""
+    wait_for_previous(PDL)
+    i_sequence = tl.program_id(0).to(tl.int64)
+    lane = i_sequence
+    if HAS_LANES:
+        lane = tl.load(p_lanes + i_sequence).to(tl.int64)
+    step = tl.load(p_steps + lane)
+    o_draw = tl.arange(0, DRAWS)
+    b_zero = tl.zeros([DRAWS], tl.uint32)
+    b_word, _, _, _ = tl.philox(
+        tl.load(p_seeds + lane),
+        o_draw.to(tl.uint32),
+        b_zero + (step & 0xFFFFFFFF).to(tl.uint32),
+        b_zero + ((step >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        b_zero + (tl.load(p_samples + lane) & 0xFFFFFFFF).to(tl.uint32),
+    )
+    b_uniform = (b_word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    tl.store(p_out + i_sequence * num_draws + o_draw, b_uniform, mask=o_draw < num_draws)

@@ -1,0 +1,250 @@
+"""Triton: test the drafts, draw the token behind the accepted ones, keep the next drafts' laws.
+
+Everything lettered Z belongs to lanes, the seats of sequences, and is reached through `lanes_B`. Nothing is
+written to the lane of an inactive sequence, and its outputs are 0. Contract in README.md.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from idlm.kernels.sampling.kernel import (
+    NUM_NUMBERS,
+    draw_token,
+    inverse_mass,
+    kept_weight,
+    pick,
+    probability_of,
+    wait_for_previous,
+)
+
+# Rows of the verdict [NUM_VERDICT, B].
+ACCEPTED: tl.constexpr = tl.constexpr(0)
+TESTED: tl.constexpr = tl.constexpr(1)
+EMITTED: tl.constexpr = tl.constexpr(2)
+EMIT_ROW: tl.constexpr = tl.constexpr(3)
+REJECTED: tl.constexpr = tl.constexpr(4)
+NEXT_LAYOUT: tl.constexpr = tl.constexpr(5)
+NUM_VERDICT: tl.constexpr = tl.constexpr(6)
+NO_ROW: tl.constexpr = tl.constexpr(-1)
+
+
+@triton.jit
+def verify_kernel(
+    p_logits,
+    p_numbers,
+    p_store,
+    p_store_numbers,
+    p_lanes,
+    p_first,
+    p_active,
+    p_drafts,
+    p_tau,
+    p_layout,
+    p_num_drafts,
+    p_draft_rows,
+    p_next_layouts,
+    p_uniforms,
+    p_verdict,
+    p_tokens,
+    p_rows,
+    row_stride,
+    uniform_stride,
+    num_tokens,
+    num_sequences,
+    num_masks,
+    MASKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Accepted drafts of one sequence, and the rows that the next token and the next drafts come from."""
+    wait_for_previous(PDL)
+    i_sequence = tl.program_id(0).to(tl.int64)
+    is_active = tl.load(p_active + i_sequence).to(tl.int32) != 0
+    p_out = p_verdict + i_sequence
+    o_mask = tl.arange(0, MASKS)
+    m_mask = o_mask < num_masks
+    p_sequence_tokens = p_tokens + i_sequence * (num_masks + 1)
+    p_sequence_rows = p_rows + i_sequence * num_masks
+    if is_active:
+        lane = tl.load(p_lanes + i_sequence).to(tl.int64)
+        first = tl.load(p_first + i_sequence).to(tl.int64)
+        layout = tl.load(p_layout + lane).to(tl.int64)
+        num_drafts = tl.load(p_num_drafts + layout).to(tl.int32)
+        m_draft = m_mask & (o_mask < num_drafts)
+        b_id = tl.load(p_drafts + lane * num_masks + o_mask, mask=m_draft, other=0).to(tl.int64)
+        b_row = first + o_mask
+        b_slot = lane * num_masks + o_mask
+        b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_draft, other=0.0)
+        b_p = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_draft)
+        b_values = tl.load(p_store + b_slot * num_tokens + b_id, mask=m_draft, other=0.0)
+        b_q = probability_of(b_values, b_id, p_store_numbers + b_slot * NUM_NUMBERS, m_draft)
+        p_uniform = p_uniforms + i_sequence * uniform_stride + o_mask
+        b_uniform = tl.load(p_uniform, mask=m_draft, other=1.0)
+        b_passes = m_draft & (b_uniform * b_q < (1.0 + tl.load(p_tau + lane)) * b_p)
+        accepted = tl.min(tl.where(b_passes, MASKS, o_mask), 0)
+        accepted = tl.minimum(accepted, num_drafts)
+        rejected = (accepted < num_drafts).to(tl.int32)
+        tl.store(p_out + num_sequences * ACCEPTED, accepted.to(tl.int64))
+        tl.store(p_out + num_sequences * TESTED, (accepted + rejected).to(tl.int64))
+        tl.store(p_out + num_sequences * EMITTED, (accepted + 1).to(tl.int64))
+        tl.store(p_out + num_sequences * EMIT_ROW, first + accepted)
+        tl.store(p_out + num_sequences * REJECTED, rejected.to(tl.int64))
+        case = layout * (num_masks + 1) + accepted
+        tl.store(p_out + num_sequences * NEXT_LAYOUT, tl.load(p_next_layouts + case))
+        b_next = tl.load(p_draft_rows + case * num_masks + o_mask, mask=m_mask, other=NO_ROW)
+        tl.store(p_sequence_rows + o_mask, tl.where(b_next >= 0, first + b_next, NO_ROW), mask=m_mask)
+        tl.store(p_sequence_tokens + o_mask, tl.where(o_mask < accepted, b_id, 0), mask=m_mask)
+    else:
+        b_field = tl.arange(0, 8)
+        b_value = tl.where(b_field == EMIT_ROW, NO_ROW, 0).to(tl.int64)
+        tl.store(p_out + b_field * num_sequences, b_value, mask=b_field < NUM_VERDICT)
+        tl.store(p_sequence_rows + o_mask, tl.full([MASKS], NO_ROW, tl.int64), mask=m_mask)
+        tl.store(p_sequence_tokens + o_mask, tl.zeros([MASKS], tl.int64), mask=m_mask)
+    tl.store(p_sequence_tokens + num_masks, tl.zeros((), tl.int64))
+
+
+@triton.jit
+def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, num_tokens):
+    """max(0, p - q) of some tokens, fp32."""
+    m_token = o_token < num_tokens
+    b_values = tl.load(p_row + o_token, mask=m_token, other=float("-inf"))
+    b_p = kept_weight(b_values, o_token, p_numbers) * inverse_mass(p_numbers).to(tl.float32)
+    b_values = tl.load(p_draft + o_token, mask=m_token, other=float("-inf"))
+    b_q = kept_weight(b_values, o_token, p_draft_numbers) * inverse_mass(p_draft_numbers).to(tl.float32)
+    return tl.where(m_token, tl.maximum(b_p - b_q, 0.0), 0.0)
+
+
+@triton.jit
+def residual_kernel(
+    p_logits,
+    p_numbers,
+    p_store,
+    p_store_numbers,
+    p_lanes,
+    p_verdict,
+    p_excess,
+    row_stride,
+    num_tokens,
+    num_chunks,
+    num_sequences,
+    num_masks,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Mass of max(0, p - q) in one chunk, for sequences with a rejected draft."""
+    wait_for_previous(PDL)
+    i_sequence = (tl.program_id(0) // num_chunks).to(tl.int64)
+    i_chunk = tl.program_id(0) % num_chunks
+    if tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0:
+        row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
+        accepted = tl.load(p_verdict + num_sequences * ACCEPTED + i_sequence)
+        slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + accepted
+        b_excess = excess(
+            p_logits + row * row_stride,
+            p_numbers + row * NUM_NUMBERS,
+            p_store + slot * num_tokens,
+            p_store_numbers + slot * NUM_NUMBERS,
+            i_chunk * CHUNK + tl.arange(0, CHUNK),
+            num_tokens,
+        )
+        tl.store(p_excess + i_sequence * num_chunks + i_chunk, tl.sum(b_excess, 0))
+
+
+@triton.jit
+def emit_kernel(
+    p_logits,
+    p_numbers,
+    p_masses,
+    p_store,
+    p_store_numbers,
+    p_lanes,
+    p_verdict,
+    p_excess,
+    p_uniforms,
+    p_tokens,
+    row_stride,
+    uniform_stride,
+    num_tokens,
+    num_chunks,
+    num_sequences,
+    num_masks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Draw the token behind one sequence's accepted drafts: from the residual law, or from p."""
+    wait_for_previous(PDL)
+    i_sequence = tl.program_id(0).to(tl.int64)
+    row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
+    if row >= 0:
+        accepted = tl.load(p_verdict + num_sequences * ACCEPTED + i_sequence)
+        is_rejected = tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0
+        uniform = tl.load(p_uniforms + i_sequence * uniform_stride)
+        o_chunk = tl.arange(0, CHUNKS)
+        p_mass = p_excess + i_sequence * num_chunks + o_chunk
+        m_chunk = o_chunk < tl.where(is_rejected, num_chunks, 0)
+        b_mass = tl.load(p_mass, mask=m_chunk, other=0.0).to(tl.float64)
+        total = tl.sum(b_mass, 0)
+        if total > 0:
+            slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + accepted
+            target = uniform * total
+            i_chunk = pick(b_mass, target, CHUNKS)
+            target -= tl.sum(tl.where(o_chunk < i_chunk, b_mass, 0.0), 0)
+            b_excess = excess(
+                p_logits + row * row_stride,
+                p_numbers + row * NUM_NUMBERS,
+                p_store + slot * num_tokens,
+                p_store_numbers + slot * NUM_NUMBERS,
+                i_chunk * CHUNK + tl.arange(0, CHUNK),
+                num_tokens,
+            )
+            token = i_chunk * CHUNK + pick(b_excess, target.to(tl.float32), CHUNK)
+        else:
+            token = draw_token(
+                p_logits + row * row_stride,
+                p_numbers + row * NUM_NUMBERS,
+                p_masses + row * num_chunks,
+                uniform,
+                num_tokens,
+                num_chunks,
+                CHUNK,
+                CHUNKS,
+            )
+        tl.store(p_tokens + i_sequence * (num_masks + 1) + accepted, token.to(tl.int64))
+
+
+@triton.jit
+def put_kernel(
+    p_logits,
+    p_numbers,
+    p_store,
+    p_store_numbers,
+    p_lanes,
+    p_active,
+    p_rows,
+    row_stride,
+    num_tokens,
+    num_chunks,
+    num_masks,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy one chunk of one draft row, and its law's numbers, to the sequence's lane."""
+    wait_for_previous(PDL)
+    i_draft = (tl.program_id(0) // num_chunks).to(tl.int64)
+    i_chunk = tl.program_id(0) % num_chunks
+    i_sequence = i_draft // num_masks
+    row = tl.load(p_rows + i_draft)
+    if (row >= 0) & (tl.load(p_active + i_sequence).to(tl.int32) != 0):
+        slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + i_draft % num_masks
+        o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+        m_token = o_token < num_tokens
+        b_logits = tl.load(p_logits + row * row_stride + o_token, mask=m_token)
+        tl.store(p_store + slot * num_tokens + o_token, b_logits, mask=m_token)
+        if i_chunk == 0:
+            o_number = tl.arange(0, NUM_NUMBERS)
+            b_number = tl.load(p_numbers + row * NUM_NUMBERS + o_number)
+            tl.store(p_store_numbers + slot * NUM_NUMBERS + o_number, b_number)

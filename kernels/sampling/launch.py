@@ -1,0 +1,342 @@
+"""Grids and scratch memory of the sampling kernels. Nothing here reads a tensor's contents.
+
+Shapes: X rows, V vocabulary, C chunks, Z lanes, B sequences, J drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from idlm.kernels.sampling import kernel, kernel_filters, kernel_solve, kernel_verify
+from idlm.kernels.sampling.laws import (
+    NUM_NUMBERS,
+    DraftLaws,
+    LayoutTables,
+    RowLaws,
+    Tuning,
+    Verdict,
+)
+
+KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+"""Low mantissa bits of an fp32 that a logit of this dtype leaves zero."""
+SMALLEST_CHUNK = 16
+PAIRS = 128
+PIVOTS = 16
+
+
+def chunk_of(num_tokens: int, tuning: Tuning) -> int:
+    """Tokens per chunk: a constant of the vocabulary."""
+    return min(tuning.chunk, max(SMALLEST_CHUNK, triton.next_power_of_2(num_tokens)))
+
+
+class _Shape:
+    """What every launch over chunks is told."""
+
+    def __init__(self, num_tokens: int, tuning: Tuning) -> None:
+        self.chunk = chunk_of(num_tokens, tuning)
+        self.num_chunks = triton.cdiv(num_tokens, self.chunk)
+        self.chunks = triton.next_power_of_2(self.num_chunks)
+        self.wide = options(tuning, warps=tuning.num_warps)
+        self.narrow = options(tuning, warps=1)
+
+
+def options(tuning: Tuning, *, warps: int) -> dict[str, Any]:
+    """Launch options; the interpreter knows no dependent launch, so it is named only when wanted."""
+    return {"num_warps": warps, "PDL": tuning.pdl, **({"launch_pdl": True} if tuning.pdl else {})}
+
+
+def row_laws(
+    logits_XV: Tensor,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],
+    lanes_B: Tensor | None,
+    *,
+    filters: bool,
+    tuning: Tuning,
+) -> RowLaws:
+    """Numbers of every row's law; `settings`: temperature, top_k, top_p, min_p, per row or per lane."""
+    num_rows, num_tokens = logits_XV.shape
+    shape, device = _Shape(num_tokens, tuning), logits_XV.device
+    has_lanes = lanes_B is not None
+    lanes = settings[1] if lanes_B is None else lanes_B
+    rows_per_lane = 1 if lanes_B is None or not len(lanes_B) else num_rows // len(lanes_B)
+    numbers_XF = torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device)
+    masses_XC = torch.empty(num_rows, shape.num_chunks, dtype=torch.float32, device=device)
+    laws = RowLaws(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
+    if num_rows == 0:
+        return laws
+    stats = torch.empty(num_rows, shape.num_chunks, 4, dtype=torch.float32, device=device)
+    counts_X = torch.empty(num_rows, dtype=torch.int32, device=device)
+    row = (logits_XV.stride(0), num_tokens, shape.num_chunks, rows_per_lane)
+    kernel.stats_kernel[(num_rows * shape.num_chunks,)](
+        logits_XV,
+        settings[0],
+        lanes,
+        stats,
+        counts_X,
+        *row,
+        HAS_LANES=has_lanes,
+        FILTERS=filters,
+        CHUNK=shape.chunk,
+        **shape.wide,
+    )
+    kept_XC = stats
+    if filters:
+        kept_XC = _thresholds(laws, settings, lanes, stats, counts_X, rows_per_lane, has_lanes=has_lanes)
+    kernel.finish_kernel[(num_rows,)](
+        *settings,
+        lanes,
+        stats,
+        kept_XC,
+        masses_XC,
+        numbers_XF,
+        *row[1:],
+        HAS_LANES=has_lanes,
+        FILTERS=filters,
+        CHUNKS=shape.chunks,
+        **shape.narrow,
+    )
+    return laws
+
+
+def _thresholds(
+    laws: RowLaws,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],
+    lanes: Tensor,
+    stats: Tensor,
+    counts_X: Tensor,
+    rows_per_lane: int,
+    *,
+    has_lanes: bool,
+) -> Tensor:
+    """Fill the thresholds of filtered rows; returns their chunks' kept masses [X, C]."""
+    logits_XV, tuning = laws.logits_XV, laws.tuning
+    num_rows, num_tokens = logits_XV.shape
+    shape, device = _Shape(num_tokens, tuning), logits_XV.device
+    brackets = torch.empty(num_rows, tuning.rounds + 1, 4, dtype=torch.float64, device=device)
+    pivots = torch.empty(num_rows, tuning.rounds, PIVOTS, dtype=torch.float32, device=device)
+    sums = torch.empty(num_rows, tuning.rounds, shape.num_chunks, PIVOTS, dtype=torch.float32, device=device)
+    packed = torch.empty(num_rows, tuning.capacity, dtype=torch.int64, device=device)
+    kept_XC = torch.empty_like(laws.masses_XC)
+    row = (logits_XV.stride(0), num_tokens, shape.num_chunks, rows_per_lane)
+    over_chunks, common = (num_rows * shape.num_chunks,), (logits_XV, *settings, lanes, stats)
+    shared = {"HAS_LANES": has_lanes, "ROUNDS": tuning.rounds, "CHUNKS": shape.chunks}
+    gathers = {"CAPACITY": tuning.capacity, "KEY_SHIFT": KEY_SHIFTS[logits_XV.dtype]}
+    for number in range(tuning.rounds):
+        kernel_filters.pivots_kernel[over_chunks](
+            *common, brackets, pivots, sums, *row, ROUND=number, CHUNK=shape.chunk, **shared, **shape.wide
+        )
+    kernel_filters.gather_kernel[over_chunks](
+        *common,
+        brackets,
+        pivots,
+        sums,
+        counts_X,
+        packed,
+        *row,
+        CHUNK=shape.chunk,
+        **gathers,
+        **shared,
+        **shape.wide,
+    )
+    kernel_solve.solve_kernel[(num_rows,)](
+        *common,
+        brackets,
+        counts_X,
+        packed,
+        laws.numbers_XF,
+        *row,
+        SCAN=tuning.scan,
+        **gathers,
+        **shared,
+        **shape.wide,
+    )
+    kernel.kept_kernel[over_chunks](
+        logits_XV,
+        *settings,
+        lanes,
+        stats,
+        laws.numbers_XF,
+        kept_XC,
+        *row,
+        HAS_LANES=has_lanes,
+        CHUNK=shape.chunk,
+        **shape.wide,
+    )
+    return kept_XC
+
+
+def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
+    """fp64, shaped as `rows`."""
+    rows, token_ids = rows.contiguous(), token_ids.contiguous()
+    out = torch.empty(rows.shape, dtype=torch.float64, device=rows.device)
+    num_pairs = rows.numel()
+    if num_pairs:
+        kernel.probability_kernel[(triton.cdiv(num_pairs, PAIRS),)](
+            laws.logits_XV,
+            laws.numbers_XF,
+            rows,
+            token_ids,
+            out,
+            laws.logits_XV.stride(0),
+            num_pairs,
+            PAIRS=PAIRS,
+            **options(laws.tuning, warps=4),
+        )
+    return out
+
+
+def draw(
+    laws: RowLaws,
+    rows_BJ: Tensor,
+    uniforms_BJ: Tensor,
+    *,
+    takes_best: bool,
+    to_lanes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Tokens [B, J]; `to_lanes`: active_B, lanes_B, next_layout_B, and drafts_ZJ, layout_Z to write to."""
+    num_sequences, num_draws = rows_BJ.shape
+    assert rows_BJ.is_contiguous() and uniforms_BJ.stride(1) in (0, 1), f"{uniforms_BJ.stride()=}"
+    shape = _Shape(laws.logits_XV.shape[1], laws.tuning)
+    out = rows_BJ if to_lanes is not None else torch.empty_like(rows_BJ)
+    active, lanes, next_layout, drafts, layout = to_lanes or (rows_BJ, rows_BJ, rows_BJ, out, rows_BJ)
+    if rows_BJ.numel():
+        kernel.draw_kernel[(num_sequences * num_draws,)](
+            laws.logits_XV,
+            laws.numbers_XF,
+            laws.masses_XC,
+            rows_BJ,
+            uniforms_BJ,
+            active,
+            lanes,
+            next_layout,
+            drafts,
+            layout,
+            laws.logits_XV.stride(0),
+            uniforms_BJ.stride(0),
+            laws.logits_XV.shape[1],
+            shape.num_chunks,
+            num_draws,
+            TO_LANES=to_lanes is not None,
+            TAKES_BEST=takes_best,
+            CHUNK=shape.chunk,
+            CHUNKS=shape.chunks,
+            **shape.wide,
+        )
+    return drafts
+
+
+def put(store: DraftLaws, lanes_B: Tensor, laws: RowLaws, rows_BJ: Tensor, active_B: Tensor) -> None:
+    """Copy rows into their lanes."""
+    num_tokens = laws.logits_XV.shape[1]
+    shape = _Shape(num_tokens, laws.tuning)
+    if rows_BJ.numel():
+        kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_chunks,)](
+            laws.logits_XV,
+            laws.numbers_XF,
+            store.logits_ZJV,
+            store.numbers_ZJF,
+            lanes_B,
+            active_B,
+            rows_BJ,
+            laws.logits_XV.stride(0),
+            num_tokens,
+            shape.num_chunks,
+            rows_BJ.shape[1],
+            CHUNK=shape.chunk,
+            **shape.wide,
+        )
+
+
+def verify(
+    laws: RowLaws,
+    store: DraftLaws,
+    tables: LayoutTables,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    uniforms_BJ: Tensor,
+) -> Verdict:
+    """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z."""
+    num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
+    verdict = Verdict.empty(num_sequences, num_masks, laws.logits_XV.device)
+    if num_sequences:
+        kernel_verify.verify_kernel[(num_sequences,)](
+            laws.logits_XV,
+            laws.numbers_XF,
+            store.logits_ZJV,
+            store.numbers_ZJF,
+            *columns,
+            tables.num_drafts_Y,
+            tables.draft_rows_YAJ,
+            tables.next_layouts_YA,
+            uniforms_BJ,
+            verdict.values_FB,
+            verdict.token_ids_BA,
+            verdict.draft_rows_BJ,
+            laws.logits_XV.stride(0),
+            uniforms_BJ.stride(0),
+            laws.logits_XV.shape[1],
+            num_sequences,
+            num_masks,
+            MASKS=triton.next_power_of_2(max(1, num_masks)),
+            **options(laws.tuning, warps=1),
+        )
+    return verdict
+
+
+def emit(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor, uniforms_B: Tensor) -> None:
+    """Draw one token per active sequence into `verdict.token_ids_BA`."""
+    num_sequences, num_masks = verdict.draft_rows_BJ.shape
+    num_tokens = laws.logits_XV.shape[1]
+    shape = _Shape(num_tokens, laws.tuning)
+    if not num_sequences:
+        return
+    excess_BC = torch.empty(num_sequences, shape.num_chunks, dtype=torch.float32, device=lanes_B.device)
+    both = (laws.logits_XV, laws.numbers_XF)
+    drafts = (store.logits_ZJV, store.numbers_ZJF, lanes_B, verdict.values_FB, excess_BC)
+    sizes = (num_tokens, shape.num_chunks, num_sequences, num_masks)
+    if num_masks:
+        kernel_verify.residual_kernel[(num_sequences * shape.num_chunks,)](
+            *both, *drafts, laws.logits_XV.stride(0), *sizes, CHUNK=shape.chunk, **shape.wide
+        )
+    kernel_verify.emit_kernel[(num_sequences,)](
+        *both,
+        laws.masses_XC,
+        *drafts,
+        uniforms_B,
+        verdict.token_ids_BA,
+        laws.logits_XV.stride(0),
+        uniforms_B.stride(0),
+        *sizes,
+        CHUNK=shape.chunk,
+        CHUNKS=shape.chunks,
+        **shape.wide,
+    )
+
+
+def uniforms(
+    seeds_Z: Tensor,
+    samples_Z: Tensor,
+    steps_Z: Tensor,
+    lanes_B: Tensor | None,
+    num_draws: int,
+    tuning: Tuning,
+) -> Tensor:
+    """Philox numbers [B, num_draws], fp64."""
+    num_sequences = len(seeds_Z if lanes_B is None else lanes_B)
+    out_BD = torch.empty(num_sequences, num_draws, dtype=torch.float64, device=seeds_Z.device)
+    if out_BD.numel():
+        kernel.uniforms_kernel[(num_sequences,)](
+            seeds_Z,
+            samples_Z,
+            steps_Z,
+            seeds_Z if lanes_B is None else lanes_B,
+            out_BD,
+            num_draws,
+            HAS_LANES=lanes_B is not None,
+            DRAWS=triton.next_power_of_2(num_draws),
+            **options(tuning, warps=1),
+        )
+    return out_BD

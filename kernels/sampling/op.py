@@ -1,0 +1,216 @@
+"""Laws of rows of logits, draws, and the test of drafts: the same calls on every device.
+
+On a GPU nothing waits for the device and no law is stored; on a CPU laws are fp64 tensors. Call order of a
+step: `row_laws`, `verify`, `emit`, `draw_drafts`, `put` (emit needs the laws that put overwrites). Rows may
+be padding with any content, NaN included, and -1 means no row. Contract in README.md.
+Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.sampling import plain
+from idlm.kernels.sampling.laws import (
+    NUM_NUMBERS,
+    DraftLaws,
+    Drafts,
+    Laws,
+    LayoutTables,
+    PlainDraftLaws,
+    PlainLaws,
+    RowLaws,
+    Tuning,
+    Verdict,
+)
+
+TUNING = Tuning()
+MAX_VOCABULARY = 1 << 24
+"""Ids pass through fp32."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether laws of this device's tensors are numbers."""
+    return device.type == "cuda"
+
+
+def row_laws(
+    logits_XV: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    filters: bool,
+    lanes_B: Tensor | None = None,
+    tuning: Tuning = TUNING,
+) -> Laws:
+    """The law of every row of `logits_XV` (fp32, bf16 or fp16; a row is contiguous).
+
+    Settings are per row, or, with `lanes_B`, per lane: the rows of sequence b, X / B of them, follow one
+    another and obey the settings of lane `lanes_B[b]`. temperature, top_p and min_p fp64, top_k int64 (0:
+    off); temperature 0 is the argmax (lowest id) and ignores the rest. `filters=False` promises that no row
+    uses top_k, top_p or min_p. The result refers to `logits_XV`.
+    """
+    num_rows, num_tokens = logits_XV.shape
+    assert num_tokens <= MAX_VOCABULARY and logits_XV.stride(1) == 1, f"{logits_XV.shape=}"
+    assert lanes_B is None or num_rows % max(1, len(lanes_B)) == 0, f"{num_rows=} {lanes_B.shape=}"
+    settings = (temperature, top_k, top_p, min_p)
+    if not has_kernels(logits_XV.device):
+        return plain.row_laws(logits_XV, settings, lanes_B, filters=filters)
+    from idlm.kernels.sampling import launch
+
+    return launch.row_laws(logits_XV, settings, lanes_B, filters=filters, tuning=tuning)
+
+
+def probability(laws: Laws, rows: Tensor, token_ids: Tensor) -> Tensor:
+    """Probability (fp64, shaped as `rows`) of each token under a row's law; 0 for row -1."""
+    assert rows.shape == token_ids.shape, f"{rows.shape=} {token_ids.shape=}"
+    if isinstance(laws, PlainLaws):
+        return plain.probability(laws, rows, token_ids)
+    from idlm.kernels.sampling import launch
+
+    return launch.probability(laws, rows, token_ids)
+
+
+def draw(laws: Laws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
+    """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
+    rows_B1, uniforms_B1 = rows_B[:, None], uniforms_B[:, None]
+    if isinstance(laws, PlainLaws):
+        return plain.draw(laws, rows_B1, uniforms_B1, takes_best=False)[:, 0]
+    from idlm.kernels.sampling import launch
+
+    return launch.draw(laws, rows_B1.contiguous(), uniforms_B1, takes_best=False)[:, 0]
+
+
+def draft_laws(
+    num_lanes: int, num_drafts: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device
+) -> Drafts:
+    """An empty store of draft laws; `dtype`: that of the logits."""
+    shape = (num_lanes, num_drafts, num_tokens)
+    if not has_kernels(device):
+        return PlainDraftLaws(laws_ZJV=torch.zeros(shape, dtype=torch.float64, device=device))
+    return DraftLaws(
+        logits_ZJV=torch.zeros(shape, dtype=dtype, device=device),
+        numbers_ZJF=torch.zeros(*shape[:2], NUM_NUMBERS, dtype=torch.float64, device=device),
+    )
+
+
+def put(store: Drafts, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
+    """Keep the laws of `rows_BJ` in the lanes of active sequences; row -1 leaves what is there."""
+    if isinstance(laws, PlainLaws):
+        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
+        plain.put(store, lanes_B, laws, rows_BJ, active_B)
+        return
+    assert isinstance(store, DraftLaws) and store.logits_ZJV.dtype == laws.logits_XV.dtype, f"{type(store)=}"
+    from idlm.kernels.sampling import launch
+
+    launch.put(store, lanes_B, laws, rows_BJ, active_B)
+
+
+def draft_probability(store: Drafts, lanes_B: Tensor, token_ids_BJ: Tensor) -> Tensor:
+    """Probability (fp64 [B, J]) of each lane's tokens under the laws kept there."""
+    num_drafts = token_ids_BJ.shape[1]
+    slots_BJ = lanes_B[:, None] * num_drafts + torch.arange(num_drafts, device=lanes_B.device)
+    if isinstance(store, PlainDraftLaws):
+        laws: Laws = PlainLaws(law_XV=store.laws_ZJV.flatten(0, 1))
+    else:
+        numbers_XF = store.numbers_ZJF.flatten(0, 1)
+        laws = RowLaws(
+            logits_XV=store.logits_ZJV.flatten(0, 1),
+            numbers_XF=numbers_XF,
+            masses_XC=numbers_XF[:, :0],
+            tuning=TUNING,
+        )
+    return probability(laws, slots_BJ, token_ids_BJ)
+
+
+def verify(
+    laws: Laws,
+    store: Drafts,
+    tables: LayoutTables,
+    *,
+    lanes_B: Tensor,
+    first_rows_B: Tensor,
+    active_B: Tensor,
+    drafts_ZJ: Tensor,
+    tau_Z: Tensor,
+    layout_Z: Tensor,
+    uniforms_BJ: Tensor,
+) -> Verdict:
+    """Accept draft j while u * q < (1 + tau) * p, where p is the law of row first + j and q the kept one.
+
+    `first_rows_B`: row of the pending token; `drafts_ZJ`, `layout_Z`, `lanes_B` int64, `active_B` bool,
+    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). The last token is missing until `emit`.
+    """
+    assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
+    columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z)
+    if isinstance(laws, PlainLaws):
+        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
+        return plain.verify(laws, store, tables, columns, uniforms_BJ)
+    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    from idlm.kernels.sampling import launch
+
+    return launch.verify(laws, store, tables, columns, uniforms_BJ)
+
+
+def emit(laws: Laws, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
+    """Write the token behind the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
+    after a rejection (from p where that is nothing), else from p.
+    """
+    if isinstance(laws, PlainLaws):
+        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
+        plain.emit(laws, store, verdict, lanes_B, uniforms_B)
+        return
+    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    from idlm.kernels.sampling import launch
+
+    launch.emit(laws, store, verdict, lanes_B, uniforms_B)
+
+
+def draw_drafts(
+    laws: Laws,
+    verdict: Verdict,
+    *,
+    lanes_B: Tensor,
+    active_B: Tensor,
+    uniforms_BJ: Tensor,
+    drafts_ZJ: Tensor,
+    layout_Z: Tensor,
+    takes_best: bool = False,
+) -> None:
+    """Write the next drafts and layout of active sequences into their lanes; 0 where there is no draft row.
+
+    `takes_best`: the argmax instead of a draw, as the published rule has it (lossy).
+    """
+    rows_BJ = verdict.draft_rows_BJ
+    if isinstance(laws, PlainLaws):
+        ids_BJ = plain.draw(laws, rows_BJ, uniforms_BJ, takes_best=takes_best)
+        lanes_b = lanes_B[active_B]
+        drafts_ZJ[lanes_b], layout_Z[lanes_b] = ids_BJ[active_B], verdict.next_layout_B[active_B]
+        return
+    from idlm.kernels.sampling import launch
+
+    to_lanes = (active_B, lanes_B, verdict.next_layout_B, drafts_ZJ, layout_Z)
+    launch.draw(laws, rows_BJ, uniforms_BJ, takes_best=takes_best, to_lanes=to_lanes)
+
+
+def uniforms(
+    seeds: Tensor,
+    samples: Tensor,
+    steps: Tensor,
+    num_draws: int,
+    *,
+    lanes_B: Tensor | None = None,
+    tuning: Tuning = TUNING,
+) -> Tensor:
+    """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 of (seed, sample, step, draw), int64 tensors.
+
+    One entry per sequence, or, with `lanes_B`, per lane. The same on every device.
+    """
+    if not has_kernels(seeds.device):
+        return plain.uniforms(seeds, samples, steps, lanes_B, num_draws)
+    from idlm.kernels.sampling import launch
+
+    return launch.uniforms(seeds, samples, steps, lanes_B, num_draws, tuning)

@@ -1,0 +1,179 @@
+"""The ops in plain torch with fp64 laws in memory: what a CPU runs. Same arguments and results as launch.py.
+
+Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, D draws.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.sampling.laws import LayoutTables, PlainDraftLaws, PlainLaws, Verdict
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def row_laws(
+    logits_XV: Tensor,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],
+    lanes_B: Tensor | None,
+    *,
+    filters: bool,
+) -> PlainLaws:
+    """fp64 laws; a filter that no row uses costs nothing."""
+    num_rows, num_tokens = logits_XV.shape
+    if lanes_B is not None:
+        repeats = num_rows // max(1, len(lanes_B))
+        lanes_X = lanes_B.repeat_interleave(repeats)
+        settings = (settings[0][lanes_X], settings[1][lanes_X], settings[2][lanes_X], settings[3][lanes_X])
+    temperature_X, top_k_X, top_p_X, min_p_X = settings
+    greedy_X = temperature_X == 0
+    top_XV = logits_XV.amax(-1, keepdim=True) if num_rows else logits_XV[:, :1]
+    # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
+    law_XV = logits_XV.double() - top_XV
+    if bool((temperature_X != 1).any()):
+        law_XV /= torch.where(greedy_X, 1.0, temperature_X.double())[:, None]
+    if filters and bool((top_k_X > 0).any()):
+        _drop_below_kth(law_XV, logits_XV, top_k_X)
+    law_XV = law_XV.softmax(-1)
+    is_cut = False
+    if filters and bool((top_p_X < 1).any()):
+        law_XV, is_cut = _keep_top_p(law_XV, logits_XV, top_p_X), True
+    if filters and bool((min_p_X > 0).any()):
+        floor_X1 = (min_p_X * law_XV.amax(-1))[:, None]
+        law_XV, is_cut = law_XV.where(law_XV >= floor_X1, 0.0), True
+    if is_cut:
+        law_XV = law_XV / law_XV.sum(-1, keepdim=True)
+    if bool(greedy_X.any()):
+        best_G1 = logits_XV[greedy_X].argmax(-1, keepdim=True)
+        law_XV[greedy_X] = law_XV.new_zeros(len(best_G1), num_tokens).scatter_(-1, best_G1, 1.0)
+    return PlainLaws(law_XV=law_XV)
+
+
+def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> None:
+    """In place; ties with the k-th stay. By the logits: scaling may round two into one."""
+    num_tokens = scaled_XV.shape[-1]
+    is_on_X = (top_k_X > 0) & (top_k_X < num_tokens)
+    if bool(is_on_X.any()):
+        k_X = torch.where(is_on_X, top_k_X, 1)
+        highest_XK = logits_XV.topk(int(k_X.max()), dim=-1).values
+        kth_X1 = highest_XK.gather(-1, (k_X - 1)[:, None])
+        scaled_XV.masked_fill_((logits_XV < kth_X1) & is_on_X[:, None], -torch.inf)
+
+
+def _keep_top_p(law_XV: Tensor, logits_XV: Tensor, top_p_X: Tensor) -> Tensor:
+    # In the order of the logits: at a large temperature probabilities of different logits round into one.
+    order_XV = logits_XV.sort(dim=-1, descending=True, stable=True).indices
+    sorted_XV = law_XV.gather(-1, order_XV)
+    before_XV = sorted_XV.cumsum(-1) - sorted_XV
+    keep_XV = (before_XV < top_p_X[:, None]) | (top_p_X[:, None] >= 1.0)
+    keep_XV[:, 0] = True
+    return law_XV.where(torch.zeros_like(keep_XV).scatter_(-1, order_XV, keep_XV), 0.0)
+
+
+def probability(laws: PlainLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
+    """fp64, shaped as `rows`."""
+    return torch.where(rows >= 0, laws.law_XV[rows.clamp(min=0), token_ids], 0.0)
+
+
+def draw(laws: PlainLaws, rows_BJ: Tensor, uniforms_BJ: Tensor, *, takes_best: bool) -> Tensor:
+    """Tokens [B, J]; 0 for row -1."""
+    law_MV = laws.law_XV[rows_BJ.clamp(min=0).flatten()]
+    uniforms_M = uniforms_BJ[:, : rows_BJ.shape[1]].flatten()
+    ids_M = law_MV.argmax(-1) if takes_best else _invert(law_MV, uniforms_M)
+    return torch.where(rows_BJ >= 0, ids_M.view(rows_BJ.shape), 0)
+
+
+def _invert(law_MV: Tensor, uniforms_M: Tensor) -> Tensor:
+    """Inversion; a token of zero mass is never drawn. Rows need not sum to 1."""
+    cumulative_MV = law_MV.cumsum(-1)
+    target_M1 = uniforms_M[:, None] * cumulative_MV[:, -1:]
+    return (cumulative_MV <= target_M1).sum(-1)
+
+
+def put(store: PlainDraftLaws, lanes_B: Tensor, laws: PlainLaws, rows_BJ: Tensor, active_B: Tensor) -> None:
+    """Copy laws into their lanes."""
+    place_M, draft_M = torch.nonzero((rows_BJ >= 0) & active_B[:, None], as_tuple=True)
+    store.laws_ZJV[lanes_B[place_M], draft_M] = laws.law_XV[rows_BJ[place_M, draft_M]]
+
+
+def verify(
+    laws: PlainLaws,
+    store: PlainDraftLaws,
+    tables: LayoutTables,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    uniforms_BJ: Tensor,
+) -> Verdict:
+    """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z."""
+    lanes_B, first_B, active_B, drafts_ZJ, tau_Z, layout_Z = columns
+    num_masks = drafts_ZJ.shape[1]
+    depth_J = torch.arange(num_masks, device=lanes_B.device)
+    layout_B = layout_Z[lanes_B]
+    is_draft_BJ = (depth_J < tables.num_drafts_Y[layout_B][:, None]) & active_B[:, None]
+    ids_BJ = torch.where(is_draft_BJ, drafts_ZJ[lanes_B], 0)
+    p_BJ = laws.law_XV[torch.where(is_draft_BJ, first_B[:, None] + depth_J, 0), ids_BJ]
+    q_BJ = store.laws_ZJV[lanes_B[:, None], depth_J, ids_BJ]
+    passes_BJ = uniforms_BJ[:, :num_masks] * q_BJ < (1.0 + tau_Z[lanes_B, None]) * p_BJ
+    accepted_B = (passes_BJ & is_draft_BJ).long().cumprod(-1).sum(-1)
+    rejected_B = (accepted_B < is_draft_BJ.sum(-1)).long()
+    rows_BJ = tables.draft_rows_YAJ[layout_B, accepted_B]
+    is_row_BJ = (rows_BJ >= 0) & active_B[:, None]
+    active = active_B.long()
+    values = (
+        accepted_B,
+        accepted_B + rejected_B,
+        accepted_B + active,
+        torch.where(active_B, first_B + accepted_B, -1),
+        rejected_B,
+        tables.next_layouts_YA[layout_B, accepted_B] * active,
+    )
+    accepted_ids_BJ = torch.where(depth_J < accepted_B[:, None], ids_BJ, 0)
+    return Verdict(
+        values_FB=torch.stack(values),
+        token_ids_BA=torch.nn.functional.pad(accepted_ids_BJ, (0, 1)),
+        draft_rows_BJ=torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1),
+    )
+
+
+def emit(
+    laws: PlainLaws, store: PlainDraftLaws, verdict: Verdict, lanes_B: Tensor, uniforms_B: Tensor
+) -> None:
+    """Draw one token per active sequence into `verdict.token_ids_BA`."""
+    rows_B, accepted_B = verdict.emit_rows_B, verdict.accepted_B
+    law_BV = laws.law_XV[rows_B.clamp(min=0)]
+    places_R = torch.nonzero(verdict.rejected_B)[:, 0]
+    if len(places_R):
+        p_RV = law_BV[places_R]
+        excess_RV = (p_RV - store.laws_ZJV[lanes_B[places_R], accepted_B[places_R]]).clamp_(min=0.0)
+        law_BV[places_R] = excess_RV.where((excess_RV.sum(-1) > 0)[:, None], p_RV)
+    ids_B = torch.where(rows_B >= 0, _invert(law_BV, uniforms_B), 0)
+    verdict.token_ids_BA.scatter_(1, accepted_B[:, None], ids_B[:, None])
+
+
+def uniforms(
+    seeds_Z: Tensor, samples_Z: Tensor, steps_Z: Tensor, lanes_B: Tensor | None, num_draws: int
+) -> Tensor:
+    """Philox4x32-10 (Salmon et al., SC 2011) numbers [B, num_draws] in (0, 1), fp64."""
+    if lanes_B is not None:
+        seeds_Z, samples_Z, steps_Z = seeds_Z[lanes_B], samples_Z[lanes_B], steps_Z[lanes_B]
+    c0 = torch.arange(num_draws, device=seeds_Z.device).expand(len(seeds_Z), num_draws)
+    steps_B1, seeds_B1 = steps_Z[:, None], seeds_Z[:, None]
+    c1, c2 = steps_B1 & _WORD, (steps_B1 >> 32) & _WORD
+    c3 = samples_Z[:, None] & _WORD
+    k0, k1 = seeds_B1 & _WORD, (seeds_B1 >> 32) & _WORD
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return (c0.double() + 0.5) * 2.0**-32
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, without leaving signed int64."""
+    low_half = (word & 0xFFFF) * multiplier
+    high_half = (word >> 16) * multiplier + (low_half >> 16)
+    return high_half >> 16, ((high_half & 0xFFFF) << 16) | (low_half & 0xFFFF)

@@ -1,0 +1,85 @@
+"""The sampling kernels in Triton's interpreter: started by test_sampling.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from idlm.kernels.sampling import RowLaws, Tuning, draw, law_reference, op, row_laws, uniforms
+from idlm.rng import uniforms as uniforms_of_core
+from tests.kernels.sampling_cases import check_draws, check_laws, make_case, poisoned, whole_law
+from tests.kernels.sampling_steps import run_steps
+
+SMALL = Tuning(chunk=128, capacity=64, scan=256)
+WIDE = Tuning(chunk=512, capacity=128, scan=512)
+# Lists of 16 overflow, so the whole row is searched; one round leaves wide brackets.
+CRAMPED = Tuning(chunk=64, capacity=16, scan=64, rounds=1)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "has_kernels", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "tuning"),
+    [(37, 10, SMALL), (131, 6, CRAMPED), (512, 4, SMALL), (700, 2, WIDE), (1, 2, SMALL)],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_laws_and_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
+    draw_from = random.Random(num_tokens)
+    case = make_case(draw_from, num_rows, num_tokens)
+    fed_XV = poisoned(case.logits_XV, padding_rows=1)
+    settings = tuple(torch.cat([column, column[:1]]) for column in case.settings)
+    laws = row_laws(fed_XV, *settings, filters=True, tuning=tuning)
+    law_XV = whole_law(laws, num_rows, num_tokens)
+    check_laws(law_XV, case, law_reference)
+    uniforms_X = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows_X = torch.arange(num_rows + 1)
+    ids_X = draw(laws, rows_X, torch.cat([uniforms_X, uniforms_X[:1]]))
+    check_draws(ids_X[:-1], law_XV, uniforms_X)
+    assert 0 <= ids_X[-1] < num_tokens
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
+    case = make_case(random.Random(5), 6, 300, filters=False)
+    laws = row_laws(case.logits_XV, *case.settings, filters=False, tuning=SMALL)
+    law_XV = whole_law(laws, 6, 300)
+    check_laws(law_XV, case, law_reference)
+    for uniform in (2.0**-33, 1 - 2.0**-33):
+        uniforms_X = torch.full((6,), uniform, dtype=torch.float64)
+        check_draws(draw(laws, torch.arange(6), uniforms_X), law_XV, uniforms_X)
+    assert draw(laws, torch.tensor([-1, 2]), torch.tensor([0.5, 0.5]).double())[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_row_does_not_depend_on_the_others() -> None:
+    case = make_case(random.Random(11), 5, 200)
+    assert case.has_filters
+    together = row_laws(case.logits_XV, *case.settings, filters=True, tuning=SMALL)
+    assert isinstance(together, RowLaws)
+    for row in (0, 4):
+        part = slice(row, row + 1)
+        alone = row_laws(
+            case.logits_XV[part], *(column[part] for column in case.settings), filters=True, tuning=SMALL
+        )
+        assert isinstance(alone, RowLaws)
+        assert torch.equal(alone.numbers_XF[0, :6], together.numbers_XF[row, :6])
+        assert torch.equal(alone.masses_XC[0], together.masses_XC[row])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps(seed: int) -> None:
+    run_steps(random.Random(seed), num_tokens=(37, 70, 11)[seed], tuning=SMALL, most=2 + seed, count=2)
+
+
+def test_uniform_numbers_are_those_of_the_core() -> None:
+    seeds = torch.tensor([0, -5, 2**62 + 7])
+    samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
+    lanes = torch.tensor([2, 0, 2])
+    expected = uniforms_of_core(seeds[lanes], samples[lanes], steps[lanes], 7)
+    assert torch.equal(uniforms(seeds, samples, steps, 7, lanes_B=lanes), expected)

@@ -1,0 +1,140 @@
+"""Rows of logits and settings that are hard on a sampler, and the checks of what it makes of them.
+
+X rows, V vocabulary, B sequences, J drafts, Z lanes, Y layouts, A = J + 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.sampling import Laws, LayoutTables, probability
+
+Settings = tuple[Tensor, Tensor, Tensor, Tensor]
+Oracle = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+TEMPERATURES = (0.0, 0.05, 0.6, 1.0, 1.0, 1.7, 40.0)
+ODD_TEMPERATURES = (1e-9, 1e-300, 1e30)
+TOP_PS = (1.0, 1.0, 0.95, 0.5, 1e-9, 0.9999)
+MIN_PS = (0.0, 0.0, 0.05, 1.0, 1e-12)
+SLACK = 1e-6
+VISIBLE = 1e-30
+"""Probability below which a token may be kept or not: its weight is zero in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Logits with the settings of each row."""
+
+    logits_XV: Tensor
+    settings: Settings
+
+    @property
+    def has_filters(self) -> bool:
+        _, top_k_X, top_p_X, min_p_X = self.settings
+        return bool(((top_k_X > 0) | (top_p_X < 1) | (min_p_X > 0)).any())
+
+
+def make_case(
+    draw: random.Random, num_rows: int, num_tokens: int, *, device: str = "cpu", filters: bool = True
+) -> Case:
+    """Random rows: peaked, flat, with ties, with tokens that cannot be drawn, even with a single one left."""
+    generator = torch.Generator(device=device).manual_seed(draw.randrange(1 << 30))
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    logits_XV = torch.randn(num_rows, num_tokens, generator=generator, device=device)
+    for row_V in logits_XV:
+        row_V *= draw.choice([0.01, 1.0, 3.0, 8.0])
+        row_V += draw.choice([0.0, 0.0, 20.0, -30.0])
+        kind = draw.choice(["plain", "plain", "ties", "even", "holes", "one"])
+        if kind == "ties":
+            row_V.round_()
+        elif kind == "even":
+            row_V.fill_(draw.choice([0.0, -3.5]))
+        elif kind == "holes" and num_tokens > 1:
+            row_V[::2] = -torch.inf
+        elif kind == "one":
+            row_V[torch.arange(num_tokens, device=device) != draw.randrange(num_tokens)] = -torch.inf
+    columns = []
+    for _ in range(num_rows):
+        temperature = draw.choice(TEMPERATURES if draw.random() < 0.9 else ODD_TEMPERATURES)
+        top_k = draw.choice([0, 0, 1, 5, 20, num_tokens - 1, num_tokens, 2 * num_tokens, num_tokens // 2])
+        columns.append((temperature, top_k * filters, *_tail(draw, filters=filters)))
+    values = torch.tensor(columns, dtype=torch.float64, device=device).T.contiguous()
+    settings = (values[0], values[1].long(), values[2], values[3])
+    return Case(logits_XV=logits_XV.to(dtype), settings=settings)
+
+
+def _tail(draw: random.Random, *, filters: bool) -> tuple[float, float]:
+    return (draw.choice(TOP_PS), draw.choice(MIN_PS)) if filters else (1.0, 0.0)
+
+
+def poisoned(logits_XV: Tensor, *, padding_rows: int) -> Tensor:
+    """The same rows in the middle of NaN memory, with rows of NaN behind them."""
+    num_rows, num_tokens = logits_XV.shape
+    memory = torch.full(
+        (num_rows + padding_rows, num_tokens + 24), torch.nan, dtype=logits_XV.dtype, device=logits_XV.device
+    )
+    view_XV = memory[:, 8 : 8 + num_tokens]
+    view_XV[:num_rows] = logits_XV
+    return view_XV
+
+
+def whole_law(laws: Laws, num_rows: int, num_tokens: int, device: str = "cpu") -> Tensor:
+    """The law [X, V] that `probability` answers with."""
+    ids_XV = torch.arange(num_tokens, device=device).expand(num_rows, -1)
+    rows_XV = torch.arange(num_rows, device=device)[:, None].expand(-1, num_tokens)
+    return probability(laws, rows_XV, ids_XV)
+
+
+def check_laws(found_XV: Tensor, case: Case, oracle: Oracle) -> None:
+    """Every row is the oracle's law, for top_p and min_p within 1e-6 of those given."""
+    temperature_X, top_k_X, top_p_X, min_p_X = case.settings
+    is_open_X = torch.ones(len(found_XV), dtype=torch.bool, device=found_XV.device)
+    for p_factor, floor_factor in itertools.product((1.0, 1 - SLACK, 1 + SLACK), repeat=2):
+        rows_x = torch.nonzero(is_open_X)[:, 0]
+        if not len(rows_x):
+            return
+        moved_p_X = torch.where(top_p_X < 1, top_p_X * p_factor, 1.0)
+        settings = (temperature_X, top_k_X, moved_p_X, min_p_X * floor_factor)
+        law_xV = oracle(case.logits_XV[rows_x], *(column[rows_x] for column in settings))
+        is_open_X[rows_x[_same(found_XV[rows_x], law_xV)]] = False
+    rows = torch.nonzero(is_open_X)[:, 0].tolist()
+    told = [[float(column[row]) for column in case.settings] for row in rows]
+    assert not rows, f"{rows=} {told=} {case.logits_XV.dtype=} {case.logits_XV.shape=}"
+
+
+def _same(found_xV: Tensor, law_xV: Tensor) -> Tensor:
+    is_close_x = ((found_xV - law_xV).abs() <= SLACK).all(-1)
+    is_visible_xV = torch.maximum(found_xV, law_xV) > VISIBLE
+    return is_close_x & ~(((found_xV > 0) != (law_xV > 0)) & is_visible_xV).any(-1)
+
+
+def check_draws(token_ids_M: Tensor, law_MV: Tensor, uniforms_M: Tensor) -> None:
+    """The uniform number lies in (CDF(token - 1), CDF(token)] within 1e-6, and the token has mass."""
+    ids_M1 = token_ids_M[:, None]
+    upto_M = law_MV.cumsum(-1).gather(-1, ids_M1)[:, 0]
+    mass_M = law_MV.gather(-1, ids_M1)[:, 0]
+    assert (mass_M > 0).all()
+    assert ((uniforms_M <= upto_M + SLACK) & (uniforms_M >= upto_M - mass_M - SLACK)).all()
+
+
+def random_tables(draw: random.Random, num_masks: int, width: int, *, device: str = "cpu") -> LayoutTables:
+    """Layouts with any number of drafts and any rows for the next ones; a single one without drafts."""
+    num_layouts = 3 if num_masks else 1
+    drafts = [draw.randint(0, num_masks) for _ in range(num_layouts)]
+    rows = [
+        [[draw.randint(-1, width - 1) for _ in range(num_masks)] for _ in range(num_masks + 1)]
+        for _ in range(num_layouts)
+    ]
+    layouts = [[draw.randrange(num_layouts) for _ in range(num_masks + 1)] for _ in range(num_layouts)]
+    return LayoutTables(
+        num_drafts_Y=torch.tensor(drafts, device=device),
+        draft_rows_YAJ=torch.tensor(rows, dtype=torch.int64, device=device).view(
+            num_layouts, num_masks + 1, num_masks
+        ),
+        next_layouts_YA=torch.tensor(layouts, device=device),
+    )

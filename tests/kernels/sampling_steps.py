@@ -1,0 +1,189 @@
+"""Two decoding steps through the sampling ops, checked against the definition, for tests on any device.
+
+X rows, V vocabulary, B sequences, J drafts, Z lanes, D draws.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.sampling import (
+    Drafts,
+    Laws,
+    LayoutTables,
+    Tuning,
+    Verdict,
+    draft_laws,
+    draft_probability,
+    draw_drafts,
+    emit,
+    put,
+    residual_reference,
+    row_laws,
+    verify,
+    verify_reference,
+)
+from tests.kernels.sampling_cases import (
+    SLACK,
+    Case,
+    check_draws,
+    make_case,
+    poisoned,
+    random_tables,
+    whole_law,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """State of the lanes and one batch over them."""
+
+    tables: LayoutTables
+    store: Drafts
+    lanes_B: Tensor
+    active_B: Tensor
+    first_B: Tensor
+    drafts_ZJ: Tensor
+    layout_Z: Tensor
+    tau_Z: Tensor
+
+
+def run_steps(
+    draw: random.Random,
+    *,
+    num_tokens: int,
+    device: str = "cpu",
+    tuning: Tuning,
+    most: int = 4,
+    count: int = 3,
+) -> None:
+    """A step that only drafts, then `count` - 1 that test; with padding rows and inactive sequences."""
+    num_sequences, num_masks = draw.randint(1, most), draw.choice([0, 1, 3, 7][:most])
+    width = 2 * num_masks + 1
+    num_lanes = num_sequences + 2
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    state = Step(
+        tables=random_tables(draw, num_masks, width, device=device),
+        store=draft_laws(num_lanes, num_masks, num_tokens, dtype=dtype, device=torch.device(device)),
+        lanes_B=torch.randperm(num_lanes, generator=generator)[:num_sequences].to(device),
+        active_B=(torch.rand(num_sequences, generator=generator) < 0.8).to(device),
+        first_B=torch.arange(num_sequences, device=device) * width,
+        drafts_ZJ=torch.zeros(num_lanes, num_masks, dtype=torch.int64, device=device),
+        layout_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
+        tau_Z=torch.full((num_lanes,), draw.choice([0.0, 0.3]), dtype=torch.float64, device=device),
+    )
+    state.tables.num_drafts_Y[0] = 0
+    base = make_case(draw, num_lanes, num_tokens, device=device)
+    shared_V = 2 * torch.randn(num_tokens, generator=generator)
+    for _ in range(count):
+        noise_XV = torch.randn(num_sequences * width, num_tokens, generator=generator)
+        logits_XV = (shared_V + draw.choice([0.1, 1.0]) * noise_XV).to(device=device, dtype=dtype)
+        uniforms_BD = torch.rand(num_sequences, width + 2, generator=generator, dtype=torch.float64)
+        _step(state, logits_XV, base, uniforms_BD.to(device), tuning)
+
+
+def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tuning: Tuning) -> None:
+    num_masks, width = state.drafts_ZJ.shape[1], len(logits_XV) // len(state.lanes_B)
+    is_padding_X = (~state.active_B).repeat_interleave(width)
+    fed_XV = poisoned(logits_XV.masked_fill(is_padding_X[:, None], torch.nan), padding_rows=0)
+    laws = row_laws(fed_XV, *base.settings, filters=True, lanes_B=state.lanes_B, tuning=tuning)
+    p_XV = whole_law(laws, *logits_XV.shape, device=str(logits_XV.device))
+    q_ZJV = _stored(state, logits_XV.shape[1])
+    before = (state.drafts_ZJ.clone(), state.layout_Z.clone(), q_ZJV.clone())
+    verdict = verify(
+        laws,
+        state.store,
+        state.tables,
+        lanes_B=state.lanes_B,
+        first_rows_B=state.first_B,
+        active_B=state.active_B,
+        drafts_ZJ=state.drafts_ZJ,
+        tau_Z=state.tau_Z,
+        layout_Z=state.layout_Z,
+        uniforms_BJ=uniforms_BD,
+    )
+    emit(laws, state.store, verdict, lanes_B=state.lanes_B, uniforms_B=uniforms_BD[:, num_masks])
+    _check_verdict(state, verdict, p_XV, q_ZJV, uniforms_BD)
+    _advance(state, laws, verdict, uniforms_BD[:, num_masks + 1 :])
+    _check_lanes(state, verdict, p_XV, before, uniforms_BD[:, num_masks + 1 :])
+
+
+def _advance(state: Step, laws: Laws, verdict: Verdict, uniforms_BJ: Tensor) -> None:
+    draw_drafts(
+        laws,
+        verdict,
+        lanes_B=state.lanes_B,
+        active_B=state.active_B,
+        uniforms_BJ=uniforms_BJ,
+        drafts_ZJ=state.drafts_ZJ,
+        layout_Z=state.layout_Z,
+    )
+    put(state.store, state.lanes_B, laws, verdict.draft_rows_BJ, active_B=state.active_B)
+
+
+def _stored(state: Step, num_tokens: int) -> Tensor:
+    """The stored laws [Z, J, V]."""
+    num_lanes, num_masks = state.drafts_ZJ.shape
+    lanes_Z = torch.arange(num_lanes, device=state.lanes_B.device)
+    laws_ZJV = torch.zeros(num_lanes, num_masks, num_tokens, dtype=torch.float64, device=lanes_Z.device)
+    if num_masks:
+        for token in range(num_tokens):
+            ids_ZJ = torch.full_like(state.drafts_ZJ, token)
+            laws_ZJV[..., token] = draft_probability(state.store, lanes_Z, ids_ZJ)
+    return laws_ZJV
+
+
+def _check_verdict(state: Step, verdict: Verdict, p_XV: Tensor, q_ZJV: Tensor, uniforms_BD: Tensor) -> None:
+    num_masks = state.drafts_ZJ.shape[1]
+    for b, lane in enumerate(state.lanes_B.tolist()):
+        values = verdict.values_FB[:, b].tolist()
+        if not state.active_B[b]:
+            assert values == [0, 0, 0, -1, 0, 0], f"{values=}"
+            assert not verdict.token_ids_BA[b].any() and (verdict.draft_rows_BJ[b] == -1).all()
+            continue
+        layout, first = int(state.layout_Z[lane]), int(state.first_B[b])
+        num_drafts = int(state.tables.num_drafts_Y[layout])
+        drafts = state.drafts_ZJ[lane, :num_drafts].tolist()
+        p_JV, q_JV = p_XV[first : first + num_drafts].tolist(), q_ZJV[lane, :num_drafts].tolist()
+        accepted = verify_reference(
+            p_JV, q_JV, drafts, uniforms_BD[b].tolist()[:num_drafts], float(state.tau_Z[lane])
+        )
+        rejected = int(accepted < num_drafts)
+        following = int(state.tables.next_layouts_YA[layout, accepted])
+        expected = [accepted, accepted + rejected, accepted + 1, first + accepted, rejected, following]
+        assert values == expected, f"{values=} {expected=}"
+        assert verdict.token_ids_BA[b, :accepted].tolist() == drafts[:accepted]
+        assert not verdict.token_ids_BA[b, accepted + 1 :].any()
+        law = p_XV[first + accepted].tolist()
+        if rejected:
+            law = residual_reference(law, q_JV[accepted])
+        law_1V = torch.tensor([law], dtype=torch.float64, device=p_XV.device)
+        token_1 = verdict.token_ids_BA[b, accepted][None]
+        check_draws(token_1, law_1V, uniforms_BD[b, num_masks][None])
+        rows = [
+            row + first if row >= 0 else -1 for row in state.tables.draft_rows_YAJ[layout, accepted].tolist()
+        ]
+        assert verdict.draft_rows_BJ[b].tolist() == rows
+
+
+def _check_lanes(
+    state: Step, verdict: Verdict, p_XV: Tensor, before: tuple[Tensor, Tensor, Tensor], uniforms_BJ: Tensor
+) -> None:
+    """Active lanes hold the new drafts and their laws, all others what they held."""
+    drafts_ZJ, layout_Z, q_ZJV = (tensor.clone() for tensor in before)
+    for b, lane in enumerate(state.lanes_B.tolist()):
+        if not state.active_B[b]:
+            continue
+        layout_Z[lane] = verdict.next_layout_B[b]
+        for place, row in enumerate(verdict.draft_rows_BJ[b].tolist()):
+            drafts_ZJ[lane, place] = state.drafts_ZJ[lane, place] if row >= 0 else 0
+            if row >= 0:
+                q_ZJV[lane, place] = p_XV[row]
+                check_draws(drafts_ZJ[lane, place][None], p_XV[row][None], uniforms_BJ[b, place][None])
+    assert torch.equal(state.drafts_ZJ, drafts_ZJ) and torch.equal(state.layout_Z, layout_Z)
+    assert (_stored(state, p_XV.shape[1]) - q_ZJV).abs().max().item() <= SLACK if q_ZJV.numel() else True

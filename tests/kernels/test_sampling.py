@@ -1,0 +1,310 @@
+"""The sampling ops on a CPU against their definition and the core; their kernels interpreted and compiled."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.acceptance import emitted_law, residual
+from idlm.kernels.sampling import (
+    LayoutTables,
+    Tuning,
+    draft_laws,
+    draft_probability,
+    draw,
+    draw_drafts,
+    draw_reference,
+    emit,
+    law_reference,
+    op,
+    put,
+    row_laws,
+    uniforms,
+    verify,
+)
+from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
+from idlm.rng import uniforms as uniforms_of_core
+from idlm.sampling import Warp, to_law
+from tests.kernels.sampling_cases import check_laws, make_case, whole_law
+from tests.kernels.sampling_steps import run_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = "tests/kernels/interpreted_sampling.py"
+CPU = torch.device("cpu")
+QWEN3_VOCABULARY = 151_936
+
+
+def plain_law(*arguments: torch.Tensor) -> torch.Tensor:
+    laws = row_laws(*arguments, filters=True)
+    assert isinstance(laws, PlainLaws)
+    return laws.law_XV
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_laws_are_those_of_the_definition(seed: int) -> None:
+    case = make_case(random.Random(seed), 12, [1, 2, 37, 200][seed % 4])
+    check_laws(plain_law(case.logits_XV, *case.settings), case, law_reference)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_laws_are_those_of_the_core(seed: int) -> None:
+    case = make_case(random.Random(seed), 30, 64)
+    temperature_X, top_k_X, top_p_X, min_p_X = case.settings
+    # At 1e30 the core's probabilities round into one, and it then orders them by id.
+    temperature_X = temperature_X.clamp(max=100)
+    warp = Warp(temperature_X=temperature_X, top_k_X=top_k_X, top_p_X=top_p_X, min_p_X=min_p_X)
+    found = plain_law(case.logits_XV, temperature_X, top_k_X, top_p_X, min_p_X)
+    torch.testing.assert_close(found, to_law(case.logits_XV, warp), atol=1e-12, rtol=1e-12)
+
+
+def test_settings_come_from_lanes() -> None:
+    case = make_case(random.Random(3), 6, 40)
+    lanes_B = torch.tensor([4, 0])
+    laws = row_laws(case.logits_XV, *case.settings, filters=True, lanes_B=lanes_B)
+    lanes_X = torch.tensor([4, 4, 4, 0, 0, 0])
+    expected = plain_law(case.logits_XV, *(column[lanes_X] for column in case.settings))
+    assert torch.equal(whole_law(laws, 6, 40), expected)
+
+
+def test_draws_are_those_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    law_XV = torch.rand(60, 9, generator=generator, dtype=torch.float64)
+    law_XV = law_XV.where(torch.rand(60, 9, generator=generator) < 0.6, 0.0)
+    law_XV[:, 4] += 0.01
+    law_XV /= law_XV.sum(-1, keepdim=True)
+    uniforms_X = torch.rand(60, generator=generator, dtype=torch.float64)
+    ids_X = draw(PlainLaws(law_XV=law_XV), torch.arange(60), uniforms_X)
+    expected = [draw_reference(law, u) for law, u in zip(law_XV.tolist(), uniforms_X.tolist(), strict=True)]
+    assert ids_X.tolist() == expected
+    assert draw(PlainLaws(law_XV=law_XV), torch.full((2,), -1), uniforms_X[:2]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps(seed: int) -> None:
+    run_steps(random.Random(seed), num_tokens=[2, 11, 37][seed % 3], tuning=op.TUNING)
+
+
+def one_draft(p_V: torch.Tensor, q_V: torch.Tensor, num_sequences: int) -> dict[str, Any]:
+    """Arguments for `num_sequences` sequences with one draft each, p at row 0 and q in every lane."""
+    lanes = torch.arange(num_sequences)
+    store = draft_laws(num_sequences, 1, len(p_V), dtype=torch.float32, device=CPU)
+    assert isinstance(store, PlainDraftLaws)
+    store.laws_ZJV[:] = q_V
+    tables = LayoutTables(
+        num_drafts_Y=torch.tensor([1]),
+        draft_rows_YAJ=torch.full((1, 2, 1), -1),
+        next_layouts_YA=torch.zeros(1, 2, dtype=torch.int64),
+    )
+    zeros = torch.zeros_like(lanes)
+    return {
+        "laws": PlainLaws(law_XV=torch.stack([p_V, p_V])),
+        "store": store,
+        "tables": tables,
+        "lanes_B": lanes,
+        "first_rows_B": zeros,
+        "active_B": torch.ones(num_sequences, dtype=torch.bool),
+        "tau_Z": torch.zeros(num_sequences, dtype=torch.float64),
+        "layout_Z": zeros,
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
+    """The threshold at which each draft is accepted, and the ends of each token's share of the residual."""
+    case = make_case(random.Random(seed), 2, 9)
+    p_V, q_V = plain_law(case.logits_XV, *(column[[0, 0]] for column in case.settings))
+    drafts_V = torch.arange(9)
+    accept_V = (p_V / q_V.where(q_V > 0, 1.0)).clamp(max=1.0)
+    for factor, is_accepted_V in ((1 - 1e-9, p_V > 0), (1 + 1e-9, (p_V > 0) & (accept_V == 1))):
+        arguments = one_draft(p_V, q_V, 9)
+        verdict = verify(
+            **arguments,
+            drafts_ZJ=drafts_V[:, None],
+            uniforms_BJ=(accept_V * factor).clamp(max=1 - 1e-9)[:, None],
+        )
+        is_drawn_V = q_V > 0
+        assert torch.equal((verdict.accepted_B == 1)[is_drawn_V], is_accepted_V[is_drawn_V])
+    residual_V = residual(p_V[None], q_V[None])[0]
+    ends_V = residual_V.cumsum(-1)
+    for token in torch.nonzero(residual_V > 1e-9)[:, 0].tolist():
+        inside = torch.stack([ends_V[token] - residual_V[token] + 1e-10, ends_V[token] - 1e-10])
+        arguments = one_draft(p_V, q_V, 2)
+        drafts = (p_V - q_V).argmin().expand(2)[:, None]
+        verdict = verify(
+            **arguments, drafts_ZJ=drafts.contiguous(), uniforms_BJ=torch.full((2, 1), 1 - 1e-12).double()
+        )
+        if not verdict.rejected_B.all():
+            assert torch.allclose(p_V, q_V)
+            continue
+        emit(
+            arguments["laws"],
+            arguments["store"],
+            verdict,
+            lanes_B=arguments["lanes_B"],
+            uniforms_B=inside.clamp(1e-12, 1 - 1e-12),
+        )
+        assert verdict.token_ids_BA[:, 0].tolist() == [token, token]
+    assert (emitted_law(p_V[None], q_V[None]) - p_V).abs().max() <= 1e-12
+
+
+def test_a_residual_without_mass_is_p() -> None:
+    p_V = torch.tensor([0.0, 0.25, 0.75]).double()
+    arguments = one_draft(p_V, p_V, 3)
+    verdict = verify(
+        **arguments, drafts_ZJ=torch.zeros(3, 1, dtype=torch.int64), uniforms_BJ=torch.rand(3, 1)
+    )
+    assert verdict.rejected_B.all()
+    emit(
+        arguments["laws"],
+        arguments["store"],
+        verdict,
+        lanes_B=arguments["lanes_B"],
+        uniforms_B=torch.tensor([0.1, 0.26, 0.99]).double(),
+    )
+    assert verdict.token_ids_BA[:, 0].tolist() == [1, 2, 2]
+
+
+def test_lanes_of_inactive_sequences_stay_as_they_are_even_when_padding_shares_a_lane() -> None:
+    law_XV = torch.eye(4).double()
+    store = draft_laws(3, 1, 4, dtype=torch.float32, device=CPU)
+    lanes_B, active_B = torch.tensor([1, 1, 2]), torch.tensor([True, False, False])
+    laws = PlainLaws(law_XV=law_XV)
+    put(store, lanes_B, laws, torch.tensor([[3], [0], [1]]), active_B=active_B)
+    ids = torch.arange(4)
+    found = [
+        draft_probability(store, torch.full((4,), lane), ids[:, None])[:, 0].tolist() for lane in range(3)
+    ]
+    assert found == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
+
+
+def test_the_published_rule_drafts_the_best_token() -> None:
+    arguments = one_draft(torch.tensor([0.3, 0.3, 0.4]).double(), torch.tensor([1.0, 0, 0]).double(), 1)
+    arguments["tables"].draft_rows_YAJ[:] = 0
+    drafts_ZJ = torch.zeros(1, 1, dtype=torch.int64)
+    verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(1, 1))
+    draw_drafts(
+        arguments["laws"],
+        verdict,
+        lanes_B=arguments["lanes_B"],
+        active_B=arguments["active_B"],
+        uniforms_BJ=torch.tensor([[0.1]]).double(),
+        drafts_ZJ=drafts_ZJ,
+        layout_Z=arguments["layout_Z"],
+        takes_best=True,
+    )
+    assert drafts_ZJ.tolist() == [[2]]
+
+
+def test_uniform_numbers_are_those_of_the_core() -> None:
+    seeds, samples, steps = torch.tensor([7, -9]), torch.tensor([0, 2]), torch.tensor([2**34, 5])
+    assert torch.equal(uniforms(seeds, samples, steps, 5), uniforms_of_core(seeds, samples, steps, 5))
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple, dict]]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.launches.append((self.kernel, arguments, options))
+
+
+def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tuple[Any, tuple, dict]]:
+    """Every launch of one step of Qwen3's size, on tensors that are never read."""
+    from idlm.kernels.sampling import kernel, kernel_filters, kernel_solve, kernel_verify
+
+    launches: list[tuple[Any, tuple, dict]] = []
+    for module in (kernel, kernel_filters, kernel_solve, kernel_verify):
+        for name in [name for name in dir(module) if name.endswith("_kernel")]:
+            patch.setattr(module, name, Recorder(getattr(module, name), launches))
+    patch.setattr(op, "has_kernels", lambda device: True)
+    tuning = Tuning(pdl=True)
+    ints, floats = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.float64)
+    lanes_B, active_B = ints[:1], torch.ones(1, dtype=torch.bool)
+    logits_XV = torch.empty(7, QWEN3_VOCABULARY, dtype=dtype)
+    settings = (floats, ints, floats, floats)
+    uniforms_BD = uniforms(ints, ints, ints, 7, lanes_B=lanes_B, tuning=tuning)
+    row_laws(logits_XV, *settings, filters=False, lanes_B=lanes_B, tuning=tuning)
+    laws = row_laws(logits_XV, *settings, filters=True, lanes_B=lanes_B, tuning=tuning)
+    store = draft_laws(2, 3, QWEN3_VOCABULARY, dtype=dtype, device=CPU)
+    tables = LayoutTables(
+        num_drafts_Y=ints,
+        draft_rows_YAJ=torch.zeros(2, 4, 3, dtype=torch.int64),
+        next_layouts_YA=torch.zeros(2, 4, dtype=torch.int64),
+    )
+    drafts_ZJ = torch.zeros(2, 3, dtype=torch.int64)
+    lane = {"lanes_B": lanes_B, "active_B": active_B, "drafts_ZJ": drafts_ZJ, "layout_Z": ints}
+    verdict = verify(laws, store, tables, **lane, first_rows_B=lanes_B, tau_Z=floats, uniforms_BJ=uniforms_BD)
+    emit(laws, store, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BD[:, 3])
+    draw_drafts(laws, verdict, **lane, uniforms_BJ=uniforms_BD[:, 4:])
+    put(store, lanes_B, laws, verdict.draft_rows_BJ, active_B=active_B)
+    draw(laws, lanes_B, uniforms_BD[:, 0])
+    draft_probability(store, lanes_B, drafts_ZJ[:1])
+    return launches
+
+
+def compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The launch for sm_90 with what Triton would specialise it on; needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_kernel
+
+    types = {
+        torch.float32: "*fp32",
+        torch.float64: "*fp64",
+        torch.bfloat16: "*bf16",
+        torch.int64: "*i64",
+        torch.int32: "*i32",
+        torch.bool: "*i1",
+    }
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, value) in enumerate(zip(kernel.arg_names, arguments)):
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[name] = types[value.dtype] if is_tensor else "constexpr" if value == 1 else "i32"
+        if not is_tensor and value == 1:
+            constants[name] = value
+        elif is_tensor or value % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    launch = {name: options[name] for name in ("num_warps", "launch_pdl") if name in options}
+    constants |= {name: value for name, value in options.items() if name not in launch}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, attributes)
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=launch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_every_launch_of_a_step_compiles_for_hopper(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    launches = launches_of_a_step(monkeypatch, dtype)
+    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 13
+    for kernel, arguments, options in launches:
+        ptx = compiled(kernel, arguments, options).asm["ptx"]
+        if not options["PDL"]:
+            continue
+        waits = [ptx.find(word) for word in ("griddepcontrol.wait", "ld.global", "st.global")]
+        assert 0 <= waits[0] < min(place for place in waits[1:] if place >= 0), kernel.fn.__name__
