@@ -134,7 +134,9 @@ def _assemble(
     decoder.allocate(num_lanes, spec.vocab_size, device)
     max_slots = max_length - 1 + max(decoder.widths)
     lane_pages = -(-max_slots // settings.page_size)
-    page_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * settings.page_size
+    page_bytes = (
+        2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * dtype.itemsize * settings.page_size
+    )
     demand = KVDemand(page_bytes=page_bytes, max_pages=lane_pages * settings.max_num_seqs, device=device)
     num_pages = settings.num_pages or MEMORY_MANAGERS.get(settings.memory)().num_pages(demand)
     pool = PagePool(
@@ -147,7 +149,7 @@ def _assemble(
     cache = KVCache(
         num_layers=spec.num_layers,
         num_slots=(num_pages + 1) * settings.page_size,
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=model.local.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
         device=device,

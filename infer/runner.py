@@ -23,8 +23,8 @@ class Runner:
     ) -> None:
         self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
         self.heads = HeadShape(
-            num_heads=model.spec.num_heads,
-            num_kv_heads=model.spec.num_kv_heads,
+            num_heads=model.local.num_heads,
+            num_kv_heads=model.local.num_kv_heads,
             head_dim=model.spec.head_dim,
             dtype=cache.keys.dtype,
         )

@@ -17,7 +17,8 @@ from idlm.checkpoint import verify
 from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
+from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
+from idlm.infer.parallel import ALONE
 from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -117,6 +118,7 @@ def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[st
             for module, a, b in zip(modules, low.a, low.b, strict=True):
                 if module.rpartition(".")[2] in adapter.spec.targets:
                     path = module.format(number)
-                    targets[tensor_name(path, "A")] = target_of(a)
-                    targets[tensor_name(path, "B")] = target_of(b)
+                    is_summed = fused in SUMMED
+                    targets[tensor_name(path, "A")] = target_of(a, trunk.shards if is_summed else ALONE, 1)
+                    targets[tensor_name(path, "B")] = target_of(b, ALONE if is_summed else trunk.shards, 0)
     return targets

@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idlm.infer.models.base import Attend, ModelSpec, TensorNames
+from idlm.infer.parallel import ALONE, Shards
 from idlm.lora import low_rank
+
+SUMMED = ("o", "down")
+"""Projections whose input is divided among ranks, so that their outputs are summed."""
 
 
 class LowRank(nn.Module):
@@ -45,8 +49,11 @@ class LowRank(nn.Module):
 class DenseLayer(nn.Module):
     """One block's weights. Query, key and value rows are stacked in `qkv`, gate and up rows in `gate_up`."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
+    ) -> None:
         super().__init__()
+        self.shards, spec = shards, shards.local(spec)
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
@@ -83,12 +90,13 @@ class DenseLayer(nn.Module):
 
     def project(self, name: str, x_RD: Tensor, rows_M: Tensor | None) -> Tensor:
         """Projection `name` of all rows, [R, E]; an adapter adds its part to `rows_M` and touches no other
-        row.
+        row. Of `o` and `down` a rank computes a summand, the first one with the bias.
         """
-        out_RE = F.linear(x_RD, getattr(self, name), getattr(self, f"{name}_bias"))
+        has_bias = self.shards.rank == 0 or name not in SUMMED
+        out_RE = F.linear(x_RD, getattr(self, name), getattr(self, f"{name}_bias") if has_bias else None)
         if self.lora is not None and rows_M is not None:
             out_RE.index_add_(0, rows_M, self.lora[name](x_RD.index_select(0, rows_M)))
-        return out_RE
+        return self.shards.sum(out_RE) if name in SUMMED else out_RE
 
     def forward(
         self,
@@ -121,20 +129,23 @@ class DenseTrunk(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.shards = spec, shards
         self.embed = nn.Parameter(
             torch.empty(spec.vocab_size, spec.width, device=device, dtype=dtype), requires_grad=False
         )
-        self.layers = nn.ModuleList(DenseLayer(spec, device, dtype) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(DenseLayer(spec, device, dtype, shards) for _ in range(spec.num_layers))
         self.final_norm = nn.Parameter(
             torch.empty(spec.width, device=device, dtype=dtype), requires_grad=False
         )
+        self._head_rows = shards.part(spec.vocab_size)
         self.head = (
-            self.embed
+            self.embed[self._head_rows]
             if spec.tie_embeddings
-            else nn.Parameter(torch.empty_like(self.embed), requires_grad=False)
+            else nn.Parameter(torch.empty_like(self.embed[self._head_rows]), requires_grad=False)
         )
         self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, device=device), persistent=False)
         self.is_adapted = False
@@ -153,7 +164,7 @@ class DenseTrunk(nn.Module):
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """Return logits_XV in fp32; the product itself runs in the weights' dtype."""
-        return F.linear(hidden_XD, self.head).float()
+        return self.shards.gather(F.linear(hidden_XD, self.head), self.spec.vocab_size).float()
 
     def _mask_rows(self, is_mask_R: Tensor | None) -> Tensor | None:
         """Indices of the rows that the adapter applies to; None when there is no adapter or no such row."""
@@ -192,34 +203,44 @@ def rotate(x_RJH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTarget:
-    """Where a checkpoint tensor goes: `shape` is what the file must hold; it is broadcast into `view`."""
+    """Where a checkpoint tensor goes: `shape` is what the file must hold, of which `part` is broadcast into
+    `view`.
+    """
 
     view: Tensor
     shape: tuple[int, ...]
+    part: tuple[slice, ...] = ()
 
 
 def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTarget]:
     """Every tensor the checkpoint must hold, by its name there; views into the trunk's own memory."""
-    spec = trunk.spec
+    spec, shards = trunk.spec, trunk.shards
     targets = {names.embed: target_of(trunk.embed), names.final_norm: target_of(trunk.final_norm)}
     if not spec.tie_embeddings:
-        targets[names.head] = target_of(trunk.head)
+        rows = shards.part(spec.vocab_size)
+        targets[names.head] = WeightTarget(view=trunk.head, shape=tuple(trunk.embed.shape), part=(rows,))
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, DenseLayer)
         targets[names.attention_norm.format(number)] = target_of(layer.attention_norm)
         targets[names.mlp_norm.format(number)] = target_of(layer.mlp_norm)
         if layer.qk_norm is not None:
-            q_norm, k_norm = layer.qk_norm.split((spec.num_heads, spec.num_kv_heads))
+            q_norm, k_norm = layer.qk_norm.split((layer.spec.num_heads, layer.spec.num_kv_heads))
             targets[names.q_norm.format(number)] = WeightTarget(view=q_norm, shape=(spec.head_dim,))
             targets[names.k_norm.format(number)] = WeightTarget(view=k_norm, shape=(spec.head_dim,))
-        for parts, sizes, weight, bias in layer.projections(names).values():
-            for suffix, tensor in (("weight", weight), ("bias", bias)):
-                if tensor is not None:
-                    for part, view in zip(parts, tensor.split(sizes), strict=True):
-                        targets[f"{part.format(number)}.{suffix}"] = target_of(view)
+        for fused, (parts, sizes, weight, bias) in layer.projections(names).items():
+            axis = 1 if fused in SUMMED else 0
+            for part, view in zip(parts, weight.split(sizes), strict=True):
+                targets[f"{part.format(number)}.weight"] = target_of(view, shards, axis)
+            if bias is not None:
+                for part, view in zip(parts, bias.split(sizes), strict=True):
+                    whole = ALONE if fused in SUMMED else shards
+                    targets[f"{part.format(number)}.bias"] = target_of(view, whole, 0)
     return targets
 
 
-def target_of(view: Tensor) -> WeightTarget:
-    """A checkpoint tensor of exactly the shape of `view`."""
-    return WeightTarget(view=view, shape=tuple(view.shape))
+def target_of(view: Tensor, shards: Shards = ALONE, axis: int = 0) -> WeightTarget:
+    """A checkpoint tensor of which `view` is this rank's equal part along `axis`; alone, the whole."""
+    shape = list(view.shape)
+    shape[axis] *= shards.size
+    part = (slice(None),) * axis + (shards.part(shape[axis]),)
+    return WeightTarget(view=view, shape=tuple(shape), part=() if shards.size == 1 else part)

@@ -19,6 +19,7 @@ from idlm.infer.models import weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
 from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.infer.parallel import ALONE, Shards
 from idlm.lora import is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -36,11 +37,13 @@ DTYPES = {
 class LoadedModel:
     """A model ready to run, and what its checkpoint means. Holds no tokenizer.
 
-    `directory` holds its config.json: the checkpoint's own, or that of an adapter's base.
+    `local` is the spec of this rank's layers; alone, it is `spec`. `directory` holds its config.json: the
+    checkpoint's own, or that of an adapter's base.
     """
 
     trunk: DenseTrunk
     spec: ModelSpec
+    local: ModelSpec
     semantics: Semantics
     architecture: str
     dtype: torch.dtype
@@ -56,8 +59,10 @@ def load_model(
     mask_token_id: int | None = None,
     semantics: Semantics | None = None,
     base: str | Path | None = None,
+    shards: Shards = ALONE,
 ) -> LoadedModel:
     """Load the checkpoint directory `path` onto `device`: a whole model, or a gated adapter with its base.
+    Of weights that are divided among `shards`, only this rank's part is read.
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
@@ -79,19 +84,20 @@ def load_model(
     resolved_dtype = _dtype(dtype, config, files, names.embed)
     ignored_head = names.head if spec.tie_embeddings else None
     # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
-    outline = DenseTrunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
+    outline = DenseTrunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
     weights.check(
         weight_targets(outline, names),
         files,
         lambda name: name == ignored_head or name.endswith("rotary_emb.inv_freq"),
     )
-    trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype)
+    trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype, shards=shards)
     weights.copy(weight_targets(trunk, names), files)
     if adapter is not None:
         add_adapter(trunk, adapter, names)
     return LoadedModel(
         trunk=trunk.eval(),
         spec=spec,
+        local=shards.local(spec),
         semantics=meaning,
         architecture=architecture,
         dtype=resolved_dtype,

@@ -119,7 +119,9 @@ def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None
         for path, names in _by_file(targets, files).items():
             with _opened(path) as file:
                 for name in names:
-                    targets[name].view.copy_(file.get_tensor(name))
+                    target = targets[name]
+                    stored = file.get_slice(name)[target.part] if target.part else file.get_tensor(name)
+                    target.view.copy_(stored)
 
 
 def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> dict[Path, list[str]]:
