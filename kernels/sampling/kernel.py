@@ -160,7 +160,8 @@ def stats_kernel(
     best = tl.min(tl.where((b_logits == largest) & m_token, o_token, ANY_ID), 0)
     tl.store(p_chunk + CHUNK_BEST, tl.where(best < num_tokens, best, 0).to(tl.float32))
     if i_chunk == 0:
-        tl.store(p_counts + i_row, 0)
+        tl.store(p_counts + i_row * 2, 0)
+        tl.store(p_counts + i_row * 2 + 1, 0)
 
 
 @triton.jit

@@ -208,11 +208,15 @@ def solve_kernel(
         bound = tl.full((), LEAST, tl.int64)
         if has_search:
             target = tl.maximum(tl.ceil(reached * FIXED_POINT), 1.0).to(tl.int64)
-            p_bracket = p_brackets + (i_row * (ROUNDS + 1) + ROUNDS) * NUM_BRACKET
+            count = tl.load(p_counts + i_row * 2)
+            # Too many above the lowest threshold: the list is what the last bracket holds.
+            i_bracket = tl.where(count > CAPACITY, ROUNDS, 0)
+            if count > CAPACITY:
+                count = tl.load(p_counts + i_row * 2 + 1)
+            p_bracket = p_brackets + (i_row * (ROUNDS + 1) + i_bracket) * NUM_BRACKET
             low = tl.load(p_bracket + LOW).to(tl.float32)
             high = tl.load(p_bracket + HIGH).to(tl.float32)
             above = (tl.load(p_bracket + ABOVE) * FIXED_POINT + 0.5).to(tl.int64)
-            count = tl.load(p_counts + i_row)
             if count > CAPACITY:
                 bound = solve_row(
                     p_logits + i_row * row_stride, num_tokens, largest, scale, low, high,

@@ -60,41 +60,41 @@ def row_laws(
     """Numbers of every row's law; `settings`: temperature, top_k, top_p, min_p, per row or per lane."""
     num_rows, num_tokens = logits_XV.shape
     shape, device = _Shape(num_tokens, tuning), logits_XV.device
-    has_lanes = lanes_B is not None
-    lanes = settings[1] if lanes_B is None else lanes_B
-    rows_per_lane = 1 if lanes_B is None or not len(lanes_B) else num_rows // len(lanes_B)
-    numbers_XF = torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device)
-    masses_XC = torch.empty(num_rows, shape.num_chunks, dtype=torch.float32, device=device)
-    laws = RowLaws(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
+    laws = RowLaws(
+        logits_XV=logits_XV,
+        numbers_XF=torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device),
+        masses_XC=torch.empty(num_rows, shape.num_chunks, dtype=torch.float32, device=device),
+        tuning=tuning,
+    )
     if num_rows == 0:
         return laws
     stats = torch.empty(num_rows, shape.num_chunks, 4, dtype=torch.float32, device=device)
-    counts_X = torch.empty(num_rows, dtype=torch.int32, device=device)
+    counts_X = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
+    rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
     row = (logits_XV.stride(0), num_tokens, shape.num_chunks, rows_per_lane)
+    of_rows = (*settings, settings[1] if lanes_B is None else lanes_B, stats)
+    has_lanes = {"HAS_LANES": lanes_B is not None}
     kernel.stats_kernel[(num_rows * shape.num_chunks,)](
         logits_XV,
         settings[0],
-        lanes,
-        stats,
+        *of_rows[4:],
         counts_X,
         *row,
-        HAS_LANES=has_lanes,
+        **has_lanes,
         FILTERS=filters,
         CHUNK=shape.chunk,
         **shape.wide,
     )
     kept_XC = stats
     if filters:
-        kept_XC = _thresholds(laws, settings, lanes, stats, counts_X, rows_per_lane, has_lanes=has_lanes)
+        kept_XC = _Thresholds(laws, of_rows, counts_X, row, has_lanes).run()
     kernel.finish_kernel[(num_rows,)](
-        *settings,
-        lanes,
-        stats,
+        *of_rows,
         kept_XC,
-        masses_XC,
-        numbers_XF,
+        laws.masses_XC,
+        laws.numbers_XF,
         *row[1:],
-        HAS_LANES=has_lanes,
+        **has_lanes,
         FILTERS=filters,
         CHUNKS=shape.chunks,
         **shape.narrow,
@@ -102,71 +102,98 @@ def row_laws(
     return laws
 
 
-def _thresholds(
-    laws: RowLaws,
-    settings: tuple[Tensor, Tensor, Tensor, Tensor],
-    lanes: Tensor,
-    stats: Tensor,
-    counts_X: Tensor,
-    rows_per_lane: int,
-    *,
-    has_lanes: bool,
-) -> Tensor:
-    """Fill the thresholds of filtered rows; returns their chunks' kept masses [X, C]."""
-    logits_XV, tuning = laws.logits_XV, laws.tuning
-    num_rows, num_tokens = logits_XV.shape
-    shape, device = _Shape(num_tokens, tuning), logits_XV.device
-    brackets = torch.empty(num_rows, tuning.rounds + 1, 4, dtype=torch.float64, device=device)
-    pivots = torch.empty(num_rows, tuning.rounds, PIVOTS, dtype=torch.float32, device=device)
-    sums = torch.empty(num_rows, tuning.rounds, shape.num_chunks, PIVOTS, dtype=torch.float32, device=device)
-    packed = torch.empty(num_rows, tuning.capacity, dtype=torch.int64, device=device)
-    kept_XC = torch.empty_like(laws.masses_XC)
-    row = (logits_XV.stride(0), num_tokens, shape.num_chunks, rows_per_lane)
-    over_chunks, common = (num_rows * shape.num_chunks,), (logits_XV, *settings, lanes, stats)
-    shared = {"HAS_LANES": has_lanes, "ROUNDS": tuning.rounds, "CHUNKS": shape.chunks}
-    gathers = {"CAPACITY": tuning.capacity, "KEY_SHIFT": KEY_SHIFTS[logits_XV.dtype]}
-    for number in range(tuning.rounds):
-        kernel_filters.pivots_kernel[over_chunks](
-            *common, brackets, pivots, sums, *row, ROUND=number, CHUNK=shape.chunk, **shared, **shape.wide
+class _Thresholds:
+    """Scratch memory and launches of the threshold search, for filtered rows."""
+
+    def __init__(
+        self,
+        laws: RowLaws,
+        of_rows: tuple[Tensor, ...],
+        counts_X: Tensor,
+        row: tuple[int, int, int, int],
+        has_lanes: dict[str, bool],
+    ) -> None:
+        num_rows, num_tokens = laws.logits_XV.shape
+        tuning, device = laws.tuning, laws.logits_XV.device
+        rounds, self.num_rows = tuning.rounds, num_rows
+        self.laws, self.of_rows, self.counts_X, self.row = laws, of_rows, counts_X, row
+        self.shape = _Shape(num_tokens, tuning)
+        self.shared = {
+            **has_lanes,
+            "ROUNDS": rounds,
+            "CAPACITY": tuning.capacity,
+            "CHUNKS": self.shape.chunks,
+        }
+        self.keys = {"KEY_SHIFT": KEY_SHIFTS[laws.logits_XV.dtype]}
+        self.brackets = torch.empty(num_rows, rounds + 1, 4, dtype=torch.float64, device=device)
+        self.pivots = torch.empty(num_rows, rounds, PIVOTS, dtype=torch.float32, device=device)
+        sums = (num_rows, rounds, self.shape.num_chunks, PIVOTS)
+        self.sums = torch.empty(sums, dtype=torch.float32, device=device)
+        self.packed = torch.empty(num_rows, tuning.capacity, dtype=torch.int64, device=device)
+
+    def run(self) -> Tensor:
+        """Kept masses [X, C] of the chunks of filtered rows, whose numbers are filled in too."""
+        self._gather(is_first=True)
+        for number in range(self.laws.tuning.rounds):
+            self._pivots(number)
+        self._gather(is_first=False)
+        kernel_solve.solve_kernel[(self.num_rows,)](
+            self.laws.logits_XV,
+            *self.of_rows,
+            self.brackets,
+            self.counts_X,
+            self.packed,
+            self.laws.numbers_XF,
+            *self.row,
+            SCAN=self.laws.tuning.scan,
+            **self.keys,
+            **self.shared,
+            **self.shape.wide,
         )
-    kernel_filters.gather_kernel[over_chunks](
-        *common,
-        brackets,
-        pivots,
-        sums,
-        counts_X,
-        packed,
-        *row,
-        CHUNK=shape.chunk,
-        **gathers,
-        **shared,
-        **shape.wide,
-    )
-    kernel_solve.solve_kernel[(num_rows,)](
-        *common,
-        brackets,
-        counts_X,
-        packed,
-        laws.numbers_XF,
-        *row,
-        SCAN=tuning.scan,
-        **gathers,
-        **shared,
-        **shape.wide,
-    )
-    kernel.kept_kernel[over_chunks](
-        logits_XV,
-        *settings,
-        lanes,
-        stats,
-        laws.numbers_XF,
-        kept_XC,
-        *row,
-        HAS_LANES=has_lanes,
-        CHUNK=shape.chunk,
-        **shape.wide,
-    )
-    return kept_XC
+        kept_XC = torch.empty_like(self.laws.masses_XC)
+        kernel.kept_kernel[(self.num_rows * self.shape.num_chunks,)](
+            self.laws.logits_XV,
+            *self.of_rows,
+            self.laws.numbers_XF,
+            kept_XC,
+            *self.row,
+            HAS_LANES=self.shared["HAS_LANES"],
+            CHUNK=self.shape.chunk,
+            **self.shape.wide,
+        )
+        return kept_XC
+
+    def _pivots(self, number: int) -> None:
+        kernel_filters.pivots_kernel[(self.num_rows * self.shape.num_chunks,)](
+            self.laws.logits_XV,
+            *self.of_rows,
+            self.brackets,
+            self.pivots,
+            self.sums,
+            self.counts_X,
+            *self.row,
+            ROUND=number,
+            CHUNK=self.shape.chunk,
+            **self.shared,
+            **self.shape.wide,
+        )
+
+    def _gather(self, *, is_first: bool) -> None:
+        kernel_filters.gather_kernel[(self.num_rows * self.shape.num_chunks,)](
+            self.laws.logits_XV,
+            *self.of_rows,
+            self.brackets,
+            self.pivots,
+            self.sums,
+            self.counts_X,
+            self.packed,
+            *self.row,
+            IS_FIRST=is_first,
+            CHUNK=self.shape.chunk,
+            **self.keys,
+            **self.shared,
+            **self.shape.wide,
+        )
 
 
 def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:

@@ -61,8 +61,10 @@ def make_case(
     columns = []
     for _ in range(num_rows):
         temperature = draw.choice(TEMPERATURES if draw.random() < 0.9 else ODD_TEMPERATURES)
+        # There, fp64 has no probabilities but the largest, and min_p = 1 keeps them all.
+        tail = _tail(draw, filters=filters) if temperature != 1e30 else (1.0, 0.0)
         top_k = draw.choice([0, 0, 1, 5, 20, num_tokens - 1, num_tokens, 2 * num_tokens, num_tokens // 2])
-        columns.append((temperature, top_k * filters, *_tail(draw, filters=filters)))
+        columns.append((temperature, top_k * filters, *tail))
     values = torch.tensor(columns, dtype=torch.float64, device=device).T.contiguous()
     settings = (values[0], values[1].long(), values[2], values[3])
     return Case(logits_XV=logits_XV.to(dtype), settings=settings)
