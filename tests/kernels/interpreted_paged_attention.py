@@ -35,7 +35,7 @@ from tests.kernels.paged_attention_cases import (
 )
 
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-TINY = Launch(block_m=16, block_n=16, min_blocks=1)
+TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
 LAST = replace(TINY, combine="last")
 FIXED = replace(TINY, split_slots=32)
 MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
