@@ -123,11 +123,11 @@ class Completion:
     """One finished answer.
 
     `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a
-    stop string. `finish_reason`: "stop", "length" or "abort". `num_forwards` counts every forward pass
-    that fed rows of this request, prompt included. `tested_by_position[j]` drafts at position j+1 were
-    tested, `accepted_by_position[j]` of them accepted, none behind a stop; `acceptance_rate` is their
-    ratio over all positions, None where nothing was tested. `exactness`: "exact" (the answer has the AR
-    model's law) or "lossy".
+    stop string. `finish_reason`: "stop", "length" or "abort". `num_cached_tokens` of the prompt were in the
+    prefix cache. `num_forwards` counts every forward pass that fed rows of this request, prompt included.
+    `tested_by_position[j]` drafts at position j+1 were tested, `accepted_by_position[j]` of them accepted,
+    none behind a stop; `acceptance_rate` is their ratio over all positions, None where nothing was tested.
+    `exactness`: "exact" (the answer has the AR model's law) or "lossy".
     """
 
     request_id: str
@@ -137,6 +137,7 @@ class Completion:
     finish_reason: str
     num_prompt_tokens: int
     num_forwards: int
+    num_cached_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
     tested_by_position: tuple[int, ...] = ()
     seed: int | None = None

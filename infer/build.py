@@ -20,6 +20,7 @@ from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.pace import AdaptivePace, FixedPace, Pace
+from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.runner import Runner
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.step import EagerStep, Step, StepResult
@@ -39,8 +40,9 @@ class EngineSettings:
     `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
     decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
     overrides the checkpoint's. `run_ahead`: passes that may be launched before the results of earlier ones
-    are read. `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU
-    they are only padded). `attention`: the back end of paged attention.
+    are read. `prefix_cache`: keep the KV of finished and preempted sequences, and let equal beginnings share
+    it, as long as nobody needs the pages. `graphs`: "on" pads passes to a few static shapes and captures
+    each in a CUDA graph (on a CPU they are only padded). `attention`: the back end of paged attention.
     """
 
     device: str = "auto"
@@ -55,6 +57,7 @@ class EngineSettings:
     page_size: int = 16
     num_pages: int | None = None
     run_ahead: int = 0
+    prefix_cache: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
     attention: str = "auto"
     template: Literal["auto", "none"] = "auto"
@@ -145,6 +148,7 @@ def _assemble(
         num_lanes=num_lanes,
         max_slots=max_slots,
         device=device,
+        cache=_prefix_cache(settings, model),
     )
     cache = KVCache(
         num_layers=spec.num_layers,
@@ -203,6 +207,14 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
+def _prefix_cache(settings: EngineSettings, model: LoadedModel) -> PrefixCache | None:
+    """An index of its own for every engine: all that KV depends on beside the tokens is the same in it."""
+    if not settings.prefix_cache:
+        return None
+    namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
+    return PrefixCache(namespace, page_size=settings.page_size)
+
+
 def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
     names = {field.name for field in dataclasses.fields(EngineSettings)}
     mine = {key: value for key, value in options.items() if key in names}
@@ -234,6 +246,8 @@ def _check_settings(settings: EngineSettings) -> None:
     ]
     if settings.graphs not in ("auto", "on", "off"):
         problems.append(f"graphs={settings.graphs!r} must be 'auto', 'on' or 'off'")
+    if not isinstance(settings.prefix_cache, bool):
+        problems.append(f"prefix_cache={settings.prefix_cache!r} must be true or false")
     if settings.template not in ("auto", "none"):
         problems.append(f"template={settings.template!r} must be 'auto' or 'none'")
     if settings.attention not in ("auto", *BACKENDS):

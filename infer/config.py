@@ -57,6 +57,7 @@ class EngineConfig:
     max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
     page_size: int = _help("slots of a KV page", 16)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
+    prefix_cache: bool = _help("share the KV of equal beginnings, and keep it for later", True)
     run_ahead: int = _help("passes launched before the results of earlier ones are read", 0)
     graphs: Literal["auto", "on", "off"] = _help(
         "on: passes of static shape, in CUDA graphs on a GPU", "auto"

@@ -207,10 +207,12 @@ class Engine:
                 [request.index for request in seated],
                 ends=[request.max_length for request in seated],
                 steps=[request.num_steps for request in seated],
+                computed=[request.num_computed for request in seated],
             )
             self.decoder.seat(lanes)
-        for request in schedule.preempted:
-            self.table.rewind(lane_of(request))
+        for request in (*schedule.preempted, *schedule.resumed):
+            self.table.rewind(lane_of(request), request.num_computed)
+        self._parts.runner.copy_pages(schedule.copies)
 
     def _book(self, num_left: int) -> None:
         """Read results, oldest first: all that are back, then more until `num_left` are on their way."""

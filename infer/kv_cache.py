@@ -1,28 +1,45 @@
 """Paged KV store: pages of `page_size` slots, handed to lanes and taken back; keys and values of all layers.
 
 Commit is a pointer (`SequenceTable.num_computed_Z`): slots past it are overwritten by the next pass, so
-rejected drafts and masks need no clean-up.
+rejected drafts and masks need no clean-up. Pages wholly before it are final, and lanes share them.
 Shapes: Z lanes, P pages of the longest sequence, S physical slots, K KV heads, H head dim, R rows of this
-pass.
+pass, C pages to copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.transfer import to_device
 
 
 class PagePool:
-    """Which lane owns which page. Equation at all times: free pages + pages of all lanes = all pages."""
+    """Which lanes hold which page. Equation at all times: free + resting in the prefix cache + held = all.
+
+    Only the front pages of a lane can be held by others too: those that it got from the cache, or entered
+    there. A pass writes at or behind a lane's KV pointer, so never into them. That includes passes that were
+    launched before the host knew as much: the device's pointer is never behind the host's.
+    """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, num_lanes: int, max_slots: int, device: torch.device
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_lanes: int,
+        max_slots: int,
+        device: torch.device,
+        cache: PrefixCache | None = None,
     ) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.cache = num_pages, page_size, cache
         self._free = list(range(num_pages - 1, -1, -1))
         self._owned: list[list[int]] = [[] for _ in range(num_lanes)]
+        self._num_cached = [0] * num_lanes
+        self._num_holders = [0] * num_pages
         max_pages = min(num_pages, self.pages_for(max_slots))
         self._block_table_ZP = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
         self._unwritten: dict[tuple[int, int], int] = {}
@@ -43,39 +60,119 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
-        return len(self._free)
+        """Pages that no lane holds; those that rest in the prefix cache are given up when they are needed."""
+        return len(self._free) + (0 if self.cache is None else self.cache.num_resting)
 
     def num_owned(self, lane: int) -> int:
         """Pages of a lane."""
         return len(self._owned[lane])
 
+    def num_cached(self, lane: int) -> int:
+        """Front pages of a lane that are in the prefix cache."""
+        return self._num_cached[lane]
+
+    def page(self, lane: int, place: int) -> int:
+        """One page of a lane."""
+        return self._owned[lane][place]
+
     def pages_for(self, num_slots: int) -> int:
         """Pages that hold `num_slots` slots."""
         return -(-num_slots // self.page_size)
 
-    def reserve(self, lane: int, num_slots: int) -> bool:
-        """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
+    def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
+        """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free.
+
+        A lane that has none begins with the `shared` pages of the prefix cache.
+        """
         owned = self._owned[lane]
-        missing = self.pages_for(num_slots) - len(owned)
-        if missing > len(self._free):
+        assert not (shared and owned), f"{lane=} has pages"
+        missing = self.pages_for(num_slots) - len(owned) - len(shared)
+        if missing > self.num_free - sum(self._num_holders[page] == 0 for page in shared):
             return False
+        for page in shared:
+            self._hold(lane, len(owned), page)
+        self._num_cached[lane] += len(shared)
         for _ in range(missing):
-            page = self._free.pop()
-            self._unwritten[lane, len(owned)] = page
-            owned.append(page)
+            self._hold(lane, len(owned), self._take())
         return True
 
+    def commit(
+        self, lane: int, key: bytes, parent: bytes, token_ids: Sequence[int], *, is_written: bool
+    ) -> None:
+        """Enter the lane's first page that is not in the prefix cache; its slots hold the KV of `token_ids`,
+        or will after the next pass.
+
+        If another lane entered such a page before, the lane gives up its own for that one: then whoever holds
+        a page also holds the cached pages before it. Passes on their way still read the old one, and whoever
+        gets it next writes after them.
+        """
+        assert self.cache is not None
+        place = self._num_cached[lane]
+        own = self._owned[lane][place]
+        cached = self.cache.page_of(key)
+        if cached is None:
+            self.cache.insert(key, parent, token_ids, own, is_written=is_written)
+        else:
+            assert is_written, f"{lane=} is about to write {place=}"
+            self._hold(lane, place, cached)
+            self._let_go(own)
+        self._num_cached[lane] += 1
+
     def release(self, lane: int) -> None:
-        """Take all pages of a lane back."""
-        self._free.extend(reversed(self._owned[lane]))
-        self._owned[lane] = []
+        """Take all pages of a lane back, the last first."""
+        for page in reversed(self._owned[lane]):
+            self._let_go(page)
+        self._owned[lane], self._num_cached[lane] = [], 0
+
+    def reset(self) -> None:
+        """Take all pages of all lanes back and empty the prefix cache: nobody knows what is in them."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._owned = [[] for _ in self._owned]
+        self._num_cached = [0] * len(self._owned)
+        self._num_holders = [0] * self.num_pages
+        self._unwritten.clear()
+        if self.cache is not None:
+            self.cache.clear()
 
     def check(self) -> None:
-        """Assert the pool equation: every page is free or owned, exactly once."""
-        pages = [*self._free, *(page for owned in self._owned for page in owned)]
+        """Assert the pool equation: every page is free, resting or held, and by whom the books say."""
+        held = [page for owned in self._owned for page in owned]
+        resting = set() if self.cache is None else self.cache.resting
+        pages = [*self._free, *resting, *set(held)]
         assert len(pages) == self.num_pages, f"{len(pages)=} {self.num_pages=}"
-        assert len(set(pages)) == self.num_pages, "a page is owned twice"
+        assert len(set(pages)) == self.num_pages, "a page is in two places"
+        holders = [0] * self.num_pages
+        for page in held:
+            holders[page] += 1
+        assert holders == self._num_holders, f"{holders=} {self._num_holders=}"
+        cached = set() if self.cache is None else self.cache.pages
+        for owned, num_cached in zip(self._owned, self._num_cached, strict=True):
+            assert set(owned[:num_cached]) <= cached, f"{owned=} {num_cached=}"
+            assert not cached & set(owned[num_cached:]), f"{owned=} {num_cached=}"
+            assert all(holders[page] == 1 for page in owned[num_cached:]), f"{owned=} {num_cached=}"
+        if self.cache is not None:
+            self.cache.check()
+
+    def _hold(self, lane: int, place: int, page: int) -> None:
+        """Put a page into the lane's list, at its end or in place of another."""
+        if self.cache is not None and self._num_holders[page] == 0 and page in self.cache:
+            self.cache.wake(page)
+        self._num_holders[page] += 1
+        self._owned[lane][place : place + 1] = [page]
+        self._unwritten[lane, place] = page
+
+    def _let_go(self, page: int) -> None:
+        self._num_holders[page] -= 1
+        is_last = self._num_holders[page] == 0
+        if is_last and not (self.cache is not None and self.cache.rest(page)):
+            self._free.append(page)
+
+    def _take(self) -> int:
+        """A page that nobody will read any more."""
+        if self._free:
+            return self._free.pop()
+        assert self.cache is not None
+        return self.cache.evict()
 
 
 class KVCache:
@@ -99,3 +196,11 @@ class KVCache:
         """Store this pass's keys and values at physical slots."""
         self.keys[layer, slot_mapping_R] = k_RKH
         self.values[layer, slot_mapping_R] = v_RKH
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
+        """Copy pages (from, to) of all layers. All are read before any is written."""
+        if copies:
+            from_C, to_C = to_device(copies, self.keys.device).unbind(dim=1)
+            for slots in (self.keys, self.values):
+                pages = slots.view(slots.shape[0], -1, page_size, *slots.shape[2:])
+                pages[:, to_C] = pages[:, from_C]

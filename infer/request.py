@@ -14,7 +14,8 @@ class Request:
 
     On the host, `num_computed` mirrors the lane's KV pointer as far as results are back, and `num_steps` its
     random stream: the passes that emitted something. `num_in_flight` such passes are on their way.
-    `max_length`: prompt and answer together.
+    `max_length`: prompt and answer together. `page_keys`: keys of its first whole pages in the prefix cache,
+    as far as they were asked for; `num_cached_tokens` of the prompt were found there.
     """
 
     request_id: str
@@ -26,6 +27,8 @@ class Request:
     lane: int | None = None
     num_computed: int = 0
     num_in_flight: int = 0
+    num_cached_tokens: int = 0
+    page_keys: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_forwards: int = 0
@@ -38,6 +41,14 @@ class Request:
     def num_known(self) -> int:
         """Prompt and emitted tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    def known_ids(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and answer in [start, end)."""
+        behind = len(self.prompt_ids)
+        return [
+            *self.prompt_ids[start:end],
+            *self.token_ids[max(start - behind, 0) : max(end - behind, 0)],
+        ]
 
     def push(self, token_id: int) -> None:
         """Append one emitted token and note a stop id or a length limit."""
@@ -67,6 +78,7 @@ class Request:
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(self.prompt_ids),
+            num_cached_tokens=self.num_cached_tokens,
             num_forwards=self.num_forwards,
             accepted_by_position=tuple(self.accepted),
             tested_by_position=tuple(self.tested),

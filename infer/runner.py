@@ -6,6 +6,8 @@ Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,10 @@ class Runner:
 
         hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, attend, plan.is_mask_R)
         return self._trunk.logits(hidden_RD[plan.logit_rows_X])
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of pages (from, to), before whatever pass comes next."""
+        self._cache.copy_pages(copies, self.pool.page_size)
 
     def _slot_mapping(self, plan: StepPlan, block_table_BP: Tensor) -> Tensor:
         """Physical slot of each row; the very last one, which nobody reads, for padding rows."""

@@ -3,12 +3,16 @@ algorithm.
 
 Every sequence simply has known tokens that are not computed yet (a prompt: many; a decoding sequence:
 one), so prompts are chunked into the same passes as decoding. When pages run out, the youngest sequence
-gives all of its pages back and recomputes later; its tokens, drafts and random stream stay, so its answer
-does not change.
+gives all of its pages back and recomputes later what the prefix cache has lost by then; its tokens, drafts
+and random stream stay, so its answer does not change.
+
+Whoever takes KV from the prefix cache may get what a pass of another shape computed (a prompt chunk, a
+pending token, an accepted draft): equal as mathematics, not always bit for bit; as with a recomputation.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -23,10 +27,11 @@ from idlm.sampling import WarpNeeds
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
-    """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down or
-    lost its KV. `picture`: by which of the decoder's pictures.
+    """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down, lost
+    its KV or (some of it) got it back. `picture`: by which of the decoder's pictures.
 
     `num_feed[b]` known tokens are fed, `num_known[b]` are then computed at most, `samples[b]`: that is all.
+    `copies`: pages (from, to) to be copied before the pass.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -35,6 +40,8 @@ class Schedule:
     samples: list[bool] = field(default_factory=list)
     seated: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     picture: int = 0
 
     @property
@@ -99,6 +106,7 @@ class Scheduler:
         schedule = Schedule()
         budget = self._max_prompt_rows
         is_stalled = False
+        self._settle()
         for request in list(self.running):
             if request.num_known + request.num_in_flight >= request.max_length:
                 continue  # Every pass in flight brings a token: it is complete.
@@ -107,18 +115,22 @@ class Scheduler:
                 continue
             reserved = self._reserve(request, schedule)
             if reserved is None:
+                # Whoever has no pages is younger than whoever has: nobody sat down in this schedule yet.
+                assert not schedule.resumed, f"{schedule.resumed=}"
                 return None
             if reserved:
                 budget = self._feed(request, budget, schedule)
             else:
                 is_stalled = True
+        num_shown = 0
         while self.waiting and self._free_lanes and not is_stalled and budget > 0:
+            num_shown = self._show(schedule, num_shown)
             request = self.waiting[0]
-            lane = self._free_lanes.pop()
-            if not self.pool.reserve(lane, self.slots_needed(request.num_known)):
-                self._free_lanes.append(lane)
+            request.lane = self._free_lanes.pop()
+            if not self._sit(request, self.slots_needed(request.num_known), schedule):
+                self._free_lanes.append(request.lane)
+                request.lane = None
                 break
-            request.lane = lane
             self.running.append(self.waiting.popleft())
             schedule.seated.append(request)
             budget = self._feed(request, budget, schedule)
@@ -130,6 +142,7 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.running.remove(request)
+        self._commit(request, request.num_computed)
         self.pool.release(request.lane)
         self._free_lanes.append(request.lane)
         request.lane = None
@@ -137,15 +150,15 @@ class Scheduler:
     def requeue_all(self) -> None:
         """Send every running request back to the front of the queue, in order, with what it has emitted.
 
-        For a pass that failed somewhere: what the lanes hold is unknown then, what the host holds is not.
+        For a pass that failed somewhere: what lanes and pages hold is unknown then, what the host holds is
+        not.
         """
         for request in reversed(self.running):
-            lane = lane_of(request)
-            self.pool.release(lane)
-            self._free_lanes.append(lane)
+            self._free_lanes.append(lane_of(request))
             request.lane, request.num_computed, request.num_in_flight = None, 0, 0
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
+        self.pool.reset()
 
     def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
         """Enter the request with as many known tokens as the prompt budget allows; returns what is left of
@@ -172,17 +185,97 @@ class Scheduler:
         someone would be preempted of whom results are still to come.
         """
         lane = lane_of(request)
-        while not self.pool.reserve(lane, self.slots_needed(self._longest(request))):
-            if any(other.num_in_flight for other in self.running):
-                return None
+        num_slots = self.slots_needed(self._longest(request))
+        while not self._extend(request, num_slots, schedule):
             if self.pool.num_owned(lane) == 0:
                 return False
+            if any(other.num_in_flight for other in self.running):
+                return None
             victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)
             self.pool.release(lane_of(victim))
             victim.num_computed = 0
             schedule.preempted.append(victim)
             self.num_preemptions += 1
         return True
+
+    def _extend(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
+        """Pages for `num_slots` slots in all; False, changing nothing, if too few are free."""
+        lane = lane_of(request)
+        if self.pool.num_owned(lane):
+            return self.pool.reserve(lane, num_slots)
+        if not self._sit(request, num_slots, schedule):
+            return False
+        schedule.resumed.append(request)
+        return True
+
+    def _sit(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
+        """Pages for a sequence that has none, which begin with what the prefix cache knows of its tokens.
+
+        The last known token is fed in any case, for its logits. Of a page that is equal in part a copy is
+        made, so that the lane writes into pages of its own only.
+        """
+        lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
+        if cache is None:
+            return self.pool.reserve(lane, num_slots)
+        most = request.num_known - 1
+        keys = self._page_keys(request, most // size)
+        shared = cache.chain(keys)
+        behind = len(shared) * size
+        parent = keys[len(shared) - 1] if shared else cache.root
+        source, num_equal = cache.nearest(parent, request.known_ids(behind, min(behind + size, most)))
+        if not self.pool.reserve(lane, num_slots, shared):
+            return False
+        if num_equal:
+            # The source may be taken for this lane or another by now: copies come before all writes.
+            cache.touch(source)
+            schedule.copies.append((source, self.pool.page(lane, len(shared))))
+        request.num_computed = behind + num_equal
+        if request.num_forwards == 0:
+            request.num_cached_tokens = request.num_computed
+        cache.counts.add(num_tokens=most, num_hit_tokens=request.num_computed, is_copied=num_equal > 0)
+        return True
+
+    def _settle(self) -> None:
+        """Enter what launched passes compute into the prefix cache."""
+        if self.pool.cache is not None:
+            self.pool.cache.settle()
+        for request in self.running:
+            self._commit(request, request.num_computed)
+
+    def _show(self, schedule: Schedule, num_shown: int) -> int:
+        """Enter what this very pass will compute, for those who sit down in it: each layer stores the KV of
+        all rows before any row attends. Returns how many requests of the schedule were seen to.
+        """
+        fed = zip(schedule.requests, schedule.num_feed, schedule.samples, strict=True)
+        for request, num_feed, samples in itertools.islice(fed, num_shown, None):
+            self._commit(request, request.num_computed + num_feed - samples, is_written=False)
+        return len(schedule.requests)
+
+    def _commit(self, request: Request, num_computed: int, *, is_written: bool = True) -> None:
+        """Enter the request's pages before `num_computed` into the prefix cache, where they are missing.
+
+        A page that another sequence entered first stays the request's own while the request has to write it.
+        """
+        lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
+        if cache is None:
+            return
+        for place in range(self.pool.num_cached(lane), num_computed // size):
+            keys = self._page_keys(request, place + 1)
+            if not is_written and cache.page_of(keys[place]) is not None:
+                return
+            parent = keys[place - 1] if place else cache.root
+            token_ids = request.known_ids(place * size, (place + 1) * size)
+            self.pool.commit(lane, keys[place], parent, token_ids, is_written=is_written)
+
+    def _page_keys(self, request: Request, num_pages: int) -> list[bytes]:
+        """Keys of the request's first pages, `num_pages` of them at least."""
+        cache, keys, size = self.pool.cache, request.page_keys, self.pool.page_size
+        assert cache is not None
+        while len(keys) < num_pages:
+            start = len(keys) * size
+            parent = keys[-1] if keys else cache.root
+            keys.append(cache.key(parent, request.known_ids(start, start + size)))
+        return keys
 
 
 def lane_of(request: Request) -> int:

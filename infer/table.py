@@ -54,19 +54,21 @@ class SequenceTable:
         *,
         ends: list[int],
         steps: list[int] | None = None,
+        computed: list[int] | None = None,
     ) -> None:
         """Put sequences on free lanes; overwrites every field of whoever sat there before.
 
         `known` tokens: the prompt and, of a sequence that starts anew, what it had emitted in `steps`
-        sampling steps. `ends`: how many tokens each may have in all.
+        sampling steps. `ends`: how many tokens each may have in all. `computed`: how many have their KV in
+        the lane's pages already.
         """
         width = max(len(token_ids) for token_ids in known)
         lanes_B = to_device(lanes, self.device)
         padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
         self.tokens_ZL[lanes_B, :width] = to_device(padded, self.device)
-        self.num_computed_Z[lanes_B] = 0
         for column_Z, values in (
             (self.num_known_Z, [len(token_ids) for token_ids in known]),
+            (self.num_computed_Z, computed or [0] * len(lanes)),
             (self.ends_Z, ends),
             (self.steps_Z, steps or [0] * len(lanes)),
             (self.samples_Z, samples),
@@ -83,9 +85,11 @@ class SequenceTable:
         """Bool [B]: whether the sequence may get another token."""
         return self.num_known_Z[lanes_B] < self.ends_Z[lanes_B]
 
-    def rewind(self, lane: int) -> None:
-        """Forget the KV of a preempted sequence; its tokens, drafts and random stream stay."""
-        self.num_computed_Z[lane] = 0
+    def rewind(self, lane: int, num_computed: int = 0) -> None:
+        """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
+        random stream stay.
+        """
+        self.num_computed_Z[lane] = num_computed
 
     def warp(self, lanes_X: Tensor, needs: WarpNeeds) -> Warp:
         """Sampling settings of rows that belong to the sequences on `lanes_X`."""

@@ -19,6 +19,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
+from idlm.infer.prefix_cache import PrefixCache
 from tests.contracts.engines import (
     CYCLE,
     acceptance_of,
@@ -53,8 +54,14 @@ class Arrival:
 
 
 def _arrivals(count: int, seed: int) -> list[Arrival]:
+    """Prompts of 1 to 30 tokens, most of which begin like others."""
     dice = random.Random(seed)
-    prompts = prompts_of([dice.randint(1, 30) for _ in range(count)], seed=seed, vocab_size=CYCLE)
+    beginnings = prompts_of([5, 8, 13, 20], seed=seed + 1, vocab_size=CYCLE)
+    beginnings += [[], beginnings[3][:11] + beginnings[2][:6]]
+    starts = [dice.choice(beginnings) for _ in range(count)]
+    lengths = [dice.randint(0 if start else 1, 30 - len(start)) for start in starts]
+    tails = prompts_of(lengths, seed=seed, vocab_size=CYCLE)
+    prompts = [start + tail for start, tail in zip(starts, tails, strict=True)]
     return [
         Arrival(
             request_id=f"q{i}",
@@ -142,17 +149,29 @@ class _Soak:
 def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
     """Also with results that are read three passes late, and with passes of static shape."""
     count = NUM_REQUESTS // len(DECODERS)
-    arrivals = _arrivals(count, seed=DECODERS.index(decoder))
     options: dict[str, Any] = {"run_ahead": 3, "graphs": "on"} if as_on_a_gpu else {}
+    cache = _check_soak(checkpoint, decoder, count, options)
+    assert cache is not None
+    counts = cache.counts
+    assert min(counts.num_hit_tokens, counts.num_copied, counts.num_evicted) > count // 4, counts
+
+
+@pytest.mark.parametrize("decoder", ["ar", "branch"])
+def test_soak_without_a_prefix_cache(checkpoint: Path, decoder: str) -> None:
+    assert _check_soak(checkpoint, decoder, 125, {"run_ahead": 3, "prefix_cache": False}) is None
+
+
+def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, Any]) -> PrefixCache | None:
+    arrivals = _arrivals(count, seed=DECODERS.index(decoder))
     soak = _Soak(engine=_engine(checkpoint, decoder, TINY | options), finished={}, struck={})
     soak.run(arrivals)
     assert_idle(soak.engine)
-    assert soak.engine.scheduler.num_preemptions > 20
+    assert soak.engine.scheduler.num_preemptions > count // 50
     assert {"queued", "prefilling", "decoding"} <= soak.struck.keys(), soak.struck
     assert 0.25 * count < sum(soak.struck.values()) < 0.4 * count
     assert len(soak.finished) + sum(soak.struck.values()) == count
 
-    roomy = _engine(checkpoint, decoder, ROOMY)
+    roomy = _engine(checkpoint, decoder, ROOMY | {"prefix_cache": False})
     undisturbed = roomy.generate([a.prompt for a in arrivals], [a.params for a in arrivals])
     assert roomy.scheduler.num_preemptions == 0
     for arrival, expected in zip(arrivals, undisturbed, strict=True):
@@ -163,6 +182,7 @@ def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
             assert survivor.tested_by_position == expected.tested_by_position
     if decoder != "ar":
         assert acceptance_of(undisturbed) > 0.2
+    return soak.engine.pool.cache
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -24,7 +24,8 @@ from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import Tree
 from idlm.infer.engine import Engine
-from idlm.infer.scheduler import Schedule, lane_of
+from idlm.infer.request import Request
+from idlm.infer.scheduler import Schedule, Scheduler, lane_of
 from idlm.infer.table import SequenceTable
 from idlm.rng import uniforms
 from idlm.sampling import draw
@@ -366,16 +367,16 @@ def preemption_restarts_the_random_stream(patch: pytest.MonkeyPatch) -> None:
 
 @fault("preempt", "branch")
 def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
-    """Half of a preempted sequence's KV is believed to be in pages that now belong to others."""
-    original = Engine._seat
+    """All KV of a preempted sequence is believed to be in the pages that it comes back to."""
+    original = Scheduler._sit
 
-    def seat(self: Engine, schedule: Schedule) -> None:
-        original(self, schedule)
-        for request in schedule.preempted:
-            request.num_computed = (request.num_known - 1) // 2
-            self.table.num_computed_Z[lane_of(request)] = request.num_computed
+    def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
+        has_pages = original(self, request, num_slots, schedule)
+        if has_pages and request in self.running:
+            request.num_computed = request.num_known - 1
+        return has_pages
 
-    patch.setattr(Engine, "_seat", seat)
+    patch.setattr(Scheduler, "_sit", sit)
 
 
 @fault("layout", "tree")

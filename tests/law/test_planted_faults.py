@@ -78,7 +78,12 @@ def _repeats(checkpoint: Path, strategy: str) -> bool:
 
 
 def _survives_preemption(checkpoint: Path, strategy: str) -> bool:
-    return _drawn(checkpoint, strategy, 1, num_pages=20) == _drawn(checkpoint, strategy, 1)
+    """With pages that are found again in the prefix cache, and with none."""
+    expected = _drawn(checkpoint, strategy, 1)
+    return all(
+        _drawn(checkpoint, strategy, 1, num_pages=20, prefix_cache=prefix_cache) == expected
+        for prefix_cache in (True, False)
+    )
 
 
 def _layouts_are_right(strategy: str) -> bool:

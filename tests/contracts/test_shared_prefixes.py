@@ -1,0 +1,206 @@
+"""Answers are the same with the prefix cache and without, whoever shares what with whom.
+
+The pages under it are tested without a model in tests/unit/test_prefix_cache.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.infer.kv_cache import KVCache, PagePool
+from idlm.infer.prefix_cache import PrefixCache
+from tests.contracts.engines import (
+    CYCLE,
+    acceptance_of,
+    assert_idle,
+    build_engine,
+    prompts_of,
+    write_foreseeing_toy,
+)
+
+DECODERS = ["ar", *STRATEGIES.names()]
+PAGE = 4
+ROOMY = {"page_size": PAGE, "max_num_seqs": 8, "max_prompt_rows": 7}
+TIGHT = {**ROOMY, "num_pages": 26}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
+
+
+def _engine(checkpoint: Path, decoder: str, **options: object) -> Engine:
+    if decoder == "ar":
+        return build_engine(checkpoint, "ar", **options)
+    return build_engine(checkpoint, "isd", stride=4, on_rejection=decoder, **options)
+
+
+def _prompts() -> list[list[int]]:
+    """A system prompt of odd length with tails; prompts equal up to exactly 1, 2 and 3 pages, or but for one
+    token; prompts of exactly 1, 2 and 3 pages, and one token longer; one page twice in a row.
+    """
+    [system, text, other] = prompts_of([13, 24, 24], vocab_size=CYCLE)
+    prompts = [system + tail for tail in prompts_of([1, 4, 6, 3], seed=1, vocab_size=CYCLE)]
+    for num_pages in (1, 2, 3):
+        end = num_pages * PAGE
+        prompts += [text[:end] + other[end:], text[:end], text[: end + 1], other[:end] + text[end:]]
+    changed = [*text[:9], (text[9] + 1) % CYCLE, *text[10:]]
+    return [*prompts, text, changed, text[:4] * 2, text[:4] * 3, text[4:8] * 2]
+
+
+def _params(count: int) -> list[SamplingParams]:
+    """Greedy and drawn, single and in samples."""
+    return [
+        SamplingParams(max_tokens=14, temperature=i % 3 / 2, seed=i, n=1 + (i % 4 == 3)) for i in range(count)
+    ]
+
+
+def _said(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
+    return [(c.token_ids, c.finish_reason, c.tested_by_position) for c in completions]
+
+
+@functools.cache
+def _uncached(
+    checkpoint: Path, decoder: str
+) -> tuple[list[list[int]], list[SamplingParams], list[tuple[Any, ...]]]:
+    """Prompts, settings, and what an engine without a prefix cache says."""
+    prompts = _prompts()
+    params = _params(len(prompts))
+    completions = _engine(checkpoint, decoder, **ROOMY, prefix_cache=False).generate(prompts, params)
+    assert {c.num_cached_tokens for c in completions} == {0}
+    assert decoder == "ar" or acceptance_of(completions) > 0.2, acceptance_of(completions)
+    return prompts, params, _said(completions)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 3])
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, run_ahead: int) -> None:
+    """From a cold cache, from a full one (all but the last token of every prompt is in it), and when pages
+    are so few that they are evicted and sequences preempted.
+    """
+    prompts, params, expected = _uncached(checkpoint, decoder)
+    engine = _engine(checkpoint, decoder, **ROOMY, run_ahead=run_ahead)
+    assert _said(engine.generate(prompts, params)) == expected
+    again = engine.generate(prompts, params)
+    assert _said(again) == expected
+    assert [c.num_cached_tokens for c in again] == [c.num_prompt_tokens - 1 for c in again]
+    assert_idle(engine)
+
+    tight = _engine(checkpoint, decoder, **TIGHT, run_ahead=run_ahead)
+    for _ in range(2):
+        assert _said(tight.generate(prompts, params)) == expected
+    assert tight.scheduler.num_preemptions > 0
+    assert tight.pool.cache is not None
+    assert tight.pool.cache.counts.num_evicted > 0
+    assert tight.pool.cache.counts.num_hit_tokens > 0
+    assert_idle(tight)
+
+
+@pytest.mark.parametrize("decoder", ["ar", "branch"])
+def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
+    prompts, params, expected = _uncached(checkpoint, decoder)
+    engine = _engine(checkpoint, decoder, **ROOMY, run_ahead=3, graphs="on")
+    for _ in range(2):
+        assert _said(engine.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("decoder", ["ar", "branch"])
+def test_nobody_reads_a_page_that_was_given_up(
+    checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages hold NaN from the moment they are free, evicted ones from the moment copies of them are made."""
+    engine = _engine(checkpoint, decoder, **TIGHT, run_ahead=3)
+    memory = engine._parts.runner._cache
+    evicted: list[int] = []
+    let_go, evict, copy_pages = PagePool._let_go, PrefixCache.evict, KVCache.copy_pages
+    num_poisoned = 0
+
+    def poison(pages: Sequence[int]) -> None:
+        nonlocal num_poisoned
+        num_poisoned += len(pages)
+        for page, slots in itertools.product(pages, (memory.keys, memory.values)):
+            slots[:, page * PAGE : (page + 1) * PAGE] = torch.nan
+
+    def letting_go(self: PagePool, page: int) -> None:
+        let_go(self, page)
+        poison([page] if self._free[-1:] == [page] else [])
+
+    def evicting(self: PrefixCache) -> int:
+        evicted.append(evict(self))
+        return evicted[-1]
+
+    def copying(self: KVCache, copies: Sequence[tuple[int, int]], page_size: int) -> None:
+        copy_pages(self, copies, page_size)
+        poison(sorted({*evicted} - {target for _, target in copies}))
+        evicted.clear()
+
+    monkeypatch.setattr(PagePool, "_let_go", letting_go)
+    monkeypatch.setattr(PrefixCache, "evict", evicting)
+    monkeypatch.setattr(KVCache, "copy_pages", copying)
+    poison(range(engine.pool.num_pages + 1))
+    prompts, params, expected = _uncached(checkpoint, decoder)
+    for _ in range(2):
+        assert _said(engine.generate(prompts, params)) == expected
+    assert num_poisoned > 200
+
+
+def test_equal_pages_behind_different_beginnings_are_not_shared(checkpoint: Path) -> None:
+    """The attack on caches that look at a page alone: stored under one beginning, read under another."""
+    engine = _engine(checkpoint, "ar", **ROOMY)
+    [first, second, tail] = prompts_of([8, 8, 12], seed=3, vocab_size=CYCLE)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+    [alone] = _engine(checkpoint, "ar", **ROOMY).generate([second + tail], params)
+    engine.generate([first + tail], params)
+    [after] = engine.generate([second + tail], params)
+    assert after.num_cached_tokens < PAGE
+    assert after.token_ids == alone.token_ids
+    assert alone.logprobs is not None
+    assert after.logprobs is not None
+    for here, there in zip(after.logprobs, alone.logprobs, strict=True):
+        assert here.logprob == pytest.approx(there.logprob, abs=1e-5)
+
+
+def test_samples_share_their_prompt(checkpoint: Path) -> None:
+    """All arrive at once: the first stores the prompt, in the very pass in which the others read it."""
+    engine = _engine(checkpoint, "tree", **{**ROOMY, "max_prompt_rows": 100})
+    [prompt] = prompts_of([30], vocab_size=CYCLE)
+    completions = engine.generate([prompt], SamplingParams(max_tokens=6, seed=3, n=8))
+    assert [c.num_cached_tokens for c in completions] == [0, *[28] * 7]
+    plain = _engine(checkpoint, "tree", **ROOMY, prefix_cache=False)
+    assert _said(completions) == _said(plain.generate([prompt], SamplingParams(max_tokens=6, seed=3, n=8)))
+
+
+def test_a_conversation_goes_on_where_it_ended(checkpoint: Path) -> None:
+    """The answer's KV is kept as well, but for its last token, which was never fed."""
+    engine = _engine(checkpoint, "branch", **ROOMY)
+    [prompt, more] = prompts_of([11, 3], vocab_size=CYCLE)
+    [answer] = engine.generate([prompt], SamplingParams(max_tokens=14, seed=1))
+    longer = [*prompt, *answer.token_ids, *more]
+    [next_answer] = engine.generate([longer], SamplingParams(max_tokens=5, seed=1))
+    assert next_answer.num_cached_tokens == (11 + 14 - 1) // PAGE * PAGE
+    [plain] = _engine(checkpoint, "branch", **ROOMY, prefix_cache=False).generate(
+        [longer], SamplingParams(max_tokens=5, seed=1)
+    )
+    assert next_answer.token_ids == plain.token_ids
+
+
+def test_a_setting_that_is_no_truth_value_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match="IDLM-0415"):
+        _engine(checkpoint, "ar", prefix_cache="yes")
+    assert _engine(checkpoint, "ar", prefix_cache=False).pool.cache is None

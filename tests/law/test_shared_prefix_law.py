@@ -1,0 +1,45 @@
+"""The law of whole responses when sequences share pages of two tokens, copy them, and run three passes ahead.
+
+Every prompt and every answer that begins like another meets it in the prefix cache. All strategies, more
+draws: `.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "slow or not slow"`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from idlm.infer.decoders.rejection import STRATEGIES
+from tests.law.harness import NEUTRAL, build_engine, fits, misfits, sample
+
+LEVEL = 1e-6 / 16
+"""The family's level over at least as many chi-square tests as this file runs."""
+PROMPT = (0, 3, 1)
+SETTINGS = [(PROMPT, NEUTRAL), (PROMPT, replace(NEUTRAL, temperature=0.6, top_k=4))]
+DRAWS, MORE_DRAWS = 2_000, 20_000
+
+
+def _check(law_toy: Path, strategy: str, num_draws: int) -> None:
+    engine = build_engine(
+        law_toy, "isd", stride=4, on_rejection=strategy, num_lanes=256, page_size=2, run_ahead=3
+    )
+    sampled = sample(engine, SETTINGS, num_draws, per_request=50)
+    found = fits(law_toy, sampled)
+    assert len(found) == 2 * len(SETTINGS)
+    assert not misfits(found, LEVEL), found
+    assert engine.pool.cache is not None
+    assert engine.pool.cache.counts.num_hit_tokens > num_draws
+    engine.pool.check()
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
+def test_isd_emits_the_ar_law_from_shared_pages(law_toy: Path) -> None:
+    _check(law_toy, "branch", DRAWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_every_strategy_emits_the_ar_law_from_shared_pages(law_toy: Path, strategy: str) -> None:
+    _check(law_toy, strategy, MORE_DRAWS)

@@ -1,0 +1,276 @@
+"""The scheduler with its pages and prefix cache on a device of plain Python that checks every read and write.
+
+A slot of the simulated memory holds the very text whose KV a real one would hold. A pass writes its rows,
+then reads all slots before them: whoever finds other text than its own, and whoever writes where it is not
+alone, is caught on the spot. Results come back late, drafts are accepted by dice, requests stop, are aborted
+and fail.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from idlm.contracts import SamplingParams
+from idlm.infer.kv_cache import PagePool
+from idlm.infer.prefix_cache import PrefixCache
+from idlm.infer.request import Request
+from idlm.infer.scheduler import Schedule, Scheduler, lane_of
+
+VOCAB = 3
+STOP_ID = 2
+MAX_ANSWER = 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Sizes of one simulation. `forgets`: look-ups find less than there is: pages are computed twice."""
+
+    page_size: int
+    num_pages: int
+    num_lanes: int
+    stride: int
+    max_prompt_rows: int
+    run_ahead: int
+    has_cache: bool = True
+    forgets: bool = False
+
+    @property
+    def width(self) -> int:
+        """Rows of a decoding sequence."""
+        return 2 * self.stride - 1
+
+
+def next_token(text: Sequence[int], seed: int) -> int:
+    """The model: a token from all that is before it."""
+    return zlib.crc32(bytes([*text, 100 + seed])) % VOCAB
+
+
+def rollout(request: Request) -> list[int]:
+    """The answer as it must be."""
+    answer: list[int] = []
+    while not answer or (
+        answer[-1] not in request.stop_ids
+        and len(answer) < request.params.max_tokens
+        and len(request.prompt_ids) + len(answer) < request.max_length
+    ):
+        answer.append(next_token([*request.prompt_ids, *answer], request.params.seed or 0))
+    return answer
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """What the device knows of a seat."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    end: int = 0
+    seed: int = 0
+
+
+class _Forgetful(PrefixCache):
+    """Finds a part of what is there, now and then."""
+
+    dice: random.Random
+
+    def chain(self, keys: Sequence[bytes]) -> list[int]:
+        pages = super().chain(keys)
+        return pages[: self.dice.randint(0, len(pages))] if self.dice.random() < 0.5 else pages
+
+
+class Simulation:
+    """One engine without a model. `max_length` bounds prompt and answer together."""
+
+    def __init__(self, world: World, dice: random.Random, *, max_length: int) -> None:
+        self.world, self.dice, self.max_length = world, dice, max_length
+        kind = _Forgetful if world.forgets else PrefixCache
+        cache = kind(("toy",), page_size=world.page_size) if world.has_cache else None
+        if isinstance(cache, _Forgetful):
+            cache.dice = dice
+        self.pool = PagePool(
+            num_pages=world.num_pages,
+            page_size=world.page_size,
+            num_lanes=world.num_lanes,
+            max_slots=max_length + world.width,
+            device=torch.device("cpu"),
+            cache=cache,
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            num_lanes=world.num_lanes,
+            max_prompt_rows=world.max_prompt_rows,
+            max_width=world.width,
+            max_emitted=world.stride,
+        )
+        self.memory: list[object] = [None] * (world.num_pages * world.page_size)
+        self.lanes = [_Lane() for _ in range(world.num_lanes)]
+        self.flights: deque[list[tuple[Request, bool, list[int]]]] = deque()
+        self.active: list[Request] = []
+        self.finished: list[Request] = []
+        self.num_passes = self.num_fed = self.num_shared_writes = 0
+
+    def add(self, prompt_ids: list[int], *, seed: int, num_samples: int = 1) -> None:
+        """Queue samples of a prompt."""
+        room = self.world.num_pages * self.world.page_size - self.world.width
+        for index in range(num_samples):
+            stop_ids = frozenset({STOP_ID} if self.dice.random() < 0.5 else ())
+            params = SamplingParams(max_tokens=self.dice.randint(1, MAX_ANSWER), seed=seed, n=num_samples)
+            max_length = min(len(prompt_ids) + params.max_tokens, self.max_length, room)
+            request = Request(
+                request_id=f"r{len(self.finished)}-{len(self.active)}",
+                index=index,
+                prompt_ids=prompt_ids,
+                params=params,
+                stop_ids=stop_ids,
+                max_length=max_length,
+            )
+            self.active.append(request)
+            self.scheduler.add(request)
+
+    def step(self) -> None:
+        """One pass of the engine."""
+        schedule = self.scheduler.next()
+        if schedule is None:
+            self._book(0)
+            schedule = self.scheduler.next()
+        assert schedule is not None
+        if schedule.requests:
+            self._seat(schedule)
+            self.flights.append(self._run(schedule))
+            schedule.launched()
+        self._book(self.world.run_ahead if schedule.requests else 0)
+        self.pool.check()
+
+    def abort(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+        request.finish_reason = "abort"
+        self.active.remove(request)
+        self.scheduler.retire(request)
+
+    def fail(self) -> None:
+        """A pass has failed: nobody knows what is in the memory."""
+        self.flights.clear()
+        self.memory = [("lost", slot) for slot in range(len(self.memory))]
+        self.scheduler.requeue_all()
+
+    def _seat(self, schedule: Schedule) -> None:
+        for request in schedule.seated:
+            self.lanes[lane_of(request)] = _Lane(
+                tokens=[*request.prompt_ids, *request.token_ids],
+                num_computed=request.num_computed,
+                end=request.max_length,
+                seed=request.params.seed or 0,
+            )
+        for request in (*schedule.preempted, *schedule.resumed):
+            self.lanes[lane_of(request)].num_computed = request.num_computed
+        size = self.world.page_size
+        contents = [self.memory[source * size : (source + 1) * size] for source, _ in schedule.copies]
+        for (_, target), content in zip(schedule.copies, contents, strict=True):
+            self._check_writer(target)
+            self.memory[target * size : (target + 1) * size] = content
+
+    def _run(self, schedule: Schedule) -> list[tuple[Request, bool, list[int]]]:
+        self.num_passes += 1
+        pages_ZP = self.pool.block_table_ZP.tolist()
+        written: set[int] = set()
+        reads, results = [], []
+        for request, num_feed, samples in zip(
+            schedule.requests, schedule.num_feed, schedule.samples, strict=True
+        ):
+            number = lane_of(request)
+            lane, pages = self.lanes[number], pages_ZP[number]
+            start, is_open = lane.num_computed, len(lane.tokens) < lane.end
+            self.num_fed += num_feed
+            decodes = samples and is_open
+            assert start + num_feed <= len(lane.tokens), "more is fed than is known"
+            assert not decodes or start + num_feed == len(lane.tokens), "decodes behind an unfed token"
+            num_accepted = self.dice.randrange(self.world.stride) if decodes else 0
+            text = list(lane.tokens)
+            for _ in range(num_accepted + 1 if decodes else 0):
+                text.append(next_token(text, lane.seed))
+            rows = num_feed + (self.world.width - 1 if decodes else 0)
+            for slot in range(start, start + rows):
+                is_right = slot < start + num_feed + num_accepted
+                content = tuple(text[: slot + 1]) if is_right else ("draft", self.num_passes, slot)
+                self._write(pages, slot, content, written)
+            reads.append((pages, text, start + num_feed + num_accepted))
+            emitted = text[len(lane.tokens) :] if decodes else []
+            lane.tokens = text if decodes else lane.tokens
+            lane.num_computed += (num_feed + num_accepted) * is_open
+            results.append((request, samples, emitted))
+        size = self.world.page_size
+        for pages, text, num_slots in reads:
+            for slot in range(num_slots):
+                found = self.memory[pages[slot // size] * size + slot % size]
+                assert found == tuple(text[: slot + 1]), f"{found=} where {text[: slot + 1]} is wanted"
+        return results
+
+    def _write(self, pages: list[int], slot: int, content: object, written: set[int]) -> None:
+        size = self.world.page_size
+        page = pages[slot // size]
+        physical = page * size + slot % size
+        assert physical not in written, "two rows of a pass write one slot"
+        written.add(physical)
+        self._check_writer(page)
+        self.memory[physical] = content
+
+    def _check_writer(self, page: int) -> None:
+        """A page that is written has one holder, or was entered for those who read it in this very pass."""
+        if self.pool.cache is not None and page in self.pool.cache:
+            assert page in self.pool.cache._unwritten, f"{page=} is committed and written"
+            self.num_shared_writes += self.pool._num_holders[page] > 1
+        else:
+            assert self.pool._num_holders[page] == 1, f"{page=} is shared and written"
+
+    def _book(self, num_left: int) -> None:
+        while len(self.flights) > num_left:
+            for request, samples, emitted in self.flights.popleft():
+                if request.finish_reason is None:
+                    self._deliver(request, samples, emitted)
+
+    def _deliver(self, request: Request, samples: bool, emitted: list[int]) -> None:
+        request.num_forwards += 1
+        if not samples:
+            return
+        request.num_in_flight -= 1
+        request.num_steps += 1
+        for token in emitted:
+            request.push(token)
+            if request.finish_reason is not None:
+                break
+        request.num_computed = request.num_known - 1
+        if request.finish_reason is not None:
+            self.active.remove(request)
+            self.finished.append(request)
+            self.scheduler.retire(request)
+
+
+def simulate(world: World, seed: int, *, num_prompts: int = 40, disturbed: bool = True) -> Simulation:
+    """Prompts from few beginnings, samples, aborts and failures, until all are done; asserts the answers."""
+    dice = random.Random(seed)
+    simulation = Simulation(world, dice, max_length=40)
+    beginnings = [[dice.randrange(VOCAB) for _ in range(dice.randint(0, 18))] for _ in range(3)]
+    beginnings += [beginnings[0] + [dice.randrange(VOCAB)] * world.page_size, beginnings[1][1:]]
+    waiting = num_prompts
+    while waiting or simulation.active:
+        while waiting and len(simulation.active) < 2 * world.num_lanes:
+            waiting -= 1
+            tail = [dice.randrange(VOCAB) for _ in range(dice.choice((0, 0, 1, 1, 2, 5)))]
+            prompt_ids = (dice.choice(beginnings) + tail)[:24] or [0]
+            simulation.add(prompt_ids, seed=dice.randrange(2), num_samples=dice.choice((1, 1, 1, 3)))
+        simulation.step()
+        if disturbed and simulation.active and dice.random() < 0.05:
+            simulation.abort(dice.choice(simulation.active))
+        if disturbed and dice.random() < 0.01:
+            simulation.fail()
+        simulation.pool.check()
+    simulation._book(0)
+    assert simulation.pool.num_free == world.num_pages, "pages leaked"
+    for request in simulation.finished:
+        assert request.token_ids == rollout(request), f"{request.request_id=}"
+    return simulation
