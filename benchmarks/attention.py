@@ -5,7 +5,7 @@
 Checks every arm against float64 first. One CUDA graph runs an arm over as many layers as outgrow the L2 cache
 several times, so keys and values come from memory as in a model; medians, the arms of a case in turns. The
 stream is a sum over 4 GiB, measured in the same process. `sweep=true` also tries launch parameters one by
-one; it compiles them first, in as many processes as there are cores. B sequences, S slots of the cache.
+one; it compiles them first, in as many processes as there are cores. `rows=2048` is a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MOST_BYTES = 48 << 30
 STREAM_BYTES = 1 << 32
 CHECKED_SEQUENCES = 2
 SWEPT: dict[str, tuple[Any, ...]] = {
-    "block_m": (16, 32, 64),
+    "block_m": (16, 32, 64, 128),
     "block_n": (32, 64, 128),
     "stages": (2, 3, 4),
     "warps": (4, 8),
@@ -301,7 +301,8 @@ def _variants(step: Step) -> dict[str, Any]:
     for field, values in SWEPT.items():
         for value in values:
             if value != getattr(chosen, field) and (field != "block_m" or value >= step.shape.group):
-                variants[f"{field}={value}"] = dataclasses.replace(chosen, **{field: value})
+                changes = {field: value} | ({"warps": 8} if (field, value) == ("block_m", 128) else {})
+                variants[f"{field}={value}"] = dataclasses.replace(chosen, **changes)
     return variants
 
 
