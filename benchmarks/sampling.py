@@ -31,7 +31,6 @@ from idlm.kernels.sampling import (
     Tuning,
     Verdict,
     draft_laws,
-    draw_drafts,
     emit,
     plain,
     probability,
@@ -40,7 +39,7 @@ from idlm.kernels.sampling import (
     uniforms,
     verify,
 )
-from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
+from idlm.kernels.sampling.laws import PlainDraftLaws
 
 VOCABULARY = 151_936
 STREAMED_BYTES = 1 << 33
@@ -108,18 +107,13 @@ class Step:
         )
 
     def emit(self, laws: Laws, verdict: Verdict, uniforms_BD: Tensor) -> None:
-        """Draw the token behind the accepted drafts."""
-        last_B = uniforms_BD[:, self.drafts_ZJ.shape[1]]
-        emit(laws, self.store, verdict, lanes_B=self.lanes_B, uniforms_B=last_B)
-
-    def draw(self, laws: Laws, verdict: Verdict, uniforms_BD: Tensor) -> None:
-        """Draw the next drafts."""
-        draw_drafts(
+        """Draw the token behind the accepted drafts and the next drafts."""
+        emit(
             laws,
+            self.store,
             verdict,
             lanes_B=self.lanes_B,
-            active_B=self.active_B,
-            uniforms_BJ=uniforms_BD[:, self.drafts_ZJ.shape[1] + 1 :],
+            uniforms_BA=uniforms_BD[:, self.drafts_ZJ.shape[1] :],
             drafts_ZJ=self.drafts_ZJ,
             layout_Z=self.layout_Z,
         )
@@ -133,7 +127,6 @@ class Step:
         uniforms_BD, laws = self.uniforms(), self.laws()
         verdict = self.verify(laws, uniforms_BD)
         self.emit(laws, verdict, uniforms_BD)
-        self.draw(laws, verdict, uniforms_BD)
         self.put(laws, verdict)
         return verdict
 
@@ -169,7 +162,7 @@ def measure(arguments: list[str]) -> int:
     return 0
 
 
-_NAMES = ("uniforms", "laws", "verify", "emit", "draw", "put", "step", "torch", "2 reads")
+_NAMES = ("uniforms", "laws", "verify", "emit", "put", "step", "torch", "2 reads")
 
 
 def _make(num_sequences: int, stride: int, arm: str, tuning: Tuning = Tuning()) -> Step:  # noqa: B008
@@ -223,15 +216,18 @@ def _mismatches(arm: str) -> float:
     # A token at the edge of top_p may fall on either side.
     assert error < (1e-6 if arm == "none" else 1e-2), f"{arm=} {error=}"
     verdict = step.verify(laws, uniforms_BD)
+    drafts_ZJ, layout_Z = step.drafts_ZJ.clone(), step.layout_Z.clone()
     step.emit(laws, verdict, uniforms_BD)
     store = PlainDraftLaws(laws_ZJV=exact.law_XV.view(16, 7, VOCABULARY)[:, 4:].clone())
-    columns = (step.lanes_B, step.first_B, step.active_B, step.drafts_ZJ, step.tau_Z, step.layout_Z)
+    columns = (step.lanes_B, step.first_B, step.active_B, drafts_ZJ, step.tau_Z, layout_Z)
     expected = plain.verify(exact, store, step.tables, columns, uniforms_BD)
-    plain.emit(PlainLaws(law_XV=exact.law_XV), store, expected, step.lanes_B, uniforms_BD[:, 3])
+    state = (step.drafts_ZJ.clone(), step.layout_Z.clone())
+    plain.emit(exact, store, expected, step.lanes_B, uniforms_BD[:, 3:], state, takes_best=False)
     differs = torch.cat(
         [
             (verdict.accepted_B != expected.accepted_B)[:, None],
             verdict.token_ids_BA != expected.token_ids_BA,
+            step.drafts_ZJ != state[0],
         ],
         dim=1,
     )
@@ -253,14 +249,13 @@ def _times(step: Step, rounds: int) -> dict[str, float]:
         "laws": step.laws,
         "verify": lambda: step.verify(laws, uniforms_BD),
         "emit": lambda: step.emit(laws, verdict, uniforms_BD),
-        "draw": lambda: step.draw(laws, verdict, uniforms_BD),
         "put": lambda: step.put(laws, verdict),
         "step": step.run,
     }
     if len(step.logits_XV) <= MAX_BASELINE_ROWS:
         arms["torch"] = lambda: _torch_tokens(step)
     if not step.drafts_ZJ.shape[1]:
-        del arms["draw"], arms["put"]
+        del arms["put"]
     return {name: _microseconds(arm, rounds) for name, arm in arms.items()}
 
 

@@ -29,6 +29,8 @@ NUM_STATS: tl.constexpr = tl.constexpr(4)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ANY_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+# In place of the count of a row's gathered tokens: its chunks' kept masses are known.
+DONE: tl.constexpr = tl.constexpr(-1)
 
 
 @triton.jit
@@ -173,6 +175,7 @@ def kept_kernel(
     p_min_p,
     p_lanes,
     p_stats,
+    p_counts,
     p_numbers,
     p_kept,
     row_stride,
@@ -183,12 +186,13 @@ def kept_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weight of one chunk's kept tokens, of a filtered row."""
+    """Weight of one chunk's kept tokens, of a filtered row where it is not known."""
     wait_for_previous(PDL)
     i_row = (tl.program_id(0) // num_chunks).to(tl.int64)
     i_chunk = tl.program_id(0) % num_chunks
     setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
-    if is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
+    is_open = tl.load(p_counts + i_row * 2) != DONE
+    if is_open & is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
         o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
         p_row_numbers = p_numbers + i_row * NUM_NUMBERS
         largest = tl.load(p_stats + (i_row * num_chunks + i_chunk) * NUM_STATS + CHUNK_MAX)
@@ -317,53 +321,26 @@ def draw_kernel(
     p_masses,
     p_rows,
     p_uniforms,
-    p_active,
-    p_lanes,
-    p_next_layout,
     p_out,
-    p_layout,
     row_stride,
     uniform_stride,
     num_tokens,
     num_chunks,
-    num_draws,
-    TO_LANES: tl.constexpr,
-    TAKES_BEST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draw `program % num_draws` of sequence `program // num_draws`, 0 for row -1.
-
-    TO_LANES: written to the sequence's lane, with its next layout; nothing is written for inactive ones.
-    """
+    """One token of one row; 0 for row -1."""
     wait_for_previous(PDL)
-    i_draw = tl.program_id(0) % num_draws
-    i_sequence = (tl.program_id(0) // num_draws).to(tl.int64)
-    row = tl.load(p_rows + tl.program_id(0)).to(tl.int64)
+    i_draw = tl.program_id(0).to(tl.int64)
+    row = tl.load(p_rows + i_draw).to(tl.int64)
     token = tl.zeros((), tl.int32)
     if row >= 0:
-        if TAKES_BEST:
-            token = tl.load(p_numbers + row * NUM_NUMBERS + BEST).to(tl.int32)
-        else:
-            token = draw_token(
-                p_logits + row * row_stride,
-                p_numbers + row * NUM_NUMBERS,
-                p_masses + row * num_chunks,
-                tl.load(p_uniforms + i_sequence * uniform_stride + i_draw),
-                num_tokens,
-                num_chunks,
-                CHUNK,
-                CHUNKS,
-            )
-    if TO_LANES:
-        if tl.load(p_active + i_sequence).to(tl.int32) != 0:
-            lane = tl.load(p_lanes + i_sequence).to(tl.int64)
-            tl.store(p_out + lane * num_draws + i_draw, token.to(tl.int64))
-            if i_draw == 0:
-                tl.store(p_layout + lane, tl.load(p_next_layout + i_sequence))
-    else:
-        tl.store(p_out + tl.program_id(0), token.to(tl.int64))
+        uniform = tl.load(p_uniforms + i_draw * uniform_stride)
+        p_row, p_row_numbers = p_logits + row * row_stride, p_numbers + row * NUM_NUMBERS
+        p_chunks = p_masses + row * num_chunks
+        token = draw_token(p_row, p_row_numbers, p_chunks, uniform, num_tokens, num_chunks, CHUNK, CHUNKS)
+    tl.store(p_out + i_draw, token.to(tl.int64))
 
 
 @triton.jit

@@ -159,7 +159,7 @@ def pivots_kernel(
 @triton.jit
 def append(
     p_row, p_count, p_list, i_chunk, low, high, num_tokens,
-    CAPACITY: tl.constexpr, KEY_SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+    CAPACITY: tl.constexpr, KEY_SHIFT: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Append one chunk's tokens with low <= logit < high to the row's list, as far as it has room."""
     o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
@@ -170,7 +170,7 @@ def append(
     count = tl.max(b_place, 0)
     if count > 0:
         b_place += tl.atomic_add(p_count, count) - 1
-        b_packed = packed_of(b_logits, o_token, KEY_SHIFT)
+        b_packed = packed_of(b_logits, o_token, KEY_SHIFT, ID_BITS)
         tl.store(p_list + b_place, b_packed, mask=m_token & (b_place < CAPACITY))
 
 
@@ -197,6 +197,7 @@ def gather_kernel(
     ROUNDS: tl.constexpr,
     CAPACITY: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
+    ID_BITS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -246,5 +247,5 @@ def gather_kernel(
                     p_count += 1
                 append(
                     p_logits + i_row * row_stride, p_count, p_packed + i_row * CAPACITY,
-                    i_chunk, low, high, num_tokens, CAPACITY, KEY_SHIFT, CHUNK,
+                    i_chunk, low, high, num_tokens, CAPACITY, KEY_SHIFT, ID_BITS, CHUNK,
                 )  # fmt: skip

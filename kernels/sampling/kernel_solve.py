@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from idlm.kernels.sampling.kernel import (
-    ANY_ID,
+    DONE,
     MAX,
     NUM_NUMBERS,
     NUM_STATS,
@@ -54,9 +54,9 @@ def logit_of(key, KEY_SHIFT: tl.constexpr):
 
 
 @triton.jit
-def packed_of(b_logits, b_ids, KEY_SHIFT: tl.constexpr):
-    """int64 that falls in the order of top-p: falling logit, then rising id."""
-    return (key_of(b_logits, KEY_SHIFT) << 32) + (-b_ids + ANY_ID).to(tl.int64)
+def packed_of(b_logits, b_ids, KEY_SHIFT: tl.constexpr, ID_BITS: tl.constexpr):
+    """int64 that falls in the order of top-p: falling logit, then rising id, which has ID_BITS bits."""
+    return (key_of(b_logits, KEY_SHIFT) << ID_BITS) + (-b_ids + ((1 << ID_BITS) - 1)).to(tl.int64)
 
 
 @triton.jit
@@ -83,7 +83,10 @@ def lower_middle(low, high):
 
 
 @triton.jit
-def scan_row(p_row, num_tokens, largest, scale, bound, KEY_SHIFT: tl.constexpr, SCAN: tl.constexpr):
+def scan_row(
+    p_row, num_tokens, largest, scale, bound,
+    KEY_SHIFT: tl.constexpr, ID_BITS: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
     """(number of tokens whose packed value is at least `bound`, fixed weight of those above it)."""
     count = tl.zeros((), tl.int32)
     mass = tl.zeros((), tl.int64)
@@ -91,7 +94,7 @@ def scan_row(p_row, num_tokens, largest, scale, bound, KEY_SHIFT: tl.constexpr, 
         o_token = start + tl.arange(0, SCAN)
         m_token = o_token < num_tokens
         b_logits = tl.load(p_row + o_token, mask=m_token, other=float("-inf")).to(tl.float32)
-        b_packed = packed_of(b_logits, o_token, KEY_SHIFT)
+        b_packed = packed_of(b_logits, o_token, KEY_SHIFT, ID_BITS)
         count += tl.sum((m_token & (b_packed >= bound)).to(tl.int32), 0)
         b_weight = fixed_weight(b_logits, largest, scale)
         mass += tl.sum(tl.where(m_token & (b_packed > bound), b_weight, 0), 0)
@@ -101,7 +104,7 @@ def scan_row(p_row, num_tokens, largest, scale, bound, KEY_SHIFT: tl.constexpr, 
 @triton.jit
 def solve_row(
     p_row, num_tokens, largest, scale, low, high, by_count, top_k, top_p, target,
-    KEY_SHIFT: tl.constexpr, SCAN: tl.constexpr,
+    KEY_SHIFT: tl.constexpr, ID_BITS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """The least packed token that a row keeps, by bisection over the whole row."""
     low_key = key_of(low, KEY_SHIFT)
@@ -109,20 +112,21 @@ def solve_row(
     if by_count:
         while low_key < high_key:
             middle = upper_middle(low_key, high_key)
-            count, _ = scan_row(p_row, num_tokens, largest, scale, middle << 32, KEY_SHIFT, SCAN)
+            at_middle = middle << ID_BITS
+            count, _ = scan_row(p_row, num_tokens, largest, scale, at_middle, KEY_SHIFT, ID_BITS, SCAN)
             is_enough = count >= top_k
             low_key = tl.where(is_enough, middle, low_key)
             high_key = tl.where(is_enough, high_key, middle - 1)
         high_key = key_of(largest, KEY_SHIFT)
-    bound = low_key << 32
+    bound = low_key << ID_BITS
     if top_p < 1:
         if by_count:
-            _, mass = scan_row(p_row, num_tokens, largest, scale, bound - 1, KEY_SHIFT, SCAN)
+            _, mass = scan_row(p_row, num_tokens, largest, scale, bound - 1, KEY_SHIFT, ID_BITS, SCAN)
             target = tl.maximum(tl.ceil(top_p * mass.to(tl.float64)), 1.0).to(tl.int64)
-        last = (high_key << 32) + ANY_ID
+        last = (high_key << ID_BITS) + ((1 << ID_BITS) - 1)
         while bound < last:
             middle = lower_middle(bound, last)
-            _, mass = scan_row(p_row, num_tokens, largest, scale, middle, KEY_SHIFT, SCAN)
+            _, mass = scan_row(p_row, num_tokens, largest, scale, middle, KEY_SHIFT, ID_BITS, SCAN)
             is_short = mass < target
             bound = tl.where(is_short, bound, middle + 1)
             last = tl.where(is_short, middle, last)
@@ -131,20 +135,20 @@ def solve_row(
 
 @triton.jit
 def solve_list(
-    b_packed, b_weight, above, by_count, top_k, top_p, target, m_list,
+    b_packed, b_weight, m_list, above, by_count, top_k, top_p, target, ID_BITS: tl.constexpr
 ):  # fmt: skip
     """The same among gathered tokens of fixed weights `b_weight`; `above`: the mass over them."""
     bound = tl.min(tl.where(m_list, b_packed, MOST), 0)
     last = tl.max(b_packed, 0)
     if by_count:
-        low_key = bound >> 32
-        high_key = last >> 32
+        low_key = bound >> ID_BITS
+        high_key = last >> ID_BITS
         while low_key < high_key:
             middle = upper_middle(low_key, high_key)
-            is_enough = tl.sum((b_packed >= (middle << 32)).to(tl.int32), 0) >= top_k
+            is_enough = tl.sum((b_packed >= (middle << ID_BITS)).to(tl.int32), 0) >= top_k
             low_key = tl.where(is_enough, middle, low_key)
             high_key = tl.where(is_enough, high_key, middle - 1)
-        bound = low_key << 32
+        bound = low_key << ID_BITS
         b_weight = tl.where(b_packed >= bound, b_weight, 0)
         mass = tl.sum(b_weight, 0).to(tl.float64)
         target = tl.maximum(tl.ceil(top_p * mass), 1.0).to(tl.int64)
@@ -155,6 +159,56 @@ def solve_list(
             bound = tl.where(is_short, bound, middle + 1)
             last = tl.where(is_short, middle, last)
     return bound
+
+
+@triton.jit
+def solve_few(
+    b_packed, b_weight, m_list, above, by_count, top_k, top_p, target, ID_BITS: tl.constexpr
+):  # fmt: skip
+    """The same by comparing each with each, without steps that wait for one another."""
+    bound = tl.min(tl.where(m_list, b_packed, MOST), 0)
+    last = tl.max(b_packed, 0)
+    if by_count:
+        b_key = b_packed >> ID_BITS
+        b_rank = tl.sum((b_key[None, :] >= b_key[:, None]).to(tl.int32), 1)
+        kth = tl.max(tl.where(m_list & (b_rank >= top_k), b_packed, LEAST), 0)
+        bound = tl.maximum(bound, (kth >> ID_BITS) << ID_BITS)
+        b_weight = tl.where(b_packed >= bound, b_weight, 0)
+        mass = tl.sum(b_weight, 0).to(tl.float64)
+        target = tl.maximum(tl.ceil(top_p * mass), 1.0).to(tl.int64)
+    if top_p < 1:
+        b_shares = tl.where(b_packed[None, :] > b_packed[:, None], b_weight[None, :], 0)
+        b_kept = m_list & (b_packed >= bound) & (tl.sum(b_shares, 1) + above < target)
+        bound = tl.minimum(tl.min(tl.where(b_kept, b_packed, MOST), 0), last)
+    return bound
+
+
+@triton.jit
+def load_list(
+    p_list, count, largest, scale, KEY_SHIFT: tl.constexpr, ID_BITS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Packed tokens, their fixed weights, and which of the SIZE places hold one."""
+    o_list = tl.arange(0, SIZE)
+    m_list = o_list < count
+    b_packed = tl.load(p_list + o_list, mask=m_list, other=LEAST)
+    b_weight = fixed_weight(logit_of(b_packed >> ID_BITS, KEY_SHIFT), largest, scale)
+    return b_packed, tl.where(m_list, b_weight, 0), m_list
+
+
+@triton.jit
+def store_masses(
+    p_kept, b_packed, b_weight, bound, num_chunks,
+    ID_BITS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Kept weight of every chunk from a list that holds all kept tokens."""
+    o_chunk = tl.arange(0, CHUNKS)
+    last_id: tl.constexpr = (1 << ID_BITS) - 1
+    b_chunk = ((-(b_packed & last_id) + last_id) // CHUNK).to(tl.int32)
+    b_kept = tl.where(b_packed >= bound, b_weight, 0)
+    b_mass = tl.sum(tl.where(o_chunk[:, None] == b_chunk[None, :], b_kept[None, :], 0), 1)
+    tl.store(
+        p_kept + o_chunk, (b_mass.to(tl.float64) / FIXED_POINT).to(tl.float32), mask=o_chunk < num_chunks
+    )
 
 
 @triton.jit
@@ -180,6 +234,7 @@ def solve_kernel(
     p_brackets,
     p_counts,
     p_packed,
+    p_kept,
     p_numbers,
     row_stride,
     num_tokens,
@@ -189,11 +244,17 @@ def solve_kernel(
     ROUNDS: tl.constexpr,
     CAPACITY: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    FEW: tl.constexpr,
     SCAN: tl.constexpr,
+    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Threshold and tie id of one row, with its largest logit and its scale."""
+    """Threshold and tie id of one row, with its largest logit and its scale.
+
+    Where a short list holds all kept tokens, also the chunks' kept masses, and DONE in the row's first count.
+    """
     wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
@@ -206,9 +267,11 @@ def solve_kernel(
         largest, total, _, _ = row_totals(p_row_stats, num_chunks, scale, CHUNKS)
         by_count, reached, has_search = search_target(top_k, top_p, total, num_tokens)
         bound = tl.full((), LEAST, tl.int64)
+        p_list = p_packed + i_row * CAPACITY
+        is_whole = False
+        count = tl.load(p_counts + i_row * 2)
         if has_search:
             target = tl.maximum(tl.ceil(reached * FIXED_POINT), 1.0).to(tl.int64)
-            count = tl.load(p_counts + i_row * 2)
             # Too many above the lowest threshold: the list is what the last bracket holds.
             i_bracket = tl.where(count > CAPACITY, ROUNDS, 0)
             if count > CAPACITY:
@@ -220,23 +283,30 @@ def solve_kernel(
             if count > CAPACITY:
                 bound = solve_row(
                     p_logits + i_row * row_stride, num_tokens, largest, scale, low, high,
-                    by_count, top_k, top_p, target, KEY_SHIFT, SCAN,
+                    by_count, top_k, top_p, target, KEY_SHIFT, ID_BITS, SCAN,
                 )  # fmt: skip
+            elif count > FEW:
+                b_packed, b_weight, m_list = load_list(
+                    p_list, count, largest, scale, KEY_SHIFT, ID_BITS, CAPACITY
+                )
+                bound = solve_list(b_packed, b_weight, m_list, above, by_count, top_k, top_p, target, ID_BITS)
             elif count > 0:
-                o_list = tl.arange(0, CAPACITY)
-                m_list = o_list < count
-                b_packed = tl.load(p_packed + i_row * CAPACITY + o_list, mask=m_list, other=LEAST)
-                b_logits = logit_of(b_packed >> 32, KEY_SHIFT)
-                b_weight = tl.where(m_list, fixed_weight(b_logits, largest, scale), 0)
-                bound = solve_list(b_packed, b_weight, above, by_count, top_k, top_p, target, m_list)
+                b_packed, b_weight, m_list = load_list(p_list, count, largest, scale, KEY_SHIFT, ID_BITS, FEW)
+                bound = solve_few(b_packed, b_weight, m_list, above, by_count, top_k, top_p, target, ID_BITS)
+                is_whole = by_count | (i_bracket == 0)
             else:
-                bound = key_of(low, KEY_SHIFT) << 32
+                bound = key_of(low, KEY_SHIFT) << ID_BITS
         if min_p > 0:
-            bound = tl.maximum(bound, floor_key(largest, scale, min_p, KEY_SHIFT) << 32)
-        threshold = logit_of(bound >> 32, KEY_SHIFT).to(tl.float64)
+            bound = tl.maximum(bound, floor_key(largest, scale, min_p, KEY_SHIFT) << ID_BITS)
+        if is_whole:
+            b_packed, b_weight, m_list = load_list(p_list, count, largest, scale, KEY_SHIFT, ID_BITS, FEW)
+            p_masses = p_kept + i_row * num_chunks
+            store_masses(p_masses, b_packed, b_weight, bound, num_chunks, ID_BITS, CHUNK, CHUNKS)
+            tl.store(p_counts + i_row * 2, DONE)
+        threshold = logit_of(bound >> ID_BITS, KEY_SHIFT).to(tl.float64)
         threshold = tl.where(bound == LEAST, float("-inf"), threshold)
         p_row_numbers = p_numbers + i_row * NUM_NUMBERS
         tl.store(p_row_numbers + MAX, largest.to(tl.float64))
         tl.store(p_row_numbers + SCALE, scale)
         tl.store(p_row_numbers + THRESHOLD, threshold)
-        tl.store(p_row_numbers + TIE, (-(bound & 0xFFFFFFFF) + ANY_ID).to(tl.float64))
+        tl.store(p_row_numbers + TIE, (-(bound & ((1 << ID_BITS) - 1)) + ((1 << ID_BITS) - 1)).to(tl.float64))

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from idlm.kernels.sampling.kernel import (
+    BEST,
     NUM_NUMBERS,
     draw_token,
     inverse_mass,
@@ -154,6 +155,20 @@ def residual_kernel(
 
 
 @triton.jit
+def draw_excess(
+    p_row, p_numbers, p_draft, p_draft_numbers, b_mass, uniform, num_tokens,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Token of max(0, p - q), whose chunks have the masses `b_mass` (fp64)."""
+    target = uniform * tl.sum(b_mass, 0)
+    i_chunk = pick(b_mass, target, CHUNKS)
+    target -= tl.sum(tl.where(tl.arange(0, CHUNKS) < i_chunk, b_mass, 0.0), 0)
+    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    b_excess = excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, num_tokens)
+    return i_chunk * CHUNK + pick(b_excess, target.to(tl.float32), CHUNK)
+
+
+@triton.jit
 def emit_kernel(
     p_logits,
     p_numbers,
@@ -165,55 +180,69 @@ def emit_kernel(
     p_excess,
     p_uniforms,
     p_tokens,
+    p_rows,
+    p_drafts,
+    p_layout,
     row_stride,
     uniform_stride,
     num_tokens,
     num_chunks,
     num_sequences,
     num_masks,
+    TAKES_BEST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draw the token behind one sequence's accepted drafts: from the residual law, or from p."""
+    """Draw 0 of a sequence is the token behind its accepted drafts, the others are its next drafts.
+
+    The token is from the residual law after a rejection, else from p; draw 0 writes the next layout too.
+    """
     wait_for_previous(PDL)
-    i_sequence = tl.program_id(0).to(tl.int64)
-    row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
-    if row >= 0:
+    i_sequence = (tl.program_id(0) // (num_masks + 1)).to(tl.int64)
+    i_draw = tl.program_id(0) % (num_masks + 1)
+    emit_row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
+    if emit_row >= 0:
+        lane = tl.load(p_lanes + i_sequence).to(tl.int64)
         accepted = tl.load(p_verdict + num_sequences * ACCEPTED + i_sequence)
-        is_rejected = tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0
-        uniform = tl.load(p_uniforms + i_sequence * uniform_stride)
+        uniform = tl.load(p_uniforms + i_sequence * uniform_stride + i_draw)
         o_chunk = tl.arange(0, CHUNKS)
-        p_mass = p_excess + i_sequence * num_chunks + o_chunk
-        m_chunk = o_chunk < tl.where(is_rejected, num_chunks, 0)
-        b_mass = tl.load(p_mass, mask=m_chunk, other=0.0).to(tl.float64)
-        total = tl.sum(b_mass, 0)
-        if total > 0:
-            slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + accepted
-            target = uniform * total
-            i_chunk = pick(b_mass, target, CHUNKS)
-            target -= tl.sum(tl.where(o_chunk < i_chunk, b_mass, 0.0), 0)
-            b_excess = excess(
-                p_logits + row * row_stride,
-                p_numbers + row * NUM_NUMBERS,
-                p_store + slot * num_tokens,
-                p_store_numbers + slot * NUM_NUMBERS,
-                i_chunk * CHUNK + tl.arange(0, CHUNK),
-                num_tokens,
-            )
-            token = i_chunk * CHUNK + pick(b_excess, target.to(tl.float32), CHUNK)
+        b_mass = tl.zeros([CHUNKS], tl.float64)
+        row = emit_row
+        if i_draw > 0:
+            row = tl.load(p_rows + i_sequence * num_masks + i_draw - 1)
         else:
-            token = draw_token(
-                p_logits + row * row_stride,
-                p_numbers + row * NUM_NUMBERS,
-                p_masses + row * num_chunks,
-                uniform,
-                num_tokens,
-                num_chunks,
-                CHUNK,
-                CHUNKS,
+            is_rejected = tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0
+            m_chunk = o_chunk < tl.where(is_rejected, num_chunks, 0)
+            p_mass = p_excess + i_sequence * num_chunks + o_chunk
+            b_mass = tl.load(p_mass, mask=m_chunk, other=0.0).to(tl.float64)
+        p_row = p_logits + row * row_stride
+        p_row_numbers = p_numbers + row * NUM_NUMBERS
+        token = tl.zeros((), tl.int32)
+        if tl.sum(b_mass, 0) > 0:
+            slot = lane * num_masks + accepted
+            p_draft = p_store + slot * num_tokens
+            p_draft_numbers = p_store_numbers + slot * NUM_NUMBERS
+            token = draw_excess(
+                p_row, p_row_numbers, p_draft, p_draft_numbers, b_mass, uniform, num_tokens, CHUNK, CHUNKS
             )
-        tl.store(p_tokens + i_sequence * (num_masks + 1) + accepted, token.to(tl.int64))
+        elif row >= 0:
+            if TAKES_BEST:
+                is_draft = i_draw > 0
+            else:
+                is_draft = False
+            if is_draft:
+                token = tl.load(p_row_numbers + BEST).to(tl.int32)
+            else:
+                p_chunks = p_masses + row * num_chunks
+                token = draw_token(
+                    p_row, p_row_numbers, p_chunks, uniform, num_tokens, num_chunks, CHUNK, CHUNKS
+                )
+        if i_draw > 0:
+            tl.store(p_drafts + lane * num_masks + i_draw - 1, token.to(tl.int64))
+        else:
+            tl.store(p_tokens + i_sequence * (num_masks + 1) + accepted, token.to(tl.int64))
+            tl.store(p_layout + lane, tl.load(p_verdict + num_sequences * NEXT_LAYOUT + i_sequence))
 
 
 @triton.jit

@@ -124,7 +124,8 @@ class _Thresholds:
             "CAPACITY": tuning.capacity,
             "CHUNKS": self.shape.chunks,
         }
-        self.keys = {"KEY_SHIFT": KEY_SHIFTS[laws.logits_XV.dtype]}
+        id_bits = max(1, (num_tokens - 1).bit_length())
+        self.keys = {"KEY_SHIFT": KEY_SHIFTS[laws.logits_XV.dtype], "ID_BITS": id_bits}
         self.brackets = torch.empty(num_rows, rounds + 1, 4, dtype=torch.float64, device=device)
         self.pivots = torch.empty(num_rows, rounds, PIVOTS, dtype=torch.float32, device=device)
         sums = (num_rows, rounds, self.shape.num_chunks, PIVOTS)
@@ -137,23 +138,27 @@ class _Thresholds:
         for number in range(self.laws.tuning.rounds):
             self._pivots(number)
         self._gather(is_first=False)
+        tuning, kept_XC = self.laws.tuning, torch.empty_like(self.laws.masses_XC)
         kernel_solve.solve_kernel[(self.num_rows,)](
             self.laws.logits_XV,
             *self.of_rows,
             self.brackets,
             self.counts_X,
             self.packed,
+            kept_XC,
             self.laws.numbers_XF,
             *self.row,
-            SCAN=self.laws.tuning.scan,
+            FEW=min(tuning.few, tuning.capacity),
+            SCAN=tuning.scan,
+            CHUNK=self.shape.chunk,
             **self.keys,
             **self.shared,
             **self.shape.wide,
         )
-        kept_XC = torch.empty_like(self.laws.masses_XC)
         kernel.kept_kernel[(self.num_rows * self.shape.num_chunks,)](
             self.laws.logits_XV,
             *self.of_rows,
+            self.counts_X,
             self.laws.numbers_XF,
             kept_XC,
             *self.row,
@@ -216,44 +221,28 @@ def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
     return out
 
 
-def draw(
-    laws: RowLaws,
-    rows_BJ: Tensor,
-    uniforms_BJ: Tensor,
-    *,
-    takes_best: bool,
-    to_lanes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Tokens [B, J]; `to_lanes`: active_B, lanes_B, next_layout_B, and drafts_ZJ, layout_Z to write to."""
-    num_sequences, num_draws = rows_BJ.shape
-    assert rows_BJ.is_contiguous() and uniforms_BJ.stride(1) in (0, 1), f"{uniforms_BJ.stride()=}"
+def draw(laws: RowLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Tokens [B]."""
     shape = _Shape(laws.logits_XV.shape[1], laws.tuning)
-    out = rows_BJ if to_lanes is not None else torch.empty_like(rows_BJ)
-    active, lanes, next_layout, drafts, layout = to_lanes or (rows_BJ, rows_BJ, rows_BJ, out, rows_BJ)
-    if rows_BJ.numel():
-        kernel.draw_kernel[(num_sequences * num_draws,)](
+    rows_B = rows_B.contiguous()
+    out_B = torch.empty_like(rows_B)
+    if len(rows_B):
+        kernel.draw_kernel[(len(rows_B),)](
             laws.logits_XV,
             laws.numbers_XF,
             laws.masses_XC,
-            rows_BJ,
-            uniforms_BJ,
-            active,
-            lanes,
-            next_layout,
-            drafts,
-            layout,
+            rows_B,
+            uniforms_B,
+            out_B,
             laws.logits_XV.stride(0),
-            uniforms_BJ.stride(0),
+            uniforms_B.stride(0),
             laws.logits_XV.shape[1],
             shape.num_chunks,
-            num_draws,
-            TO_LANES=to_lanes is not None,
-            TAKES_BEST=takes_best,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
             **shape.wide,
         )
-    return drafts
+    return out_B
 
 
 def put(store: DraftLaws, lanes_B: Tensor, laws: RowLaws, rows_BJ: Tensor, active_B: Tensor) -> None:
@@ -313,8 +302,17 @@ def verify(
     return verdict
 
 
-def emit(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor, uniforms_B: Tensor) -> None:
-    """Draw one token per active sequence into `verdict.token_ids_BA`."""
+def emit(
+    laws: RowLaws,
+    store: DraftLaws,
+    verdict: Verdict,
+    lanes_B: Tensor,
+    uniforms_BA: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    takes_best: bool,
+) -> None:
+    """One token per active sequence into `verdict.token_ids_BA`, the next drafts and layout into `state`."""
     num_sequences, num_masks = verdict.draft_rows_BJ.shape
     num_tokens = laws.logits_XV.shape[1]
     shape = _Shape(num_tokens, laws.tuning)
@@ -328,15 +326,18 @@ def emit(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor, uni
         kernel_verify.residual_kernel[(num_sequences * shape.num_chunks,)](
             *both, *drafts, laws.logits_XV.stride(0), *sizes, CHUNK=shape.chunk, **shape.wide
         )
-    kernel_verify.emit_kernel[(num_sequences,)](
+    kernel_verify.emit_kernel[(num_sequences * (num_masks + 1),)](
         *both,
         laws.masses_XC,
         *drafts,
-        uniforms_B,
+        uniforms_BA,
         verdict.token_ids_BA,
+        verdict.draft_rows_BJ,
+        *state,
         laws.logits_XV.stride(0),
-        uniforms_B.stride(0),
+        uniforms_BA.stride(0),
         *sizes,
+        TAKES_BEST=takes_best,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
         **shape.wide,

@@ -20,15 +20,16 @@ NUM_VERDICT = 6
 class Tuning:
     """How the kernels divide a row. A row's numbers depend on `chunk` and on nothing else here.
 
-    `chunk` tokens per program and `num_warps` of it; `capacity` tokens that a list holds; `rounds` passes of
-    16 pivots where they are more; `scan` tokens per step where they still are; `pdl`: programmatic dependent
-    launch.
+    `chunk` tokens per program and `num_warps` of it; `capacity` tokens that a list holds, of which `few` are
+    compared with one another at once; `rounds` passes of 16 pivots where they are more; `scan` tokens per
+    step where they still are; `pdl`: programmatic dependent launch.
     """
 
     chunk: int = 4096
     num_warps: int = 8
     rounds: int = 2
     capacity: int = 8192
+    few: int = 128
     scan: int = 4096
     pdl: bool = False
 

@@ -1,7 +1,7 @@
 """Laws of rows of logits, draws, and the test of drafts: the same calls on every device.
 
 On a GPU nothing waits for the device and no law is stored; on a CPU laws are fp64 tensors. Call order of a
-step: `row_laws`, `verify`, `emit`, `draw_drafts`, `put` (emit needs the laws that put overwrites). Rows may
+step: `row_laws`, `verify`, `emit`, `put` (emit needs the laws that put overwrites). Rows may
 be padding with any content, NaN included, and -1 means no row. Contract in README.md.
 Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
 """
@@ -76,12 +76,11 @@ def probability(laws: Laws, rows: Tensor, token_ids: Tensor) -> Tensor:
 
 def draw(laws: Laws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
-    rows_B1, uniforms_B1 = rows_B[:, None], uniforms_B[:, None]
     if isinstance(laws, PlainLaws):
-        return plain.draw(laws, rows_B1, uniforms_B1, takes_best=False)[:, 0]
+        return plain.draw(laws, rows_B, uniforms_B)
     from idlm.kernels.sampling import launch
 
-    return launch.draw(laws, rows_B1.contiguous(), uniforms_B1, takes_best=False)[:, 0]
+    return launch.draw(laws, rows_B, uniforms_B)
 
 
 def draft_laws(
@@ -155,45 +154,34 @@ def verify(
     return launch.verify(laws, store, tables, columns, uniforms_BJ)
 
 
-def emit(laws: Laws, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
-    """Write the token behind the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
-    after a rejection (from p where that is nothing), else from p.
-    """
-    if isinstance(laws, PlainLaws):
-        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
-        plain.emit(laws, store, verdict, lanes_B, uniforms_B)
-        return
-    assert isinstance(store, DraftLaws), f"{type(store)=}"
-    from idlm.kernels.sampling import launch
-
-    launch.emit(laws, store, verdict, lanes_B, uniforms_B)
-
-
-def draw_drafts(
+def emit(
     laws: Laws,
+    store: Drafts,
     verdict: Verdict,
     *,
     lanes_B: Tensor,
-    active_B: Tensor,
-    uniforms_BJ: Tensor,
+    uniforms_BA: Tensor,
     drafts_ZJ: Tensor,
     layout_Z: Tensor,
     takes_best: bool = False,
 ) -> None:
-    """Write the next drafts and layout of active sequences into their lanes; 0 where there is no draft row.
+    """Write the token behind the accepted drafts into `verdict.token_ids_BA`, and the next drafts and layout
+    of active sequences into their lanes (0 where there is no draft row).
 
-    `takes_best`: the argmax instead of a draw, as the published rule has it (lossy).
+    The token is from normalise(max(0, p - q)) after a rejection (from p where that is nothing), else from p,
+    by `uniforms_BA[:, 0]`; draft j by column j + 1. `takes_best`: drafts are argmaxes, as the published rule
+    has it (lossy).
     """
-    rows_BJ = verdict.draft_rows_BJ
+    assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
+    state = (drafts_ZJ, layout_Z)
     if isinstance(laws, PlainLaws):
-        ids_BJ = plain.draw(laws, rows_BJ, uniforms_BJ, takes_best=takes_best)
-        lanes_b = lanes_B[active_B]
-        drafts_ZJ[lanes_b], layout_Z[lanes_b] = ids_BJ[active_B], verdict.next_layout_B[active_B]
+        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
+        plain.emit(laws, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best)
         return
+    assert isinstance(store, DraftLaws), f"{type(store)=}"
     from idlm.kernels.sampling import launch
 
-    to_lanes = (active_B, lanes_B, verdict.next_layout_B, drafts_ZJ, layout_Z)
-    launch.draw(laws, rows_BJ, uniforms_BJ, takes_best=takes_best, to_lanes=to_lanes)
+    launch.emit(laws, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best)
 
 
 def uniforms(

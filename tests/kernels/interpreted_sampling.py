@@ -12,7 +12,7 @@ from idlm.rng import uniforms as uniforms_of_core
 from tests.kernels.sampling_cases import check_draws, check_laws, make_case, poisoned, whole_law
 from tests.kernels.sampling_steps import run_steps
 
-SMALL = Tuning(chunk=128, capacity=64, scan=256)
+SMALL = Tuning(chunk=128, capacity=64, few=16, scan=256)
 WIDE = Tuning(chunk=512, capacity=128, scan=512)
 # Lists of 16 overflow, so the whole row is searched; one round leaves wide brackets.
 CRAMPED = Tuning(chunk=64, capacity=16, scan=64, rounds=1)

@@ -6,20 +6,18 @@ X rows, V vocabulary, B sequences, J drafts, Z lanes, D draws.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from idlm.kernels.sampling import (
     Drafts,
-    Laws,
     LayoutTables,
     Tuning,
     Verdict,
     draft_laws,
     draft_probability,
-    draw_drafts,
     emit,
     put,
     residual_reference,
@@ -107,23 +105,19 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
         layout_Z=state.layout_Z,
         uniforms_BJ=uniforms_BD,
     )
-    emit(laws, state.store, verdict, lanes_B=state.lanes_B, uniforms_B=uniforms_BD[:, num_masks])
-    _check_verdict(state, verdict, p_XV, q_ZJV, uniforms_BD)
-    _advance(state, laws, verdict, uniforms_BD[:, num_masks + 1 :])
-    _check_lanes(state, verdict, p_XV, before, uniforms_BD[:, num_masks + 1 :])
-
-
-def _advance(state: Step, laws: Laws, verdict: Verdict, uniforms_BJ: Tensor) -> None:
-    draw_drafts(
+    drafted = replace(state, drafts_ZJ=before[0], layout_Z=before[1])
+    emit(
         laws,
+        state.store,
         verdict,
         lanes_B=state.lanes_B,
-        active_B=state.active_B,
-        uniforms_BJ=uniforms_BJ,
+        uniforms_BA=uniforms_BD[:, num_masks:],
         drafts_ZJ=state.drafts_ZJ,
         layout_Z=state.layout_Z,
     )
+    _check_verdict(drafted, verdict, p_XV, q_ZJV, uniforms_BD)
     put(state.store, state.lanes_B, laws, verdict.draft_rows_BJ, active_B=state.active_B)
+    _check_lanes(state, verdict, p_XV, before, uniforms_BD[:, num_masks + 1 :])
 
 
 def _stored(state: Step, num_tokens: int) -> Tensor:

@@ -19,7 +19,6 @@ from idlm.kernels.sampling import (
     draft_laws,
     draft_probability,
     draw,
-    draw_drafts,
     draw_reference,
     emit,
     law_reference,
@@ -115,6 +114,11 @@ def one_draft(p_V: torch.Tensor, q_V: torch.Tensor, num_sequences: int) -> dict[
     }
 
 
+def state_of(arguments: dict[str, Any], drafts_ZJ: torch.Tensor) -> dict[str, torch.Tensor]:
+    names = ("lanes_B", "layout_Z")
+    return {name: arguments[name] for name in names} | {"drafts_ZJ": drafts_ZJ.clone()}
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
     """The threshold at which each draft is accepted, and the ends of each token's share of the residual."""
@@ -147,8 +151,8 @@ def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
             arguments["laws"],
             arguments["store"],
             verdict,
-            lanes_B=arguments["lanes_B"],
-            uniforms_B=inside.clamp(1e-12, 1 - 1e-12),
+            **state_of(arguments, drafts),
+            uniforms_BA=inside.clamp(1e-12, 1 - 1e-12)[:, None].expand(-1, 2),
         )
         assert verdict.token_ids_BA[:, 0].tolist() == [token, token]
     assert (emitted_law(p_V[None], q_V[None]) - p_V).abs().max() <= 1e-12
@@ -157,16 +161,15 @@ def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
 def test_a_residual_without_mass_is_p() -> None:
     p_V = torch.tensor([0.0, 0.25, 0.75]).double()
     arguments = one_draft(p_V, p_V, 3)
-    verdict = verify(
-        **arguments, drafts_ZJ=torch.zeros(3, 1, dtype=torch.int64), uniforms_BJ=torch.rand(3, 1)
-    )
+    drafts_ZJ = torch.zeros(3, 1, dtype=torch.int64)
+    verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(3, 1))
     assert verdict.rejected_B.all()
     emit(
         arguments["laws"],
         arguments["store"],
         verdict,
-        lanes_B=arguments["lanes_B"],
-        uniforms_B=torch.tensor([0.1, 0.26, 0.99]).double(),
+        **state_of(arguments, drafts_ZJ),
+        uniforms_BA=torch.tensor([0.1, 0.26, 0.99]).double()[:, None].expand(-1, 2),
     )
     assert verdict.token_ids_BA[:, 0].tolist() == [1, 2, 2]
 
@@ -189,14 +192,14 @@ def test_the_published_rule_drafts_the_best_token() -> None:
     arguments["tables"].draft_rows_YAJ[:] = 0
     drafts_ZJ = torch.zeros(1, 1, dtype=torch.int64)
     verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(1, 1))
-    draw_drafts(
+    emit(
         arguments["laws"],
+        arguments["store"],
         verdict,
         lanes_B=arguments["lanes_B"],
-        active_B=arguments["active_B"],
-        uniforms_BJ=torch.tensor([[0.1]]).double(),
-        drafts_ZJ=drafts_ZJ,
         layout_Z=arguments["layout_Z"],
+        drafts_ZJ=drafts_ZJ,
+        uniforms_BA=torch.tensor([[0.1, 0.1]]).double(),
         takes_best=True,
     )
     assert drafts_ZJ.tolist() == [[2]]
@@ -256,10 +259,18 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
         next_layouts_YA=torch.zeros(2, 4, dtype=torch.int64),
     )
     drafts_ZJ = torch.zeros(2, 3, dtype=torch.int64)
-    lane = {"lanes_B": lanes_B, "active_B": active_B, "drafts_ZJ": drafts_ZJ, "layout_Z": ints}
-    verdict = verify(laws, store, tables, **lane, first_rows_B=lanes_B, tau_Z=floats, uniforms_BJ=uniforms_BD)
-    emit(laws, store, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BD[:, 3])
-    draw_drafts(laws, verdict, **lane, uniforms_BJ=uniforms_BD[:, 4:])
+    lane = {"lanes_B": lanes_B, "drafts_ZJ": drafts_ZJ, "layout_Z": ints}
+    verdict = verify(
+        laws,
+        store,
+        tables,
+        **lane,
+        active_B=active_B,
+        first_rows_B=lanes_B,
+        tau_Z=floats,
+        uniforms_BJ=uniforms_BD,
+    )
+    emit(laws, store, verdict, **lane, uniforms_BA=uniforms_BD[:, 3:])
     put(store, lanes_B, laws, verdict.draft_rows_BJ, active_B=active_B)
     draw(laws, lanes_B, uniforms_BD[:, 0])
     draft_probability(store, lanes_B, drafts_ZJ[:1])
@@ -302,7 +313,7 @@ def test_every_launch_of_a_step_compiles_for_hopper(
     pytest.importorskip("triton")
     launches = launches_of_a_step(monkeypatch, dtype)
     assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 13
-    for kernel, arguments, options in launches:
+    for kernel, arguments, options in {launch[0]: launch for launch in launches}.values():
         ptx = compiled(kernel, arguments, options).asm["ptx"]
         if not options["PDL"]:
             continue
