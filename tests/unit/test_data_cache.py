@@ -20,7 +20,7 @@ from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.tokens import load_tokenizer
 from idlm.train.config import DataConfig, LoopConfig, StageConfig, TrainConfig, make_curriculum
-from idlm.train.data import build
+from idlm.train.data import build, cache
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
@@ -104,10 +104,10 @@ def test_a_damaged_cache_is_built_again_with_a_warning(
     config = config_of(write(tmp_path / "a.jsonl", 20))
     source = read(config, encoder_of(tokenizer))
     expected, files = contents(source), sorted(source.directory.iterdir())
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         for damage in ("cut", "flip", "gone"):
-            # A flipped bit among the tokens is not looked for: hashing them costs as much as reading all.
+            # Tokens are hashed when they are read: the next test.
             if damage == "flip" and file.name == "tokens.bin":
                 continue
             whole = bytearray(file.read_bytes())
@@ -122,6 +122,29 @@ def test_a_damaged_cache_is_built_again_with_a_warning(
                 again = read(config, encoder_of(tokenizer))
             assert "is damaged" in caplog.text, f"{file.name} {damage}"
             assert contents(again) == expected, f"{file.name} {damage}"
+
+
+def test_damaged_tokens_are_never_trained_on(tmp_path: Path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(cache, "BLOCK_TOKENS", 64)
+    config = config_of(write(tmp_path / "a.jsonl", 20))
+    source = read(config, encoder_of(tokenizer))
+    expected = contents(source)
+    tokens = source.directory / "tokens.bin"
+    whole = tokens.read_bytes()
+    for place in (0, len(whole) // 2, len(whole) - 1):
+        tokens.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        damaged = read(config, encoder_of(tokenizer))
+        right, refused = 0, []
+        for index, sample in enumerate(expected):
+            try:
+                found = damaged.sample(index)
+            except UserError as error:
+                refused.append(error)
+            else:
+                assert (found.token_ids.tolist(), found.supervised.tolist()) == sample
+                right += 1
+        assert 0 < right < len(expected), "one block is refused, the others are used"
+        assert all(error.code == "IDLM-0236" and str(source.directory) in error.fix for error in refused)
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, tokenizer) -> None:

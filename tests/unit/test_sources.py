@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,16 @@ def test_a_bad_line_is_named_or_skipped_and_counted(
         assert read(jsonl(tmp_path, good, line), encoder).num_samples == 2
 
 
+ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
+
+
+def deep(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("record", "code", "says"),
     [
@@ -216,6 +227,17 @@ def test_a_bad_line_is_named_or_skipped_and_counted(
         ({"messages": [{"role": "user", "content": ["a"]}]}, "IDLM-0202", "messages that are not"),
         ({"messages": [{"role": "user", "content": "a"}]}, "IDLM-0204", "nothing to predict"),
         ({"messages": []}, "IDLM-0202", "messages that are not"),
+        (
+            {"messages": [{"role": role, "content": "a"} for role in ("user", "Assistant", "assistant")]},
+            "IDLM-0202",
+            "role 'Assistant'",
+        ),
+        (ANSWER | {"prompt": [2**33, 2]}, "IDLM-0202", "messages that are not"),
+        (ANSWER | {"token_ids": [2**31]}, "IDLM-0202", "token_ids that are not"),
+        (ANSWER | {"token_ids": [2**40]}, "IDLM-0202", "token_ids that are not"),
+        (ANSWER | {"token_ids": [9999]}, "IDLM-0227", "token id 9999"),
+        (ANSWER | {"prompt": [9999]}, "IDLM-0227", "token id 9999"),
+        ({"text": "a", "input": deep(200)}, "IDLM-0202", "nested deeper"),
         ({"conversations": [{"from": "bing", "value": "a"}]}, "IDLM-0202", "from 'bing'"),
         ({"text": "  "}, "IDLM-0204", "an empty text"),
     ],
@@ -283,6 +305,46 @@ def test_missing_empty_and_damaged_files_are_named(tmp_path: Path, encoder: Enco
     table.write_bytes(b"PAR1 but not really PAR1")
     with pytest.raises(UserError, match=r"IDLM-0231.*bad\.parquet"):
         read(DataConfig(source="parquet", path=str(table), cache_dir=str(tmp_path / "cache")), encoder)
+
+
+def test_what_may_not_be_read_is_named(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = jsonl(tmp_path, {"text": "Sam has 1."})
+    names = {"open": "data.jsonl", "stat": "data.jsonl", "is_dir": "cache"}
+    for method, name in names.items():
+        original = getattr(Path, method)
+
+        def refusing(
+            path: Path, *args: Any, original: Any = original, name: str = name, **kwargs: Any
+        ) -> Any:
+            if name in path.name or path.parent.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return original(path, *args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, method, refusing)
+            with pytest.raises(UserError, match=rf"IDLM-0237.*{name}.*Permission denied"):
+                read(config, encoder)
+
+
+def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path: Path, encoder: Encoder) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.jsonl"))
+    path.write_text('{"text": "Sam has 1."}')
+    source = read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    source.sample(0).origin.encode()
+    assert r"a\xff.jsonl:1" in source.sample(0).origin
+
+
+def test_an_array_counts_its_first_lines_and_ends_the_file(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "a.json"
+    for text, says in (
+        ('\n\n[\n{"text": "Sam"}, 3]', r"IDLM-0202.*a\.json:4"),
+        ('[{"text": "Sam"}]\n[]', r"IDLM-0231.*text behind"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=says):
+            read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
 
 
 def test_datasets_that_cannot_be_had_are_named(

@@ -15,7 +15,7 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.registry import Registry
-from idlm.tokens import Message, encode_messages, encode_prompt, render_conversation
+from idlm.tokens import Message, encode_messages, encode_prompt, num_token_ids, render_conversation
 from idlm.train.layout import Sample
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Encoder:
         self.mask_token_id = mask_token_id
         self.use_chat_template = use_chat_template and bool(getattr(tokenizer, "chat_template", None))
         self.thinking, self.turns = thinking, turns
+        self._num_ids = num_token_ids(tokenizer)
         self._enable_thinking = False if thinking == "off" else None
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -168,6 +169,13 @@ class Encoder:
         token.
         """
         prompt_ids = self._prompt_ids(prompt)
+        highest = max([*prompt_ids, *answer["token_ids"]], default=0)
+        if highest >= self._num_ids:
+            raise UserError(
+                "IDLM-0227",
+                f"{origin} has the token id {highest}, the tokenizer has {self._num_ids}",
+                fix="use the tokenizer of the model that answered",
+            )
         if len(prompt_ids) != answer.get("num_prompt_tokens", len(prompt_ids)):
             raise UserError(
                 "IDLM-0227",

@@ -25,8 +25,8 @@ from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import CachedSource, CacheWriter, cache_key, open_cache, pack
-from idlm.train.data.files import Reader, Row
-from idlm.train.data.shapes import SHAPES, check_same_shape, detect_shape, samples_of
+from idlm.train.data.files import Reader, Row, reading
+from idlm.train.data.shapes import KEYS, SHAPES, check_same_shape, detect_shape, samples_of
 
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig
@@ -37,6 +37,7 @@ DEFAULT_CACHE = "outputs/data_cache"
 BATCH_RECORDS = 64
 SECONDS_BETWEEN_LINES = 10.0
 NUM_EXAMPLES = 5
+MAX_DEPTH = 100
 
 Task = tuple[int, int, str, dict[str, Any], str]
 """File, place, origin, record and shape of one record that is to be encoded."""
@@ -79,11 +80,12 @@ def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> Cache
     key = cache_key([reader.identity(), encoder.fingerprint(), *settings])
     directory = Path(config.cache_dir or DEFAULT_CACHE).expanduser() / key[:32]
     source = None
-    try:
-        source = open_cache(directory, key)
-    except ValueError as error:
-        log.warning("the data cache %s is damaged (%s) and is built again", directory, error)
-        shutil.rmtree(directory)
+    with reading(directory):
+        try:
+            source = open_cache(directory, key)
+        except ValueError as error:
+            log.warning("the data cache %s is damaged (%s) and is built again", directory, error)
+            shutil.rmtree(directory)
     if source is None:
         build_cache(reader, config, encoder, directory=directory, key=key)
         source = open_cache(directory, key)
@@ -142,11 +144,28 @@ def _tasks(reader: Reader, config: DataConfig, tally: Tally) -> Iterator[Task]:
             if not shape:
                 shape, first = detect_shape(record, config.shape, origin=origin), origin
             check_same_shape(record, shape, origin=origin, first=first)
+            record = {name: value for name, value in record.items() if name in KEYS}
+            _refuse_depth(record, origin)
         except UserError as error:
             _bad(error, config, tally)
             continue
         tally.shapes[shape] += 1
         yield row.file, row.place, origin, record, shape
+
+
+def _refuse_depth(record: dict[str, Any], origin: str) -> None:
+    """What is deeper than any text of a record cannot be sent to a worker."""
+    level: list[Any] = [record]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for item in level
+            for value in (item.values() if isinstance(item, dict) else item)
+            if isinstance(value, (dict, list))
+        ]
+        if not level:
+            return
+    raise UserError("IDLM-0202", f"{origin} is nested deeper than {MAX_DEPTH} levels", fix="flatten it")
 
 
 def _record_of(row: Row) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 A cache is a folder published by `idlm.checkpoint.publish`: `tokens.bin` (uint32: token id, the highest
 bit says supervised), `offsets.bin` (int64 [num_samples + 1]), `targets.bin` (int32 [num_samples],
 supervised tokens behind the first), `places.bin` (int64 [num_samples, 2], file and line), `used_ids.bin`
-(int32, sorted) and `data.json`. Caches may be deleted at any time. Only the sizes of `tokens.bin` are
-checked when it is opened: hashing it would take as long as reading it all.
+(int32, sorted), `blocks.bin` (sha256 of every block of `tokens.bin`) and `data.json`. Caches may be deleted
+at any time. At opening everything but `tokens.bin` is hashed; its blocks are when they are first read, so
+that a large cache opens at once and a damaged one is never trained on.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from idlm.checkpoint import MANIFEST, read_json
 from idlm.errors import UserError
 from idlm.train.layout import Sample
 
-FORMAT = "idlm-data-1"
+FORMAT = "idlm-data-2"
 HEADER = "data.json"
-TOKENS, OFFSETS, TARGETS, PLACES, USED_IDS = (
-    f"{name}.bin" for name in ("tokens", "offsets", "targets", "places", "used_ids")
+TOKENS, OFFSETS, TARGETS, PLACES, USED_IDS, BLOCKS = (
+    f"{name}.bin" for name in ("tokens", "offsets", "targets", "places", "used_ids", "blocks")
 )
+BLOCK_TOKENS = 1 << 14
+DIGEST_BYTES = 32
 SUPERVISED_BIT = np.uint32(1 << 31)
 SCANNED_TOKENS = 1 << 24
 
@@ -72,13 +75,17 @@ class CacheWriter:
         """Write what is known only at the end."""
         used_ids = np.flatnonzero(self._used).astype(np.int32)
         (self.directory / USED_IDS).write_bytes(used_ids.tobytes())
+        self._files[TOKENS].flush()
+        with (self.directory / TOKENS).open("rb") as tokens, (self.directory / BLOCKS).open("wb") as blocks:
+            while block := tokens.read(4 * BLOCK_TOKENS):
+                blocks.write(hashlib.sha256(block).digest())
         counted = {
             "num_samples": self.num_samples,
             "num_tokens": self.num_tokens,
             "num_supervised": self.num_supervised,
             "endings": {str(token_id): ending for token_id, ending in self.endings.items()},
         }
-        text = json.dumps({"format": FORMAT, **header, **counted}, indent=1, ensure_ascii=False)
+        text = json.dumps({"format": FORMAT, **header, **counted}, indent=1)
         (self.directory / HEADER).write_text(text, encoding="utf-8")
 
 
@@ -101,21 +108,41 @@ class CachedSource:
         self.num_targets = np.fromfile(directory / TARGETS, dtype=np.int32)
         self._tokens: np.ndarray | None = None
         self._places: np.ndarray | None = None
+        self._block_digests = (directory / BLOCKS).read_bytes()
+        self._is_checked = np.zeros(len(self._block_digests) // DIGEST_BYTES, dtype=bool)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps: a process that gets a copy opens the files itself."""
         return self.__dict__ | {"_tokens": None, "_places": None}
 
     def sample(self, index: int) -> Sample:
-        """Sample `index`, read from the map."""
+        """Sample `index`, read from the map; UserError IDLM-0236 where the file is damaged there."""
         if self._tokens is None:
             self._tokens = np.memmap(self.directory / TOKENS, dtype=np.uint32, mode="r")
-        packed = np.array(self._tokens[self.offsets[index] : self.offsets[index + 1]])
+        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
+        self._check_blocks(self._tokens, start, stop)
+        packed = np.array(self._tokens[start:stop])
         return Sample(
             token_ids=(packed & ~SUPERVISED_BIT).astype(np.int64),
             supervised=packed >= SUPERVISED_BIT,
             origin=f"sample {index} ({self.origin(index)})",
         )
+
+    def _check_blocks(self, tokens: np.ndarray, start: int, stop: int) -> None:
+        """Hash the blocks of tokens [start, stop) that this process has not read before."""
+        for block in range(start // BLOCK_TOKENS, (stop - 1) // BLOCK_TOKENS + 1):
+            if self._is_checked[block]:
+                continue
+            content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
+            known = self._block_digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+            if hashlib.sha256(content).digest() != known:
+                raise UserError(
+                    "IDLM-0236",
+                    f"the data cache is damaged: {self.directory / TOKENS}, block {block} of "
+                    f"{BLOCK_TOKENS} tokens, is not what was written",
+                    fix=f"delete the folder {self.directory}; the next start builds it again from the data",
+                )
+            self._is_checked[block] = True
 
     def origin(self, index: int) -> str:
         """`file:line` of a sample."""
@@ -158,7 +185,12 @@ def open_cache(directory: Path, key: str) -> CachedSource | None:
             _check_file(
                 directory / name, size=entry["size"], sha256=None if name == TOKENS else entry["sha256"]
             )
-        expected = {TOKENS: 4 * header["num_tokens"], **_index_sizes(header["num_samples"])}
+        num_blocks = -(-header["num_tokens"] // BLOCK_TOKENS)
+        expected = {
+            TOKENS: 4 * header["num_tokens"],
+            BLOCKS: DIGEST_BYTES * num_blocks,
+            **_index_sizes(header["num_samples"]),
+        }
         wrong = [name for name, size in expected.items() if files[name]["size"] != size]
         if wrong or header["format"] != FORMAT or header["key"] != key:
             raise ValueError(f"{HEADER} does not describe {', '.join(wrong) or 'this data'}")

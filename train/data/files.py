@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,13 +44,36 @@ class Reader(Protocol):
         """All records, in order; a file that breaks off in the middle raises UserError."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, an OSError becomes UserError IDLM-0237 naming its file, or `path` where it names none."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            "IDLM-0237",
+            f"cannot read {shown(error.filename or path)}: {error.strerror or error}",
+            fix="check the path and its permissions",
+        ) from error
+
+
+def shown(path: Any) -> str:
+    """The path as text that can be printed, also where its name is not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
     """The files that `path` means: a file, a pattern (`data/*.jsonl`), or all of a folder with one of
     `suffixes`.
 
     A folder is searched with its subfolders, for the first suffixes that it has any files of; order is
-    that of the names. Raises UserError IDLM-0209 where nothing is found.
+    that of the names. Raises UserError IDLM-0209 where nothing is found, IDLM-0237 where nobody may look.
     """
+    with reading(Path(path)):
+        return _find_files(path, suffixes)
+
+
+def _find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
     given = Path(path).expanduser()
     if any(mark in path for mark in GLOB_MARKS) and not given.exists():
         found = [Path(name) for name in glob.glob(str(given), recursive=True)]
@@ -82,11 +107,12 @@ def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
     size, time and the sampled blocks is not noticed; a mere copy with a new time costs a second
     tokenisation, never a wrong one.
     """
-    return [
-        [path.name, status.st_size, status.st_mtime_ns, _sampled_hash(path, status.st_size)]
-        for path in paths
-        for status in [path.stat()]
-    ]
+    facts: list[list[Any]] = []
+    for path in paths:
+        with reading(path):
+            status = path.stat()
+            facts.append([path.name, status.st_size, status.st_mtime_ns, _sampled_hash(path, status.st_size)])
+    return facts
 
 
 def _sampled_hash(path: Path, size: int) -> str:

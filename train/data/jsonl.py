@@ -18,7 +18,7 @@ from idlm.errors import UserError
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of
+from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of, reading, shown
 
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig
@@ -33,7 +33,7 @@ class JsonlReader:
 
     def __init__(self, path: str) -> None:
         self.paths = find_files(path, SUFFIXES["jsonl"])
-        self.names = tuple(str(name) for name in self.paths)
+        self.names = tuple(shown(name) for name in self.paths)
         self.share_read = 0.0
 
     def identity(self) -> list[Any]:
@@ -42,14 +42,17 @@ class JsonlReader:
     def rows(self) -> Iterator[Row]:
         sizes = [path.stat().st_size for path in self.paths]
         for file, path in enumerate(self.paths):
-            with path.open("rb") as raw:
+            with reading(path):
+                raw = path.open("rb")
+            name = self.names[file]
+            with raw:
                 plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
                 try:
-                    for place, value in _values(plain, path):
-                        yield Row(file=file, place=place, value=_record(value, f"{path}:{place}"))
+                    for place, value in _values(plain, path, name):
+                        yield Row(file=file, place=place, value=_record(value, f"{name}:{place}"))
                         self.share_read = (sum(sizes[:file]) + raw.tell()) / max(1, sum(sizes))
                 except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-                    raise _damaged(str(path), error) from error
+                    raise _damaged(name, error) from error
 
 
 def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
@@ -68,10 +71,10 @@ def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
     return value
 
 
-def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
+def _values(stream: Any, path: Path, name: str) -> Iterator[tuple[int, Any]]:
     """(1-based line, value or the error that reading it gave) of every record."""
     if ".json" in path.suffixes and stream.peek(CHUNK)[:CHUNK].removeprefix(BOM).lstrip()[:1] == b"[":
-        yield from _array_values(io.TextIOWrapper(stream, encoding="utf-8-sig"), path)
+        yield from _array_values(io.TextIOWrapper(stream, encoding="utf-8-sig"), name)
         return
     for line_number, line in enumerate(stream, start=1):
         text = line.removeprefix(BOM).strip()
@@ -82,23 +85,28 @@ def _values(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
                 yield line_number, error
 
 
-def _array_values(stream: IO[str], path: Path) -> Iterator[tuple[int, Any]]:
+def _array_values(stream: IO[str], name: str) -> Iterator[tuple[int, Any]]:
     """The items of a JSON array. What stands behind a fault cannot be told, so that a fault ends the run."""
-    decoder, line_number, is_all = json.JSONDecoder(), 1, False
-    buffer, place = stream.read(CHUNK), 0
+    decoder, is_all = json.JSONDecoder(), False
+    buffer = stream.read(CHUNK)
     place = buffer.index("[") + 1
+    line_number = 1 + buffer.count("\n", 0, place)
     while True:
         found = SKIPPED.match(buffer, place)
         assert found is not None
         line_number += found.group().count("\n")
         place = found.end()
         if buffer.startswith("]", place):
+            if buffer[place + 1 :].strip() or any(
+                piece.strip() for piece in iter(lambda: stream.read(CHUNK), "")
+            ):
+                raise _damaged(f"{name}:{line_number}", ValueError("there is text behind the array's ]"))
             return
         try:
             value, end = decoder.raw_decode(buffer, place)
         except (ValueError, RecursionError) as error:
             if is_all:
-                raise _damaged(f"{path}:{line_number}", error) from error
+                raise _damaged(f"{name}:{line_number}", error) from error
             piece = stream.read(CHUNK)
             buffer, place, is_all = buffer[place:] + piece, 0, not piece
             continue

@@ -11,7 +11,7 @@ from idlm.errors import UserError
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of
+from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of, shown
 from idlm.train.data.shapes import KEYS
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class ParquetReader:
 
     def __init__(self, path: str) -> None:
         self.paths = find_files(path, SUFFIXES["parquet"])
-        self.names = tuple(str(name) for name in self.paths)
+        self.names = tuple(shown(name) for name in self.paths)
         self.share_read = 0.0
 
     def identity(self) -> list[Any]:
@@ -48,7 +48,7 @@ class ParquetReader:
             except (pyarrow.ArrowException, OSError) as error:
                 raise UserError(
                     "IDLM-0231",
-                    f"{path} breaks off or is damaged behind row {place}: {error}",
+                    f"{self.names[file]} breaks off or is damaged behind row {place}: {error}",
                     fix="copy or download the file again",
                 ) from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from idlm.errors import UserError
+from idlm.suggest import did_you_mean
 from idlm.train.data.base import Encoder
 from idlm.train.layout import Sample
 
@@ -25,7 +26,10 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "system": "system",
 }
+ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("tools", "functions")
+MAX_ID = 2**31
+"""Caches keep ids in 31 bits."""
 
 Record = Mapping[str, Any]
 
@@ -128,7 +132,7 @@ def _answers(record: Record, encoder: Encoder, origin: str) -> list[Sample]:
     prompt, token_ids = record["prompt"], record["token_ids"]
     _texts(record, ("text", "finish_reason"), origin, "answers")
     if not _are_ids(token_ids):
-        raise _malformed(origin, "token_ids that are not whole numbers", "answers")
+        raise _malformed(origin, "token_ids that are not whole numbers in [0, 2**31)", "answers")
     if isinstance(prompt, list) and not _are_ids(prompt):
         _check_messages(prompt, origin, "answers")
     elif not isinstance(prompt, (str, list)) or not prompt:
@@ -182,6 +186,14 @@ def _texts(record: Record, keys: tuple[str, ...], origin: str, shape: str) -> li
 def _check_messages(messages: Any, origin: str, shape: str) -> None:
     if not _is_list_of(messages, ("role", "content")):
         raise _malformed(origin, "messages that are not a list of {role, content} texts", shape)
+    strange = [message["role"] for message in messages if message["role"] not in ROLES]
+    if strange:
+        # Many templates leave a turn of an unknown role out without a word.
+        raise UserError(
+            "IDLM-0202",
+            f"{origin} has a message of the role {strange[0]!r}{did_you_mean(strange[0], ROLES)}",
+            fix=f"roles are {', '.join(ROLES)}; data.shape=sharegpt (from, value) knows human and gpt",
+        )
 
 
 def _is_list_of(turns: Any, keys: tuple[str, str]) -> bool:
@@ -195,7 +207,7 @@ def _is_list_of(turns: Any, keys: tuple[str, str]) -> bool:
 
 
 def _are_ids(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_ID for value in values)
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
