@@ -5,6 +5,7 @@ float32 and float16: the interpreter has no bfloat16. tests/gpu/test_paged_atten
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,7 @@ TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
 LAST = replace(TINY, combine="last")
 FIXED = replace(TINY, split_slots=32)
 MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
-RANDOM_STEPS = 3
+RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
 
 
 @pytest.fixture(autouse=True)

@@ -164,9 +164,10 @@ def dense(case: Case, dtype: torch.dtype) -> Tensor:
 
 
 def error_ratio(case: Case, o_RNH: Tensor) -> float:
-    """Largest error against float64 over that of PyTorch in the case's dtype; infinite if padding is not 0.
+    """Error against float64 over that of PyTorch in the case's dtype, the larger of largest and root mean
+    square; infinite if padding is not 0.
 
-    PyTorch's counts as at least the rounding of the largest value, which only chance can spare it.
+    PyTorch's counts as at least what rounding does, which only chance can spare it.
     """
     truth = dense(case, torch.float64)
     fed = int(case.rows.cu_rows[-1])
@@ -174,9 +175,12 @@ def error_ratio(case: Case, o_RNH: Tensor) -> float:
         return float("inf")
     if not fed:
         return 0.0
-    theirs = (dense(case, case.shape.dtype).double() - truth).abs().max()
-    rounding = torch.finfo(case.shape.dtype).eps / 2 * truth.abs().max()
-    return float((o_RNH.double() - truth).abs().max() / torch.maximum(theirs, rounding))
+    mine, theirs = (o[:fed].double() - truth[:fed] for o in (o_RNH, dense(case, case.shape.dtype)))
+    eps = torch.finfo(case.shape.dtype).eps
+    largest = mine.abs().max() / torch.maximum(theirs.abs().max(), eps * truth.abs().max())
+    squares, their_squares, truth_squares = (t.square().mean() for t in (mine, theirs, truth[:fed]))
+    root = (squares / torch.maximum(their_squares, (0.2 * eps) ** 2 * truth_squares)).sqrt()
+    return float(torch.maximum(largest, root))
 
 
 def random_sequences(rng: random.Random, *, most: int, longest: int, chunk: int) -> list[list[Row]]:

@@ -44,8 +44,8 @@ SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 MAX_SHARED_BYTES = 227 * 1024
 
 
-def interpret(*selection: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+def interpret(*selection: str, **variables: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, *selection]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -55,6 +55,13 @@ def interpret(*selection: str) -> None:
 def test_the_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     interpret()
+
+
+@pytest.mark.slow
+def test_many_random_steps_in_the_interpreter() -> None:
+    """python -m pytest tests/kernels/test_paged_attention.py -m slow"""
+    pytest.importorskip("triton")
+    interpret("-k", "random_steps", RANDOM_STEPS="100")
 
 
 def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int) -> Any:
