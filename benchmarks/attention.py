@@ -297,7 +297,11 @@ def _variants(step: Step) -> dict[str, Any]:
     from idlm.kernels.paged_attention.launch import choose_launch
 
     chosen = choose_launch(step.shape, max_rows=step.rows.max_rows)
-    variants = {"chosen": chosen}
+    fixed = choose_launch(step.shape, max_rows=step.rows.max_rows, deterministic=True)
+    variants = {"chosen": chosen} | {
+        f"fixed, split_slots={slots}": dataclasses.replace(fixed, split_slots=slots)
+        for slots in (256, 512, 1024, 2048)
+    }
     for field, values in SWEPT.items():
         for value in values:
             if value != getattr(chosen, field) and (field != "block_m" or value >= step.shape.group):
