@@ -31,7 +31,7 @@ from idlm.kernels.sampling import (
     Tuning,
     Verdict,
     draft_laws,
-    emit,
+    emit_and_draft,
     plain,
     probability,
     put,
@@ -108,7 +108,7 @@ class Step:
 
     def emit(self, laws: Laws, verdict: Verdict, uniforms_BD: Tensor) -> None:
         """Draw the token behind the accepted drafts and the next drafts."""
-        emit(
+        emit_and_draft(
             laws,
             self.store,
             verdict,
@@ -222,7 +222,8 @@ def _mismatches(arm: str) -> float:
     columns = (step.lanes_B, step.first_B, step.active_B, drafts_ZJ, step.tau_Z, layout_Z)
     expected = plain.verify(exact, store, step.tables, columns, uniforms_BD)
     state = (step.drafts_ZJ.clone(), step.layout_Z.clone())
-    plain.emit(exact, store, expected, step.lanes_B, uniforms_BD[:, 3:], state, takes_best=False)
+    plain.emit(exact, store, expected, step.lanes_B, uniforms_BD[:, 3])
+    plain.draw_drafts(exact, expected, step.lanes_B, uniforms_BD[:, 4:], state, takes_best=False)
     differs = torch.cat(
         [
             (verdict.accepted_B != expected.accepted_B)[:, None],

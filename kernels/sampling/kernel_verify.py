@@ -189,23 +189,26 @@ def emit_kernel(
     num_chunks,
     num_sequences,
     num_masks,
+    num_draws,
+    FIRST_DRAW: tl.constexpr,
+    HAS_STATE: tl.constexpr,
     TAKES_BEST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draw 0 of a sequence is the token behind its accepted drafts, the others are its next drafts.
-
-    The token is from the residual law after a rejection, else from p; draw 0 writes the next layout too.
+    """Draws FIRST_DRAW and following of a sequence: 0 is the token behind its accepted drafts, from the
+    residual law after a rejection, else from p; the others are its next drafts.
     """
     wait_for_previous(PDL)
-    i_sequence = (tl.program_id(0) // (num_masks + 1)).to(tl.int64)
-    i_draw = tl.program_id(0) % (num_masks + 1)
+    i_sequence = (tl.program_id(0) // num_draws).to(tl.int64)
+    i_uniform = tl.program_id(0) % num_draws
+    i_draw = i_uniform + FIRST_DRAW
     emit_row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
     if emit_row >= 0:
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
         accepted = tl.load(p_verdict + num_sequences * ACCEPTED + i_sequence)
-        uniform = tl.load(p_uniforms + i_sequence * uniform_stride + i_draw)
+        uniform = tl.load(p_uniforms + i_sequence * uniform_stride + i_uniform)
         o_chunk = tl.arange(0, CHUNKS)
         b_mass = tl.zeros([CHUNKS], tl.float64)
         row = emit_row
@@ -242,7 +245,9 @@ def emit_kernel(
             tl.store(p_drafts + lane * num_masks + i_draw - 1, token.to(tl.int64))
         else:
             tl.store(p_tokens + i_sequence * (num_masks + 1) + accepted, token.to(tl.int64))
-            tl.store(p_layout + lane, tl.load(p_verdict + num_sequences * NEXT_LAYOUT + i_sequence))
+        if HAS_STATE:
+            layout = tl.load(p_verdict + num_sequences * NEXT_LAYOUT + i_sequence)
+            tl.store(p_layout + lane, layout, mask=i_uniform == 0)
 
 
 @triton.jit
@@ -272,7 +277,7 @@ def put_kernel(
         o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
         m_token = o_token < num_tokens
         b_logits = tl.load(p_logits + row * row_stride + o_token, mask=m_token)
-        tl.store(p_store + slot * num_tokens + o_token, b_logits, mask=m_token)
+        tl.store(p_store + slot * num_tokens + o_token, b_logits.to(p_store.dtype.element_ty), mask=m_token)
         if i_chunk == 0:
             o_number = tl.arange(0, NUM_NUMBERS)
             b_number = tl.load(p_numbers + row * NUM_NUMBERS + o_number)

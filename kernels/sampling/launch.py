@@ -302,41 +302,75 @@ def verify(
     return verdict
 
 
-def emit(
-    laws: RowLaws,
-    store: DraftLaws,
-    verdict: Verdict,
-    lanes_B: Tensor,
-    uniforms_BA: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    takes_best: bool,
-) -> None:
-    """One token per active sequence into `verdict.token_ids_BA`, the next drafts and layout into `state`."""
+def residual(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor) -> Tensor:
+    """Chunk masses [B, C] of max(0, p - q), written for sequences with a rejected draft."""
     num_sequences, num_masks = verdict.draft_rows_BJ.shape
     num_tokens = laws.logits_XV.shape[1]
     shape = _Shape(num_tokens, laws.tuning)
-    if not num_sequences:
-        return
     excess_BC = torch.empty(num_sequences, shape.num_chunks, dtype=torch.float32, device=lanes_B.device)
-    both = (laws.logits_XV, laws.numbers_XF)
-    drafts = (store.logits_ZJV, store.numbers_ZJF, lanes_B, verdict.values_FB, excess_BC)
-    sizes = (num_tokens, shape.num_chunks, num_sequences, num_masks)
-    if num_masks:
+    if num_sequences and num_masks:
         kernel_verify.residual_kernel[(num_sequences * shape.num_chunks,)](
-            *both, *drafts, laws.logits_XV.stride(0), *sizes, CHUNK=shape.chunk, **shape.wide
+            laws.logits_XV,
+            laws.numbers_XF,
+            store.logits_ZJV,
+            store.numbers_ZJF,
+            lanes_B,
+            verdict.values_FB,
+            excess_BC,
+            laws.logits_XV.stride(0),
+            num_tokens,
+            shape.num_chunks,
+            num_sequences,
+            num_masks,
+            CHUNK=shape.chunk,
+            **shape.wide,
         )
-    kernel_verify.emit_kernel[(num_sequences * (num_masks + 1),)](
-        *both,
+    return excess_BC
+
+
+def draw_verdict(
+    laws: RowLaws,
+    verdict: Verdict,
+    lanes_B: Tensor,
+    uniforms_BD: Tensor,
+    *,
+    token: tuple[DraftLaws, Tensor] | None,
+    state: tuple[Tensor, Tensor] | None,
+    takes_best: bool = False,
+) -> None:
+    """The token behind the accepted drafts, if `token` (the store and `residual`'s masses) is given; the next
+    drafts and layouts, into `state` (drafts_ZJ, layout_Z). One column of `uniforms_BD` each, in this order.
+    """
+    num_sequences, num_masks = verdict.draft_rows_BJ.shape
+    shape = _Shape(laws.logits_XV.shape[1], laws.tuning)
+    num_draws = (token is not None) + num_masks * (state is not None)
+    if not num_sequences * num_draws:
+        return
+    unused = (verdict.values_FB, verdict.values_FB)
+    store = (
+        (laws.logits_XV, laws.numbers_XF) if token is None else (token[0].logits_ZJV, token[0].numbers_ZJF)
+    )
+    kernel_verify.emit_kernel[(num_sequences * num_draws,)](
+        laws.logits_XV,
+        laws.numbers_XF,
         laws.masses_XC,
-        *drafts,
-        uniforms_BA,
+        *store,
+        lanes_B,
+        verdict.values_FB,
+        laws.masses_XC if token is None else token[1],
+        uniforms_BD,
         verdict.token_ids_BA,
         verdict.draft_rows_BJ,
-        *state,
+        *(state or unused),
         laws.logits_XV.stride(0),
-        uniforms_BA.stride(0),
-        *sizes,
+        uniforms_BD.stride(0),
+        laws.logits_XV.shape[1],
+        shape.num_chunks,
+        num_sequences,
+        num_masks,
+        num_draws,
+        FIRST_DRAW=int(token is None),
+        HAS_STATE=state is not None,
         TAKES_BEST=takes_best,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,

@@ -1,7 +1,7 @@
 """Laws of rows of logits, draws, and the test of drafts: the same calls on every device.
 
 On a GPU nothing waits for the device and no law is stored; on a CPU laws are fp64 tensors. Call order of a
-step: `row_laws`, `verify`, `emit`, `put` (emit needs the laws that put overwrites). Rows may
+step: `row_laws`, `verify`, `emit_and_draft`, `put` (emit needs the laws that put overwrites). Rows may
 be padding with any content, NaN included, and -1 means no row. Contract in README.md.
 Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
 """
@@ -102,7 +102,9 @@ def put(store: Drafts, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B
         assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
         plain.put(store, lanes_B, laws, rows_BJ, active_B)
         return
-    assert isinstance(store, DraftLaws) and store.logits_ZJV.dtype == laws.logits_XV.dtype, f"{type(store)=}"
+    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    dtypes = (laws.logits_XV.dtype, torch.float32)
+    assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
     from idlm.kernels.sampling import launch
 
     launch.put(store, lanes_B, laws, rows_BJ, active_B)
@@ -144,6 +146,8 @@ def verify(
     `tau_Z` and `uniforms_BJ` fp64 (at least J columns). The last token is missing until `emit`.
     """
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
+    num_masks = drafts_ZJ.shape[1]
+    assert tables.draft_rows_YAJ.shape[1:] == (num_masks + 1, num_masks), f"{tables.draft_rows_YAJ.shape=}"
     columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z)
     if isinstance(laws, PlainLaws):
         assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
@@ -154,7 +158,48 @@ def verify(
     return launch.verify(laws, store, tables, columns, uniforms_BJ)
 
 
-def emit(
+def emit(laws: Laws, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
+    """Write the token behind the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
+    after a rejection (from p where that is nothing), else from p.
+    """
+    if isinstance(laws, PlainLaws):
+        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
+        plain.emit(laws, store, verdict, lanes_B, uniforms_B)
+        return
+    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    from idlm.kernels.sampling import launch
+
+    token = (store, launch.residual(laws, store, verdict, lanes_B))
+    launch.draw_verdict(laws, verdict, lanes_B, uniforms_B[:, None], token=token, state=None)
+
+
+def draw_drafts(
+    laws: Laws,
+    verdict: Verdict,
+    *,
+    lanes_B: Tensor,
+    active_B: Tensor,
+    uniforms_BJ: Tensor,
+    drafts_ZJ: Tensor,
+    layout_Z: Tensor,
+    takes_best: bool = False,
+) -> None:
+    """Write the next drafts and layout of active sequences into their lanes; 0 where there is no draft row.
+
+    `takes_best`: the argmax instead of a draw, as the published rule has it (lossy). Without drafts (J = 0)
+    the layout stays.
+    """
+    assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
+    state = (drafts_ZJ, layout_Z)
+    if isinstance(laws, PlainLaws):
+        plain.draw_drafts(laws, verdict, lanes_B, uniforms_BJ, state, takes_best=takes_best)
+        return
+    from idlm.kernels.sampling import launch
+
+    launch.draw_verdict(laws, verdict, lanes_B, uniforms_BJ, token=None, state=state, takes_best=takes_best)
+
+
+def emit_and_draft(
     laws: Laws,
     store: Drafts,
     verdict: Verdict,
@@ -165,23 +210,19 @@ def emit(
     layout_Z: Tensor,
     takes_best: bool = False,
 ) -> None:
-    """Write the token behind the accepted drafts into `verdict.token_ids_BA`, and the next drafts and layout
-    of active sequences into their lanes (0 where there is no draft row).
-
-    The token is from normalise(max(0, p - q)) after a rejection (from p where that is nothing), else from p,
-    by `uniforms_BA[:, 0]`; draft j by column j + 1. `takes_best`: drafts are argmaxes, as the published rule
-    has it (lossy).
-    """
+    """`emit` by `uniforms_BA[:, 0]` and `draw_drafts` by the columns behind it, in one launch less."""
     assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
     state = (drafts_ZJ, layout_Z)
     if isinstance(laws, PlainLaws):
         assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
-        plain.emit(laws, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best)
+        plain.emit(laws, store, verdict, lanes_B, uniforms_BA[:, 0])
+        plain.draw_drafts(laws, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
         return
     assert isinstance(store, DraftLaws), f"{type(store)=}"
     from idlm.kernels.sampling import launch
 
-    launch.emit(laws, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best)
+    token = (store, launch.residual(laws, store, verdict, lanes_B))
+    launch.draw_verdict(laws, verdict, lanes_B, uniforms_BA, token=token, state=state, takes_best=takes_best)
 
 
 def uniforms(

@@ -136,34 +136,38 @@ def verify(
 
 
 def emit(
-    laws: PlainLaws,
-    store: PlainDraftLaws,
-    verdict: Verdict,
-    lanes_B: Tensor,
-    uniforms_BA: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    takes_best: bool,
+    laws: PlainLaws, store: PlainDraftLaws, verdict: Verdict, lanes_B: Tensor, uniforms_B: Tensor
 ) -> None:
-    """One token per active sequence into `verdict.token_ids_BA`, the next drafts and layout into `state`."""
-    emit_rows_B, accepted_B, rows_BJ = verdict.emit_rows_B, verdict.accepted_B, verdict.draft_rows_BJ
+    """One token per active sequence into `verdict.token_ids_BA`."""
+    emit_rows_B, accepted_B = verdict.emit_rows_B, verdict.accepted_B
     law_BV = laws.law_XV[emit_rows_B.clamp(min=0)]
     places_R = torch.nonzero(verdict.rejected_B)[:, 0]
     if len(places_R):
         p_RV = law_BV[places_R]
         excess_RV = (p_RV - store.laws_ZJV[lanes_B[places_R], accepted_B[places_R]]).clamp_(min=0.0)
         law_BV[places_R] = excess_RV.where((excess_RV.sum(-1) > 0)[:, None], p_RV)
-    ids_B = torch.where(emit_rows_B >= 0, _invert(law_BV, uniforms_BA[:, 0]), 0)
+    ids_B = torch.where(emit_rows_B >= 0, _invert(law_BV, uniforms_B), 0)
     verdict.token_ids_BA.scatter_(1, accepted_B[:, None], ids_B[:, None])
 
+
+def draw_drafts(
+    laws: PlainLaws,
+    verdict: Verdict,
+    lanes_B: Tensor,
+    uniforms_BJ: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    takes_best: bool,
+) -> None:
+    """The next drafts and layouts of active sequences, into `state` (drafts_ZJ, layout_Z)."""
     drafts_ZJ, layout_Z = state
-    is_active_B = emit_rows_B >= 0
-    lanes_b, rows_bJ = lanes_B[is_active_B], rows_BJ[is_active_B]
-    uniforms_bJ = uniforms_BA[is_active_B, 1 : rows_BJ.shape[1] + 1]
+    is_active_B = verdict.emit_rows_B >= 0
+    lanes_b, rows_bJ = lanes_B[is_active_B], verdict.draft_rows_BJ[is_active_B]
     if takes_best:
         best_bJ = laws.law_XV.argmax(-1)[rows_bJ.clamp(min=0)]
         drafts_ZJ[lanes_b] = torch.where(rows_bJ >= 0, best_bJ, 0)
     else:
+        uniforms_bJ = uniforms_BJ[is_active_B, : rows_bJ.shape[1]]
         drafts_ZJ[lanes_b] = draw(laws, rows_bJ.flatten(), uniforms_bJ.flatten()).view(rows_bJ.shape)
     layout_Z[lanes_b] = verdict.next_layout_B[is_active_B]
 

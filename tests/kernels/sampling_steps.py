@@ -18,7 +18,9 @@ from idlm.kernels.sampling import (
     Verdict,
     draft_laws,
     draft_probability,
+    draw_drafts,
     emit,
+    emit_and_draft,
     put,
     residual_reference,
     row_laws,
@@ -48,6 +50,7 @@ class Step:
     drafts_ZJ: Tensor
     layout_Z: Tensor
     tau_Z: Tensor
+    in_one_launch: bool
 
 
 def run_steps(
@@ -74,6 +77,7 @@ def run_steps(
         drafts_ZJ=torch.zeros(num_lanes, num_masks, dtype=torch.int64, device=device),
         layout_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
         tau_Z=torch.full((num_lanes,), draw.choice([0.0, 0.3]), dtype=torch.float64, device=device),
+        in_one_launch=draw.random() < 0.7,
     )
     state.tables.num_drafts_Y[0] = 0
     base = make_case(draw, num_lanes, num_tokens, device=device)
@@ -106,15 +110,14 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
         uniforms_BJ=uniforms_BD,
     )
     drafted = replace(state, drafts_ZJ=before[0], layout_Z=before[1])
-    emit(
-        laws,
-        state.store,
-        verdict,
-        lanes_B=state.lanes_B,
-        uniforms_BA=uniforms_BD[:, num_masks:],
-        drafts_ZJ=state.drafts_ZJ,
-        layout_Z=state.layout_Z,
-    )
+    lanes = {"lanes_B": state.lanes_B}
+    held = {"drafts_ZJ": state.drafts_ZJ, "layout_Z": state.layout_Z}
+    uniforms_BA = uniforms_BD[:, num_masks:]
+    if state.in_one_launch:
+        emit_and_draft(laws, state.store, verdict, **lanes, **held, uniforms_BA=uniforms_BA)
+    else:
+        emit(laws, state.store, verdict, **lanes, uniforms_B=uniforms_BA[:, 0])
+        draw_drafts(laws, verdict, **lanes, **held, active_B=state.active_B, uniforms_BJ=uniforms_BA[:, 1:])
     _check_verdict(drafted, verdict, p_XV, q_ZJV, uniforms_BD)
     put(state.store, state.lanes_B, laws, verdict.draft_rows_BJ, active_B=state.active_B)
     _check_lanes(state, verdict, p_XV, before, uniforms_BD[:, num_masks + 1 :])

@@ -20,7 +20,7 @@ from idlm.kernels.sampling import (
     draft_probability,
     draw,
     draw_reference,
-    emit,
+    emit_and_draft,
     law_reference,
     op,
     put,
@@ -147,7 +147,7 @@ def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
         if not verdict.rejected_B.all():
             assert torch.allclose(p_V, q_V)
             continue
-        emit(
+        emit_and_draft(
             arguments["laws"],
             arguments["store"],
             verdict,
@@ -164,7 +164,7 @@ def test_a_residual_without_mass_is_p() -> None:
     drafts_ZJ = torch.zeros(3, 1, dtype=torch.int64)
     verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(3, 1))
     assert verdict.rejected_B.all()
-    emit(
+    emit_and_draft(
         arguments["laws"],
         arguments["store"],
         verdict,
@@ -192,7 +192,7 @@ def test_the_published_rule_drafts_the_best_token() -> None:
     arguments["tables"].draft_rows_YAJ[:] = 0
     drafts_ZJ = torch.zeros(1, 1, dtype=torch.int64)
     verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(1, 1))
-    emit(
+    emit_and_draft(
         arguments["laws"],
         arguments["store"],
         verdict,
@@ -270,7 +270,7 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
         tau_Z=floats,
         uniforms_BJ=uniforms_BD,
     )
-    emit(laws, store, verdict, **lane, uniforms_BA=uniforms_BD[:, 3:])
+    emit_and_draft(laws, store, verdict, **lane, uniforms_BA=uniforms_BD[:, 3:])
     put(store, lanes_B, laws, verdict.draft_rows_BJ, active_B=active_B)
     draw(laws, lanes_B, uniforms_BD[:, 0])
     draft_probability(store, lanes_B, drafts_ZJ[:1])
