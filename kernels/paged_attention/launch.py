@@ -139,6 +139,7 @@ def plan(
     assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
     num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
+    assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     device = rows.cu_rows.device
     tile_rows = launch.block_m // shape.group
     num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
