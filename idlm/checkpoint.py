@@ -142,6 +142,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError("IDLM-0303", f"{path}, line {line}: not UTF-8 text", fix=fix) from error
     except RecursionError as error:
         raise UserError("IDLM-0303", f"{path}, line 1: nested too deeply", fix=fix) from error
+    except ValueError as error:
+        raise UserError("IDLM-0303", f"{path}: {error}", fix=fix) from error
     if not isinstance(content, dict):
         raise UserError(
             "IDLM-0303", f"{path}, line 1: expected an object, got {type(content).__name__}", fix=fix

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +43,7 @@ RANGES = (
 def check_config(config: TrainConfig) -> None:
     """Raise UserError IDLM-0504 with every problem at once; reads no file but asks which ones exist."""
     problems = [
+        *_not_numbers(asdict(config)),
         *_choices(config),
         *_model_problems(config),
         *_adapter_problems(config),
@@ -48,6 +52,8 @@ def check_config(config: TrainConfig) -> None:
         *data_problems(config.data),
         *control_problems(config.plan, config.eval, config.wandb, config.report),
     ]
+    if not config.output_dir:
+        problems.append("output_dir is empty: name a folder")
     target = Path(config.output_dir).absolute()
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
@@ -64,6 +70,21 @@ def check_config(config: TrainConfig) -> None:
             f"the configuration has {len(problems)} problem{plural}:{listed}",
             fix="correct the values on the command line or in the recipe",
         )
+
+
+def _not_numbers(values: Any, key: str = "") -> list[str]:
+    """Settings anywhere in `values` that are nan or infinite, which pass most comparisons."""
+    if isinstance(values, float) and not math.isfinite(values):
+        return [f"{key}={values} must be a finite number"]
+    if isinstance(values, dict):
+        return [
+            line
+            for name, value in values.items()
+            for line in _not_numbers(value, f"{key}.{name}" if key else str(name))
+        ]
+    if isinstance(values, list):
+        return [line for place, value in enumerate(values) for line in _not_numbers(value, f"{key}[{place}]")]
+    return []
 
 
 def _places_masks(config: TrainConfig) -> bool:
@@ -156,6 +177,8 @@ def _loop_problems(config: TrainConfig) -> list[str]:
             problems.append(f"train.{name}={value} must be in [{low}, {high:g})")
     if loop.learning_rate <= 0:
         problems.append(f"train.learning_rate={loop.learning_rate} must be above 0")
+    if loop.row_length is not None and loop.row_length < 1:
+        problems.append(f"train.row_length={loop.row_length} must be at least 1, or null")
     if loop.max_length < 2:
         problems.append(f"train.max_length={loop.max_length} leaves no token to predict")
     if loop.steps is not None and loop.steps < max(1, len(loop.stages)):

@@ -7,6 +7,7 @@ run itself would build.
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,23 +39,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True)
 class Findings:
-    """Sections in order of printing, a line being text or something that rich prints; and the problems."""
+    """Sections in order of printing, a line being text or something that rich prints; and the problems.
+
+    `is_sound`: no value of the configuration was refused.
+    """
 
     sections: list[tuple[str, list[Any]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    is_sound: bool = False
 
     def add(self, title: str, lines: Sequence[Any]) -> None:
         self.sections.append((title, list(lines)))
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Inside, a UserError becomes a problem."""
+        """Inside, a UserError becomes a problem; what was told is not told again.
+
+        Values that were refused may break the plan anywhere: then what it would still have shown is left out.
+        """
         try:
             yield
         except UserError as error:
-            self.problems.append(f"{error.code}: {error.message}\n    fix: {error.fix}")
+            if not any(error.message in problem for problem in self.problems):
+                self.problems.append(f"{error.code}: {error.message}\n    fix: {error.fix}")
+        except Exception:
+            if self.is_sound:
+                raise
+            log.debug("the plan ends here, with values that were refused", exc_info=True)
 
 
 def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ()) -> None:
@@ -64,6 +80,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
     with found.guarding():
         check_config(config)
         config = settle_accumulation(config, world_size=num_gpus(config))
+        found.is_sound = True
     tokenizer: Any = None
     with found.guarding():
         tokenizer = _prepare("prepare_tokenizer")(config)

@@ -36,7 +36,7 @@ from idlm.train.config_check import check_config
 from idlm.train.control import Control, finish
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.data.checks import inspect_data
-from idlm.train.data.open import remember_data
+from idlm.train.data.open import remember_base, remember_data
 from idlm.train.dataset import PackedDataset
 from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.distributed import from_rank_zero
@@ -126,6 +126,8 @@ def _run(
     from_rank_zero(lambda: store_config(config))
     run, source = Path(config.output_dir) / RUN_FOLDER, prepared.dataset.source
     from_rank_zero(lambda: remember_data(run, source, is_continued=checkpoint is not None))
+    identity = prepared.base_identity
+    from_rank_zero(lambda: remember_base(run, identity, is_continued=checkpoint is not None))
     received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:

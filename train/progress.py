@@ -36,16 +36,17 @@ EVALUATION = "held_out"
 
 
 def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
-    """Records of `metrics.jsonl` in order; a torn last line, which a crash may leave, is ignored."""
-    if not path.exists():
+    """Records of `metrics.jsonl` in order; lines that are none, as a crash may leave one, are ignored."""
+    if not path.is_file():
         return []
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if up_to_step is None or record["step"] <= up_to_step:
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and (up_to_step is None or step <= up_to_step):
             records.append(record)
     return records
 

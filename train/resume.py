@@ -139,17 +139,17 @@ def _require_same_config(config: TrainConfig, run: Path) -> None:
         return
     try:
         stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise UserError(
             "IDLM-0303",
-            f"{path} is not YAML: {error}",
+            f"{path} cannot be read as YAML: {type(error).__name__}: {error}",
             fix="restore the file, or delete it to resume without comparing the configuration",
         ) from error
     stored = stored if isinstance(stored, dict) else {}
     before, now = _comparable(stored), _comparable(yaml.safe_load(config_text(config)))
     differing = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
+        for key in sorted(before.keys() | now.keys(), key=str)
         if before.get(key) != now.get(key)
     ]
     if differing:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ class LossGuard:
 
     `note` sends the verdict to the host beside the running step, `check` reads it once the backward pass is
     on its way. DeepSpeed steps at the end of its backward pass: there the optimizer's own hook checks first.
-    (Where DeepSpeed sees an overflow itself it skips the step without a word; `check` comes after it too.)
+    Where DeepSpeed finds gradients that are not finite it skips the step, after which the schedule and the
+    data part ways: `check_skipped` ends the run there.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -159,11 +160,24 @@ class LossGuard:
             self._arrived.synchronize()
         if self._num_bad.item() == 0:
             return
-        micro_batches = [
+        micro_batches = self._micro_batches()
+        bad = [part for part in micro_batches if part["loss"] in ("nan", "inf", "-inf")]
+        what = f"loss became {bad[0]['loss'] if bad else 'not finite on another rank'}"
+        self._refuse(what, bad, micro_batches)
+
+    def check_skipped(self, optimizer: Any) -> None:
+        """Raise UserError IDLM-0503 when DeepSpeed's `optimizer` left the step out, as all ranks do."""
+        if getattr(optimizer, "overflow", False):
+            micro_batches = self._micro_batches()
+            self._refuse("gradients became not finite", micro_batches, micro_batches)
+
+    def _micro_batches(self) -> list[dict[str, Any]]:
+        return [
             {"loss": repr(float(loss)), "item_ids": batch["item_ids"].tolist()}
             for loss, batch in zip(self._losses, self._batches, strict=True)
         ]
-        bad = [part for part in micro_batches if part["loss"] in ("nan", "inf", "-inf")]
+
+    def _refuse(self, what: str, bad: list[dict[str, Any]], micro_batches: list[dict[str, Any]]) -> NoReturn:
         path = self.run_dir / f"bad-loss-step-{self._step}-rank-{rank()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
@@ -172,8 +186,7 @@ class LossGuard:
         where = f"data items {[item for part in bad for item in part['item_ids']]}"
         raise UserError(
             "IDLM-0503",
-            f"the loss became {bad[0]['loss'] if bad else 'not finite on another rank'} at step {self._step}"
-            f"{', ' + where if bad else ''}",
+            f"the {what} at step {self._step}{', ' + where if bad else ''}",
             fix="checkpoints saved before are intact: lower train.learning_rate or look at the items of this "
             f"step, which are in {path}",
         )

@@ -172,4 +172,6 @@ class IdlmTrainer(SavingTrainer):
             self.guard.watch(engine.engine.basic_optimizer)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.guard.check()
+        if engine is not None:
+            self.guard.check_skipped(engine.engine.optimizer)
         return loss

@@ -259,6 +259,29 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
     assert ("its header says" if damage == "cut" else "not of the shape") in told
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.stages", "[{stride: 0, fraction: 1.0}]"),
+        ("train.stages", "[{stride: 2}]"),
+        ("train.steps", 0),
+        ("train.accumulation", -1),
+        ("plan.num_gpus", 0),
+        ("adapter", "{rank: 0}"),
+        ("export.dtype", "float16"),
+        ("train.deepspeed", "/nope.json"),
+    ],
+)
+def test_a_dry_run_lists_what_it_cannot_plan_with(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    changes = {"dry_run": "true", key: value}
+    assert cli.main(arguments(base, tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr()
+    assert "IDLM-0550" in told.err and key in told.err and "Traceback" not in told.err
+    assert "# Configuration" in told.out and "# Launch" in told.out
+
+
 def test_a_dry_run_tells_all_problems_at_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def test_a_step_that_the_optimizer_skips_is_judged_too(tmp_path: Path) -> None:
     guard.note(torch.tensor(1.0), batch(1))
     with pytest.raises(UserError, match="IDLM-0503"):
         guard.check()
+
+
+def test_a_step_that_deepspeed_left_out_ends_the_run(tmp_path: Path) -> None:
+    guard, _, optimizer = guarded(tmp_path)
+    guard.begin(3, num_micro_batches=1)
+    guard.note(torch.tensor(1.0), batch(7))
+    guard.check_skipped(optimizer)
+    guard.check_skipped(SimpleNamespace(overflow=False))
+    with pytest.raises(UserError, match=r"IDLM-0503.*gradients.*step 3.*\[7") as caught:
+        guard.check_skipped(SimpleNamespace(overflow=True))
+    assert str(tmp_path) in caught.value.fix
 
 
 def test_finite_losses_pass_and_a_new_step_starts_afresh(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from idlm.checkpoint import clear_stale, publish, telling_of_disk, verify
 from idlm.compose import compose
 from idlm.errors import UserError
 from idlm.train.config import TrainConfig, settle_accumulation
+from idlm.train.config_check import check_config
+from idlm.train.data.open import remember_base
+from idlm.train.progress import read_metrics
 from idlm.train.resume import SHAPE_FILE, RunShape, choose_checkpoint, config_hash, config_text, store_config
 from idlm.train.signals import StopOnSignal
 
@@ -127,6 +130,58 @@ def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> N
     stored.write_text("a: [")
     with pytest.raises(UserError, match="IDLM-0303"):
         choose_checkpoint(config, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"1: 2", "IDLM-0507.*1: 2"),
+        (b"a: 2026-13-45", "IDLM-0303.*month"),
+        (b"[" * 3000, "IDLM-0303.*RecursionError"),
+        (b"\xff", "IDLM-0303"),
+    ],
+)
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: bytes, says: str) -> None:
+    config = config_of(tmp_path)
+    save(tmp_path, 4)
+    store_config(config)
+    (tmp_path / "out" / "run" / "config.yaml").write_bytes(text)
+    with pytest.raises(UserError, match=f"(?s){says}"):
+        choose_checkpoint(config, SHAPE)
+
+
+def test_an_adapter_goes_on_with_the_base_that_it_was_started_on(tmp_path: Path) -> None:
+    remember_base(tmp_path, "a", is_continued=False)
+    remember_base(tmp_path, "a", is_continued=True)
+    with pytest.raises(UserError, match="IDLM-0518"):
+        remember_base(tmp_path, "b", is_continued=True)
+    remember_base(tmp_path, "b", is_continued=False)
+    remember_base(tmp_path, "b", is_continued=True)
+
+
+def test_damaged_metrics_do_not_stop_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1}\n{"step": 9}\n'
+    path.write_bytes(b'\xff\n3\n{}\n{"step": "x"}\n' + b"[" * 100_000 + b"\n" + good + b'{"step"')
+    assert read_metrics(path) == [{"step": 1}, {"step": 9}]
+    assert read_metrics(path, up_to_step=4) == [{"step": 1}]
+    assert read_metrics(tmp_path) == []
+
+
+NOT_ALLOWED = (
+    *(f"{key}={value}" for key in ("train.learning_rate", "plan.tflops") for value in ("nan", "inf")),
+    *("train.row_length=0", "train.row_length=-5", "train.epochs=nan", "train.hang_seconds=inf"),
+    *("train.max_grad_norm=nan", "eval.holdout=nan", "output_dir=''"),
+)
+
+
+@pytest.mark.parametrize("argument", NOT_ALLOWED)
+def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, argument: str) -> None:
+    key = argument.partition("=")[0]
+    values = {"output_dir": tmp_path / "out", "objective": "ar", "train.steps": 9}
+    arguments = [f"{name}={value}" for name, value in values.items() if name != key]
+    with pytest.raises(UserError, match=f"(?s)IDLM-0504.*{key}"):
+        check_config(compose("train", TrainConfig, [*arguments, argument]))
 
 
 def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) -> None:

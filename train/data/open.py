@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CACHE_FOLDER = "data_cache"
 DATA_FILE = "data.json"
+BASE_FILE = "base.json"
 SECONDS_BETWEEN_SIGNS = 5.0
 
 
@@ -83,6 +84,28 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
         return
     aside = run / f".{DATA_FILE}.tmp"
     aside.write_text(json.dumps(now), encoding="utf-8")
+    os.replace(aside, known)
+
+
+def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
+    """Write which base an adapter is trained on into `run`; refuse to continue it on another (IDLM-0518).
+
+    A checkpoint of such a run holds the adapter alone; the frozen base is read again from model.path.
+    """
+    known = run / BASE_FILE
+    if identity is None:
+        return
+    if is_continued and known.is_file():
+        before = read_json(known).get("base_identity")
+        if before != identity:
+            raise UserError(
+                "IDLM-0518",
+                f"the weights in model.path are not those that the adapter in {run} was started on",
+                fix="restore them, or start a new run: another output_dir, or resume=never",
+            )
+        return
+    aside = run / f".{BASE_FILE}.tmp"
+    aside.write_text(json.dumps({"base_identity": identity}), encoding="utf-8")
     os.replace(aside, known)
 
 
