@@ -105,9 +105,9 @@ def put(store: Drafts, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B
     assert isinstance(store, DraftLaws), f"{type(store)=}"
     dtypes = (laws.logits_XV.dtype, torch.float32)
     assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
-    from idlm.kernels.sampling import launch
+    from idlm.kernels.sampling import launch_verify
 
-    launch.put(store, lanes_B, laws, rows_BJ, active_B)
+    launch_verify.put(store, lanes_B, laws, rows_BJ, active_B)
 
 
 def draft_probability(store: Drafts, lanes_B: Tensor, token_ids_BJ: Tensor) -> Tensor:
@@ -153,9 +153,9 @@ def verify(
         assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
         return plain.verify(laws, store, tables, columns, uniforms_BJ)
     assert isinstance(store, DraftLaws), f"{type(store)=}"
-    from idlm.kernels.sampling import launch
+    from idlm.kernels.sampling import launch_verify
 
-    return launch.verify(laws, store, tables, columns, uniforms_BJ)
+    return launch_verify.verify(laws, store, tables, columns, uniforms_BJ)
 
 
 def emit(laws: Laws, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
@@ -167,10 +167,10 @@ def emit(laws: Laws, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, unifor
         plain.emit(laws, store, verdict, lanes_B, uniforms_B)
         return
     assert isinstance(store, DraftLaws), f"{type(store)=}"
-    from idlm.kernels.sampling import launch
+    from idlm.kernels.sampling import launch_verify
 
-    token = (store, launch.residual(laws, store, verdict, lanes_B))
-    launch.draw_verdict(laws, verdict, lanes_B, uniforms_B[:, None], token=token, state=None)
+    token = (store, launch_verify.residual(laws, store, verdict, lanes_B))
+    launch_verify.draw_verdict(laws, verdict, lanes_B, uniforms_B[:, None], token=token, state=None)
 
 
 def draw_drafts(
@@ -194,9 +194,11 @@ def draw_drafts(
     if isinstance(laws, PlainLaws):
         plain.draw_drafts(laws, verdict, lanes_B, uniforms_BJ, state, takes_best=takes_best)
         return
-    from idlm.kernels.sampling import launch
+    from idlm.kernels.sampling import launch_verify
 
-    launch.draw_verdict(laws, verdict, lanes_B, uniforms_BJ, token=None, state=state, takes_best=takes_best)
+    launch_verify.draw_verdict(
+        laws, verdict, lanes_B, uniforms_BJ, token=None, state=state, takes_best=takes_best
+    )
 
 
 def emit_and_draft(
@@ -219,10 +221,12 @@ def emit_and_draft(
         plain.draw_drafts(laws, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
         return
     assert isinstance(store, DraftLaws), f"{type(store)=}"
-    from idlm.kernels.sampling import launch
+    from idlm.kernels.sampling import launch_verify
 
-    token = (store, launch.residual(laws, store, verdict, lanes_B))
-    launch.draw_verdict(laws, verdict, lanes_B, uniforms_BA, token=token, state=state, takes_best=takes_best)
+    token = (store, launch_verify.residual(laws, store, verdict, lanes_B))
+    launch_verify.draw_verdict(
+        laws, verdict, lanes_B, uniforms_BA, token=token, state=state, takes_best=takes_best
+    )
 
 
 def uniforms(
