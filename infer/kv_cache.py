@@ -16,13 +16,18 @@ from torch import Tensor
 from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.transfer import to_device
 
+COPIES_AT_ONCE = 32
+"""Bounds the memory that copies take on their way."""
+
 
 class PagePool:
     """Which lanes hold which page. Equation at all times: free + resting in the prefix cache + held = all.
 
     Only the front pages of a lane can be held by others too: those that it got from the cache, or entered
     there. A pass writes at or behind a lane's KV pointer, so never into them. That includes passes that were
-    launched before the host knew as much: the device's pointer is never behind the host's.
+    launched before the host knew as much, also those of a sequence that turns out to be finished: the
+    device's pointer is never behind the host's. All else that they still write is in pages of that lane
+    alone; whoever gets those next writes after them.
     """
 
     def __init__(
@@ -198,9 +203,10 @@ class KVCache:
         self.values[layer, slot_mapping_R] = v_RKH
 
     def copy_pages(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
-        """Copy pages (from, to) of all layers. All are read before any is written."""
-        if copies:
-            from_C, to_C = to_device(copies, self.keys.device).unbind(dim=1)
+        """Copy pages (from, to) of all layers, in this order: what is written is not read any more."""
+        for start in range(0, len(copies), COPIES_AT_ONCE):
+            part = copies[start : start + COPIES_AT_ONCE]
+            from_C, to_C = to_device(part, self.keys.device).unbind(dim=1)
             for slots in (self.keys, self.values):
                 pages = slots.view(slots.shape[0], -1, page_size, *slots.shape[2:])
                 pages[:, to_C] = pages[:, from_C]

@@ -45,10 +45,9 @@ class Request:
     def known_ids(self, start: int, end: int) -> list[int]:
         """Tokens of prompt and answer in [start, end)."""
         behind = len(self.prompt_ids)
-        return [
-            *self.prompt_ids[start:end],
-            *self.token_ids[max(start - behind, 0) : max(end - behind, 0)],
-        ]
+        if end <= behind:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:] + self.token_ids[max(start - behind, 0) : end - behind]
 
     def push(self, token_id: int) -> None:
         """Append one emitted token and note a stop id or a length limit."""

@@ -34,7 +34,11 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
-        """fp32 logits [X, V] of `plan.logit_rows_X`; writes the KV of every fed row."""
+        """fp32 logits [X, V] of `plan.logit_rows_X`; writes the KV of every fed row.
+
+        In each layer all of it is stored before any row attends: a sequence may share pages that another one
+        fills in this very pass.
+        """
         page_size = self.pool.page_size
         num_pages = self.pool.pages_for(plan.max_slots)
         block_table_BP = self.pool.block_table_ZP[plan.lanes_B, :num_pages]

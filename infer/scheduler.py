@@ -218,7 +218,7 @@ class Scheduler:
         if cache is None:
             return self.pool.reserve(lane, num_slots)
         most = request.num_known - 1
-        keys = self._page_keys(request, most // size)
+        keys = self._page_keys(request, most // size)[: most // size]
         shared = cache.chain(keys)
         behind = len(shared) * size
         parent = keys[len(shared) - 1] if shared else cache.root
@@ -257,10 +257,11 @@ class Scheduler:
         A page that another sequence entered first stays the request's own while the request has to write it.
         """
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
-        if cache is None:
+        start, end = self.pool.num_cached(lane), num_computed // size
+        if cache is None or start >= end:
             return
-        for place in range(self.pool.num_cached(lane), num_computed // size):
-            keys = self._page_keys(request, place + 1)
+        keys = self._page_keys(request, end)
+        for place in range(start, end):
             if not is_written and cache.page_of(keys[place]) is not None:
                 return
             parent = keys[place - 1] if place else cache.root

@@ -169,10 +169,12 @@ class Simulation:
         for request in (*schedule.preempted, *schedule.resumed):
             self.lanes[lane_of(request)].num_computed = request.num_computed
         size = self.world.page_size
-        contents = [self.memory[source * size : (source + 1) * size] for source, _ in schedule.copies]
-        for (_, target), content in zip(schedule.copies, contents, strict=True):
-            self._check_writer(target)
-            self.memory[target * size : (target + 1) * size] = content
+        at_once = self.dice.choice((1, 2, 100))
+        for part in (schedule.copies[i : i + at_once] for i in range(0, len(schedule.copies), at_once)):
+            contents = [self.memory[source * size : (source + 1) * size] for source, _ in part]
+            for (_, target), content in zip(part, contents, strict=True):
+                self._check_writer(target)
+                self.memory[target * size : (target + 1) * size] = content
 
     def _run(self, schedule: Schedule) -> list[tuple[Request, bool, list[int]]]:
         self.num_passes += 1

@@ -308,7 +308,7 @@ def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
     original = Schedule.batch
 
     def batch(self: Schedule, device: torch.device) -> Batch:
-        self.samples = [s or n == 7 for s, n in zip(self.samples, self.num_feed, strict=True)]
+        self.samples[:] = [s or n == 7 for s, n in zip(self.samples, self.num_feed, strict=True)]
         return original(self, device)
 
     patch.setattr(Schedule, "batch", batch)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.infer import kv_cache
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.request import Request
@@ -173,7 +174,12 @@ def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
     assert pool.block_table_ZP[:2, :3].tolist() == [[pool.page(z, p) for p in range(3)] for z in (0, 1)]
 
 
-def test_pages_are_copied_in_all_layers_and_no_other_is_touched() -> None:
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_pages_are_copied_in_all_layers_and_no_other_is_touched(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page that was copied is written by a later copy."""
+    monkeypatch.setattr(kv_cache, "COPIES_AT_ONCE", at_once)
     cache = KVCache(
         num_layers=3,
         num_slots=5 * PAGE,
@@ -186,9 +192,9 @@ def test_pages_are_copied_in_all_layers_and_no_other_is_touched() -> None:
     cache.values.normal_()
     before = [slots.view(3, 5, -1).clone() for slots in (cache.keys, cache.values)]
     cache.copy_pages([], PAGE)
-    cache.copy_pages([(1, 3), (3, 0)], PAGE)
+    cache.copy_pages([(1, 3), (4, 4), (2, 1)], PAGE)
     for old, slots in zip(before, (cache.keys, cache.values), strict=True):
-        assert torch.equal(slots.view(3, 5, -1), old[:, [3, 1, 2, 1, 4]])
+        assert torch.equal(slots.view(3, 5, -1), old[:, [0, 2, 2, 1, 4]])
 
 
 def test_every_read_finds_its_own_text() -> None:
