@@ -1,0 +1,15 @@
+"""Linear layers of few rows at the speed of the weight's stream; contract in README.md."""
+
+from idlm.kernels.linear.fp8 import Fp8Weight, quantise_fp8
+from idlm.kernels.linear.op import linear, linear_swiglu
+from idlm.kernels.linear.reference import dequantised, linear_reference, linear_swiglu_reference
+
+__all__ = [
+    "Fp8Weight",
+    "dequantised",
+    "linear",
+    "linear_reference",
+    "linear_swiglu",
+    "linear_swiglu_reference",
+    "quantise_fp8",
+]

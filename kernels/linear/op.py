@@ -1,0 +1,121 @@
+"""Linear layers of few rows: ours with a `Launch`, the library's without one. Contract in README.md.
+
+R rows, D input width, E output width, F half of it for a SwiGLU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from idlm.kernels.linear.fp8 import Fp8Weight
+
+if TYPE_CHECKING:
+    from idlm.kernels.linear.launch import Launch, Workspace
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def linear(
+    x_RD: Tensor,
+    weight_ED: Tensor | Fp8Weight,
+    *,
+    bias_E: Tensor | None = None,
+    residual_RE: Tensor | None = None,
+    launch: Launch | None = None,
+    workspace: Workspace | None = None,
+    out_RE: Tensor | None = None,
+) -> Tensor:
+    """x W^T (+ bias), rounded, then (+ residual), rounded: [R, E] in the dtype of `x_RD`.
+
+    Without a launch, or on a CPU, the library computes it. `out_RE` may be `residual_RE`. A launch with
+    splits needs a workspace that no other stream uses meanwhile; without one it allocates its own.
+    """
+    _check(x_RD, weight_ED, bias_E)
+    if launch is None or not _runs_kernels(x_RD):
+        return _library(x_RD, weight_ED, bias_E, residual_RE, out_RE)
+    from idlm.kernels.linear.kernel_run import run
+
+    values_ED, scale_E = _parts(weight_ED)
+    out_RE = x_RD.new_empty(len(x_RD), len(values_ED)) if out_RE is None else out_RE
+    return run(
+        x_RD,
+        values_ED,
+        out_RE,
+        launch=launch,
+        scale_E=scale_E,
+        bias_E=bias_E,
+        residual_RE=residual_RE,
+        workspace=workspace,
+    )
+
+
+def linear_swiglu(
+    x_RD: Tensor,
+    weight_ED: Tensor | Fp8Weight,
+    *,
+    bias_E: Tensor | None = None,
+    launch: Launch | None = None,
+    workspace: Workspace | None = None,
+    out_RF: Tensor | None = None,
+) -> Tensor:
+    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's.
+
+    Rounded as torch rounds the separate ops: both products, the silu, the result.
+    """
+    _check(x_RD, weight_ED, bias_E)
+    width = weight_ED.shape[0] // 2
+    if launch is None or not _runs_kernels(x_RD):
+        gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None, None).chunk(2, dim=-1)
+        result_RF = F.silu(gate_RF) * up_RF
+        return result_RF if out_RF is None else out_RF.copy_(result_RF)
+    from idlm.kernels.linear.kernel_run import run
+
+    values_ED, scale_E = _parts(weight_ED)
+    out_RF = x_RD.new_empty(len(x_RD), width) if out_RF is None else out_RF
+    return run(
+        x_RD,
+        values_ED,
+        out_RF,
+        launch=launch,
+        scale_E=scale_E,
+        bias_E=bias_E,
+        gated=True,
+        workspace=workspace,
+    )
+
+
+def _library(
+    x_RD: Tensor,
+    weight_ED: Tensor | Fp8Weight,
+    bias_E: Tensor | None,
+    residual_RE: Tensor | None,
+    out_RE: Tensor | None,
+) -> Tensor:
+    weight = weight_ED.widened(x_RD.dtype) if isinstance(weight_ED, Fp8Weight) else weight_ED
+    y_RE = F.linear(x_RD, weight, bias_E)
+    if residual_RE is not None:
+        return torch.add(residual_RE, y_RE, out=out_RE) if out_RE is not None else residual_RE + y_RE
+    return y_RE if out_RE is None else out_RE.copy_(y_RE)
+
+
+def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
+    if isinstance(weight_ED, Fp8Weight):
+        return weight_ED.values_ED, weight_ED.scale_E
+    return weight_ED, None
+
+
+def _runs_kernels(x_RD: Tensor) -> bool:
+    return (x_RD.is_cuda or INTERPRETED) and x_RD.dtype in DTYPES
+
+
+def _check(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, bias_E: Tensor | None) -> None:
+    values_ED, _ = _parts(weight_ED)
+    assert x_RD.shape[1] == values_ED.shape[1], f"{x_RD.shape=} {values_ED.shape=}"
+    assert x_RD.stride(1) == 1 and values_ED.stride(1) == 1, f"{x_RD.stride()=} {values_ED.stride()=}"
+    assert bias_E is None or bias_E.shape == values_ED.shape[:1], f"{bias_E=}"

@@ -1,0 +1,40 @@
+"""The definition of the op, in fp32 or, for fp64 input, fp64. Formula in README.md.
+
+R rows, D input width, E output width, F half of it for a SwiGLU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def linear_reference(
+    x_RD: Tensor,
+    weight_ED: Tensor,
+    *,
+    bias_E: Tensor | None = None,
+    residual_RE: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias + residual, [R, E], not rounded."""
+    dtype = _wide(x_RD.dtype)
+    y_RE = x_RD.to(dtype) @ weight_ED.to(dtype).T
+    for term in (bias_E, residual_RE):
+        if term is not None:
+            y_RE = y_RE + term.to(dtype)
+    return y_RE
+
+
+def linear_swiglu_reference(x_RD: Tensor, weight_ED: Tensor, *, bias_E: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, [R, F]; the first F rows of the weight are the gate's."""
+    gate_RF, up_RF = linear_reference(x_RD, weight_ED, bias_E=bias_E).chunk(2, dim=-1)
+    return gate_RF * torch.sigmoid(gate_RF) * up_RF
+
+
+def dequantised(values_ED: Tensor, scale_E: Tensor) -> Tensor:
+    """What an fp8 weight stands for, fp32."""
+    return values_ED.to(torch.float32) * scale_E[:, None]

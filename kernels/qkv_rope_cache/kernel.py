@@ -1,0 +1,179 @@
+"""The Triton kernel between the fused projection and attention: one program per row and group of heads.
+
+Rounds step by step where transformers does, so that bf16 equals it: bias, norm, weight, cos and sin, both
+products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim, h half of it, S KV slots.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _round(x, dtype):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _halves(p, mask, HALF: tl.constexpr):
+    low = tl.load(p, mask=mask, other=0.0).to(tl.float32)
+    return low, tl.load(p + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_cache(p, low, high, mask, scale, HALF: tl.constexpr, IS_FP8: tl.constexpr):
+    dtype = p.dtype.element_ty
+    if IS_FP8:
+        # Clamped, since a value beyond the range of e4m3 may become a NaN.
+        low = tl.minimum(tl.maximum(low / scale, -448.0), 448.0)
+        high = tl.minimum(tl.maximum(high / scale, -448.0), 448.0)
+    tl.store(p, low.to(dtype), mask=mask)
+    tl.store(p + HALF, high.to(dtype), mask=mask)
+
+
+@triton.jit
+def qkv_rope_cache_kernel(
+    qkv_RJH,
+    bias_JH,
+    qk_norm_YH,
+    positions_R,
+    slot_mapping_R,
+    inv_freq_h,
+    k_cache_SKH,
+    v_cache_SKH,
+    k_scale_K,
+    v_scale_K,
+    stride_row,
+    stride_head,
+    stride_norm,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_slot,
+    stride_v_head,
+    norm_eps,
+    rope_scaling,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_h: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """q of its heads in place; k and v of its heads into the caches, unless the row's slot is -1."""
+    GROUPS: tl.constexpr = (N + 2 * K + BLOCK_J - 1) // BLOCK_J
+    row = (tl.program_id(0) // GROUPS).to(tl.int64)
+    head = (tl.program_id(0) % GROUPS) * BLOCK_J + tl.arange(0, BLOCK_J)
+    o_half = tl.arange(0, BLOCK_h)
+    in_half = (o_half < HALF)[None, :]
+    mask = (head < N + 2 * K)[:, None] & in_half
+    is_rotated = (head < N + K)[:, None]
+    inv_freq = tl.load(inv_freq_h + o_half, mask=o_half < HALF, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    dtype = qkv_RJH.dtype.element_ty
+    p_qkv = qkv_RJH + row * stride_row + head[:, None] * stride_head + o_half[None, :]
+    low, high = _halves(p_qkv, mask, HALF)
+    if HAS_BIAS:
+        bias_low, bias_high = _halves(bias_JH + head[:, None] * (2 * HALF) + o_half[None, :], mask, HALF)
+        low, high = _round(low + bias_low, dtype), _round(high + bias_high, dtype)
+    new_low, new_high = low, high
+    if HAS_NORM:
+        p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
+        norm_low, norm_high = _halves(p_norm, mask & is_rotated, HALF)
+        size = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + norm_eps)[:, None]
+        new_low = _round(_round(low * size, dtype) * norm_low, dtype)
+        new_high = _round(_round(high * size, dtype) * norm_high, dtype)
+    angle = tl.load(positions_R + row).to(tl.float32) * inv_freq
+    cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]
+    sin = _round(tl.sin(angle) * rope_scaling, dtype)[None, :]
+    turned_low = _round(new_low * cos, dtype) - _round(new_high * sin, dtype)
+    turned_high = _round(new_high * cos, dtype) + _round(new_low * sin, dtype)
+    low = tl.where(is_rotated, _round(turned_low, dtype), low)
+    high = tl.where(is_rotated, _round(turned_high, dtype), high)
+
+    is_query = mask & (head < N)[:, None]
+    tl.store(p_qkv, low.to(dtype), mask=is_query)
+    tl.store(p_qkv + HALF, high.to(dtype), mask=is_query)
+    slot = tl.load(slot_mapping_R + row).to(tl.int64)
+    is_key = mask & ((head >= N) & (head < N + K))[:, None] & (slot >= 0)
+    is_value = mask & (head >= N + K)[:, None] & (slot >= 0)
+    k_head, v_head = tl.maximum(head - N, 0), tl.maximum(head - N - K, 0)
+    k_scale = tl.full([BLOCK_J, 1], 1.0, tl.float32)
+    v_scale = k_scale
+    if HAS_SCALE:
+        k_scale = tl.load(k_scale_K + k_head, mask=k_head < K, other=1.0)[:, None]
+        v_scale = tl.load(v_scale_K + v_head, mask=v_head < K, other=1.0)[:, None]
+    p_k = k_cache_SKH + slot * stride_k_slot + k_head[:, None] * stride_k_head + o_half[None, :]
+    _store_cache(p_k, low, high, is_key, k_scale, HALF, IS_FP8)
+    p_v = v_cache_SKH + slot * stride_v_slot + v_head[:, None] * stride_v_head + o_half[None, :]
+    _store_cache(p_v, low, high, is_value, v_scale, HALF, IS_FP8)
+
+
+def run(
+    qkv_RJH: Tensor,
+    caches: tuple[Tensor, Tensor],
+    *,
+    positions_R: Tensor,
+    slot_mapping_R: Tensor,
+    inv_freq_h: Tensor,
+    rope_scaling: float,
+    bias_JH: Tensor | None,
+    qk_norm_YH: Tensor | None,
+    norm_eps: float,
+    scales: tuple[Tensor | None, Tensor | None],
+    heads_per_program: int,
+    warps: int,
+    pdl: bool,
+) -> None:
+    """One launch; the arguments are those of the op."""
+    (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K) = caches, scales
+    num_kv_heads = k_cache_SKH.shape[1]
+    num_rows, fused_heads, head_dim = qkv_RJH.shape
+    groups = triton.cdiv(fused_heads, heads_per_program)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if num_rows:
+        qkv_rope_cache_kernel[(num_rows * groups,)](
+            qkv_RJH,
+            qkv_RJH if bias_JH is None else bias_JH,
+            qkv_RJH if qk_norm_YH is None else qk_norm_YH,
+            positions_R,
+            slot_mapping_R,
+            inv_freq_h,
+            k_cache_SKH,
+            v_cache_SKH,
+            inv_freq_h if k_scale_K is None else k_scale_K,
+            inv_freq_h if v_scale_K is None else v_scale_K,
+            qkv_RJH.stride(0),
+            qkv_RJH.stride(1),
+            0 if qk_norm_YH is None else qk_norm_YH.stride(0),
+            k_cache_SKH.stride(0),
+            k_cache_SKH.stride(1),
+            v_cache_SKH.stride(0),
+            v_cache_SKH.stride(1),
+            norm_eps,
+            rope_scaling,
+            N=fused_heads - 2 * num_kv_heads,
+            K=num_kv_heads,
+            HALF=head_dim // 2,
+            HAS_BIAS=bias_JH is not None,
+            HAS_NORM=qk_norm_YH is not None,
+            HAS_SCALE=k_scale_K is not None,
+            IS_FP8=k_cache_SKH.dtype == torch.float8_e4m3fn,
+            BLOCK_J=heads_per_program,
+            BLOCK_h=triton.next_power_of_2(head_dim // 2),
+            PDL=pdl,
+            num_warps=warps,
+            **options,
+        )

@@ -1,0 +1,121 @@
+"""QK norm, rotary embedding and KV write. Contract in README.md.
+
+R rows, J fused heads (N + 2K), Y rotated heads (N + K), N query heads, K KV heads, H head dim, h half of it,
+S physical KV slots.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
+
+
+def qkv_rope_cache(
+    qkv_RJH: Tensor,
+    k_cache_SKH: Tensor,
+    v_cache_SKH: Tensor,
+    *,
+    positions_R: Tensor,
+    slot_mapping_R: Tensor,
+    inv_freq_h: Tensor,
+    rope_scaling: float = 1.0,
+    bias_JH: Tensor | None = None,
+    qk_norm_YH: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale_K: Tensor | None = None,
+    v_scale_K: Tensor | None = None,
+    heads_per_program: int = 4,
+    warps: int = 4,
+    pdl: bool = False,
+) -> Tensor:
+    """q [R, N, H], a view of `qkv_RJH`, whose query heads are overwritten; k and v go to the caches.
+
+    `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. `positions_R` int64,
+    `inv_freq_h` fp32. Scales (fp32, both or none) belong to e4m3 caches: what is stored is value / scale.
+    The last three are launch parameters.
+    """
+    num_kv_heads = k_cache_SKH.shape[1]
+    num_heads = qkv_RJH.shape[1] - 2 * num_kv_heads
+    assert num_heads > 0 and qkv_RJH.shape[2] % 2 == 0, f"{qkv_RJH.shape=} {k_cache_SKH.shape=}"
+    assert qkv_RJH.stride(2) == k_cache_SKH.stride(2) == v_cache_SKH.stride(2) == 1, f"{qkv_RJH.stride()=}"
+    assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
+    assert bias_JH is None or bias_JH.is_contiguous(), f"{bias_JH=}"
+    if not (qkv_RJH.is_cuda or INTERPRETED):
+        return _plain(
+            qkv_RJH,
+            k_cache_SKH,
+            v_cache_SKH,
+            _tables(positions_R, inv_freq_h, rope_scaling, qkv_RJH.dtype),
+            slot_mapping_R,
+            bias_JH,
+            None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
+            (k_scale_K, v_scale_K),
+        )
+    from idlm.kernels.qkv_rope_cache.kernel import run
+
+    run(
+        qkv_RJH,
+        (k_cache_SKH, v_cache_SKH),
+        positions_R=positions_R,
+        slot_mapping_R=slot_mapping_R,
+        inv_freq_h=inv_freq_h,
+        rope_scaling=rope_scaling,
+        bias_JH=bias_JH,
+        qk_norm_YH=qk_norm_YH,
+        norm_eps=norm_eps,
+        scales=(k_scale_K, v_scale_K),
+        heads_per_program=heads_per_program,
+        warps=warps,
+        pdl=pdl and not INTERPRETED,
+    )
+    return qkv_RJH[:, :num_heads]
+
+
+def _tables(
+    positions_R: Tensor, inv_freq_h: Tensor, rope_scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, [R, 1, h], rounded."""
+    angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
+    return (angles_R1h.cos() * rope_scaling).to(dtype), (angles_R1h.sin() * rope_scaling).to(dtype)
+
+
+def _plain(
+    qkv_RJH: Tensor,
+    k_cache_SKH: Tensor,
+    v_cache_SKH: Tensor,
+    tables: tuple[Tensor, Tensor],
+    slot_mapping_R: Tensor,
+    bias_JH: Tensor | None,
+    qk_norm: tuple[Tensor, float] | None,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """The same in plain torch, rounding where the kernel does."""
+    num_kv_heads, dtype = k_cache_SKH.shape[1], qkv_RJH.dtype
+    num_rotated = qkv_RJH.shape[1] - num_kv_heads
+    rows_RJH = qkv_RJH if bias_JH is None else qkv_RJH + bias_JH
+    qk_RYH = rows_RJH[:, :num_rotated]
+    if qk_norm is not None:
+        qk_RYH = F.rms_norm(qk_RYH.float(), qk_RYH.shape[-1:], eps=qk_norm[1]).to(dtype) * qk_norm[0]
+    cos_R1h, sin_R1h = tables
+    low, high = qk_RYH.chunk(2, dim=-1)
+    qk_RYH = torch.cat((low * cos_R1h - high * sin_R1h, high * cos_R1h + low * sin_R1h), dim=-1)
+    num_heads = num_rotated - num_kv_heads
+    is_written_R = slot_mapping_R >= 0
+    slots = slot_mapping_R[is_written_R]
+    fresh = (qk_RYH[:, num_heads:], rows_RJH[:, num_rotated:])
+    for cache_SKH, rows_RKH, scale_K in zip((k_cache_SKH, v_cache_SKH), fresh, scales, strict=True):
+        written = rows_RKH[is_written_R].float()
+        if scale_K is not None:
+            written = written / scale_K[:, None]
+        if cache_SKH.dtype == FP8:
+            written = written.clamp(-LARGEST_FP8, LARGEST_FP8)
+        cache_SKH[slots] = written.to(cache_SKH.dtype)
+    qkv_RJH[:, :num_heads] = qk_RYH[:, :num_heads]
+    return qkv_RJH[:, :num_heads]

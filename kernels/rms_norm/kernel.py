@@ -1,0 +1,83 @@
+"""The Triton kernel of residual addition and RMSNorm: one program per row, each element read once.
+
+R rows, D width.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_RD,
+    residual_RD,
+    weight_D,
+    normed_RD,
+    stride_x,
+    stride_residual,
+    stride_normed,
+    D,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """normed = rms_norm(x + residual) * weight of one row; the sum replaces the residual."""
+    row = tl.program_id(0).to(tl.int64)
+    o_column = tl.arange(0, BLOCK_D)
+    m_column = o_column < D
+    weight = tl.load(weight_D + o_column, mask=m_column, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_RD + row * stride_x + o_column, mask=m_column, other=0.0)
+    if HAS_RESIDUAL:
+        p_residual = residual_RD + row * stride_residual + o_column
+        residual = tl.load(p_residual, mask=m_column, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(p_residual, x, mask=m_column)
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+    normed = normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(normed_RD + row * stride_normed + o_column, normed.to(x.dtype), mask=m_column)
+
+
+def run(
+    x_RD: Tensor,
+    residual_RD: Tensor | None,
+    weight_D: Tensor,
+    normed_RD: Tensor,
+    *,
+    eps: float,
+    warps: int,
+    pdl: bool,
+) -> None:
+    """One launch; the sum is written over `residual_RD`."""
+    num_rows, D = x_RD.shape
+    if num_rows == 0:
+        return
+    residual = x_RD if residual_RD is None else residual_RD
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    add_rms_norm_kernel[(num_rows,)](
+        x_RD,
+        residual,
+        weight_D,
+        normed_RD,
+        x_RD.stride(0),
+        residual.stride(0),
+        normed_RD.stride(0),
+        D,
+        eps,
+        HAS_RESIDUAL=residual_RD is not None,
+        BLOCK_D=triton.next_power_of_2(D),
+        PDL=pdl,
+        num_warps=warps,
+        **options,
+    )

@@ -1,0 +1,44 @@
+"""Residual addition and RMSNorm. Contract in README.md. R rows, D width."""
+
+from __future__ import annotations
+
+import os
+
+import torch.nn.functional as F
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def add_rms_norm(
+    x_RD: Tensor,
+    residual_RD: Tensor | None,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    warps: int = 8,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(normed, residual): the sum x + residual is written IN PLACE over `residual_RD` and returned.
+
+    Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
+    normed row, its product with the weight. `warps` and `pdl` are launch parameters.
+    """
+    assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
+    assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
+    if x_RD.is_cuda or INTERPRETED:
+        from idlm.kernels.rms_norm.kernel import run
+
+        normed_RD = x_RD.new_empty(x_RD.shape)
+        run(
+            x_RD,
+            residual_RD,
+            weight_D,
+            normed_RD,
+            eps=eps,
+            warps=warps,
+            pdl=pdl and not INTERPRETED,
+        )
+        return normed_RD, x_RD if residual_RD is None else residual_RD
+    sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
+    return F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D, sum_RD

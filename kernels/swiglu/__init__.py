@@ -1,0 +1,6 @@
+"""silu(gate) * up of a fused projection's output; contract in README.md."""
+
+from idlm.kernels.swiglu.op import swiglu
+from idlm.kernels.swiglu.reference import swiglu_reference
+
+__all__ = ["swiglu", "swiglu_reference"]

@@ -1,0 +1,159 @@
+"""The trunk's kernels on a CUDA device: 1,000 random shapes per op against float64 with NaN in the padding, a
+row's bits at any number of rows, graph capture with programmatic launches.
+
+python -m pytest tests/gpu/test_trunk_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from idlm.infer.models.dense import rms_norm, rotate
+from idlm.kernels.gated_lora import LoraLaunch, gated_lora_add
+from idlm.kernels.linear import linear, linear_swiglu
+from idlm.kernels.linear.choose import check_rows_agree
+from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace
+from idlm.kernels.qkv_rope_cache import qkv_rope_cache
+from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.swiglu import swiglu
+from tests.kernels.trunk_cases import CHECKS, Draw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES_PER_BATCH, BATCHES = 112, 9
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(shape, device="cuda")).to(dtype)
+
+
+@pytest.mark.parametrize("op", CHECKS)
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_shapes_are_as_exact_as_pytorch(op: str, batch: int) -> None:
+    for seed in range(batch * SHAPES_PER_BATCH, (batch + 1) * SHAPES_PER_BATCH):
+        CHECKS[op](Draw(seed, "cuda", DTYPES[seed % 3], largest=20_000))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_this_device_can_be_deterministic(dtype: torch.dtype) -> None:
+    assert check_rows_agree(torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize(("E", "D"), [(6144, 4096), (4096, 12288), (896, 4864), (100, 96), (33, 3000)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fixed_launches_give_a_row_its_bits(E: int, D: int, gated: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    op = linear_swiglu if gated else linear
+    weight = randn((2 if gated else 1) * E, D, dtype=dtype, scale=D**-0.5)
+    x = randn(600, D, dtype=dtype)
+    whole = op(x, weight, launch=fixed_launch(600, E, D, dtype, gated=gated))
+    for num_rows in (1, 2, 7, 15, 16, 17, 32, 33, 64, 65, 112, 128, 129, 448):
+        launch = fixed_launch(num_rows, E, D, dtype, gated=gated)
+        for first in (0, 150):
+            found = op(x[first : first + num_rows], weight, launch=launch)
+            assert torch.equal(found, whole[first : first + num_rows]), f"{num_rows=} {first=}"
+
+
+def test_small_ops_give_the_trunks_bits() -> None:
+    """bf16 equals the torch path of infer/models/dense.py but for rare last bits of a norm."""
+    torch.manual_seed(0)
+    x, residual, weight = randn(64, 4096), randn(64, 4096), randn(4096)
+    total = x + residual
+    normed, summed = add_rms_norm(x, residual, weight, eps=1e-6)
+    assert torch.equal(summed, total)
+    assert (normed != rms_norm(total, weight, 1e-6)).float().mean() < 1e-3
+    gate_up = randn(64, 2 * 12288)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert (swiglu(gate_up) != F.silu(gate) * up).float().mean() < 1e-3
+    qkv, norm = randn(64, 48, 128), randn(40, 128)
+    inv_freq, positions = (
+        1e6 ** -torch.linspace(0, 1, 64, device="cuda"),
+        torch.arange(64, device="cuda") * 500,
+    )
+    angles = positions[:, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    tables = [torch.cat(one, -1).bfloat16()[:, None] for one in ((cos, cos), (-sin, sin))]
+    expected = rotate(rms_norm(qkv[:, :40], norm, 1e-6), *tables)[:, :32]
+    caches = [torch.zeros(64, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    slots = torch.arange(64, device="cuda")
+    found = qkv_rope_cache(
+        qkv, *caches, positions_R=positions, slot_mapping_R=slots, inv_freq_h=inv_freq, qk_norm_YH=norm
+    )
+    assert (found != expected).float().mean() < 1e-3
+
+
+def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> None:
+    """Norm, projection, rotation, addition, SwiGLU and adapter in one graph, replayed on changing input."""
+    torch.manual_seed(0)
+    rows, width, ffn = 7, 1024, 2048
+    qkv_w, o_w, up_w, down_w = (
+        randn(*shape, scale=0.03) for shape in ((2048, width), (width, 1024), (2 * ffn, width), (width, ffn))
+    )
+    norm, x = randn(width), randn(rows, width)
+    is_mask = torch.tensor([False, True] * 3 + [False], device="cuda")
+    lora = (randn(16, width, scale=0.03), randn(2048, 16))
+    caches = [torch.zeros(rows, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    positions = torch.arange(rows, device="cuda")
+    inv_freq = 1e4 ** -torch.linspace(0, 1, 64, device="cuda")
+    space = make_workspace(torch.device("cuda"), num_floats=1 << 22, num_tiles=4096)
+
+    def chain(pdl: bool) -> torch.Tensor:
+        launch = Launch(splits=4, pdl=pdl, prefetch=128)
+        hidden, _ = add_rms_norm(x, None, norm, eps=1e-6, pdl=pdl)
+        qkv = linear(hidden, qkv_w, launch=launch, workspace=space)
+        adapter = LoraLaunch(pdl=pdl)
+        gated_lora_add(qkv, hidden, is_mask, *lora, sizes=(2048,), scaling=2.0, launch=adapter)
+        q = qkv_rope_cache(
+            qkv.view(rows, 16, 128),
+            *caches,
+            positions_R=positions,
+            slot_mapping_R=positions,
+            inv_freq_h=inv_freq,
+            pdl=pdl,
+        )
+        total = linear(q.reshape(rows, -1), o_w, residual_RE=x, launch=launch, workspace=space)
+        hidden, _ = add_rms_norm(total, None, norm, eps=1e-6, pdl=pdl)
+        hidden = linear_swiglu(hidden, up_w, launch=launch, workspace=space)
+        return linear(hidden, down_w, residual_RE=total, launch=launch, workspace=space)
+
+    chain(True), chain(False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [chain(True) for _ in range(8)][-1]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x.copy_(randn(rows, width))
+        graph.replay()
+        assert torch.equal(captured, chain(False)), seed
+    assert not space.counters.any()
+
+
+def test_every_choice_of_the_sweep_is_right() -> None:
+    """Tiles, splits, warps, stages and prefetch of benchmarks/linears.py on one odd shape."""
+    torch.manual_seed(0)
+    x, weight = randn(50, 1000), randn(300, 1000, scale=0.03)
+    true = x.double() @ weight.double().T
+    library = float((F.linear(x, weight).double() - true).norm())
+    grid = itertools.product((64, 128), (8, 16, 64), (64, 128), (1, 3), (4, 8), (2, 4), (False, True))
+    for block_e, block_r, block_d, splits, warps, stages, pdl in grid:
+        launch = Launch(
+            block_e=block_e,
+            block_r=block_r,
+            block_d=block_d,
+            splits=splits,
+            warps=warps,
+            stages=stages,
+            pdl=pdl,
+            prefetch=block_d,
+        )
+        error = float((linear(x, weight, launch=launch).double() - true).norm())
+        assert error <= 1.1 * library, launch

@@ -1,0 +1,60 @@
+"""Compile a Triton kernel for sm_90 without a GPU, and say what came out of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """`spilled_bytes` and `registers` are per thread."""
+
+    ptx: str
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+
+
+def compile_for_hopper(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
+) -> Compiled:
+    """`types` of the other arguments by name: "*bf16", "i32", ...; all are taken as divisible by 16."""
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    names = list(signature)
+    divisible = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(names)
+        if name not in constants and signature[name] != "fp32"
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values, attrs=divisible)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    registers, spilled = _resources(ptx)
+    return Compiled(
+        ptx=ptx, shared_bytes=compiled.metadata.shared, registers=registers, spilled_bytes=spilled
+    )
+
+
+def _resources(ptx: str) -> tuple[int, int]:
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [ptxas, "-v", "-arch=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert registers and spilled, said
+    return int(registers[1]), int(spilled[1])

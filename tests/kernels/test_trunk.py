@@ -1,0 +1,209 @@
+"""The trunk's ops: the plain paths against the definitions, the interpreted kernels, the kernels compiled for
+sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.infer.models.dense import rms_norm, rotate
+from idlm.kernels.linear import dequantised, linear, quantise_fp8
+from idlm.kernels.qkv_rope_cache import qkv_rope_cache
+from idlm.kernels.rms_norm import add_rms_norm
+from idlm.lora import gated_linear
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_interpreted_kernels_compute_the_definitions() -> None:
+    """All checks of interpreted_trunk.py, in a process whose Triton is interpreted."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/kernels/interpreted_trunk.py",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plain_paths_compute_the_definitions(op: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.trunk_cases import CHECKS, Draw
+
+    for seed in range(4):
+        CHECKS[op](Draw(seed, "cpu", dtype, largest=100))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rounding_is_the_trunks(dtype: torch.dtype, has_norm: bool) -> None:
+    """Bit for bit what infer/models/dense.py computes step by step."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(9, 8, 32, generator=generator).to(dtype)
+    weight = torch.randn(6, 32, generator=generator).to(dtype) if has_norm else None
+    inv_freq, positions = 100.0 ** -torch.linspace(0, 1, 16), torch.randint(0, 3000, (9,))
+    angles = positions[:, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    tables = [torch.cat(halves, -1).to(dtype)[:, None] for halves in ((cos, cos), (-sin, sin))]
+    qk = qkv[:, :6] if weight is None else rms_norm(qkv[:, :6], weight, 1e-6)
+    expected, value = rotate(qk, *tables), qkv[:, 6:].clone()
+    caches = [torch.zeros(9, 2, 32, dtype=dtype) for _ in range(2)]
+    q = qkv_rope_cache(
+        qkv,
+        *caches,
+        positions_R=positions,
+        slot_mapping_R=torch.arange(9),
+        inv_freq_h=inv_freq,
+        qk_norm_YH=weight,
+    )
+    assert torch.equal(q, expected[:, :4])
+    assert torch.equal(caches[0], expected[:, 4:])
+    assert torch.equal(caches[1], value)
+    hidden, residual = (torch.randn(5, 96, generator=generator).to(dtype) for _ in range(2))
+    norm, total = torch.randn(96, generator=generator).to(dtype), hidden + residual
+    normed, summed = add_rms_norm(hidden, residual, norm, eps=1e-6)
+    assert torch.equal(summed, total)
+    assert torch.equal(normed, rms_norm(total, norm, 1e-6)) or dtype == torch.float32
+    torch.testing.assert_close(normed, rms_norm(total, norm, 1e-6))
+
+
+def test_gated_lora_is_the_rule_of_the_core() -> None:
+    from idlm.kernels.gated_lora import gated_lora_add
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(11, 96, generator=generator), torch.randn(40, 96, generator=generator)
+    a, b = torch.randn(8, 96, generator=generator), torch.randn(40, 8, generator=generator)
+    is_mask = torch.arange(11) % 3 == 1
+    expected = gated_linear(x, weight, None, a_rD=a, b_Er=b, scaling=0.7, is_mask_R=is_mask)
+    found = gated_lora_add(linear(x, weight), x, is_mask, a, b, sizes=(40,), scaling=0.7)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_an_eight_bit_weight_is_within_half_a_step() -> None:
+    weight = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    quantised = quantise_fp8(weight)
+    back = dequantised(quantised.values_ED, quantised.scale_E)
+    assert not back[3].any()
+    error, largest = (back - weight).abs(), weight.abs().amax(dim=1, keepdim=True)
+    assert (error <= weight.abs() / 16 + largest / 448 / 512).all()
+    assert torch.equal(back.abs().amax(dim=1), largest[:, 0]) or (error <= largest / 16).all()
+
+
+def test_the_fastest_launch_is_chosen_and_the_library_keeps_its_lead() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.choose import Shape, candidates, choose, look_up
+    from idlm.kernels.linear.launch import Launch
+
+    shapes = [Shape(rows=16, E=6144, D=4096), Shape(rows=64, E=4096, D=4096)]
+    best = candidates(shapes[0])[5]
+
+    def measure(shape: Shape, launch: Launch | None) -> float:
+        if launch is None:
+            return 1.0
+        return 0.9 if launch == best and shape == shapes[0] else 0.99
+
+    table = choose(shapes, measure)
+    assert look_up(table, 7, 6144, 4096) == best
+    assert look_up(table, 17, 6144, 4096) is None
+    assert look_up(table, 60, 4096, 4096) is None
+    assert look_up(table, 1000, 6144, 4096) is None
+    for shape in (*shapes, Shape(rows=128, E=12288, D=4096, gated=True), Shape(rows=1, E=96, D=96)):
+        assert candidates(shape), shape
+
+
+LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "residual_RE", "bias_E"), "*bf16") | {
+    "scale_E": "*fp32",
+    "partials": "*fp32",
+    "counters": "*i32",
+}
+
+
+class Integers(dict[str, str]):
+    """Types of arguments: 32-bit integers unless said otherwise."""
+
+    def __missing__(self, name: str) -> str:
+        return "i32"
+
+
+@pytest.mark.parametrize("rows", [7, 448])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.kernel import linear_kernel
+    from idlm.kernels.linear.launch import SHARED_BYTES, fixed_launch
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    launch = fixed_launch(rows, 6144, 4096, torch.bfloat16)
+    types = Integers(LINEAR_TYPES | ({"w_ED": "*fp8e4nv"} if is_fp8 else {}))
+    constants: Mapping[str, object] = {
+        "GATED": False,
+        "SCALED": is_fp8,
+        "HAS_BIAS": True,
+        "HAS_RESIDUAL": True,
+        "EVEN_D": True,
+        "SPLITS": launch.splits,
+        "SERIAL": launch.serial,
+        "BLOCK_E": launch.block_e,
+        "BLOCK_R": launch.block_r,
+        "BLOCK_D": launch.block_d,
+        "STAGES": launch.stages,
+        "PRECISION": "tf32",
+        "PREFETCH": 256,
+        "PDL": True,
+    }
+    made = compile_for_hopper(linear_kernel, types, constants, num_warps=launch.warps)
+    assert made.spilled_bytes == 0
+    assert made.shared_bytes <= SHARED_BYTES
+    assert f"m64n{launch.block_r}k16" in made.ptx
+    assert made.ptx.index("cp.async.bulk.prefetch") < made.ptx.index("griddepcontrol.wait")
+    assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("cp.async.cg")
+
+
+def test_the_small_ops_compile_for_hopper_without_spills() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.gated_lora.kernel import expand_kernel, shrink_kernel
+    from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
+    from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
+    from idlm.kernels.swiglu.kernel import swiglu_kernel
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    bf16 = ("x_RD", "residual_RD", "weight_D", "normed_RD", "gate_up_RE", "out_RF", "qkv_RJH", "bias_JH")
+    bf16 += ("qk_norm_YH", "k_cache_SKH", "v_cache_SKH", "a_XD", "b_Er", "y_RE")
+    types = Integers(dict.fromkeys(bf16, "*bf16"))
+    types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K", "partial_SRX"), "*fp32")
+    types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
+    types |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "is_mask_R": "*i1"}
+    products = {"SPLITS": 8, "BLOCK_R": 16, "STAGES": 3, "PRECISION": "tf32"}
+    heads = {"N": 32, "K": 8, "HALF": 64, "HAS_BIAS": True, "HAS_NORM": True, "HAS_SCALE": False}
+    for kernel, constants in (
+        (add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
+        (swiglu_kernel, {"BLOCK_F": 1024}),
+        (qkv_rope_cache_kernel, {**heads, "IS_FP8": False, "BLOCK_J": 4, "BLOCK_h": 64}),
+        (shrink_kernel, {**products, "BLOCK_X": 32, "BLOCK_D": 256}),
+        (expand_kernel, {**products, "BLOCK_E": 64, "BLOCK_K": 128}),
+    ):
+        made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, num_warps=4)
+        assert made.spilled_bytes == 0, kernel
+        assert "griddepcontrol.wait" in made.ptx

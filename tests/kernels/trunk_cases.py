@@ -1,0 +1,217 @@
+"""Random checks of the trunk's ops against fp64, with NaN in all that must not be read.
+
+Run in the interpreter by interpreted_trunk.py (fp32, fp16) and on a GPU by tests/gpu/test_trunk_gpu.py.
+R rows, D width, E output width, F ffn, N query heads, K KV heads, H head dim, S slots, r rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from idlm.kernels.gated_lora import LoraLaunch, gated_lora_add, gated_lora_reference
+from idlm.kernels.linear import (
+    Fp8Weight,
+    dequantised,
+    linear,
+    linear_reference,
+    linear_swiglu,
+    linear_swiglu_reference,
+    quantise_fp8,
+)
+from idlm.kernels.linear.launch import Launch
+from idlm.kernels.qkv_rope_cache import qkv_rope_cache, qkv_rope_cache_reference
+from idlm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+from idlm.kernels.swiglu import swiglu, swiglu_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN = float("nan")
+SLACK = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 2e-6}
+"""One rounding of the result in its own dtype, relative to the norm."""
+
+
+class Draw:
+    """Random sizes and tensors of one case."""
+
+    def __init__(self, seed: int, device: str, dtype: torch.dtype, *, largest: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device, self.dtype, self.largest = device, dtype, largest
+        self.num_rows = self.random.choice([1, 2, 7, 16, 17, 33, 70, 130, 300][: 9 if largest > 100 else 5])
+
+    def size(self, *sizes: int) -> int:
+        return self.random.choice([size for size in sizes if size <= self.largest])
+
+    def flag(self) -> bool:
+        return self.random.random() < 0.5
+
+    def tensor(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, generator=self.generator)).to(self.device, self.dtype)
+
+    def poisoned(self, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """(rows, the memory around them, which is NaN); some rows are NaN as well."""
+        memory = torch.full((num_rows + 2, width + 16), NAN, device=self.device, dtype=self.dtype)
+        rows = memory[1:-1, :width]
+        rows.copy_(self.tensor(num_rows, width))
+        return rows, memory
+
+
+def assert_close(found: Tensor, plain: Tensor, true: Tensor, what: str) -> None:
+    """At most twice the error of plain torch in the same dtype."""
+    size = true.norm().clamp_min(1e-12)
+    ours, theirs = (float((one.double() - true).norm() / size) for one in (found, plain))
+    assert ours <= 2 * theirs + SLACK[found.dtype], f"{what} {ours=:.3g} {theirs=:.3g}"
+
+
+def check_rms_norm(draw: Draw) -> None:
+    rows, width = draw.num_rows, draw.size(16, 96, 100, 896, 4096)
+    x, _ = draw.poisoned(rows, width)
+    residual, memory = draw.poisoned(rows, width)
+    weight = draw.tensor(width)
+    poisoned = rows // 2 if rows > 1 else None
+    if poisoned is not None:
+        x[poisoned] = NAN
+    kept = torch.arange(rows, device=draw.device) != (-1 if poisoned is None else poisoned)
+    adds = draw.flag()
+    before = residual.clone()
+    true, true_sum = add_rms_norm_reference(x.double(), before if adds else None, weight, eps=1e-6)
+    plain_sum = x + before if adds else x
+    plain = F.rms_norm(plain_sum.float(), (width,), eps=1e-6).to(draw.dtype) * weight
+    normed, total = add_rms_norm(x, residual if adds else None, weight, eps=1e-6)
+    assert total.data_ptr() == (residual if adds else x).data_ptr()
+    assert torch.equal(total[kept], plain_sum[kept])
+    assert_close(normed[kept], plain[kept], true[kept], f"rms_norm {rows=} {width=}")
+    assert true_sum.shape == total.shape
+    assert memory[0].isnan().all() and memory[:, width:].isnan().all()
+    alone, _ = add_rms_norm(x[:1], before[:1].clone() if adds else None, weight, eps=1e-6)
+    assert torch.equal(alone, normed[:1])
+
+
+def check_swiglu(draw: Draw) -> None:
+    rows, width = draw.num_rows, draw.size(16, 96, 200, 1100, 12288)
+    gate_up, _ = draw.poisoned(rows, 2 * width)
+    gate_up[-1, 0] = NAN
+    found = swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    true = swiglu_reference(gate_up.double())
+    assert found[-1, 0].isnan()
+    found, plain, true = (one.nan_to_num() for one in (found, F.silu(gate) * up, true))
+    assert_close(found, plain, true, f"swiglu {rows=} {width=}")
+    assert torch.equal(swiglu(gate_up[:1]).nan_to_num(), found[:1])
+
+
+def check_qkv_rope_cache(draw: Draw) -> None:
+    heads, kv_heads = draw.random.choice([(4, 2), (14, 2), (3, 1), (6, 2), (1, 1)])
+    head_dim, rows = draw.size(16, 32, 64, 96, 128), draw.num_rows
+    fused = heads + 2 * kv_heads
+    qkv = draw.tensor(rows, fused, head_dim)
+    num_slots = rows + 3
+    slots = torch.randperm(num_slots, generator=draw.generator)[:rows]
+    slots[torch.rand(rows, generator=draw.generator) < 0.3] = -1
+    qkv[-1], slots[-1] = NAN, -1
+    slots = slots.to(draw.device)
+    positions = torch.randint(0, 40_000, (rows,), generator=draw.generator).to(draw.device)
+    options = {
+        "positions_R": positions,
+        "slot_mapping_R": slots,
+        "inv_freq_h": (10_000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(draw.device),
+        "rope_scaling": draw.random.choice([1.0, 1.2]),
+        "bias_JH": draw.tensor(fused, head_dim) if draw.flag() else None,
+        "qk_norm_YH": draw.tensor(heads + kv_heads, head_dim) if draw.flag() else None,
+    }
+    shape = (num_slots, kv_heads, head_dim)
+    caches = [torch.full(shape, NAN, device=draw.device, dtype=draw.dtype) for _ in range(2)]
+    exact = [torch.full(shape, NAN, device=draw.device, dtype=torch.float64) for _ in range(2)]
+    true = qkv_rope_cache_reference(qkv.double(), *exact, **options)
+    before = qkv.clone()
+    q = qkv_rope_cache(qkv, *caches, heads_per_program=draw.random.choice([1, 4]), **options)
+    assert q.data_ptr() == qkv.data_ptr()
+    assert torch.equal(qkv[:, heads:].nan_to_num(), before[:, heads:].nan_to_num())
+    # Bias, norm, tables and rotation round one after the other, up to five times, here and in transformers.
+    for name, found, exactly in zip(("q", "k", "v"), (q[:-1], *caches), (true[:-1], *exact), strict=True):
+        assert torch.equal(found.isnan(), exactly.isnan()), name
+        found, exactly = found.nan_to_num(), exactly.nan_to_num()
+        error = float((found.double() - exactly).norm() / exactly.norm().clamp_min(1e-12))
+        limit = 2.5 * SLACK[draw.dtype] + 1e-5
+        assert error <= limit, f"{name} {error=} {rows=} {heads=} {head_dim=}"
+
+
+def check_gated_lora(draw: Draw) -> None:
+    sizes = draw.random.choice([(48,), (40, 24), (96, 16, 16), (130, 70)])
+    rank, width, rows = draw.size(4, 16, 24, 128), draw.size(96, 100, 1100), draw.num_rows
+    x, _ = draw.poisoned(rows, width)
+    y, memory = draw.poisoned(rows, sum(sizes))
+    a, b = draw.tensor(len(sizes) * rank, width, scale=width**-0.5), draw.tensor(sum(sizes), rank)
+    is_mask = (torch.rand(rows, generator=draw.generator) < 0.4).to(draw.device)
+    x[~is_mask] = NAN
+    before = y.clone()
+    parts = a.view(len(sizes), rank, width)
+    true = gated_lora_reference(before.double(), x, is_mask, parts, b, sizes=sizes, scaling=1.7)
+    hidden = F.linear(x, a).split(rank, dim=1)
+    gain = torch.cat([F.linear(h, w) for h, w in zip(hidden, b.split(sizes), strict=True)], dim=1) * 1.7
+    launch = LoraLaunch(block_x=16, block_d=64, block_e=32, block_rank=32, splits=draw.random.choice([1, 3]))
+    found = gated_lora_add(y, x, is_mask, a, b, sizes=sizes, scaling=1.7, launch=launch)
+    assert torch.equal(found[~is_mask], before[~is_mask])
+    assert memory[0].isnan().all() and memory[:, sum(sizes) :].isnan().all()
+    if is_mask.any():
+        plain = (before + gain)[is_mask]
+        assert_close(found[is_mask], plain, true[is_mask], f"gated_lora {rows=} {width=} {rank=} {sizes=}")
+
+
+def check_linear(draw: Draw) -> None:
+    rows, width = draw.num_rows, draw.size(16, 96, 100, 520, 800, 3000)
+    out, gated = draw.size(1, 16, 40, 65, 200, 1000), draw.flag()
+    small = draw.largest <= 1000
+    launch = Launch(
+        block_e=draw.random.choice([16, 32] if small else [64, 128]),
+        block_r=draw.random.choice([8, 16] if small else [8, 16, 32, 64]),
+        block_d=draw.random.choice([32, 64] if small else [64, 128]),
+        splits=draw.random.choice([1, 2, 3, 5]),
+        serial=draw.flag(),
+        stages=2 if draw.dtype == torch.float32 else 3,
+    )
+    if draw.dtype == torch.float32 and not small:
+        launch = Launch(block_r=16, block_d=32, splits=launch.splits, serial=launch.serial, stages=2)
+    x, _ = draw.poisoned(rows, width)
+    x[-1] = NAN
+    kept = slice(0, rows - 1)
+    weight: Tensor | Fp8Weight = draw.tensor(2 * out if gated else out, width, scale=width**-0.5)
+    bias = draw.tensor(weight.shape[0]) if draw.flag() else None
+    if not small and draw.random.random() < 0.2:
+        weight = quantise_fp8(weight)
+    exact = dequantised(weight.values_ED, weight.scale_E) if isinstance(weight, Fp8Weight) else weight
+    what = f"linear {rows=} {width=} {out=} {gated=} {launch} fp8={isinstance(weight, Fp8Weight)}"
+    y, memory = draw.poisoned(rows, out)
+    if gated:
+        found = linear_swiglu(x, weight, bias_E=bias, launch=launch, out_RF=y)
+        plain = linear_swiglu(x, exact.to(draw.dtype), bias_E=bias)
+        true = linear_swiglu_reference(x.double(), exact, bias_E=bias)
+        alone = linear_swiglu(x[:1], weight, bias_E=bias, launch=launch)
+    else:
+        residual = y if draw.flag() else None
+        before = None if residual is None else residual.clone()
+        plain = linear(x, exact.to(draw.dtype), bias_E=bias, residual_RE=before)
+        true = linear_reference(x.double(), exact, bias_E=bias, residual_RE=before)
+        found = linear(x, weight, bias_E=bias, residual_RE=residual, launch=launch, out_RE=y)
+        first = None if before is None else before[:1]
+        alone = linear(x[:1], weight, bias_E=bias, residual_RE=first, launch=launch)
+    assert found.data_ptr() == y.data_ptr()
+    assert memory[0].isnan().all() and memory[-1].isnan().all() and memory[:, out:].isnan().all(), what
+    if rows > 1:
+        assert_close(found[kept], plain[kept], true[kept], what)
+        runs_kernels = draw.device != "cpu" or INTERPRETED
+        assert not runs_kernels or torch.equal(alone, found[:1]), f"the number of rows changed a row: {what}"
+
+
+CHECKS: dict[str, Callable[[Draw], None]] = {
+    "rms_norm": check_rms_norm,
+    "swiglu": check_swiglu,
+    "qkv_rope_cache": check_qkv_rope_cache,
+    "gated_lora": check_gated_lora,
+    "linear": check_linear,
+}
