@@ -86,7 +86,6 @@ def verify_kernel(
         b_uniform = tl.load(p_uniform, mask=m_draft, other=1.0)
         b_passes = m_draft & (b_uniform * b_q < (1.0 + tl.load(p_tau + lane)) * b_p)
         accepted = tl.min(tl.where(b_passes, MASKS, o_mask), 0)
-        accepted = tl.minimum(accepted, num_drafts)
         rejected = (accepted < num_drafts).to(tl.int32)
         tl.store(p_out + num_sequences * ACCEPTED, accepted.to(tl.int64))
         tl.store(p_out + num_sequences * TESTED, (accepted + rejected).to(tl.int64))

@@ -9,7 +9,7 @@ import torch
 
 from idlm.kernels.sampling import RowLaws, Tuning, draw, law_reference, op, row_laws, uniforms
 from idlm.rng import uniforms as uniforms_of_core
-from tests.kernels.sampling_cases import check_draws, check_laws, make_case, poisoned, whole_law
+from tests.kernels.sampling_cases import Case, check_draws, check_laws, make_case, poisoned, whole_law
 from tests.kernels.sampling_steps import run_steps
 
 SMALL = Tuning(chunk=128, capacity=64, few=16, scan=256)
@@ -71,10 +71,28 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(alone.masses_XC[0], together.masses_XC[row])
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_steps(seed: int) -> None:
-    run_steps(random.Random(seed), num_tokens=(37, 21, 70)[seed], tuning=SMALL, most=2 + seed, count=2)
+def test_the_list_of_a_narrowed_bracket() -> None:
+    """Too many tokens above the bound, few enough between pivots: what lies above them counts as well."""
+    tuning = Tuning(chunk=128, capacity=32, few=32)
+    logits_XV = torch.randn(2, 250, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(2, dtype=torch.float64)
+    settings = (ones, torch.tensor([0, 70]), 0.6 * ones, 0 * ones)
+    case = Case(logits_XV=logits_XV, settings=settings)
+    laws = row_laws(logits_XV, *settings, filters=True, tuning=tuning)
+    check_laws(whole_law(laws, 2, 250), case, law_reference)
+
+
+# Sequences and masks. The first three have no filters and 4, 3 and 2 rejections; the second has tau = 0.3, the
+# third draws in two launches.
+@pytest.mark.parametrize(
+    ("seed", "sizes", "num_tokens"),
+    [(54, (6, 1), 40), (3, (4, 3), 11), (31, (4, 3), 11), (1, (2, 1), 33), (3, (2, 0), 9)],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
+    tuning = Tuning(chunk=16, capacity=32, few=16, scan=64)
+    run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
 def test_uniform_numbers_are_those_of_the_core() -> None:

@@ -125,14 +125,16 @@ def check_draws(token_ids_M: Tensor, law_MV: Tensor, uniforms_M: Tensor) -> None
 
 
 def random_tables(draw: random.Random, num_masks: int, width: int, *, device: str = "cpu") -> LayoutTables:
-    """Layouts with any number of drafts and any rows for the next ones; a single one without drafts."""
+    """Layout 0 has no drafts, 1 has all, 2 some, with any rows for the next ones, rarely none."""
     num_layouts = 3 if num_masks else 1
-    drafts = [draw.randint(0, num_masks) for _ in range(num_layouts)]
+    drafts = [0, num_masks, draw.randint(min(1, num_masks), num_masks)][:num_layouts]
     rows = [
-        [[draw.randint(-1, width - 1) for _ in range(num_masks)] for _ in range(num_masks + 1)]
+        [[draw.choice([*range(width)] * 3 + [-1]) for _ in range(num_masks)] for _ in range(num_masks + 1)]
         for _ in range(num_layouts)
     ]
-    layouts = [[draw.randrange(num_layouts) for _ in range(num_masks + 1)] for _ in range(num_layouts)]
+    layouts = [
+        [draw.choice([1, 2]) * (num_masks > 0) for _ in range(num_masks + 1)] for _ in range(num_layouts)
+    ]
     return LayoutTables(
         num_drafts_Y=torch.tensor(drafts, device=device),
         draft_rows_YAJ=torch.tensor(rows, dtype=torch.int64, device=device).view(

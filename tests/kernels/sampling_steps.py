@@ -59,11 +59,14 @@ def run_steps(
     num_tokens: int,
     device: str = "cpu",
     tuning: Tuning,
-    most: int = 4,
+    sizes: tuple[int, int] | None = None,
     count: int = 3,
 ) -> None:
-    """A step that only drafts, then `count` - 1 that test; with padding rows and inactive sequences."""
-    num_sequences, num_masks = draw.randint(1, most), draw.choice([0, 1, 3, 7][:most])
+    """A step that only drafts, then `count` - 1 that test; with padding rows and inactive sequences.
+
+    `sizes`: sequences and masks. Half of the runs are without filters, where rejections abound.
+    """
+    num_sequences, num_masks = sizes or (draw.randint(1, 6), draw.choice([0, 1, 3, 7]))
     width = 2 * num_masks + 1
     num_lanes = num_sequences + 2
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
@@ -81,10 +84,13 @@ def run_steps(
     )
     state.tables.num_drafts_Y[0] = 0
     base = make_case(draw, num_lanes, num_tokens, device=device)
+    if draw.random() < 0.5:
+        temperature_Z, top_k_Z, top_p_Z, min_p_Z = (torch.zeros_like(column) for column in base.settings)
+        base = replace(base, settings=(temperature_Z + 1, top_k_Z, top_p_Z + 1, min_p_Z))
     shared_V = 2 * torch.randn(num_tokens, generator=generator)
     for _ in range(count):
         noise_XV = torch.randn(num_sequences * width, num_tokens, generator=generator)
-        logits_XV = (shared_V + draw.choice([0.1, 1.0]) * noise_XV).to(device=device, dtype=dtype)
+        logits_XV = (shared_V + draw.choice([0.3, 1.0]) * noise_XV).to(device=device, dtype=dtype)
         uniforms_BD = torch.rand(num_sequences, width + 2, generator=generator, dtype=torch.float64)
         _step(state, logits_XV, base, uniforms_BD.to(device), tuning)
 
@@ -93,7 +99,7 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
     num_masks, width = state.drafts_ZJ.shape[1], len(logits_XV) // len(state.lanes_B)
     is_padding_X = (~state.active_B).repeat_interleave(width)
     fed_XV = poisoned(logits_XV.masked_fill(is_padding_X[:, None], torch.nan), padding_rows=0)
-    laws = row_laws(fed_XV, *base.settings, filters=True, lanes_B=state.lanes_B, tuning=tuning)
+    laws = row_laws(fed_XV, *base.settings, filters=base.has_filters, lanes_B=state.lanes_B, tuning=tuning)
     p_XV = whole_law(laws, *logits_XV.shape, device=str(logits_XV.device))
     q_ZJV = _stored(state, logits_XV.shape[1])
     before = (state.drafts_ZJ.clone(), state.layout_Z.clone(), q_ZJV.clone())
@@ -126,13 +132,11 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
 def _stored(state: Step, num_tokens: int) -> Tensor:
     """The stored laws [Z, J, V]."""
     num_lanes, num_masks = state.drafts_ZJ.shape
-    lanes_Z = torch.arange(num_lanes, device=state.lanes_B.device)
-    laws_ZJV = torch.zeros(num_lanes, num_masks, num_tokens, dtype=torch.float64, device=lanes_Z.device)
-    if num_masks:
-        for token in range(num_tokens):
-            ids_ZJ = torch.full_like(state.drafts_ZJ, token)
-            laws_ZJV[..., token] = draft_probability(state.store, lanes_Z, ids_ZJ)
-    return laws_ZJV
+    ids_V = torch.arange(num_tokens, device=state.lanes_B.device)
+    lanes_M = torch.arange(num_lanes, device=ids_V.device).repeat_interleave(num_tokens)
+    ids_MJ = ids_V.repeat(num_lanes)[:, None].expand(-1, num_masks)
+    laws_MJ = draft_probability(state.store, lanes_M, ids_MJ)
+    return laws_MJ.view(num_lanes, num_tokens, num_masks).transpose(1, 2)
 
 
 def _check_verdict(state: Step, verdict: Verdict, p_XV: Tensor, q_ZJV: Tensor, uniforms_BD: Tensor) -> None:
