@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -92,6 +93,22 @@ def look_up(
     if bucket is None:
         return None
     return table.get(Shape(rows=bucket, E=E, D=D, gated=gated, is_fp8=is_fp8))
+
+
+def to_json(table: Table) -> list[dict[str, Any]]:
+    """The table as plain values, to be kept beside a model or a machine's other measurements."""
+    return [
+        {"shape": asdict(shape), "launch": None if launch is None else asdict(launch)}
+        for shape, launch in table.items()
+    ]
+
+
+def from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Shape, Launch | None]:
+    """The table that `to_json` wrote."""
+    return {
+        Shape(**entry["shape"]): None if entry["launch"] is None else Launch(**entry["launch"])
+        for entry in entries
+    }
 
 
 def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:

@@ -20,8 +20,8 @@ QUANTUM: tl.constexpr = tl.constexpr(256)
 
 
 @triton.jit
-def _first_column(split, D, SPLITS: tl.constexpr):
-    return split * tl.cdiv(D, QUANTUM) // SPLITS * QUANTUM
+def _first_column(split, splits, D):
+    return split * tl.cdiv(D, QUANTUM) // splits * QUANTUM
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _finish(
     tl.store(y_RE + row[:, None] * stride_y + e[None, :], y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def linear_kernel(
     x_RD,
     w_ED,
@@ -139,12 +139,13 @@ def linear_kernel(
     up_offset,
     stride_y,
     stride_residual,
+    splits,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     EVEN_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MANY: tl.constexpr,
     SERIAL: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -156,13 +157,14 @@ def linear_kernel(
 ):
     """One tile of rows and outputs, over one split of the columns or (SERIAL) over all of them in turn.
 
+    MANY: every split has a program of its own.
     GATED: `w_ED` has 2E rows, gate before up, and the output is silu(gate) * up.
     """
     tiles_r = tl.cdiv(R, BLOCK_R)
-    PROGRAMS: tl.constexpr = 1 if SERIAL else SPLITS
+    programs = splits if MANY else 1
     row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-    split = tl.program_id(0) // tiles_r % PROGRAMS
-    tile_e = tl.program_id(0) // tiles_r // PROGRAMS
+    split = tl.program_id(0) // tiles_r % programs
+    tile_e = tl.program_id(0) // tiles_r // programs
     e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
     m_row, m_e = row < R, e < E
     o_column = tl.arange(0, BLOCK_D)
@@ -176,8 +178,8 @@ def linear_kernel(
         # Weights do not depend on the kernel before, so their first bytes travel while it still runs.
         if PREFETCH > 0:
             ITEM: tl.constexpr = w_ED.dtype.element_ty.primitive_bitwidth // 8
-            first = _first_column(split, D, SPLITS)
-            count = tl.minimum(PREFETCH, _first_column(split + 1, D, SPLITS) - first)
+            first = _first_column(split, splits, D)
+            count = tl.minimum(PREFETCH, _first_column(split + 1, splits, D) - first)
             num_bytes = tl.full([BLOCK_E], 0, tl.int32) + tl.minimum(count, D - first) * ITEM
             _prefetch(p_row + first, num_bytes)
             if GATED:
@@ -188,30 +190,30 @@ def linear_kernel(
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     # A loop that is not unrolled: copies of the pipeline would cost registers.
-    for s in range(0 if SERIAL else split, SPLITS if SERIAL else split + 1):
-        first = _first_column(s, D, SPLITS)
-        end = tl.minimum(_first_column(s + 1, D, SPLITS), D)
+    for s in range(0 if SERIAL else split, splits if SERIAL else split + 1):
+        first = _first_column(s, splits, D)
+        end = tl.minimum(_first_column(s + 1, splits, D), D)
         part, part_up = _product(
             p_x, p_w, p_up, m_row, first, end, D, GATED, EVEN_D, BLOCK_E, BLOCK_R, BLOCK_D, STAGES, PRECISION
         )
         acc, acc_up = acc + part, acc_up + part_up
 
     is_last = True
-    if PROGRAMS > 1:
+    if MANY:
         SLOTS: tl.constexpr = 2 if GATED else 1
         SIZE: tl.constexpr = BLOCK_E * BLOCK_R
         tile = tile_e * tiles_r + tl.program_id(0) % tiles_r
         at = tl.arange(0, BLOCK_E)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-        p_part = partials + tile.to(tl.int64) * (SPLITS * SLOTS * SIZE) + at
+        p_part = partials + tile.to(tl.int64) * splits * (SLOTS * SIZE) + at
         tl.store(p_part + split * (SLOTS * SIZE), acc)
         if GATED:
             tl.store(p_part + split * (SLOTS * SIZE) + SIZE, acc_up)
         tl.debug_barrier()
-        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
         if is_last:
             acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
             acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
-            for s in range(SPLITS):
+            for s in range(splits):
                 # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
                 acc += tl.load(p_part + s * (SLOTS * SIZE), cache_modifier=".cg")
                 if GATED:

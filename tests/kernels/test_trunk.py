@@ -4,6 +4,7 @@ sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels them
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_an_eight_bit_weight_is_within_half_a_step() -> None:
 
 def test_the_fastest_launch_is_chosen_and_the_library_keeps_its_lead() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.choose import Shape, candidates, choose, look_up
+    from idlm.kernels.linear.choose import Shape, candidates, choose, from_json, look_up, to_json
     from idlm.kernels.linear.launch import Launch
 
     shapes = [Shape(rows=16, E=6144, D=4096), Shape(rows=64, E=4096, D=4096)]
@@ -125,6 +126,7 @@ def test_the_fastest_launch_is_chosen_and_the_library_keeps_its_lead() -> None:
         return 0.9 if launch == best and shape == shapes[0] else 0.99
 
     table = choose(shapes, measure)
+    assert from_json(json.loads(json.dumps(to_json(table)))) == table
     assert look_up(table, 7, 6144, 4096) == best
     assert look_up(table, 17, 6144, 4096) is None
     assert look_up(table, 60, 4096, 4096) is None
@@ -163,7 +165,7 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
         "HAS_BIAS": True,
         "HAS_RESIDUAL": True,
         "EVEN_D": True,
-        "SPLITS": launch.splits,
+        "MANY": not launch.serial,
         "SERIAL": launch.serial,
         "BLOCK_E": launch.block_e,
         "BLOCK_R": launch.block_r,

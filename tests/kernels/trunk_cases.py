@@ -173,7 +173,7 @@ def check_linear(draw: Draw) -> None:
         block_d=draw.random.choice([32, 64] if small else [64, 128]),
         splits=draw.random.choice([1, 2, 3, 5]),
         serial=draw.flag(),
-        stages=2 if draw.dtype == torch.float32 else 3,
+        stages=2 if gated or draw.dtype == torch.float32 else 3,
     )
     if draw.dtype == torch.float32 and not small:
         launch = Launch(block_r=16, block_d=32, splits=launch.splits, serial=launch.serial, stages=2)
