@@ -257,7 +257,10 @@ def _times(step: Step, rounds: int) -> dict[str, float]:
         arms["torch"] = lambda: _torch_tokens(step)
     if not step.drafts_ZJ.shape[1]:
         del arms["put"]
-    return {name: _microseconds(arm, rounds) for name, arm in arms.items()}
+    return {
+        name: _microseconds(arm, rounds, repeats=1 if name == "torch" else REPEATS)
+        for name, arm in arms.items()
+    }
 
 
 def _torch_tokens(step: Step) -> Tensor:

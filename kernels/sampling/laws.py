@@ -33,6 +33,10 @@ class Tuning:
     scan: int = 4096
     pdl: bool = False
 
+    def __post_init__(self) -> None:
+        sizes = (self.chunk, self.num_warps, self.capacity, self.few, self.scan)
+        assert self.rounds >= 1 and all(size & (size - 1) == 0 < size for size in sizes), f"{self=}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLaws:

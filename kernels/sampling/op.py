@@ -8,10 +8,12 @@ Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import plain
+from idlm.kernels.sampling import philox, plain
 from idlm.kernels.sampling.laws import (
     NUM_NUMBERS,
     DraftLaws,
@@ -26,13 +28,15 @@ from idlm.kernels.sampling.laws import (
 )
 
 TUNING = Tuning()
+USES_KERNELS = os.environ.get("IDLM_SAMPLING_KERNELS", "0") == "1"
+"""Off by default until the kernels have been measured on a GPU."""
 MAX_VOCABULARY = 1 << 24
 """Ids pass through fp32."""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether laws of this device's tensors are numbers."""
-    return device.type == "cuda"
+    """Whether laws of this device's tensors are numbers: on a GPU, where `USES_KERNELS` says so."""
+    return USES_KERNELS and device.type == "cuda"
 
 
 def row_laws(
@@ -243,7 +247,9 @@ def uniforms(
     One entry per sequence, or, with `lanes_B`, per lane. The same on every device.
     """
     if not has_kernels(seeds.device):
-        return plain.uniforms(seeds, samples, steps, lanes_B, num_draws)
+        if lanes_B is not None:
+            seeds, samples, steps = seeds[lanes_B], samples[lanes_B], steps[lanes_B]
+        return philox.uniforms(seeds, samples, steps, num_draws)
     from idlm.kernels.sampling import launch
 
     return launch.uniforms(seeds, samples, steps, lanes_B, num_draws, tuning)

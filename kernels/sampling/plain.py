@@ -10,11 +10,6 @@ from torch import Tensor
 
 from idlm.kernels.sampling.laws import LayoutTables, PlainDraftLaws, PlainLaws, Verdict
 
-_WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-
 
 def row_laws(
     logits_XV: Tensor,
@@ -24,32 +19,36 @@ def row_laws(
     filters: bool,
 ) -> PlainLaws:
     """fp64 laws; a filter that no row uses costs nothing."""
-    num_rows, num_tokens = logits_XV.shape
+    num_rows = len(logits_XV)
     if lanes_B is not None:
         repeats = num_rows // max(1, len(lanes_B))
         lanes_X = lanes_B.repeat_interleave(repeats)
         settings = (settings[0][lanes_X], settings[1][lanes_X], settings[2][lanes_X], settings[3][lanes_X])
     temperature_X, top_k_X, top_p_X, min_p_X = settings
-    greedy_X = temperature_X == 0
-    top_XV = logits_XV.amax(-1, keepdim=True) if num_rows else logits_XV[:, :1]
+    if num_rows == 0:
+        return PlainLaws(law_XV=logits_XV.double())
+    temperatures = set(temperature_X.tolist())
+    has_greedy = 0.0 in temperatures
     # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
-    law_XV = logits_XV.double() - top_XV
-    if bool((temperature_X != 1).any()):
-        law_XV /= torch.where(greedy_X, 1.0, temperature_X.double())[:, None]
-    if filters and bool((top_k_X > 0).any()):
+    law_XV = logits_XV.double() - logits_XV.amax(-1, keepdim=True)
+    if temperatures != {1.0}:
+        divisor_X = torch.where(temperature_X == 0, 1.0, temperature_X) if has_greedy else temperature_X
+        law_XV /= divisor_X[:, None]
+    if filters and max(top_k_X.tolist()) > 0:
         _drop_below_kth(law_XV, logits_XV, top_k_X)
     law_XV = law_XV.softmax(-1)
     is_cut = False
-    if filters and bool((top_p_X < 1).any()):
+    if filters and min(top_p_X.tolist()) < 1:
         law_XV, is_cut = _keep_top_p(law_XV, logits_XV, top_p_X), True
-    if filters and bool((min_p_X > 0).any()):
+    if filters and max(min_p_X.tolist()) > 0:
         floor_X1 = (min_p_X * law_XV.amax(-1))[:, None]
         law_XV, is_cut = law_XV.where(law_XV >= floor_X1, 0.0), True
     if is_cut:
         law_XV = law_XV / law_XV.sum(-1, keepdim=True)
-    if bool(greedy_X.any()):
-        best_G1 = logits_XV[greedy_X].argmax(-1, keepdim=True)
-        law_XV[greedy_X] = law_XV.new_zeros(len(best_G1), num_tokens).scatter_(-1, best_G1, 1.0)
+    if has_greedy:
+        best_X1 = logits_XV.argmax(-1, keepdim=True)
+        one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, best_X1, 1.0)
+        law_XV = torch.where((temperature_X == 0)[:, None], one_hot_XV, law_XV)
     return PlainLaws(law_XV=law_XV)
 
 
@@ -170,29 +169,3 @@ def draw_drafts(
         uniforms_bJ = uniforms_BJ[is_active_B, : rows_bJ.shape[1]]
         drafts_ZJ[lanes_b] = draw(laws, rows_bJ.flatten(), uniforms_bJ.flatten()).view(rows_bJ.shape)
     layout_Z[lanes_b] = verdict.next_layout_B[is_active_B]
-
-
-def uniforms(
-    seeds_Z: Tensor, samples_Z: Tensor, steps_Z: Tensor, lanes_B: Tensor | None, num_draws: int
-) -> Tensor:
-    """Philox4x32-10 (Salmon et al., SC 2011) numbers [B, num_draws] in (0, 1), fp64."""
-    if lanes_B is not None:
-        seeds_Z, samples_Z, steps_Z = seeds_Z[lanes_B], samples_Z[lanes_B], steps_Z[lanes_B]
-    c0 = torch.arange(num_draws, device=seeds_Z.device).expand(len(seeds_Z), num_draws)
-    steps_B1, seeds_B1 = steps_Z[:, None], seeds_Z[:, None]
-    c1, c2 = steps_B1 & _WORD, (steps_B1 >> 32) & _WORD
-    c3 = samples_Z[:, None] & _WORD
-    k0, k1 = seeds_B1 & _WORD, (seeds_B1 >> 32) & _WORD
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return (c0.double() + 0.5) * 2.0**-32
-
-
-def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, without leaving signed int64."""
-    low_half = (word & 0xFFFF) * multiplier
-    high_half = (word >> 16) * multiplier + (low_half >> 16)
-    return high_half >> 16, ((high_half & 0xFFFF) << 16) | (low_half & 0xFFFF)
