@@ -48,6 +48,11 @@ class SamplingParams:
         if problems:
             raise UserError("IDLM-0401", "; ".join(problems), fix="correct the sampling settings named")
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether tokens may be cut off from the tempered law."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def _checks(self) -> list[tuple[str, bool]]:
         return [
             (

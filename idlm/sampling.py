@@ -1,4 +1,5 @@
-"""Temperature / top-k / top-p / min-p -> one law, used for p and q alike; and drawing from a law.
+"""Temperature / top-k / top-p / min-p -> one law, used for p and q alike; and drawing from a law: the
+reference that the ops of idlm.kernels.sampling are tested against.
 
 The target of every decoder is the warped law, so no token outside it can ever be emitted, not even as a
 residual. Laws are fp64: the test `min(1, p/q)` divides them.
@@ -7,36 +8,10 @@ Shapes: X rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from idlm.contracts import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarpNeeds:
-    """Which settings a batch uses, as host booleans, so that it can skip the cost of the others.
-
-    They may be True needlessly, never False wrongly.
-    """
-
-    greedy: bool = True
-    top_k: bool = True
-    top_p: bool = True
-    min_p: bool = True
-
-    @classmethod
-    def of(cls, settings: Sequence[SamplingParams]) -> WarpNeeds:
-        """What any of the requests' settings needs."""
-        return cls(
-            greedy=any(params.temperature == 0 for params in settings),
-            top_k=any(params.top_k > 0 for params in settings),
-            top_p=any(params.top_p < 1 for params in settings),
-            min_p=any(params.min_p > 0 for params in settings),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +26,6 @@ class Warp:
     top_k_X: Tensor
     top_p_X: Tensor
     min_p_X: Tensor
-    needs: WarpNeeds = WarpNeeds()
 
     def rows(self, index: Tensor) -> Warp:
         """The settings of the rows `index`, in that order."""
@@ -60,7 +34,6 @@ class Warp:
             top_k_X=self.top_k_X[index],
             top_p_X=self.top_p_X[index],
             min_p_X=self.min_p_X[index],
-            needs=self.needs,
         )
 
 
@@ -77,20 +50,12 @@ def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
     # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
     below_XV = logits_XV - logits_XV.amax(-1, keepdim=True)
     scaled_XV = below_XV / torch.where(greedy_X, 1.0, warp.temperature_X)[:, None]
-    if warp.needs.top_k:
-        scaled_XV = _keep_top_k(scaled_XV, warp.top_k_X)
-    law_XV = scaled_XV.softmax(-1)
-    if warp.needs.top_p:
-        law_XV = _keep_top_p(law_XV, warp.top_p_X)
-    if warp.needs.min_p:
-        floor_X = warp.min_p_X * law_XV.amax(-1)
-        law_XV = law_XV.where(law_XV >= floor_X[:, None], 0.0)
+    law_XV = _keep_top_p(_keep_top_k(scaled_XV, warp.top_k_X).softmax(-1), warp.top_p_X)
+    floor_X = warp.min_p_X * law_XV.amax(-1)
+    law_XV = law_XV.where(law_XV >= floor_X[:, None], 0.0)
     law_XV = law_XV / law_XV.sum(-1, keepdim=True)
-    if warp.needs.greedy:
-        argmax_X = logits_XV.argmax(-1)
-        one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, argmax_X[:, None], 1.0)
-        law_XV = torch.where(greedy_X[:, None], one_hot_XV, law_XV)
-    return law_XV
+    one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, logits_XV.argmax(-1)[:, None], 1.0)
+    return torch.where(greedy_X[:, None], one_hot_XV, law_XV)
 
 
 def _keep_top_k(logits_XV: Tensor, top_k_X: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
 from idlm.kernels.paged_attention import BACKENDS
 from idlm.kernels.paged_attention import problems as attention_problems
+from idlm.kernels.sampling.op import has_kernels
 from idlm.suggest import did_you_mean
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
 
@@ -204,15 +205,15 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
     if settings.graphs != "on":
         return EagerStep(step)
     captures = step.table.device.type == "cuda"
+    if captures and (settings.attention != "triton" or not has_kernels(step.table.device)):
+        raise UserError(
+            "IDLM-0424",
+            f"graphs=on captures kernels that never wait for the host; attention={settings.attention} or the "
+            "sampling in plain torch would",
+            fix="give attention=triton and set the environment variable IDLM_SAMPLING_KERNELS=1 (both are off "
+            "by default until they are measured)",
+        )
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
-
-
-def _prefix_cache(settings: EngineSettings, model: LoadedModel) -> PrefixCache | None:
-    """An index of its own for every engine: all that KV depends on beside the tokens is the same in it."""
-    if not settings.prefix_cache:
-        return None
-    namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
-    return PrefixCache(namespace, page_size=settings.page_size)
 
 
 def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:

@@ -231,6 +231,7 @@ class Engine:
         request.num_forwards += 1
         if not samples:
             return
+        assert emission.token_ids, f"a pass decoded nothing for {request.request_id=}, which is not complete"
         request.num_in_flight -= 1
         request.num_steps += 1
         new_ids, text = self._append(request, emission.token_ids)

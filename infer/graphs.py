@@ -16,7 +16,6 @@ from idlm.infer.decoders.base import Batch
 from idlm.infer.scheduler import Schedule, lane_of
 from idlm.infer.step import Step, StepResult
 from idlm.infer.transfer import to_device
-from idlm.sampling import WarpNeeds
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
@@ -80,7 +79,7 @@ class StaticStep:
             max_feed=shape.num_prompt_rows + 1,
             max_known=shape.max_known,
             num_rows=shape.num_sequences * width + shape.num_prompt_rows,
-            needs=WarpNeeds(top_k=shape.filters, top_p=shape.filters, min_p=shape.filters),
+            filters=shape.filters,
             picture=shape.picture,
             num_top=shape.num_top,
         )
@@ -110,13 +109,12 @@ class _Graph:
 
 def shape_of(schedule: Schedule) -> PassShape:
     """The smallest shape that the pass fits into."""
-    needs = WarpNeeds.of([request.params for request in schedule.requests])
     return PassShape(
         picture=schedule.picture,
         num_sequences=_bucket(len(schedule.requests), BATCH_BUCKETS),
         num_prompt_rows=_bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS),
         max_known=max(LEAST_SLOTS, 1 << (max(schedule.num_known) - 1).bit_length()),
-        filters=needs.top_k or needs.top_p or needs.min_p,
+        filters=schedule.filters,
         num_top=schedule.num_top,
     )
 

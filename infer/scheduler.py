@@ -22,7 +22,6 @@ from idlm.infer.decoders.base import Batch
 from idlm.infer.kv_cache import PagePool
 from idlm.infer.request import Request
 from idlm.infer.transfer import to_device
-from idlm.sampling import WarpNeeds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +49,11 @@ class Schedule:
         asked = [request.params.logprobs for request in self.requests]
         return max((number for number in asked if number is not None), default=None)
 
+    @property
+    def filters(self) -> bool:
+        """Whether anybody's law has tokens cut off."""
+        return any(request.params.has_filters for request in self.requests)
+
     def batch(self, device: torch.device) -> Batch:
         """The decoders' view, of just these rows."""
         return Batch(
@@ -59,7 +63,7 @@ class Schedule:
             max_feed=max(self.num_feed),
             max_known=max(self.num_known),
             num_rows=None,
-            needs=WarpNeeds.of([request.params for request in self.requests]),
+            filters=self.filters,
             picture=self.picture,
             num_top=self.num_top,
         )

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.infer.transfer import to_device
-from idlm.rng import uniforms
-from idlm.sampling import Warp, WarpNeeds
+from idlm.kernels.sampling import Laws, row_laws, uniforms
 
 
 class SequenceTable:
@@ -91,19 +90,23 @@ class SequenceTable:
         """
         self.num_computed_Z[lane] = num_computed
 
-    def warp(self, lanes_X: Tensor, needs: WarpNeeds) -> Warp:
-        """Sampling settings of rows that belong to the sequences on `lanes_X`."""
-        return Warp(
-            temperature_X=self.temperature_Z[lanes_X],
-            top_k_X=self.top_k_Z[lanes_X],
-            top_p_X=self.top_p_Z[lanes_X],
-            min_p_X=self.min_p_Z[lanes_X],
-            needs=needs,
+    def laws(self, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Laws:
+        """The law of each row under its request's settings; the rows of a sequence, X / B, follow one
+        another.
+        """
+        return row_laws(
+            logits_XV,
+            self.temperature_Z,
+            self.top_k_Z,
+            self.top_p_Z,
+            self.min_p_Z,
+            filters=filters,
+            lanes_B=lanes_B,
         )
 
     def uniforms(self, lanes_B: Tensor, num_draws: int) -> Tensor:
         """Random numbers [B, num_draws] (fp64) of each lane's current sampling step."""
-        return uniforms(self.seeds_Z[lanes_B], self.samples_Z[lanes_B], self.steps_Z[lanes_B], num_draws)
+        return uniforms(self.seeds_Z, self.samples_Z, self.steps_Z, num_draws, lanes_B=lanes_B)
 
     def commit(
         self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor

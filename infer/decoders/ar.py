@@ -19,7 +19,7 @@ from idlm.infer.decoders.base import DECODERS, Batch, PictureName, pack_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
-from idlm.sampling import draw, to_law
+from idlm.kernels.sampling import draw
 from idlm.semantics import Semantics
 
 
@@ -63,8 +63,9 @@ class ArDecoder:
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_BV: Tensor) -> StepOutcome:
         """Draw one token for every sequence whose last known token was fed."""
-        law_BV = to_law(logits_BV, table.warp(plan.lanes_B, batch.needs))
-        token_ids_B1 = draw(law_BV, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
+        laws = table.laws(logits_BV, plan.lanes_B, batch.filters)
+        rows_B = torch.where(plan.samples_B, plan.first_logit_B, -1)
+        token_ids_B1 = draw(laws, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
         num_emitted_B = plan.samples_B.long()
         table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
         none_B = torch.zeros_like(num_emitted_B)

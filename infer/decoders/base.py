@@ -17,7 +17,6 @@ from idlm.contracts import StepOutcome, StepPlan
 from idlm.infer.decoders.layout import MASK, Picture
 from idlm.infer.table import SequenceTable
 from idlm.registry import Registry
-from idlm.sampling import WarpNeeds
 from idlm.semantics import Semantics
 
 
@@ -29,8 +28,8 @@ class Batch:
     ones. `samples_B[b]`: that reaches the pending token, so the pass also decodes for it. The rest is what
     the host knows: upper bounds of `num_feed_B` and of the slots in use behind this pass's known tokens;
     which of the decoder's pictures is used; `num_rows`, the rows to lay out, padding included (None: just
-    those that are fed, which the host then waits to read); how many likeliest tokens are reported for
-    every token, None for no logprobs.
+    those that are fed, which the host then waits to read); whether anybody's law has tokens cut off; how
+    many likeliest tokens are reported for every token, None for no logprobs.
     """
 
     lanes_B: Tensor
@@ -39,7 +38,7 @@ class Batch:
     max_feed: int
     max_known: int
     num_rows: int | None
-    needs: WarpNeeds
+    filters: bool
     picture: int = 0
     num_top: int | None = None
 

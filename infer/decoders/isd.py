@@ -15,14 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from idlm.acceptance import num_accepted, residual
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Batch, PictureName, pack_rows
-from idlm.infer.decoders.layout import NO_ROW, Picture
+from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
-from idlm.sampling import draw, to_law
+from idlm.kernels.sampling import draft_laws, draw_drafts, emit, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ACCEPTANCES = ("exact", "published")
@@ -101,15 +100,13 @@ class IsdDecoder:
             )
 
     def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
-        """Per lane: stock, drafts, and the whole law of each draft, fp64 (stride - 1) * vocab_size * 8
-        bytes.
-        """
+        """Per lane: stock, drafts and the laws they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [Picture(pictured, device) for pictured in self._layouts]
         self.picture = self._stacked[0]
         self.stock_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
-        self.draft_laws_ZJV = torch.zeros(
-            num_lanes, self.num_masks, vocab_size, dtype=torch.float64, device=device
+        self.draft_laws = draft_laws(
+            num_lanes, self.num_masks, vocab_size, dtype=torch.float32, device=device
         )
 
     def seat(self, lanes: list[int]) -> None:
@@ -129,81 +126,42 @@ class IsdDecoder:
         )
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
-        """Test the drafts, emit the accepted ones and one token more, draw the next drafts."""
-        lanes_B, first_B, samples_B = plan.lanes_B, plan.first_logit_B, plan.samples_B
-        num_masks = self.picture.num_masks
-        laws_XV = self._laws(table, batch, lanes_B, logits_XV)
+        """Test the drafts, emit the accepted ones and one token more, draw the next drafts.
+
+        p of the chain rows and q of the mask rows are laws under each request's own settings alike.
+        """
+        lanes_B, samples_B, num_masks = plan.lanes_B, plan.samples_B, self.num_masks
+        laws = table.laws(logits_XV, lanes_B, batch.filters)
         uniforms_BD = table.uniforms(lanes_B, 2 * num_masks + 1)
-        emitted_BJ, accepted_B, tested_B = self._verify(table, lanes_B, first_B, laws_XV, uniforms_BD)
-        draft_uniforms_BJ = uniforms_BD[:, num_masks + 1 :]
-        self._draft(lanes_B, first_B, accepted_B, laws_XV, draft_uniforms_BJ, samples_B)
-        accepted_B, tested_B = accepted_B * samples_B, tested_B * samples_B
-        num_emitted_B = accepted_B + samples_B.long()
-        num_computed_B = (plan.num_feed_B + accepted_B) * plan.advances_B
-        table.commit(lanes_B, emitted_BJ, num_emitted_B, num_computed_B)
+        verdict = verify(
+            laws,
+            self.draft_laws,
+            self.picture.tables,
+            lanes_B=lanes_B,
+            first_rows_B=plan.first_logit_B,
+            active_B=samples_B,
+            drafts_ZJ=self.drafts_ZJ,
+            tau_Z=table.tau_Z,
+            layout_Z=self.stock_Z,
+            uniforms_BJ=uniforms_BD[:, :num_masks],
+        )
+        emit(laws, self.draft_laws, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BD[:, num_masks])
+        draw_drafts(
+            laws,
+            verdict,
+            lanes_B=lanes_B,
+            active_B=samples_B,
+            uniforms_BJ=uniforms_BD[:, num_masks + 1 :],
+            drafts_ZJ=self.drafts_ZJ,
+            layout_Z=self.stock_Z,
+            takes_best=self.config.acceptance == "published",
+        )
+        put(self.draft_laws, lanes_B, laws, verdict.draft_rows_BJ, active_B=samples_B)
+        num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
+        table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
         return StepOutcome(
-            token_ids_BJ=emitted_BJ,
-            num_emitted_B=num_emitted_B,
-            num_accepted_B=accepted_B,
-            num_tested_B=tested_B,
+            token_ids_BJ=verdict.token_ids_BA,
+            num_emitted_B=verdict.num_emitted_B,
+            num_accepted_B=verdict.accepted_B,
+            num_tested_B=verdict.tested_B,
         )
-
-    def _laws(self, table: SequenceTable, batch: Batch, lanes_B: Tensor, logits_XV: Tensor) -> Tensor:
-        """p of the chain rows and q of the mask rows alike, under each request's own settings."""
-        lanes_X = lanes_B.repeat_interleave(self.picture.max_width, output_size=len(logits_XV))
-        return to_law(logits_XV, table.warp(lanes_X, batch.needs))
-
-    def _verify(
-        self, table: SequenceTable, lanes_B: Tensor, first_B: Tensor, laws_XV: Tensor, uniforms_BD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Emitted tokens [B, stride], number accepted [B] and tested [B] (up to the first rejection)."""
-        num_masks, num_drafts_B = self.picture.num_masks, self.picture.num_drafts_Y[self.stock_Z[lanes_B]]
-        depth_J = torch.arange(num_masks, device=table.device)
-        drafts_BJ = self.drafts_ZJ[lanes_B, :num_masks]
-        rows_BJ = (first_B[:, None] + depth_J).clamp(max=len(laws_XV) - 1)
-        accepted_B = num_accepted(
-            laws_XV[rows_BJ, drafts_BJ],
-            self.draft_laws_ZJV[lanes_B[:, None], depth_J, drafts_BJ],
-            uniforms_BD[:, :num_masks],
-            table.tau_Z[lanes_B],
-            depth_J < num_drafts_B[:, None],
-        )
-        rejected_B = accepted_B < num_drafts_B
-        law_BV = laws_XV[first_B + accepted_B]
-        if num_masks:
-            draft_law_BV = self.draft_laws_ZJV[lanes_B, accepted_B.clamp(max=num_masks - 1)]
-            law_BV = torch.where(rejected_B[:, None], residual(law_BV, draft_law_BV), law_BV)
-        last_B1 = draw(law_BV, uniforms_BD[:, num_masks])[:, None]
-        emitted_BJ = torch.cat([drafts_BJ, last_B1], dim=1).scatter(1, accepted_B[:, None], last_B1)
-        return emitted_BJ, accepted_B, accepted_B + rejected_B.long()
-
-    def _draft(
-        self,
-        lanes_B: Tensor,
-        first_B: Tensor,
-        accepted_B: Tensor,
-        laws_XV: Tensor,
-        uniforms_BJ: Tensor,
-        samples_B: Tensor,
-    ) -> None:
-        """Draw the next drafts from the rows that the layout names for this count of accepted drafts."""
-        stock_B = self.stock_Z[lanes_B]
-        rows_BJ = self.picture.draft_row_YAJ[stock_B, accepted_B]
-        laws_BJV = laws_XV[torch.where(rows_BJ == NO_ROW, 0, first_B[:, None] + rows_BJ)]
-        next_stock_B = self.picture.next_stock_YA[stock_B, accepted_B]
-        depth_J = torch.arange(rows_BJ.shape[1], device=rows_BJ.device)
-        self._store(self.draft_laws_ZJV, (lanes_B[:, None], depth_J), laws_BJV, samples_B)
-        drafts_BJ = self._draw_drafts(laws_BJV, uniforms_BJ)
-        self._store(self.drafts_ZJ, (lanes_B[:, None], depth_J), drafts_BJ, samples_B)
-        self._store(self.stock_Z, (lanes_B,), next_stock_B, samples_B)
-
-    @staticmethod
-    def _store(state_Z: Tensor, place: tuple[Tensor, ...], new_B: Tensor, samples_B: Tensor) -> None:
-        """Only for sequences that decode: the others keep what they hold."""
-        samples_B = samples_B.view(-1, *[1] * (new_B.ndim - 1))
-        state_Z[place] = torch.where(samples_B, new_B, state_Z[place])
-
-    def _draw_drafts(self, laws_BJV: Tensor, uniforms_BJ: Tensor) -> Tensor:
-        if self.config.acceptance == "published":
-            return laws_BJV.argmax(-1)
-        return draw(laws_BJV.flatten(0, 1), uniforms_BJ.flatten()).view(uniforms_BJ.shape)

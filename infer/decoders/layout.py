@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from idlm.kernels.sampling import LayoutTables
+
 MASK = -1
 NO_ROW = -1
 
@@ -102,26 +104,26 @@ class Picture:
             return stack([[row[field] for row in y.rows] + [0] * (pad - y.width) for y in layouts])
 
         self.width_Y = stack([[layout.width] for layout in layouts])[:, 0]
-        self.num_drafts_Y = stack([[layout.num_drafts] for layout in layouts])[:, 0]
         self.source_YW, self.position_YW, self.limit_YW, self.branch_YW = (
             column(field) for field in range(4)
         )
-        self.next_stock_YA = stack(
+        draft_rows = [
             [
-                self._pad(tuple(k.index(max_drafts) for k in y.next_stocks), self.num_masks + 1, 0)
-                for y in layouts
+                self._pad(y.draft_rows[a] if a <= y.num_drafts else (), max_drafts, NO_ROW)
+                for a in range(max_drafts + 1)
             ]
-        )
-        self.draft_row_YAJ = torch.tensor(
-            [
+            for y in layouts
+        ]
+        shape = (len(layouts), max_drafts + 1, max_drafts)
+        self.tables = LayoutTables(
+            num_drafts_Y=stack([[layout.num_drafts] for layout in layouts])[:, 0],
+            draft_rows_YAJ=torch.tensor(draft_rows, dtype=torch.int64, device=device).view(shape),
+            next_layouts_YA=stack(
                 [
-                    self._pad(y.draft_rows[a] if a <= y.num_drafts else (), self.num_masks, NO_ROW)
-                    for a in range(self.num_masks + 1)
+                    self._pad(tuple(k.index(max_drafts) for k in y.next_stocks), max_drafts + 1, 0)
+                    for y in layouts
                 ]
-                for y in layouts
-            ],
-            dtype=torch.int64,
-            device=device,
+            ),
         )
 
     @staticmethod

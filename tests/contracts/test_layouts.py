@@ -125,12 +125,12 @@ def test_the_picture_repeats_the_layouts(strategy: str, num_masks: int, max_draf
     assert picture.max_width == max(layout.width for layout in pictured)
     for y, layout in enumerate(pictured):
         assert int(picture.width_Y[y]) == layout.width
-        assert int(picture.num_drafts_Y[y]) == layout.num_drafts
+        assert int(picture.tables.num_drafts_Y[y]) == layout.num_drafts
         columns = (picture.source_YW, picture.position_YW, picture.limit_YW, picture.branch_YW)
         stacked = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
         assert [tuple(row) for row in stacked.tolist()] == list(layout.rows)
         for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_stocks, strict=True)):
-            row_J = picture.draft_row_YAJ[y, a].tolist()
+            row_J = picture.tables.draft_rows_YAJ[y, a].tolist()
             assert row_J[: len(draft_rows)] == list(draft_rows)
             assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
-            assert int(picture.next_stock_YA[y, a]) == following.index(max_drafts)
+            assert int(picture.tables.next_layouts_YA[y, a]) == following.index(max_drafts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from idlm.kernels.sampling import RowLaws, Tuning, draw, law_reference, op, row_laws, uniforms
-from idlm.rng import uniforms as uniforms_of_core
+from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from tests.kernels.sampling_cases import Case, check_draws, check_laws, make_case, poisoned, whole_law
 from tests.kernels.sampling_steps import run_steps
 

@@ -29,7 +29,7 @@ from idlm.kernels.sampling import (
     verify,
 )
 from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
-from idlm.rng import uniforms as uniforms_of_core
+from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from idlm.sampling import Warp, to_law
 from tests.kernels.sampling_cases import check_laws, make_case, whole_law
 from tests.kernels.sampling_steps import run_steps

@@ -8,6 +8,7 @@ Shapes: B sequences, J drafts, X wanted rows, V vocabulary, R rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.acceptance import num_accepted, residual
 from idlm.contracts import StepPlan
 from idlm.infer.decoders import isd
 from idlm.infer.decoders.base import Batch, pack_rows
@@ -27,8 +27,9 @@ from idlm.infer.engine import Engine
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule, Scheduler, lane_of
 from idlm.infer.table import SequenceTable
-from idlm.rng import uniforms
-from idlm.sampling import draw
+from idlm.kernels import sampling
+from idlm.kernels.sampling import Laws, Verdict
+from idlm.kernels.sampling.philox import uniforms
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -56,137 +57,111 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
     return enter
 
 
-def _softened(table: SequenceTable, lanes_X: Tensor, logits_XV: Tensor) -> Tensor:
-    """The law with temperature but without truncation."""
-    return (logits_XV.double() / table.temperature_Z[lanes_X][:, None]).softmax(-1)
+def _replace(patch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
+    """Have the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
+    patch.setattr(isd, op, functools.partial(change, getattr(sampling, op)))
 
 
-def _on_laws(
-    patch: pytest.MonkeyPatch, see: Callable[[IsdDecoder, SequenceTable, Tensor, Tensor], None]
-) -> None:
-    """Call `see(decoder, table, lanes_X, logits_XV)` whenever laws are computed."""
-    original = IsdDecoder._laws
+def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Table, logits and lanes of the pass, whenever laws are computed."""
+    seen: dict[str, Any] = {}
+    original = SequenceTable.laws
 
-    def laws(self: IsdDecoder, table: Any, batch: Any, lanes_B: Tensor, logits_XV: Tensor) -> Tensor:
-        see(self, table, lanes_B.repeat_interleave(self.picture.max_width), logits_XV)
-        return original(self, table, batch, lanes_B, logits_XV)
+    def laws(self: SequenceTable, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Laws:
+        seen.update(table=self, logits=logits_XV, lanes=lanes_B)
+        return original(self, logits_XV, lanes_B, filters)
 
-    patch.setattr(IsdDecoder, "_laws", laws)
-
-
-def _after_draft(patch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> None:
-    """Replace the stored q of new drafts by `change(decoder, lanes_B, rows_BJ, laws_XV, stored_BJV)`."""
-    original = IsdDecoder._draft
-
-    def draft(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, accepted_B: Tensor, *rest: Tensor) -> None:
-        rows_BJ = self.picture.draft_row_YAJ[self.stock_Z[lanes_B], accepted_B]
-        rows_BJ = (first_B[:, None] + rows_BJ.clamp(min=0)).clamp(max=len(rest[0]) - 1)
-        original(self, lanes_B, first_B, accepted_B, *rest)
-        laws_XV, _, samples_B = rest
-        stored_BJV = self.draft_laws_ZJV[lanes_B]
-        changed_BJV = change(self, lanes_B, rows_BJ, laws_XV, stored_BJV)
-        self.draft_laws_ZJV[lanes_B] = torch.where(samples_B[:, None, None], changed_BJV, stored_BJV)
-
-    patch.setattr(IsdDecoder, "_draft", draft)
+    patch.setattr(SequenceTable, "laws", laws)
+    return seen
 
 
-def _verify_with(patch: pytest.MonkeyPatch, change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Change (first_B, laws_XV, uniforms_BD) before verification."""
-    original = IsdDecoder._verify
+def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Laws:
+    """Laws of the pass with part of the request's settings, the temperature applied `power` times."""
+    table: SequenceTable = seen["table"]
+    temperature_Z = table.temperature_Z**power if tempered else torch.ones_like(table.temperature_Z)
+    return sampling.row_laws(
+        seen["logits"],
+        temperature_Z,
+        table.top_k_Z,
+        table.top_p_Z,
+        table.min_p_Z,
+        filters=filters,
+        lanes_B=seen["lanes"],
+    )
 
-    def verify(self: IsdDecoder, table: Any, lanes_B: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return original(self, table, lanes_B, *change(self, lanes_B, *rest))
 
-    patch.setattr(IsdDecoder, "_verify", verify)
+def _keep_as_q(patch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Keep as q of new drafts what `_laws_of` makes of the rows that they were drawn from."""
+    seen = _seen(patch)
+
+    def put(op: Any, store: Any, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
+        op(store, lanes_B, _laws_of(seen, **settings), rows_BJ, active_B=active_B)
+
+    _replace(patch, "put", put)
 
 
 @fault("law")
 def argmax_draft_tested_with_softmax_q(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(IsdDecoder, "_draw_drafts", lambda self, laws_BJV, uniforms_BJ: laws_BJV.argmax(-1))
+    _replace(patch, "draw_drafts", lambda op, *args, **kwargs: op(*args, **{**kwargs, "takes_best": True}))
 
 
 @fault("law")
 def truncation_missing_in_stored_q(patch: pytest.MonkeyPatch) -> None:
     """Top-k and top-p on p only: the draft comes from the truncated q, the test divides by the full one."""
-    raw: dict[str, Tensor] = {}
-    _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=_softened(table, lanes_X, logits)))
-    _after_draft(patch, lambda self, lanes_B, rows_BJ, laws_XV, stored: raw["law"][rows_BJ])
+    _keep_as_q(patch)
 
 
 @fault("law", "tree")
 def draft_q_stored_before_warping(patch: pytest.MonkeyPatch) -> None:
-    raw: dict[str, Tensor] = {}
-    _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=logits.double().softmax(-1)))
-    _after_draft(patch, lambda self, lanes_B, rows_BJ, laws_XV, stored: raw["law"][rows_BJ])
+    _keep_as_q(patch, tempered=False)
 
 
 @fault("law", "branch")
 def temperature_applied_twice_to_q(patch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, SequenceTable] = {}
-    _on_laws(patch, lambda _, table, lanes_X, logits: seen.update(table=table))
-
-    def twice(self: IsdDecoder, lanes_B: Tensor, rows_BJ: Tensor, laws_XV: Tensor, stored: Tensor) -> Tensor:
-        powered = stored ** (1 / seen["table"].temperature_Z[lanes_B][:, None, None])
-        return powered / powered.sum(-1, keepdim=True)
-
-    _after_draft(patch, twice)
+    _keep_as_q(patch, filters=True, power=2)
 
 
 @fault("law", "tree")
 def truncation_missing_in_the_residual(patch: pytest.MonkeyPatch) -> None:
-    raw: dict[str, Tensor] = {}
-    _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=_softened(table, lanes_X, logits)))
+    seen = _seen(patch)
 
-    def note_first(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        raw["first"] = first_B
-        return (first_B, *rest)
+    def emit(op: Any, laws: Laws, store: Any, verdict: Verdict, **columns: Tensor) -> None:
+        op(laws, store, verdict, **columns)
+        truncated_BA = verdict.token_ids_BA.clone()
+        op(_laws_of(seen), store, verdict, **columns)
+        is_rejected_B1 = verdict.rejected_B[:, None] > 0
+        verdict.token_ids_BA.copy_(torch.where(is_rejected_B1, verdict.token_ids_BA, truncated_BA))
 
-    def counted(*arguments: Tensor) -> Tensor:
-        raw["accepted"] = num_accepted(*arguments)
-        return raw["accepted"]
-
-    _verify_with(patch, note_first)
-    patch.setattr(isd, "num_accepted", counted)
-    patch.setattr(isd, "residual", lambda p, q: residual(raw["law"][raw["first"] + raw["accepted"]], q))
+    _replace(patch, "emit", emit)
 
 
 @fault("law")
 def truncation_only_on_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """The published engine: accepted drafts may lie outside the nucleus."""
-    raw: dict[str, Tensor] = {}
-    _on_laws(patch, lambda _, table, lanes_X, logits: raw.update(law=_softened(table, lanes_X, logits)))
-    original = IsdDecoder._draft
-
-    def verify_raw(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, laws: Tensor, u: Tensor) -> Any:
-        return first_B, raw["law"], u
-
-    def draft_raw(
-        self: IsdDecoder, lanes: Tensor, first: Tensor, accepted: Tensor, laws: Tensor, *rest: Tensor
-    ) -> None:
-        original(self, lanes, first, accepted, raw["law"], *rest)
-
-    _verify_with(patch, verify_raw)
-    patch.setattr(IsdDecoder, "_draft", draft_raw)
+    seen = _seen(patch)
+    for name in ("verify", "draw_drafts"):
+        _replace(patch, name, lambda op, laws, *args, **kwargs: op(_laws_of(seen), *args, **kwargs))
+    _keep_as_q(patch)
 
 
 @fault("law")
 def accept_number_reused_for_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    def reuse(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, laws: Tensor, u_BD: Tensor) -> Any:
-        u_BD = u_BD.clone()
-        u_BD[:, self.num_masks] = u_BD[:, 0]
-        return first_B, laws, u_BD
+    noted: dict[str, Tensor] = {}
 
-    _verify_with(patch, reuse)
+    def verify(op: Any, *args: Any, uniforms_BJ: Tensor, **columns: Any) -> Verdict:
+        noted["first"] = uniforms_BJ[:, 0].clone()
+        return op(*args, uniforms_BJ=uniforms_BJ, **columns)
+
+    _replace(patch, "verify", verify)
+    _replace(patch, "emit", lambda op, *args, **kwargs: op(*args, **{**kwargs, "uniforms_B": noted["first"]}))
 
 
 @fault("law", "tree")
 def one_number_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
-    original = IsdDecoder._draw_drafts
+    def drafts(op: Any, *args: Any, uniforms_BJ: Tensor, **columns: Any) -> None:
+        op(*args, uniforms_BJ=uniforms_BJ[:, :1].expand_as(uniforms_BJ).contiguous(), **columns)
 
-    def drafts(self: IsdDecoder, laws_BJV: Tensor, uniforms_BJ: Tensor) -> Tensor:
-        return original(self, laws_BJV, uniforms_BJ[:, :1].expand_as(uniforms_BJ).contiguous())
-
-    patch.setattr(IsdDecoder, "_draw_drafts", drafts)
+    _replace(patch, "draw_drafts", drafts)
 
 
 @fault("law", "branch")
@@ -207,22 +182,39 @@ def one_stream_for_all_samples(patch: pytest.MonkeyPatch) -> None:
 
 @fault("law")
 def residual_is_p(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(isd, "residual", lambda p, q: p)
+    def emit(op: Any, laws: Laws, store: Any, verdict: Verdict, **columns: Tensor) -> None:
+        verdict.rejected_B.zero_()
+        op(laws, store, verdict, **columns)
+
+    _replace(patch, "emit", emit)
 
 
 @fault("law", "tree")
 def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(isd, "num_accepted", lambda p, q, *rest: num_accepted(q, p, *rest))
+    """u * p < q; the same numbers are accepted as by u' * q < p with u' = u * p^2 / q^2."""
+
+    def verify(
+        op: Any, laws: Laws, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
+    ) -> Verdict:
+        lanes_B, first_B, drafts_ZJ = (columns[name] for name in ("lanes_B", "first_rows_B", "drafts_ZJ"))
+        num_rows = len(lanes_B) * (drafts_ZJ.shape[1] + 1)
+        depth_J = torch.arange(drafts_ZJ.shape[1], device=lanes_B.device)
+        ids_BJ, rows_BJ = drafts_ZJ[lanes_B], (first_B[:, None] + depth_J).clamp(max=num_rows - 1)
+        p_BJ = sampling.probability(laws, rows_BJ, ids_BJ)
+        q_BJ = sampling.draft_probability(store, lanes_B, ids_BJ).clamp(min=1e-300)
+        return op(laws, store, tables, uniforms_BJ=uniforms_BJ * (p_BJ / q_BJ) ** 2, **columns)
+
+    _replace(patch, "verify", verify)
 
 
 @fault("law", "branch")
 def drafts_tested_with_another_branchs_q(patch: pytest.MonkeyPatch) -> None:
-    def other_group(
-        self: IsdDecoder, lanes: Tensor, rows_BJ: Tensor, laws_XV: Tensor, stored: Tensor
-    ) -> Tensor:
-        return laws_XV[(rows_BJ + self.num_masks).clamp(max=len(laws_XV) - 1)]
+    def put(op: Any, store: Any, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
+        most = int(rows_BJ.max())
+        others_BJ = torch.where(rows_BJ < 0, rows_BJ, (rows_BJ + rows_BJ.shape[1]).clamp(max=most))
+        op(store, lanes_B, laws, others_BJ, active_B=active_B)
 
-    _after_draft(patch, other_group)
+    _replace(patch, "put", put)
 
 
 @fault("law", "branch")
@@ -239,27 +231,21 @@ def temperature_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
 
 @fault("greedy")
 def verify_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    def shift(self: IsdDecoder, lanes_B: Tensor, first_B: Tensor, laws_XV: Tensor, u_BD: Tensor) -> Any:
-        return first_B, laws_XV.roll(-1, dims=0), u_BD
+    def verify(op: Any, *args: Any, first_rows_B: Tensor, **columns: Any) -> Verdict:
+        width = int(first_rows_B[1]) if len(first_rows_B) > 1 else len(columns["drafts_ZJ"][0]) + 1
+        return op(*args, first_rows_B=first_rows_B + (width > 1), **columns)
 
-    _verify_with(patch, shift)
+    _replace(patch, "verify", verify)
 
 
 @fault("greedy", "tree")
 def bonus_token_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
-    original = IsdDecoder._verify
+    def emit(op: Any, laws: Laws, store: Any, verdict: Verdict, **columns: Tensor) -> None:
+        is_swept_B = (verdict.rejected_B == 0) & (verdict.accepted_B > 0)
+        verdict.emit_rows_B.sub_(is_swept_B.long())
+        op(laws, store, verdict, **columns)
 
-    def verify(
-        self: IsdDecoder, table: Any, lanes_B: Tensor, first_B: Tensor, laws_XV: Tensor, u_BD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        emitted, accepted, tested = original(self, table, lanes_B, first_B, laws_XV, u_BD)
-        row_B = first_B + (accepted - 1).clamp(min=0)
-        wrong_B1 = draw(laws_XV[row_B], u_BD[:, self.num_masks])[:, None]
-        swept_B1 = ((accepted == tested) & (accepted > 0))[:, None]
-        last_B1 = torch.where(swept_B1, wrong_B1, emitted.gather(1, accepted[:, None]))
-        return emitted.scatter(1, accepted[:, None], last_B1), accepted, tested
-
-    patch.setattr(IsdDecoder, "_verify", verify)
+    _replace(patch, "emit", emit)
 
 
 def _repack(patch: pytest.MonkeyPatch, change: Callable[[StepPlan], StepPlan]) -> None:
@@ -308,8 +294,8 @@ def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
     original = Schedule.batch
 
     def batch(self: Schedule, device: torch.device) -> Batch:
-        self.samples[:] = [s or n == 7 for s, n in zip(self.samples, self.num_feed, strict=True)]
-        return original(self, device)
+        true = original(self, device)
+        return replace(true, samples_B=true.samples_B | (true.num_feed_B == 7))
 
     patch.setattr(Schedule, "batch", batch)
 

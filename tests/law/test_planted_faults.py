@@ -100,7 +100,13 @@ def _passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> bool:
     if check == "layout":
         return _layouts_are_right(strategy)
     by_name = {"greedy": _greedy_agrees, "repeat": _repeats, "preempt": _survives_preemption}
-    return by_name[check](foreseeing, strategy)
+    try:
+        return by_name[check](foreseeing, strategy)
+    except AssertionError as caught:
+        # The engine itself may notice that its books do not agree with the device.
+        if "decoded nothing" not in str(caught):
+            raise
+        return False
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())

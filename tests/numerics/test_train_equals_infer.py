@@ -26,7 +26,6 @@ from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
 from idlm.infer.engine import Engine
 from idlm.lora import AdapterSpec, base_identity
-from idlm.sampling import WarpNeeds
 from idlm.semantics import Semantics
 from idlm.train.export import export_adapter
 from idlm.train.gated import add_adapter
@@ -191,7 +190,7 @@ class Replay:
             max_feed=max(feed.values()),
             max_known=max(computed[lane] + feed[lane] for lane in lanes),
             num_rows=None,
-            needs=WarpNeeds(),
+            filters=False,
         )
         plan = self.engine.decoder.plan(self.engine.table, batch)
         logits_XV = self.engine._parts.runner.forward(plan)

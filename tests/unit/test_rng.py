@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from idlm.rng import _philox4x32, uniforms
+from idlm.kernels.sampling.philox import _philox4x32, uniforms
 
 
 def _words(*values: int) -> tuple[torch.Tensor, ...]:
