@@ -208,12 +208,20 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
     if captures and (settings.attention != "triton" or not has_kernels(step.table.device)):
         raise UserError(
             "IDLM-0424",
-            f"graphs=on captures kernels that never wait for the host; attention={settings.attention} or the "
-            "sampling in plain torch would",
-            fix="give attention=triton and set the environment variable IDLM_SAMPLING_KERNELS=1 (both are off "
-            "by default until they are measured)",
+            f"graphs=on captures kernels that never wait for the host; attention={settings.attention} or "
+            "sampling in plain torch would wait",
+            fix="give attention=triton and set the environment variable IDLM_SAMPLING_KERNELS=1 (both are "
+            "off by default until they are measured)",
         )
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
+
+
+def _prefix_cache(settings: EngineSettings, model: LoadedModel) -> PrefixCache | None:
+    """An index of its own for every engine: all that KV depends on beside the tokens is the same in it."""
+    if not settings.prefix_cache:
+        return None
+    namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
+    return PrefixCache(namespace, page_size=settings.page_size)
 
 
 def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
