@@ -5,6 +5,7 @@ R rows, D width, F ffn width, H head dim.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -118,10 +119,10 @@ def _adapter(timer: Timer, width: int, ffn: int, rows: int, note: Note) -> None:
             for _ in range(copies)
         ]
         baseline = timer.us_per_call([partial(_plain_adapter, x, a, b) for a, b in pairs])
-        for splits in LORA_SPLITS:
-            launch = LoraLaunch(splits=splits, pdl=True)
+        for splits, prefetch in itertools.product(LORA_SPLITS, (False, True)):
+            launch = LoraLaunch(splits=splits, pdl=True, prefetch=prefetch)
             calls = [_added(y, x, is_mask, a, b, sizes, launch) for a, b in pairs]
-            case = {"op": "gated_lora", "shape": name, "rows": rows, "splits": splits}
+            case = {"op": "gated_lora", "shape": name, "rows": rows, "splits": splits, "prefetch": prefetch}
             gate = _adapter_is_right(x, is_mask, pairs[0][0], pairs[0][1], sizes, launch)
             note(case, timer.us_per_call(calls), baseline=baseline, num_bytes=num_bytes, gate=gate)
 

@@ -15,6 +15,19 @@ import triton.language as tl
 
 
 @triton.jit
+def _prefetch(p_rows, num_bytes):
+    """Ask for that much of every row in the L2 cache; nobody waits."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [p_rows.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def shrink_kernel(
     x_RD,
     is_mask_R,
@@ -31,6 +44,7 @@ def shrink_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Share of A x^T of one tile of rows and ranks, over one share of the width."""
@@ -39,15 +53,21 @@ def shrink_kernel(
     split = tl.program_id(0) // tiles_r % SPLITS
     o_x = tl.program_id(0) // tiles_r // SPLITS * BLOCK_X + tl.arange(0, BLOCK_X)
     o_column = tl.arange(0, BLOCK_D)
+    blocks = tl.cdiv(D, BLOCK_D)
+    first, end = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
+    p_row = a_XD + tl.minimum(o_x, X - 1).to(tl.int64) * stride_a
     if PDL:
+        if PREFETCH:
+            ITEM: tl.constexpr = a_XD.dtype.element_ty.primitive_bitwidth // 8
+            count = tl.minimum(end * BLOCK_D, D) - first * BLOCK_D
+            if count > 0:
+                _prefetch(p_row + first * BLOCK_D, tl.full([BLOCK_X], 0, tl.int32) + count * ITEM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     is_mask = (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
     if tl.max(is_mask.to(tl.int32), 0) == 0:
         return
-    blocks = tl.cdiv(D, BLOCK_D)
-    first, end = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
-    p_a = a_XD + tl.minimum(o_x, X - 1).to(tl.int64)[:, None] * stride_a + o_column[None, :]
+    p_a = p_row[:, None] + o_column[None, :]
     p_x = x_RD + row[:, None] * stride_x + o_column[None, :]
     acc = tl.zeros([BLOCK_X, BLOCK_R], dtype=tl.float32)
     for i in tl.range(first, end, num_stages=STAGES):
@@ -80,6 +100,7 @@ def expand_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y += scaling * B h of the MASK rows of one tile; no other row is read or written."""
@@ -94,7 +115,11 @@ def expand_kernel(
     o_e = in_part * BLOCK_E + tl.arange(0, BLOCK_E)
     e, m_e = start + o_e, o_e < size
     o_rank = tl.arange(0, BLOCK_K)
+    p_row = b_Er + tl.minimum(e, start + size - 1).to(tl.int64) * stride_b
     if PDL:
+        if PREFETCH:
+            ITEM: tl.constexpr = b_Er.dtype.element_ty.primitive_bitwidth // 8
+            _prefetch(p_row, tl.full([BLOCK_E], 0, tl.int32) + rank * ITEM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     is_mask = (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)

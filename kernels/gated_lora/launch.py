@@ -18,7 +18,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALLEST = 16
 
 
-def _common(dtype: torch.dtype, launch: LoraLaunch) -> dict[str, Any]:
+def _is_aligned(weight: Tensor) -> bool:
+    """Whether every row starts and ends at a multiple of 16 bytes, which a bulk prefetch needs."""
+    item = weight.element_size()
+    return all(number % 16 == 0 for number in (weight.shape[1] * item, weight.stride(0) * item))
+
+
+def _common(dtype: torch.dtype, launch: LoraLaunch, weight: Tensor) -> dict[str, Any]:
     pdl = launch.pdl and not INTERPRETED
     return {
         "SPLITS": launch.splits,
@@ -26,6 +32,7 @@ def _common(dtype: torch.dtype, launch: LoraLaunch) -> dict[str, Any]:
         # fp32 tiles are twice as wide in memory and their products are made of fma: nothing to pipeline for.
         "STAGES": launch.stages if dtype.itemsize <= 2 else 1,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "PREFETCH": launch.prefetch and _is_aligned(weight),
         "PDL": pdl,
         "num_warps": launch.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -54,7 +61,7 @@ def run_shrink(
         a_XD.stride(0),
         BLOCK_X=block_x,
         BLOCK_D=min(launch.block_d, max(SMALLEST, triton.next_power_of_2(D))),
-        **_common(x_RD.dtype, launch),
+        **_common(x_RD.dtype, launch, a_XD),
     )
 
 
@@ -90,5 +97,5 @@ def run_expand(
         b_Er.stride(0),
         BLOCK_E=launch.block_e,
         BLOCK_K=min(launch.block_rank, max(SMALLEST, triton.next_power_of_2(rank))),
-        **_common(y_RE.dtype, launch),
+        **_common(y_RE.dtype, launch, b_Er),
     )

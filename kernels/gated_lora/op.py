@@ -32,6 +32,8 @@ class LoraLaunch:
     warps: int = 4
     stages: int = 3
     pdl: bool = False
+    prefetch: bool = False
+    """Ask for the weights before waiting for the kernel before (pdl only); wasted where no row is a MASK."""
 
 
 DEFAULT = LoraLaunch()

@@ -109,7 +109,7 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
         launch = Launch(splits=4, pdl=pdl, prefetch=128)
         hidden, _ = add_rms_norm(x, None, norm, eps=1e-6, pdl=pdl)
         qkv = linear(hidden, qkv_w, launch=launch, workspace=space)
-        adapter = LoraLaunch(pdl=pdl)
+        adapter = LoraLaunch(pdl=pdl, prefetch=pdl)
         gated_lora_add(qkv, hidden, is_mask, *lora, sizes=(2048,), scaling=2.0, launch=adapter)
         q = qkv_rope_cache(
             qkv.view(rows, 16, 128),

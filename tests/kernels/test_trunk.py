@@ -197,7 +197,7 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K", "partial_SRX"), "*fp32")
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
     types |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "is_mask_R": "*i1"}
-    products = {"SPLITS": 8, "BLOCK_R": 16, "STAGES": 3, "PRECISION": "tf32"}
+    products = {"SPLITS": 8, "BLOCK_R": 16, "STAGES": 3, "PRECISION": "tf32", "PREFETCH": True}
     heads = {"N": 32, "K": 8, "HALF": 64, "HAS_BIAS": True, "HAS_NORM": True, "HAS_SCALE": False}
     for kernel, constants in (
         (add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
