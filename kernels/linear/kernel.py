@@ -121,7 +121,7 @@ def _finish(
     tl.store(y_RE + row[:, None] * stride_y + e[None, :], y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "R"])
 def linear_kernel(
     x_RD,
     w_ED,

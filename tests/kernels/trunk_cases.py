@@ -35,6 +35,19 @@ SLACK = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 2e-6}
 """One rounding of the result in its own dtype, relative to the norm."""
 
 
+VARIANTS = (
+    (64, 16, 128, False, False, False, True),
+    (64, 16, 128, False, True, False, False),
+    (64, 8, 64, False, False, True, False),
+    (128, 32, 64, False, False, True, True),
+    (64, 64, 64, True, True, True, False),
+    (128, 64, 128, True, False, False, True),
+    (64, 32, 64, True, False, True, False),
+    (128, 16, 64, False, True, True, False),
+)
+"""Linears: outputs, rows and columns of a tile, serial, gated, with a bias, with a residual."""
+
+
 class Draw:
     """Random sizes and tensors of one case."""
 
@@ -106,7 +119,10 @@ def check_swiglu(draw: Draw) -> None:
 
 
 def check_qkv_rope_cache(draw: Draw) -> None:
-    heads, kv_heads = draw.random.choice([(4, 2), (14, 2), (3, 1), (6, 2), (1, 1)])
+    # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
+    heads, kv_heads, per_program, has_bias, has_norm = draw.random.choice(
+        [(4, 2, 4, False, True), (14, 2, 4, True, False), (3, 1, 1, False, False), (1, 1, 1, True, True)]
+    )
     head_dim, rows = draw.size(16, 32, 64, 96, 128), draw.num_rows
     fused = heads + 2 * kv_heads
     qkv = draw.tensor(rows, fused, head_dim)
@@ -121,15 +137,15 @@ def check_qkv_rope_cache(draw: Draw) -> None:
         "slot_mapping_R": slots,
         "inv_freq_h": (10_000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(draw.device),
         "rope_scaling": draw.random.choice([1.0, 1.2]),
-        "bias_JH": draw.tensor(fused, head_dim) if draw.flag() else None,
-        "qk_norm_YH": draw.tensor(heads + kv_heads, head_dim) if draw.flag() else None,
+        "bias_JH": draw.tensor(fused, head_dim) if has_bias else None,
+        "qk_norm_YH": draw.tensor(heads + kv_heads, head_dim) if has_norm else None,
     }
     shape = (num_slots, kv_heads, head_dim)
     caches = [torch.full(shape, NAN, device=draw.device, dtype=draw.dtype) for _ in range(2)]
     exact = [torch.full(shape, NAN, device=draw.device, dtype=torch.float64) for _ in range(2)]
     true = qkv_rope_cache_reference(qkv.double(), *exact, **options)
     before = qkv.clone()
-    q = qkv_rope_cache(qkv, *caches, heads_per_program=draw.random.choice([1, 4]), **options)
+    q = qkv_rope_cache(qkv, *caches, heads_per_program=per_program, **options)
     assert q.data_ptr() == qkv.data_ptr()
     assert torch.equal(qkv[:, heads:].nan_to_num(), before[:, heads:].nan_to_num())
     # Bias, norm, tables and rotation round one after the other, up to five times, here and in transformers.
@@ -165,23 +181,23 @@ def check_gated_lora(draw: Draw) -> None:
 
 def check_linear(draw: Draw) -> None:
     rows, width = draw.num_rows, draw.size(16, 96, 100, 520, 800, 3000)
-    out, gated = draw.size(1, 16, 40, 65, 200, 1000), draw.flag()
+    out = draw.size(1, 16, 40, 65, 200, 1000)
     small = draw.largest <= 1000
+    # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
+    block_e, block_r, block_d, serial, gated, has_bias, adds = draw.random.choice(VARIANTS)
     launch = Launch(
-        block_e=draw.random.choice([16, 32] if small else [64, 128]),
-        block_r=draw.random.choice([8, 16] if small else [8, 16, 32, 64]),
-        block_d=draw.random.choice([32, 64] if small else [64, 128]),
+        block_e=block_e // 4 if small else block_e,
+        block_r=min(block_r, 16) if small or draw.dtype == torch.float32 else block_r,
+        block_d=32 if small or draw.dtype == torch.float32 else block_d,
         splits=draw.random.choice([1, 2, 3, 5]),
-        serial=draw.flag(),
+        serial=serial,
         stages=2 if gated or draw.dtype == torch.float32 else 3,
     )
-    if draw.dtype == torch.float32 and not small:
-        launch = Launch(block_r=16, block_d=32, splits=launch.splits, serial=launch.serial, stages=2)
     x, _ = draw.poisoned(rows, width)
     x[-1] = NAN
     kept = slice(0, rows - 1)
     weight: Tensor | Fp8Weight = draw.tensor(2 * out if gated else out, width, scale=width**-0.5)
-    bias = draw.tensor(weight.shape[0]) if draw.flag() else None
+    bias = draw.tensor(weight.shape[0]) if has_bias else None
     if not small and draw.random.random() < 0.2:
         weight = quantise_fp8(weight)
     exact = dequantised(weight.values_ED, weight.scale_E) if isinstance(weight, Fp8Weight) else weight
@@ -193,7 +209,7 @@ def check_linear(draw: Draw) -> None:
         true = linear_swiglu_reference(x.double(), exact, bias_E=bias)
         alone = linear_swiglu(x[:1], weight, bias_E=bias, launch=launch)
     else:
-        residual = y if draw.flag() else None
+        residual = y if adds else None
         before = None if residual is None else residual.clone()
         plain = linear(x, exact.to(draw.dtype), bias_E=bias, residual_RE=before)
         true = linear_reference(x.double(), exact, bias_E=bias, residual_RE=before)
