@@ -5,9 +5,12 @@ options.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, TextIO
 
 import yaml
@@ -18,7 +21,11 @@ from idlm.errors import UserError
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 USER_ERROR_STATUS = 2
-INTERRUPTED_STATUS = 130
+INTERRUPTED_STATUS, TERMINATED_STATUS = 130, 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command like Ctrl-C: what is finished is kept."""
 
 
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
@@ -26,17 +33,26 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
     to stderr.
     """
     warnings.showwarning = _print_warning
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         return command(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print(f"error {error}", file=sys.stderr)
         return USER_ERROR_STATUS
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return TERMINATED_STATUS
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _print_warning(

@@ -122,7 +122,10 @@ def _split(
     for given in overrides:
         match = _OVERRIDE.match(given)
         if match is None or (match["value"] is None and match["sign"] != "~"):
-            problems.append(f"cannot read {given!r}; write key=value")
+            hint = (
+                ", and a whole list at once: key='[{...}, {...}]'" if "[" in given.partition("=")[0] else ""
+            )
+            problems.append(f"cannot read {given!r}; write key=value{hint}")
             continue
         override = Override(match["sign"] or "", match["key"], match["value"])
         annotation = schemas.lookup(schema, override.key)

@@ -137,11 +137,14 @@ def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) 
 
 
 def _say_how_to_resume(console: Any, argv: list[str], step: int) -> None:
+    from idlm.train.arguments import num_processes
+
     kept = [argument for argument in argv if not argument.startswith("resume=")]
     command = shlex.join(["idlm-train", *kept, "resume=auto"])
-    console.print(
-        f"stopped and saved at step {step}; to continue:\n{command}", highlight=False, soft_wrap=True
-    )
+    how = f"to continue:\n{command}"
+    if num_processes() > 1:
+        how = f"to continue, start the same launcher with {num_processes()} processes and resume=auto"
+    console.print(f"stopped and saved at step {step}; {how}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

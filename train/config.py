@@ -6,6 +6,7 @@ What may be wrong with it: idlm/train/config_check.py. Not frozen: OmegaConf fil
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,7 +175,7 @@ def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
             f"train.global_batch={loop.global_batch} rows are not a multiple of {world_size} processes x "
             f"train.batch_size={loop.batch_size}",
             fix=f"start {', '.join(map(str, fitting)) or 'fewer'} processes, or set train.global_batch="
-            f"{max(1, accumulation) * per_pass} or train.batch_size=1",
+            f"{max(1, accumulation) * per_pass}{' or train.batch_size=1' if loop.batch_size > 1 else ''}",
         )
     if loop.accumulation not in (1, accumulation):
         raise UserError(
@@ -197,6 +198,14 @@ def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int
         if total is None:
             assert rows_per_epoch is not None and loop.epochs is not None, f"{rows_per_epoch=} {loop.epochs=}"
             total = max(len(stages), round(rows_per_epoch * loop.epochs / global_batch))
+            epochs = total * global_batch / rows_per_epoch
+            if epochs > 2 * loop.epochs:
+                warnings.warn(
+                    f"train.epochs={loop.epochs:g} of {rows_per_epoch} packed rows is less than one step of "
+                    f"{global_batch} rows for every stage: the {total} steps are {epochs:.0f} epochs. Give "
+                    "more data, or a smaller train.global_batch",
+                    stacklevel=2,
+                )
         steps = split_steps(total, [stage.fraction or 0.0 for stage in stages])
     return Curriculum(
         stages=tuple(

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
+ADAPTER_CARD = """# A gated LoRA of idlm
+
+It applies to MASK rows only. `idlm-generate model=<this directory>` does so, and answers with the law of
+the base model. peft and transformers load the files too, but know no gate: they apply it to every row, which
+is another model.
+"""
 
 
 def export(
@@ -121,6 +127,7 @@ def export_adapter(
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         semantics.save(staging)
+        (staging / "README.md").write_text(ADAPTER_CARD, encoding="utf-8")
         stored = load_file(staging / WEIGHTS_FILE)
         wrong = [name for name, value in tensors.items() if not _bits(stored[name]).equal(_bits(value))]
         assert not wrong and stored.keys() == tensors.keys(), f"{wrong=}"

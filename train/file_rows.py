@@ -61,7 +61,8 @@ class FileRows:
         if not len(self.samples):
             raise UserError(
                 "IDLM-0205",
-                f"all {len(self.lengths)} samples are longer than max_length={max_length}",
+                f"all {is_wanted.sum()} samples{'' if left_out is None else ' of this part (eval.holdout)'} "
+                f"are longer than max_length={max_length}",
                 fix="raise train.max_length or set train.overlong=truncate",
             )
         self.plan: FilePlan = plan_file(self.costs, row_length, seed=seed)

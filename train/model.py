@@ -10,11 +10,9 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,8 +215,3 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
             f"the head (two packed documents differ from the same documents alone by {gap:.3g})",
             fix="use a causal model of transformers with standard attention layers and a plain output head",
         )
-
-
-def read_model_config(path: str) -> dict[str, Any]:
-    """`config.json` of a checkpoint directory, for checks before anything heavy is loaded."""
-    return json.loads((Path(path) / "config.json").read_text())

@@ -22,6 +22,7 @@ from idlm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
+STAGE_FOLDER = "stages"
 CONFIG_FILE = "config.yaml"
 SHAPE_FILE = "shape.json"
 FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
@@ -201,11 +202,14 @@ def _comparable(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_aside(run: Path) -> None:
+    """The run and what it has published of its stages, which would pass for the new run's."""
     if not run.exists():
         return
-    aside = _free_name(run.with_name(f"{run.name}.old"))
-    os.rename(run, aside)
-    log.info("the earlier run was kept as %s", aside)
+    for folder in (run, run.with_name(STAGE_FOLDER)):
+        if folder.exists():
+            aside = _free_name(folder.with_name(f"{folder.name}.old"))
+            os.rename(folder, aside)
+            log.info("the earlier run was kept: %s", aside)
 
 
 def _free_name(path: Path) -> Path:

@@ -11,6 +11,7 @@ from idlm.errors import UserError
 from idlm.train.config import make_curriculum
 from idlm.train.curriculum import Curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder
+from idlm.train.data.cache import CachedSource
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.dataset import PackedDataset
 
@@ -62,12 +63,17 @@ def prepare_data(
 
 
 def held_out_flags(config: TrainConfig, source: Source) -> np.ndarray | None:
-    """Bool [num_samples]: which samples of a file are held out, by `data.seed`; None where other data is."""
+    """Bool [num_samples]: which samples of a file are held out, by `data.seed`; None where other data is.
+
+    Whole records: turns of one conversation stay on one side.
+    """
     if config.eval.every is None or config.eval.path is not None or source.num_samples is None:
         return None
+    records = source.records() if isinstance(source, CachedSource) else np.arange(source.num_samples)
     chance = np.random.default_rng([config.data.seed, source.num_samples]).random(source.num_samples)
-    flags = chance < config.eval.holdout
-    flags[chance.argmin()] = True
+    is_held_out = chance < config.eval.holdout
+    is_held_out[chance[: records.max() + 1].argmin()] = True
+    flags = is_held_out[records]
     if flags.all():
         raise UserError(
             "IDLM-0552",

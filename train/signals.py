@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from idlm.command import Terminated
 from idlm.train.distributed import highest
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -53,7 +54,7 @@ class StopOnSignal(TrainerCallback):
         if self.received is None:
             self.received, self._heard_at = number, now
         elif now - self._heard_at > ECHO_SECONDS:
-            raise KeyboardInterrupt
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

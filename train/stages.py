@@ -22,12 +22,11 @@ from idlm.train.deepspeed import whole_weights
 from idlm.train.distributed import from_rank_zero
 from idlm.train.export import export, export_adapter
 from idlm.train.gated import is_trained
+from idlm.train.resume import STAGE_FOLDER
 
 if TYPE_CHECKING:
     from idlm.train.config import TrainConfig
     from idlm.train.pipeline import Prepared
-
-STAGE_FOLDER = "stages"
 
 
 def stage_directory(output_dir: str, stage: Stage) -> Path:

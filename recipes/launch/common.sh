@@ -38,7 +38,13 @@ quoted() {
 # run COMMAND...: becomes the command, so that signals reach it; under DRY=1 prints it.
 run() {
     if [ "${DRY:-0}" = 1 ]; then
-        printf '%s ' "$@"
+        local argument
+        for argument in "$@"; do
+            case $argument in
+                *'$('*) printf '"%s" ' "$argument" ;;
+                *) quoted "$argument" ;;
+            esac
+        done
         echo
     else
         exec "$@"

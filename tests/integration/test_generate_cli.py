@@ -265,3 +265,18 @@ sys.exit(command())
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=TINY.parents[2], check=False
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_sigterm_ends_like_ctrl_c() -> None:
+    program = """
+import os, signal, sys, time
+from idlm import command
+def work(arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+sys.exit(command.run(work))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=TINY.parents[2], check=False
+    )
+    assert (done.returncode, done.stderr) == (143, "terminated\n")

@@ -29,6 +29,7 @@ from idlm.train.dataset import PackedDataset
 from idlm.train.file_rows import split
 from idlm.train.layout import Sample
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from idlm.train.run_data import held_out_flags
 
 MASK = 190
 
@@ -324,3 +325,25 @@ def dataset_of_endless(source: Any) -> PackedDataset:
     return PackedDataset(
         source, objective, max_length=400, row_length=800, overlong="error", pad_token_id=0, seed=0
     )
+
+
+def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokenizer) -> None:
+    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}] * 3
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": said}) for _ in range(40)))
+    source = read(config_of(path), encoder_of(tokenizer, turns="each", use_chat_template=True))
+    assert source.num_samples == 120
+    config = TrainConfig(data=config_of(path))
+    config.eval.every, config.eval.holdout = 1, 0.2
+    flags = held_out_flags(config, source)
+    assert flags is not None
+    by_record = flags.reshape(40, 3)
+    assert (by_record.any(axis=1) == by_record.all(axis=1)).all()
+    assert 0 < by_record.any(axis=1).sum() < 40
+
+
+def test_few_rows_that_make_many_epochs_are_told() -> None:
+    stages = [StageConfig(stride=stride, fraction=1 / 3) for stride in (2, 3, 4)]
+    config = TrainConfig(train=LoopConfig(stages=stages, epochs=2, batch_size=32))
+    with pytest.warns(UserWarning, match="the 3 steps are 96 epochs"):
+        make_curriculum(config, world_size=1, rows_per_epoch=1)

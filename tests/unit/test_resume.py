@@ -115,6 +115,14 @@ def test_without_zero_another_number_of_processes_goes_on(tmp_path: Path) -> Non
     assert choose_checkpoint(config_of(tmp_path), now) == target
 
 
+def test_a_run_begun_anew_moves_the_stages_of_the_old_one_aside_too(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    stage = tmp_path / "out" / "stages" / "1-stride-2"
+    stage.mkdir(parents=True)
+    assert choose_checkpoint(config_of(tmp_path, resume="never"), SHAPE) is None
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run.old-1", "stages.old-1"]
+
+
 def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     save(tmp_path, 4)

@@ -144,11 +144,21 @@ class CachedSource:
                 )
             self._is_checked[block] = True
 
-    def origin(self, index: int) -> str:
-        """`file:line` of a sample."""
+    def records(self) -> np.ndarray:
+        """Number [num_samples] of the record that each sample was made of: turns of a conversation share
+        one.
+        """
+        return np.unique(self._where(), axis=0, return_inverse=True)[1].reshape(-1)
+
+    def _where(self) -> np.ndarray:
+        """File and line of all samples, int64 [num_samples, 2]."""
         if self._places is None:
             self._places = np.memmap(self.directory / PLACES, dtype=np.int64, mode="r").reshape(-1, 2)
-        file, place = self._places[index]
+        return self._places
+
+    def origin(self, index: int) -> str:
+        """`file:line` of a sample."""
+        file, place = self._where()[index]
         return f"{self.names[file]}:{place}"
 
     def digest(self) -> str:
