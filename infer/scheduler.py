@@ -12,7 +12,6 @@ pending token, an accepted draft): equal as mathematics, not always bit for bit;
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -250,9 +249,10 @@ class Scheduler:
         """Enter what this very pass will compute, for those who sit down in it: each layer stores the KV of
         all rows before any row attends. Returns how many requests of the schedule were seen to.
         """
-        fed = zip(schedule.requests, schedule.num_feed, schedule.samples, strict=True)
-        for request, num_feed, samples in itertools.islice(fed, num_shown, None):
-            self._commit(request, request.num_computed + num_feed - samples, is_written=False)
+        for b in range(num_shown, len(schedule.requests)):
+            request = schedule.requests[b]
+            num_computed = request.num_computed + schedule.num_feed[b] - schedule.samples[b]
+            self._commit(request, num_computed, is_written=False)
         return len(schedule.requests)
 
     def _commit(self, request: Request, num_computed: int, *, is_written: bool = True) -> None:

@@ -148,7 +148,7 @@ class _Soak:
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
     """Also with results that are read three passes late, and with passes of static shape."""
-    count = NUM_REQUESTS // len(DECODERS)
+    count = NUM_REQUESTS // len(DECODERS) // (2 if as_on_a_gpu else 1)
     options: dict[str, Any] = {"run_ahead": 3, "graphs": "on"} if as_on_a_gpu else {}
     cache = _check_soak(checkpoint, decoder, count, options)
     assert cache is not None
@@ -168,7 +168,7 @@ def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, A
     assert_idle(soak.engine)
     assert soak.engine.scheduler.num_preemptions > count // 50
     assert {"queued", "prefilling", "decoding"} <= soak.struck.keys(), soak.struck
-    assert 0.25 * count < sum(soak.struck.values()) < 0.4 * count
+    assert 0.25 * count < sum(soak.struck.values()) < 0.45 * count
     assert len(soak.finished) + sum(soak.struck.values()) == count
 
     roomy = _engine(checkpoint, decoder, ROOMY | {"prefix_cache": False})
