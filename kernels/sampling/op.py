@@ -8,8 +8,6 @@ Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -28,15 +26,13 @@ from idlm.kernels.sampling.laws import (
 )
 
 TUNING = Tuning()
-USES_KERNELS = os.environ.get("IDLM_SAMPLING_KERNELS", "0") == "1"
-"""Off by default until the kernels have been measured on a GPU."""
 MAX_VOCABULARY = 1 << 24
 """Ids pass through fp32."""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether laws of this device's tensors are numbers: on a GPU, where `USES_KERNELS` says so."""
-    return USES_KERNELS and device.type == "cuda"
+    """Whether laws of this device's tensors are numbers, and no stored probabilities: on a GPU."""
+    return device.type == "cuda"
 
 
 def row_laws(

@@ -182,8 +182,10 @@ def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, A
         cases.append(build(sequences, shape, page_size=16, padding=padding, seed=seed, device="cuda"))
     columns = max(case.rows.block_table.shape[1] for case in cases)
     num_slots = max(case.k_cache_SKH.shape[0] for case in cases)
+    varying = ("cu_rows", "own_slots_R", "limits_R", "branch_starts_R")
     rows = replace(
         cases[0].rows,
+        **{name: getattr(cases[0].rows, name).clone() for name in varying},
         block_table=torch.zeros(len(steps[0]), columns, dtype=torch.int64, device="cuda"),
         max_rows=16,
         max_slots=columns * 16,
@@ -215,7 +217,7 @@ def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, A
         cache[1, : len(case.v_cache_SKH)] = case.v_cache_SKH
         static.rows.block_table.zero_()
         static.rows.block_table[:, : case.rows.block_table.shape[1]] = case.rows.block_table
-        for name in ("cu_rows", "own_slots_R", "limits_R", "branch_starts_R"):
+        for name in varying:
             getattr(static.rows, name).copy_(getattr(case.rows, name))
         graph.replay()
         assert error_ratio(case, outputs[0]) <= 2
