@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
+from benchmarks.stream import stream_rate
 from idlm import command
 from idlm.errors import UserError
 from idlm.kernels.paged_attention import (
@@ -52,7 +53,6 @@ BRANCH_ROWS = 16
 COLD_BYTES = 1 << 28
 """Keys and values of all layers of a graph; five times the L2 cache of an H200."""
 MOST_BYTES = 48 << 30
-STREAM_BYTES = 1 << 32
 CHECKED_SEQUENCES = 2
 SWEPT: dict[str, tuple[Any, ...]] = {
     "block_m": (16, 32, 64, 128),
@@ -136,20 +136,6 @@ def measure(arguments: list[str]) -> int:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def stream_rate() -> float:
-    """Bytes per second of a sum over a large buffer."""
-    buffer = torch.ones(STREAM_BYTES // 4, device="cuda")
-    seconds = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        buffer.sum()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return STREAM_BYTES / statistics.median(seconds)
 
 
 def make_step(options: dict[str, str], *, batch: int, context: int, rows: int) -> Step | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
+from benchmarks.stream import stream_rate
 from idlm import command
 from idlm.errors import UserError
 from idlm.kernels.sampling import (
@@ -42,7 +43,6 @@ from idlm.kernels.sampling import (
 from idlm.kernels.sampling.laws import PlainDraftLaws
 
 VOCABULARY = 151_936
-STREAMED_BYTES = 1 << 33
 REPEATS = 10
 MAX_BASELINE_ROWS = 1024
 SETTINGS = {
@@ -144,7 +144,7 @@ def measure(arguments: list[str]) -> int:
     rounds = int(options["rounds"])
     mismatches = {arm: _mismatches(arm) for arm in SETTINGS}
     print(f"tokens and counts that differ from the fp64 path, of all (rounding at boundaries): {mismatches}")
-    stream = _stream(rounds)
+    stream = stream_rate(rounds=rounds)
     print(f"read-only stream {stream / 1e12:.2f} TB/s")
     if options["sweep"] == "true":
         _sweep(rounds)
@@ -233,12 +233,6 @@ def _mismatches(arm: str) -> float:
         dim=1,
     )
     return float(differs.double().mean())
-
-
-def _stream(rounds: int) -> float:
-    """Bytes per second of a sum over more than any cache holds."""
-    values = torch.ones(STREAMED_BYTES // 4, device="cuda")
-    return STREAMED_BYTES / (_microseconds(values.sum, rounds, repeats=1) * 1e-6)
 
 
 def _times(step: Step, rounds: int) -> dict[str, float]:

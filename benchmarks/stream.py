@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 STREAM_BYTES = 4 << 30
+CPU_STREAM_BYTES = 64 << 20
+STREAM_ROUNDS = 9
 LEAST_US = 3000.0
 """A graph holds so much work that its own launch does not count."""
 
 
-class Timer:
-    """Median of `rounds` replays; measures the stream when it is made."""
+def stream_rate(*, rounds: int = STREAM_ROUNDS, device: str = "cuda") -> float:
+    """Bytes per second of a sum over more than any cache holds: what only reading takes."""
+    num_bytes = STREAM_BYTES if device.startswith("cuda") else CPU_STREAM_BYTES
+    buffer = torch.ones(num_bytes // 4, device=device)
+    if not buffer.is_cuda:
+        return num_bytes / statistics.median(_seconds(buffer.sum) for _ in range(rounds))
+    return num_bytes / (Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([buffer.sum]) * 1e-6)
 
-    def __init__(self, *, rounds: int) -> None:
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+class Timer:
+    """Median of `rounds` replays; measures the stream when it is made, unless it is given."""
+
+    def __init__(self, *, rounds: int, bytes_per_us: float | None = None) -> None:
         self.rounds = rounds
-        buffer = torch.ones(STREAM_BYTES // 4, device="cuda")
-        self.bytes_per_us = STREAM_BYTES / self.us_per_call([buffer.sum])
+        self.bytes_per_us = stream_rate(rounds=rounds) / 1e6 if bytes_per_us is None else bytes_per_us
 
     def us_per_call(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Microseconds per call of a graph that holds all `calls` in turn, as often as it takes."""
