@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.stock import rms_norm, rotate
 from benchmarks.stream import Timer
-from idlm.infer.models.dense import rms_norm, rotate
 from idlm.kernels.gated_lora import LoraLaunch, expand_add, gated_lora_add, shrink
-from idlm.kernels.qkv_rope_cache import qkv_rope_cache
+from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
 
@@ -80,9 +80,8 @@ def _ops(rows: int, width: int, ffn: int) -> dict[str, tuple[Callable[[], Any], 
         return lambda pdl: qkv_rope_cache(
             qkv,
             *caches,
-            positions_R=slots,
+            rope=make_rope(slots, inv_freq, dtype=qkv.dtype),
             slot_mapping_R=slots,
-            inv_freq_h=inv_freq,
             qk_norm_YH=norm,
             heads_per_program=heads,
             pdl=pdl,

@@ -21,14 +21,14 @@ from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.pace import AdaptivePace, FixedPace, Pace
 from idlm.infer.prefix_cache import PrefixCache
-from idlm.infer.runner import Runner
+from idlm.infer.runner import Runner, head_shape
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.step import EagerStep, Step, StepResult
 from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
 from idlm.kernels.paged_attention import BACKENDS
 from idlm.kernels.paged_attention import problems as attention_problems
-from idlm.kernels.sampling.op import has_kernels
+from idlm.kernels.paged_attention.backends import AUTO
 from idlm.suggest import did_you_mean
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
 
@@ -41,9 +41,11 @@ class EngineSettings:
     `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
     decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
     overrides the checkpoint's. `run_ahead`: passes that may be launched before the results of earlier ones
-    are read. `prefix_cache`: keep the KV of finished and preempted sequences, and let equal beginnings share
-    it, as long as nobody needs the pages. `graphs`: "on" pads passes to a few static shapes and captures
-    each in a CUDA graph (on a CPU they are only padded). `attention`: the back end of paged attention.
+    are read; None: 4 with CUDA graphs, else 0. `prefix_cache`: keep the KV of finished and preempted
+    sequences, and let equal beginnings share it, as long as nobody needs the pages. `graphs`: "on" pads
+    passes to a few static shapes and captures each in a CUDA graph (on a CPU they are only padded); "auto"
+    does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the logits of a row have
+    the same bits whatever else is in the batch, and however many rows the pass has (GPU only).
     """
 
     device: str = "auto"
@@ -57,10 +59,11 @@ class EngineSettings:
     max_prompt_rows: int = 1024
     page_size: int = 16
     num_pages: int | None = None
-    run_ahead: int = 0
+    run_ahead: int | None = None
     prefix_cache: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
     attention: str = "auto"
+    deterministic: bool = False
     template: Literal["auto", "none"] = "auto"
 
 
@@ -133,9 +136,9 @@ def _assemble(
     assert max_length is not None
     device = next(model.trunk.parameters()).device
     dtype = next(model.trunk.parameters()).dtype
-    # One lane and one page more than anybody sits on: for the padding of passes of static shape.
+    # One lane more than anybody sits on: for the padding of passes of static shape.
     num_lanes = settings.max_num_seqs + 1
-    decoder.allocate(num_lanes, spec.vocab_size, device)
+    decoder.allocate(num_lanes, spec.vocab_size, dtype=dtype, device=device)
     max_slots = max_length - 1 + max(decoder.widths)
     lane_pages = -(-max_slots // settings.page_size)
     page_bytes = (
@@ -153,15 +156,17 @@ def _assemble(
     )
     cache = KVCache(
         num_layers=spec.num_layers,
-        num_slots=(num_pages + 1) * settings.page_size,
+        num_slots=num_pages * settings.page_size,
         num_kv_heads=model.local.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
         device=device,
     )
     table = SequenceTable(num_lanes, max_length, device)
-    runner = Runner(model, cache, pool, attention=settings.attention)
-    _check_attention(settings, runner)
+    attention = _attention(settings, model, dtype)
+    settings = _resolve_graphs(settings, attention, device)
+    model.trunk.linears.deterministic = settings.deterministic
+    runner = Runner(model, cache, pool, attention=attention)
     return EngineParts(
         settings=settings,
         model=model,
@@ -183,36 +188,50 @@ def _assemble(
     )
 
 
-def _check_attention(settings: EngineSettings, runner: Runner) -> None:
-    if settings.attention == "auto":
-        return
-    found = attention_problems(
-        settings.attention,
-        runner.heads,
-        page_size=settings.page_size,
-        device=runner.pool.block_table_ZP.device,
-    )
-    if found:
-        raise UserError(
-            "IDLM-0422",
-            f"attention={settings.attention} cannot serve this model here: {'; '.join(found)}",
-            fix="use attention=auto",
+def _attention(settings: EngineSettings, model: LoadedModel, dtype: torch.dtype) -> str:
+    """The back end of paged attention: the one asked for, or the first of "auto" that can serve."""
+    names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
+    reasons = {}
+    for name in names:
+        reasons[name] = attention_problems(
+            name,
+            head_shape(model, dtype),
+            page_size=settings.page_size,
+            device=model.device,
+            deterministic=settings.deterministic,
         )
+        if not reasons[name]:
+            return name
+    told = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
+    asked = f"attention={settings.attention}" + ", deterministic=true" * settings.deterministic
+    raise UserError(
+        "IDLM-0422", f"{asked} cannot be had for this model here: {told}", fix="use attention=auto on a GPU"
+    )
+
+
+def _resolve_graphs(settings: EngineSettings, attention: str, device: torch.device) -> EngineSettings:
+    """`graphs` as "on" or "off", and `run_ahead` as a number."""
+    is_cuda = device.type == "cuda"
+    graphs = settings.graphs
+    if graphs == "auto":
+        graphs = "on" if is_cuda and attention == "triton" else "off"
+    if graphs == "on" and is_cuda and attention != "triton":
+        raise UserError(
+            "IDLM-0424",
+            f"graphs=on captures kernels that never wait for the host; attention={attention} would wait",
+            fix="give attention=triton, or graphs=off",
+        )
+    ahead = 4 if is_cuda and graphs == "on" else 0
+    return dataclasses.replace(
+        settings, graphs=graphs, run_ahead=ahead if settings.run_ahead is None else settings.run_ahead
+    )
 
 
 def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
-    """Passes as they come, or of static shape; "auto" is the former."""
-    if settings.graphs != "on":
+    """Passes as they come, or of static shape."""
+    if settings.graphs == "off":
         return EagerStep(step)
     captures = step.table.device.type == "cuda"
-    if captures and (settings.attention != "triton" or not has_kernels(step.table.device)):
-        raise UserError(
-            "IDLM-0424",
-            f"graphs=on captures kernels that never wait for the host; attention={settings.attention} or "
-            "sampling in plain torch would wait",
-            fix="give attention=triton and set the environment variable IDLM_SAMPLING_KERNELS=1 (both are "
-            "off by default until they are measured)",
-        )
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
@@ -247,7 +266,7 @@ def _check_settings(settings: EngineSettings) -> None:
             ("max_num_seqs", settings.max_num_seqs, 1),
             ("max_prompt_rows", settings.max_prompt_rows, 1),
             ("page_size", settings.page_size, 1),
-            ("run_ahead", settings.run_ahead, 0),
+            ("run_ahead", 0 if settings.run_ahead is None else settings.run_ahead, 0),
             ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
             ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
         )
@@ -255,8 +274,9 @@ def _check_settings(settings: EngineSettings) -> None:
     ]
     if settings.graphs not in ("auto", "on", "off"):
         problems.append(f"graphs={settings.graphs!r} must be 'auto', 'on' or 'off'")
-    if not isinstance(settings.prefix_cache, bool):
-        problems.append(f"prefix_cache={settings.prefix_cache!r} must be true or false")
+    for name, flag in (("prefix_cache", settings.prefix_cache), ("deterministic", settings.deterministic)):
+        if not isinstance(flag, bool):
+            problems.append(f"{name}={flag!r} must be true or false")
     if settings.template not in ("auto", "none"):
         problems.append(f"template={settings.template!r} must be 'auto' or 'none'")
     if settings.attention not in ("auto", *BACKENDS):

@@ -58,11 +58,16 @@ class EngineConfig:
     page_size: int = _help("slots of a KV page", 16)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
     prefix_cache: bool = _help("share the KV of equal beginnings, and keep it for later", True)
-    run_ahead: int = _help("passes launched before the results of earlier ones are read", 0)
+    run_ahead: int | None = _help(
+        "passes launched before the results of earlier ones are read; null is 4 on a GPU, else 0", None
+    )
     graphs: Literal["auto", "on", "off"] = _help(
-        "on: passes of static shape, in CUDA graphs on a GPU", "auto"
+        "on: passes of static shape, in CUDA graphs on a GPU; auto is on where there is a GPU", "auto"
     )
     attention: str = _help("back end of paged attention", "auto")
+    deterministic: bool = _help(
+        "bits that do not depend on the batch, nor on the rows of a pass (GPU)", False
+    )
     template: Literal["auto", "none"] = _help(
         "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
     )

@@ -174,7 +174,7 @@ class Engine:
         """Launch a pass and book those that are back. A pass that fails is as if it had never begun."""
         try:
             is_launched = self._launch()
-            self._book(self.settings.run_ahead if is_launched else 0)
+            self._book((self.settings.run_ahead or 0) if is_launched else 0)
         except BaseException:
             self._flights.clear()
             self.scheduler.requeue_all()

@@ -1,7 +1,7 @@
 """Passes of static shape: a schedule is padded to a bucket, and on a GPU each bucket is one CUDA graph.
 
 Padding costs rows, not correctness: padding sequences sit on the spare lane and feed nothing, padding rows
-write their KV to the spare slot. On a CPU the padded pass runs as it is, which is how it is tested.
+store no KV. On a CPU the padded pass runs as it is, which is how it is tested.
 """
 
 from __future__ import annotations

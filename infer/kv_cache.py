@@ -197,11 +197,6 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def write(self, layer: int, slot_mapping_R: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> None:
-        """Store this pass's keys and values at physical slots."""
-        self.keys[layer, slot_mapping_R] = k_RKH
-        self.values[layer, slot_mapping_R] = v_RKH
-
     def copy_pages(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
         """Copy pages (from, to) of all layers, in this order: what is written is not read any more."""
         for start in range(0, len(copies), COPIES_AT_ONCE):

@@ -7,6 +7,7 @@ Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,27 +15,20 @@ from torch import Tensor
 from idlm.contracts import StepPlan
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
-from idlm.kernels.paged_attention import AttentionRows, HeadShape, paged_attention, plan_attention
+from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, paged_attention, plan_attention
 
 
 class Runner:
     """Model and cache of one device."""
 
-    def __init__(
-        self, model: LoadedModel, cache: KVCache, pool: PagePool, *, attention: str = "auto"
-    ) -> None:
+    def __init__(self, model: LoadedModel, cache: KVCache, pool: PagePool, *, attention: str) -> None:
         self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
-        self.heads = HeadShape(
-            num_heads=model.local.num_heads,
-            num_kv_heads=model.local.num_kv_heads,
-            head_dim=model.spec.head_dim,
-            dtype=cache.keys.dtype,
-        )
+        self._heads = head_shape(model, cache.keys.dtype)
         self._scale = model.spec.head_dim**-0.5
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor:
-        """fp32 logits [X, V] of `plan.logit_rows_X`; writes the KV of every fed row.
+        """Logits [X, V] of `plan.logit_rows_X`, in the model's dtype; writes the KV of every fed row.
 
         In each layer all of it is stored before any row attends: a sequence may share pages that another one
         fills in this very pass.
@@ -52,15 +46,14 @@ class Runner:
             max_rows=plan.max_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
         )
-        attention = plan_attention(rows, self.heads, backend=self._attention)
-        slot_mapping_R = self._slot_mapping(plan, block_table_BP)
-
-        def attend(layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor:
-            self._cache.write(layer, slot_mapping_R, k_RKH, v_RKH)
-            keys, values = self._cache.keys[layer], self._cache.values[layer]
-            return paged_attention(q_RNH, keys, values, attention, scale=self._scale)
-
-        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, attend, plan.is_mask_R)
+        deterministic = self._trunk.linears.deterministic
+        kv = PagedKV(
+            cache=self._cache,
+            slot_mapping_R=self._slot_mapping(plan, block_table_BP),
+            plan=plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic),
+            scale=self._scale,
+        )
+        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
         return self._trunk.logits(hidden_RD[plan.logit_rows_X])
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -68,9 +61,38 @@ class Runner:
         self._cache.copy_pages(copies, self.pool.page_size)
 
     def _slot_mapping(self, plan: StepPlan, block_table_BP: Tensor) -> Tensor:
-        """Physical slot of each row; the very last one, which nobody reads, for padding rows."""
+        """Physical slot of each row; -1 for padding rows, which are not stored."""
         size, num_pages = self.pool.page_size, block_table_BP.shape[1]
         page_R = (plan.slots_R // size).clamp(max=num_pages - 1)
         slots_R = block_table_BP[plan.sequence_R, page_R] * size + plan.slots_R % size
         rows_R = torch.arange(len(slots_R), device=slots_R.device)
-        return torch.where(rows_R < plan.cu_rows_B1[-1], slots_R, self._cache.keys.shape[1] - 1)
+        return torch.where(rows_R < plan.cu_rows_B1[-1], slots_R, -1)
+
+
+def head_shape(model: LoadedModel, dtype: torch.dtype) -> HeadShape:
+    """This rank's heads."""
+    return HeadShape(
+        num_heads=model.local.num_heads,
+        num_kv_heads=model.local.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        dtype=dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedKV:
+    """What the trunk is given of the cache (`KVAccess`)."""
+
+    cache: KVCache
+    slot_mapping_R: Tensor
+    plan: Plan
+    scale: float
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, K, H]."""
+        return self.cache.keys[number], self.cache.values[number]
+
+    def attend(self, number: int, q_RNH: Tensor) -> Tensor:
+        """Attention output [R, N, H]."""
+        keys, values = self.layer(number)
+        return paged_attention(q_RNH, keys, values, self.plan, scale=self.scale)

@@ -42,7 +42,7 @@ class ArDecoder:
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
         self.config = config
 
-    def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
+    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """One layout, a single row; nothing per lane."""
         self._picture = Picture(layouts("cold", num_masks=0, max_drafts=0), device)
 

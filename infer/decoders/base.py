@@ -67,8 +67,8 @@ class Decoder(Protocol):
 
     def __init__(self, config: Any, semantics: Semantics) -> None: ...
 
-    def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
-        """Make the decoder's own per-lane state."""
+    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the decoder's own per-lane state; `dtype` is that of the logits."""
         ...
 
     def seat(self, lanes: list[int]) -> None:
@@ -136,7 +136,7 @@ def pack_rows(
         slots_R=slots_R,
         limits_R=limits_R,
         branch_starts_R=branch_starts_R,
-        is_mask_R=is_mask_R & (rows_R < cu_rows_B1[-1]),
+        is_mask_R=None if width == 1 else is_mask_R & (rows_R < cu_rows_B1[-1]),
         logit_rows_X=_wanted_rows(cu_rows_B1, width_B, width),
         first_logit_B=torch.arange(len(lanes_B), device=device) * width,
         num_feed_B=feed_B,

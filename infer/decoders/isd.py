@@ -99,15 +99,13 @@ class IsdDecoder:
                 stacklevel=3,
             )
 
-    def allocate(self, num_lanes: int, vocab_size: int, device: torch.device) -> None:
+    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Per lane: stock, drafts and the laws they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [Picture(pictured, device) for pictured in self._layouts]
         self.picture = self._stacked[0]
         self.stock_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
-        self.draft_laws = draft_laws(
-            num_lanes, self.num_masks, vocab_size, dtype=torch.float32, device=device
-        )
+        self.draft_laws = draft_laws(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
     def seat(self, lanes: list[int]) -> None:
         """The new sequences have no drafts."""

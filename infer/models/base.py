@@ -1,8 +1,8 @@
-"""What the engine asks of a model: a spec, a trunk that calls back for attention, and a registry of families.
+"""What the engine asks of a model: a spec, a trunk that is given the KV cache, and a registry of families.
 
 A family maps `config.json` to a `ModelSpec` and names its tensors; it holds no arithmetic and no state.
 Adding one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
-KV heads, H head dim.
+KV heads, H head dim, S physical KV slots.
 """
 
 from __future__ import annotations
@@ -60,10 +60,21 @@ class TensorNames:
     down: str = "model.layers.{}.mlp.down_proj"
 
 
-class Attend(Protocol):
-    """Stores this layer's keys and values, returns the attention output; all that a trunk calls back."""
+class KVAccess(Protocol):
+    """A pass's access to the KV cache: where its rows go, and what they see there."""
 
-    def __call__(self, layer: int, q_RNH: Tensor, k_RKH: Tensor, v_RKH: Tensor) -> Tensor: ...
+    @property
+    def slot_mapping_R(self) -> Tensor:
+        """Physical slot of each row, -1 for a row that is not stored."""
+        ...
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, K, H] of a layer, to be written at `slot_mapping_R`."""
+        ...
+
+    def attend(self, number: int, q_RNH: Tensor) -> Tensor:
+        """Attention output [R, N, H] of a layer whose keys and values are stored."""
+        ...
 
 
 class Trunk(Protocol):
@@ -72,7 +83,7 @@ class Trunk(Protocol):
     spec: ModelSpec
 
     def __call__(
-        self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend, is_mask_R: Tensor | None = None
+        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
     ) -> Tensor:
         """Return hidden_RD after the final norm. A gated adapter, if there is one, applies where
         `is_mask_R`.
@@ -80,7 +91,7 @@ class Trunk(Protocol):
         ...
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits_XV in fp32."""
+        """Return logits_XV in the dtype of the weights."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""The decoder trunk shared by all dense families: plain torch over packed ragged rows, fused projections.
+"""The decoder trunk shared by all dense families: packed ragged rows through the ops of `kernels/`.
 
-Not a transformers module: attention is a callback, there is no cache, no mask and no batch axis in here.
-Rounding follows transformers step by step (norms in fp32, then cast), so that bf16 logits agree as well.
-R rows fed this pass, M MASK rows of them, X rows whose logits are wanted, N query heads, K KV heads, J fused
-heads (N + 2K, or N + K without the values), H head dim, h half of it, D width, F ffn, V vocabulary, E output
-width of a projection.
+Not a transformers module: there is no cache, no mask and no batch axis in here. On a GPU nothing waits for
+the host, and weights are streamed by kernels for few rows. Rounding follows transformers step by step (norms
+in fp32, then cast), so that bf16 logits agree as well.
+R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K), H
+head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, P parts of a fused projection.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from idlm.infer.models.base import Attend, ModelSpec, TensorNames
+from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
 from idlm.infer.parallel import ALONE, Shards
-from idlm.lora import low_rank
+from idlm.kernels.gated_lora import gated_lora_add
+from idlm.kernels.linear import Linears
+from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
+from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.swiglu import swiglu
 
 SUMMED = ("o", "down")
 """Projections whose input is divided among ranks, so that their outputs are summed."""
 
 
 class LowRank(nn.Module):
-    """Gated LoRA of one fused projection: an A and a B for each of its parts, zero where a part is not
+    """Gated LoRA of a fused projection: an A and a B for each of its parts, zero where a part is not
     adapted.
     """
 
@@ -36,14 +40,13 @@ class LowRank(nn.Module):
         def zeros(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, device=like.device, dtype=like.dtype), requires_grad=False)
 
-        self.a = nn.ParameterList(zeros(rank, width) for _ in sizes)
-        self.b = nn.ParameterList(zeros(size, rank) for size in sizes)
-        self.scaling = scaling
+        self.a_XD, self.b_Er = zeros(rank * len(sizes), width), zeros(sum(sizes), rank)
+        self.a, self.b = self.a_XD.split(rank), self.b_Er.split(sizes)
+        self.sizes, self.scaling = sizes, scaling
 
-    def forward(self, x_MD: Tensor) -> Tensor:
-        """What the projection's output gains, [M, E]."""
-        parts = [low_rank(x_MD, a, b, self.scaling) for a, b in zip(self.a, self.b, strict=True)]
-        return torch.cat(parts, dim=-1)
+    def add(self, out_RE: Tensor, x_RD: Tensor, gate_R: Tensor) -> None:
+        """Add to the gate's rows of the projection's output, in place."""
+        gated_lora_add(out_RE, x_RD, gate_R, self.a_XD, self.b_Er, sizes=self.sizes, scaling=self.scaling)
 
 
 class DenseLayer(nn.Module):
@@ -88,40 +91,61 @@ class DenseLayer(nn.Module):
             "down": ((names.down,), (spec.width,), self.down, self.down_bias),
         }
 
-    def project(self, name: str, x_RD: Tensor, rows_M: Tensor | None) -> Tensor:
-        """Projection `name` of all rows, [R, E]; an adapter adds its part to `rows_M` and touches no other
-        row. Of `o` and `down` a rank computes a summand, the first one with the bias.
+    def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
+        """Projection `name` of all rows, [R, E]; an adapter adds its part to the gate's rows and touches no
+        other. Of `o` and `down` a rank computes a summand, the first one with the bias.
         """
         has_bias = self.shards.rank == 0 or name not in SUMMED
-        out_RE = F.linear(x_RD, getattr(self, name), getattr(self, f"{name}_bias") if has_bias else None)
-        if self.lora is not None and rows_M is not None:
-            out_RE.index_add_(0, rows_M, self.lora[name](x_RD.index_select(0, rows_M)))
+        bias_E = getattr(self, f"{name}_bias") if has_bias else None
+        # Down follows gate and up, which are as large.
+        out_RE = linears.linear(x_RD, getattr(self, name), bias_E=bias_E, early=name != "down")
+        if self.lora is not None and gate_R is not None:
+            low = self.lora[name]
+            assert isinstance(low, LowRank), f"{type(low)=}"
+            low.add(out_RE, x_RD, gate_R)
         return self.shards.sum(out_RE) if name in SUMMED else out_RE
 
     def forward(
         self,
         x_RD: Tensor,
-        layer: int,
-        cos_R1H: Tensor,
-        sin_R1H: Tensor,
-        attend: Attend,
-        mask_rows_M: Tensor | None,
-    ) -> Tensor:
+        residual_RD: Tensor | None,
+        number: int,
+        rows: Rows,
+        kv: KVAccess,
+    ) -> tuple[Tensor, Tensor]:
+        """What is to be added to the residual, and the residual, which is overwritten."""
         spec = self.spec
-        normed_RD = rms_norm(x_RD, self.attention_norm, spec.norm_eps)
-        qkv_RJH = self.project("qkv", normed_RD, mask_rows_M).view(x_RD.shape[0], -1, spec.head_dim)
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        qk_RJH = qkv_RJH[:, :num_rotated]
-        if self.qk_norm is not None:
-            qk_RJH = rms_norm(qk_RJH, self.qk_norm, spec.norm_eps)
-        qk_RJH = rotate(qk_RJH, cos_R1H, sin_R1H)
-        o_RNH = attend(
-            layer, qk_RJH[:, : spec.num_heads], qk_RJH[:, spec.num_heads :], qkv_RJH[:, num_rotated:]
+        normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
+        qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
+        keys, values = kv.layer(number)
+        q_RNH = qkv_rope_cache(
+            qkv_RE.view(len(x_RD), -1, spec.head_dim),
+            keys,
+            values,
+            rope=rows.rope,
+            slot_mapping_R=kv.slot_mapping_R,
+            qk_norm_YH=self.qk_norm,
+            norm_eps=spec.norm_eps,
         )
-        x_RD = x_RD + self.project("o", o_RNH.reshape(x_RD.shape[0], -1), mask_rows_M)
-        normed_RD = rms_norm(x_RD, self.mlp_norm, spec.norm_eps)
-        gate_RF, up_RF = self.project("gate_up", normed_RD, mask_rows_M).chunk(2, dim=-1)
-        return x_RD + self.project("down", F.silu(gate_RF) * up_RF, mask_rows_M)
+        o_RE = kv.attend(number, q_RNH).reshape(len(x_RD), -1)
+        x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
+        normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
+        return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears), residual_RD
+
+    def _gated(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+        """silu(gate) * up, in one kernel where no adapter comes between."""
+        if self.lora is None or rows.gate_R is None:
+            return rows.linears.swiglu(normed_RD, self.gate_up, bias_E=self.gate_up_bias)
+        return swiglu(self.project("gate_up", normed_RD, rows.gate_R, rows.linears))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What all layers of a pass share. `gate_R` (bool): where an adapter applies, None for nowhere."""
+
+    rope: Rope
+    gate_R: Tensor | None
+    linears: Linears
 
 
 class DenseTrunk(nn.Module):
@@ -148,57 +172,36 @@ class DenseTrunk(nn.Module):
             else nn.Parameter(torch.empty_like(self.embed[self._head_rows]), requires_grad=False)
         )
         self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, device=device), persistent=False)
+        self.linears = Linears()
         self.is_adapted = False
         self.mask_row: nn.Parameter | None = None
 
     def forward(
-        self, token_ids_R: Tensor, positions_R: Tensor, attend: Attend, is_mask_R: Tensor | None = None
+        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
     ) -> Tensor:
         """Return hidden_RD after the final norm; ids and positions are int64 on the trunk's device."""
-        mask_rows_M = self._mask_rows(is_mask_R)
-        x_RD = self._embed(token_ids_R, mask_rows_M)
-        cos_R1H, sin_R1H = self._rotary_tables(positions_R, x_RD.dtype)
+        gate_R = self._gate(is_mask_R)
+        rope = make_rope(positions_R, self.inv_freq, scaling=self.spec.rope_scaling, dtype=self.embed.dtype)
+        rows = Rows(rope=rope, gate_R=gate_R, linears=self.linears)
+        x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
-            x_RD = layer(x_RD, index, cos_R1H, sin_R1H, attend, mask_rows_M)
-        return rms_norm(x_RD, self.final_norm, self.spec.norm_eps)
+            x_RD, residual_RD = layer(x_RD, residual_RD, index, rows, kv)
+        return add_rms_norm(x_RD, residual_RD, self.final_norm, eps=self.spec.norm_eps)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits_XV in fp32; the product itself runs in the weights' dtype."""
-        return self.shards.gather(F.linear(hidden_XD, self.head), self.spec.vocab_size).float()
+        """Return logits_XV in the dtype of the weights."""
+        return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
 
-    def _mask_rows(self, is_mask_R: Tensor | None) -> Tensor | None:
-        """Indices of the rows that the adapter applies to; None when there is no adapter or no such row."""
-        if not self.is_adapted or is_mask_R is None:
-            return None
-        rows_M = is_mask_R.nonzero()[:, 0]
-        return rows_M if len(rows_M) else None
+    def _gate(self, is_mask_R: Tensor | None) -> Tensor | None:
+        """The rows that the adapter applies to; None when there is no adapter or can be no such row."""
+        return is_mask_R if self.is_adapted else None
 
-    def _embed(self, token_ids_R: Tensor, mask_rows_M: Tensor | None) -> Tensor:
-        if self.mask_row is None or mask_rows_M is None:
+    def _embed(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
+        if self.mask_row is None or gate_R is None:
             return F.embedding(token_ids_R, self.embed)
         # The id of these rows may lie outside the table.
-        x_RD = F.embedding(token_ids_R.index_fill(0, mask_rows_M, 0), self.embed)
-        return x_RD.index_copy_(0, mask_rows_M, self.mask_row.expand(len(mask_rows_M), -1))
-
-    def _rotary_tables(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [R, 1, H] in `dtype`; the first half of sin is negated, as `rotate` wants it."""
-        angles_Rh = positions_R[:, None].float() * self.inv_freq
-        cos_Rh, sin_Rh = angles_Rh.cos() * self.spec.rope_scaling, angles_Rh.sin() * self.spec.rope_scaling
-        cos_RH, sin_RH = torch.cat((cos_Rh, cos_Rh), dim=-1), torch.cat((-sin_Rh, sin_Rh), dim=-1)
-        return cos_RH.to(dtype)[:, None], sin_RH.to(dtype)[:, None]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis in fp32, cast back, then scale; `weight` broadcasts from the right."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
-def rotate(x_RJH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
-    """Rotary embedding in the rotate-half layout; sin carries the sign of the swapped halves."""
-    swapped_RJH = x_RJH.roll(x_RJH.shape[-1] // 2, dims=-1)
-    return (x_RJH * cos_R1H).add_(swapped_RJH.mul_(sin_R1H))
+        x_RD = F.embedding(token_ids_R.masked_fill(gate_R, 0), self.embed)
+        return torch.where(gate_R[:, None], self.mask_row, x_RD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from idlm.kernels.gated_lora.kernel import expand_kernel, shrink_kernel
+from idlm.kernels.hopper import has_pdl
 
 if TYPE_CHECKING:
     from idlm.kernels.gated_lora.op import LoraLaunch
@@ -25,7 +26,7 @@ def _is_aligned(weight: Tensor) -> bool:
 
 
 def _common(dtype: torch.dtype, launch: LoraLaunch, weight: Tensor) -> dict[str, Any]:
-    pdl = launch.pdl and not INTERPRETED
+    pdl = has_pdl(weight.device) if launch.pdl is None else launch.pdl
     return {
         "SPLITS": launch.splits,
         "BLOCK_R": launch.block_r,

@@ -31,7 +31,8 @@ class LoraLaunch:
     block_rank: int = 128
     warps: int = 4
     stages: int = 3
-    pdl: bool = False
+    pdl: bool | None = None
+    """None: where the device can."""
     prefetch: bool = False
     """Ask for the weights before waiting for the kernel before (pdl only); wasted where no row is a MASK."""
 

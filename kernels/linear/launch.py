@@ -18,6 +18,10 @@ FIXED_PROGRAMS = 384
 A constant, so that the same weights give the same bits on every device.
 """
 FIXED_ROWS = (16, 32, 64, 128)
+FEW_ROWS = 16
+"""Above, cuBLAS is as fast or faster on an H200 (benchmarks/linears.py)."""
+FEW_PROGRAMS = 264
+"""Two for each of an H200's multiprocessors."""
 SHARED_BYTES = 225 * 1024
 
 
@@ -100,6 +104,17 @@ def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bo
         return Launch(block_r=128, block_d=64, splits=splits, warps=8)
     block_e = 64 if gated else 128
     return Launch(block_e=block_e, block_r=128, block_d=64, splits=splits, serial=True, warps=8)
+
+
+def few_rows_launch(
+    num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False
+) -> Launch | None:
+    """The fastest launch of a decoding step, None where the library is faster."""
+    if num_rows > FEW_ROWS or dtype.itemsize != 2:
+        return None
+    most = min(FEW_PROGRAMS // triton.cdiv(E, 64), triton.cdiv(D, QUANTUM.value))
+    splits = 1 << max(0, most.bit_length() - 1)
+    return Launch(block_r=16, block_d=64 if gated else 128, splits=splits)
 
 
 def fits(launch: Launch, itemsize: int, weight_itemsize: int, *, gated: bool) -> bool:

@@ -22,8 +22,8 @@ BACKENDS = {
     "flashinfer": "idlm.kernels.paged_attention.library_flashinfer",
     "varlen": "idlm.kernels.paged_attention.library_varlen",
 }
-AUTO = {"cuda": ("torch", "triton"), "cpu": ("torch", "triton")}
-"""What "auto" tries, in this order, by device type. On a GPU triton goes first once it is measured there."""
+AUTO = {"cuda": ("triton", "torch"), "cpu": ("torch", "triton")}
+"""What "auto" tries, in this order, by device type."""
 
 
 class Plan(Protocol):

@@ -8,12 +8,15 @@ products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from idlm.kernels.qkv_rope_cache.op import Rope
 
 
 @triton.jit
@@ -125,10 +128,8 @@ def run(
     qkv_RJH: Tensor,
     caches: tuple[Tensor, Tensor],
     *,
-    positions_R: Tensor,
+    rope: Rope,
     slot_mapping_R: Tensor,
-    inv_freq_h: Tensor,
-    rope_scaling: float,
     bias_JH: Tensor | None,
     qk_norm_YH: Tensor | None,
     norm_eps: float,
@@ -148,13 +149,13 @@ def run(
             qkv_RJH,
             qkv_RJH if bias_JH is None else bias_JH,
             qkv_RJH if qk_norm_YH is None else qk_norm_YH,
-            positions_R,
+            rope.positions_R,
             slot_mapping_R,
-            inv_freq_h,
+            rope.inv_freq_h,
             k_cache_SKH,
             v_cache_SKH,
-            inv_freq_h if k_scale_K is None else k_scale_K,
-            inv_freq_h if v_scale_K is None else v_scale_K,
+            rope.inv_freq_h if k_scale_K is None else k_scale_K,
+            rope.inv_freq_h if v_scale_K is None else v_scale_K,
             qkv_RJH.stride(0),
             qkv_RJH.stride(1),
             0 if qk_norm_YH is None else qk_norm_YH.stride(0),
@@ -163,7 +164,7 @@ def run(
             v_cache_SKH.stride(0),
             v_cache_SKH.stride(1),
             norm_eps,
-            rope_scaling,
+            rope.scaling,
             N=fused_heads - 2 * num_kv_heads,
             K=num_kv_heads,
             HALF=head_dim // 2,

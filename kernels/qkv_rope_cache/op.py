@@ -7,14 +7,38 @@ S physical KV slots.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from idlm.kernels.hopper import has_pdl
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
+    `scaling` a factor on cos and sin. `tables`: those, rounded, [R, 1, h], where no kernel computes them.
+    """
+
+    positions_R: Tensor
+    inv_freq_h: Tensor
+    scaling: float
+    tables: tuple[Tensor, Tensor] | None
+
+
+def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, dtype: torch.dtype) -> Rope:
+    """The rows' rotations, for all layers of a pass in `dtype`."""
+    tables = None
+    if not _runs_kernels(positions_R):
+        angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
+        tables = ((angles_R1h.cos() * scaling).to(dtype), (angles_R1h.sin() * scaling).to(dtype))
+    return Rope(positions_R=positions_R, inv_freq_h=inv_freq_h, scaling=scaling, tables=tables)
 
 
 def qkv_rope_cache(
@@ -22,10 +46,8 @@ def qkv_rope_cache(
     k_cache_SKH: Tensor,
     v_cache_SKH: Tensor,
     *,
-    positions_R: Tensor,
+    rope: Rope,
     slot_mapping_R: Tensor,
-    inv_freq_h: Tensor,
-    rope_scaling: float = 1.0,
     bias_JH: Tensor | None = None,
     qk_norm_YH: Tensor | None = None,
     norm_eps: float = 1e-6,
@@ -33,13 +55,13 @@ def qkv_rope_cache(
     v_scale_K: Tensor | None = None,
     heads_per_program: int = 4,
     warps: int = 4,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> Tensor:
     """q [R, N, H], a view of `qkv_RJH`, whose query heads are overwritten; k and v go to the caches.
 
-    `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. `positions_R` int64,
-    `inv_freq_h` fp32. Scales (fp32, both or none) belong to e4m3 caches: what is stored is value / scale.
-    The last three are launch parameters.
+    `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. Scales (fp32,
+    both or none) belong to e4m3 caches: what is stored is value / scale. The last three are launch
+    parameters (pdl None: where the device can).
     """
     num_kv_heads = k_cache_SKH.shape[1]
     num_heads = qkv_RJH.shape[1] - 2 * num_kv_heads
@@ -47,12 +69,13 @@ def qkv_rope_cache(
     assert qkv_RJH.stride(2) == k_cache_SKH.stride(2) == v_cache_SKH.stride(2) == 1, f"{qkv_RJH.stride()=}"
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
     assert bias_JH is None or bias_JH.is_contiguous(), f"{bias_JH=}"
-    if not (qkv_RJH.is_cuda or INTERPRETED):
+    if not _runs_kernels(qkv_RJH):
+        assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
         return _plain(
             qkv_RJH,
             k_cache_SKH,
             v_cache_SKH,
-            _tables(positions_R, inv_freq_h, rope_scaling, qkv_RJH.dtype),
+            rope.tables,
             slot_mapping_R,
             bias_JH,
             None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
@@ -63,27 +86,21 @@ def qkv_rope_cache(
     run(
         qkv_RJH,
         (k_cache_SKH, v_cache_SKH),
-        positions_R=positions_R,
+        rope=rope,
         slot_mapping_R=slot_mapping_R,
-        inv_freq_h=inv_freq_h,
-        rope_scaling=rope_scaling,
         bias_JH=bias_JH,
         qk_norm_YH=qk_norm_YH,
         norm_eps=norm_eps,
         scales=(k_scale_K, v_scale_K),
         heads_per_program=heads_per_program,
         warps=warps,
-        pdl=pdl and not INTERPRETED,
+        pdl=has_pdl(qkv_RJH.device) if pdl is None else pdl,
     )
     return qkv_RJH[:, :num_heads]
 
 
-def _tables(
-    positions_R: Tensor, inv_freq_h: Tensor, rope_scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, [R, 1, h], rounded."""
-    angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
-    return (angles_R1h.cos() * rope_scaling).to(dtype), (angles_R1h.sin() * rope_scaling).to(dtype)
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda or INTERPRETED
 
 
 def _plain(

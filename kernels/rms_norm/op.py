@@ -7,6 +7,8 @@ import os
 import torch.nn.functional as F
 from torch import Tensor
 
+from idlm.kernels.hopper import has_pdl
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -17,12 +19,13 @@ def add_rms_norm(
     *,
     eps: float,
     warps: int = 8,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(normed, residual): the sum x + residual is written IN PLACE over `residual_RD` and returned.
 
     Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
-    normed row, its product with the weight. `warps` and `pdl` are launch parameters.
+    normed row, its product with the weight. `warps` and `pdl` (None: where the device can) are launch
+    parameters.
     """
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
@@ -37,7 +40,7 @@ def add_rms_norm(
             normed_RD,
             eps=eps,
             warps=warps,
-            pdl=pdl and not INTERPRETED,
+            pdl=has_pdl(x_RD.device) if pdl is None else pdl,
         )
         return normed_RD, x_RD if residual_RD is None else residual_RD
     sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)

@@ -7,20 +7,28 @@ import os
 import torch.nn.functional as F
 from torch import Tensor
 
+from idlm.kernels.hopper import has_pdl
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool = False) -> Tensor:
+def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool | None = None) -> Tensor:
     """silu(gate) * up, [R, F], of [R, 2F] with the gate first; rounded as the two torch ops round.
 
-    `block`, `warps` and `pdl` are launch parameters.
+    `block`, `warps` and `pdl` (None: where the device can) are launch parameters.
     """
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if gate_up_RE.is_cuda or INTERPRETED:
         from idlm.kernels.swiglu.kernel import run
 
         out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
-        run(gate_up_RE, out_RF, block=block, warps=warps, pdl=pdl and not INTERPRETED)
+        run(
+            gate_up_RE,
+            out_RF,
+            block=block,
+            warps=warps,
+            pdl=has_pdl(gate_up_RE.device) if pdl is None else pdl,
+        )
         return out_RF
     gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
     return F.silu(gate_RF) * up_RF

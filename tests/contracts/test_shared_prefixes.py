@@ -153,7 +153,7 @@ def test_nobody_reads_a_page_that_was_given_up(
     monkeypatch.setattr(PagePool, "_let_go", letting_go)
     monkeypatch.setattr(PrefixCache, "evict", evicting)
     monkeypatch.setattr(KVCache, "copy_pages", copying)
-    poison(range(engine.pool.num_pages + 1))
+    poison(range(engine.pool.num_pages))
     prompts, params, expected = _uncached(checkpoint, decoder)
     for _ in range(2):
         assert _said(engine.generate(prompts, params)) == expected

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from idlm.infer.models.dense import rms_norm, rotate
+from benchmarks.stock import rms_norm, rotate
 from idlm.kernels.gated_lora import LoraLaunch, gated_lora_add
 from idlm.kernels.linear import linear, linear_swiglu
 from idlm.kernels.linear.choose import check_rows_agree
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace
-from idlm.kernels.qkv_rope_cache import qkv_rope_cache
+from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
 from tests.kernels.trunk_cases import CHECKS, Draw
@@ -85,7 +85,11 @@ def test_small_ops_give_the_trunks_bits() -> None:
     caches = [torch.zeros(64, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     slots = torch.arange(64, device="cuda")
     found = qkv_rope_cache(
-        qkv, *caches, positions_R=positions, slot_mapping_R=slots, inv_freq_h=inv_freq, qk_norm_YH=norm
+        qkv,
+        *caches,
+        rope=make_rope(positions, inv_freq, dtype=qkv.dtype),
+        slot_mapping_R=slots,
+        qk_norm_YH=norm,
     )
     assert (found != expected).float().mean() < 1e-3
 
@@ -114,9 +118,8 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
         q = qkv_rope_cache(
             qkv.view(rows, 16, 128),
             *caches,
-            positions_R=positions,
+            rope=make_rope(positions, inv_freq, dtype=qkv.dtype),
             slot_mapping_R=positions,
-            inv_freq_h=inv_freq,
             pdl=pdl,
         )
         total = linear(q.reshape(rows, -1), o_w, residual_RE=x, launch=launch, workspace=space)

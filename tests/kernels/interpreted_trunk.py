@@ -12,7 +12,7 @@ import torch
 
 from idlm.kernels.linear import linear, linear_swiglu
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace, num_splits, workspace_size
-from idlm.kernels.qkv_rope_cache import qkv_rope_cache
+from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from tests.kernels.trunk_cases import CHECKS, Draw
 
 SMALL = Launch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
@@ -70,7 +70,7 @@ def test_fixed_splits_follow_the_weight_alone(E: int, D: int, gated: bool) -> No
 
 
 def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
-    from idlm.kernels.qkv_rope_cache.op import _plain, _tables
+    from idlm.kernels.qkv_rope_cache.op import _plain
 
     generator = torch.Generator().manual_seed(0)
     qkv = 30 * torch.randn(5, 8, 16, generator=generator)
@@ -81,13 +81,13 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
     q = qkv_rope_cache(
         qkv,
         *found,
-        positions_R=positions,
+        rope=make_rope(positions, inv_freq, dtype=qkv.dtype),
         slot_mapping_R=slots,
-        inv_freq_h=inv_freq,
         k_scale_K=scales[0],
         v_scale_K=scales[1],
     )
-    q_plain = _plain(rows, *plain, _tables(positions, inv_freq, 1.0, rows.dtype), slots, None, None, scales)
+    angles = (positions[:, None].float() * inv_freq)[:, None]
+    q_plain = _plain(rows, *plain, (angles.cos(), angles.sin()), slots, None, None, scales)
     torch.testing.assert_close(q, q_plain)
     for mine, theirs in zip(found, plain, strict=True):
         mine, theirs = mine.float(), theirs.float()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from idlm.infer.models.dense import rms_norm, rotate
+from benchmarks.stock import rms_norm, rotate
 from idlm.kernels.linear import dequantised, linear, quantise_fp8
-from idlm.kernels.qkv_rope_cache import qkv_rope_cache
+from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.lora import gated_linear
 
@@ -73,9 +73,8 @@ def test_rounding_is_the_trunks(dtype: torch.dtype, has_norm: bool) -> None:
     q = qkv_rope_cache(
         qkv,
         *caches,
-        positions_R=positions,
+        rope=make_rope(positions, inv_freq, dtype=dtype),
         slot_mapping_R=torch.arange(9),
-        inv_freq_h=inv_freq,
         qk_norm_YH=weight,
     )
     assert torch.equal(q, expected[:, :4])

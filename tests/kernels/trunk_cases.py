@@ -25,7 +25,7 @@ from idlm.kernels.linear import (
     quantise_fp8,
 )
 from idlm.kernels.linear.launch import Launch
-from idlm.kernels.qkv_rope_cache import qkv_rope_cache, qkv_rope_cache_reference
+from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache, qkv_rope_cache_reference
 from idlm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
 from idlm.kernels.swiglu import swiglu, swiglu_reference
 
@@ -132,20 +132,22 @@ def check_qkv_rope_cache(draw: Draw) -> None:
     qkv[-1], slots[-1] = NAN, -1
     slots = slots.to(draw.device)
     positions = torch.randint(0, 40_000, (rows,), generator=draw.generator).to(draw.device)
+    inv_freq = (10_000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(draw.device)
+    scaling = draw.random.choice([1.0, 1.2])
     options = {
-        "positions_R": positions,
         "slot_mapping_R": slots,
-        "inv_freq_h": (10_000.0 ** -(torch.arange(head_dim // 2) * 2 / head_dim)).to(draw.device),
-        "rope_scaling": draw.random.choice([1.0, 1.2]),
         "bias_JH": draw.tensor(fused, head_dim) if has_bias else None,
         "qk_norm_YH": draw.tensor(heads + kv_heads, head_dim) if has_norm else None,
     }
     shape = (num_slots, kv_heads, head_dim)
     caches = [torch.full(shape, NAN, device=draw.device, dtype=draw.dtype) for _ in range(2)]
     exact = [torch.full(shape, NAN, device=draw.device, dtype=torch.float64) for _ in range(2)]
-    true = qkv_rope_cache_reference(qkv.double(), *exact, **options)
+    true = qkv_rope_cache_reference(
+        qkv.double(), *exact, positions_R=positions, inv_freq_h=inv_freq, rope_scaling=scaling, **options
+    )
     before = qkv.clone()
-    q = qkv_rope_cache(qkv, *caches, heads_per_program=per_program, **options)
+    rope = make_rope(positions, inv_freq, scaling=scaling, dtype=draw.dtype)
+    q = qkv_rope_cache(qkv, *caches, rope=rope, heads_per_program=per_program, **options)
     assert q.data_ptr() == qkv.data_ptr()
     assert torch.equal(qkv[:, heads:].nan_to_num(), before[:, heads:].nan_to_num())
     # Bias, norm, tables and rotation round one after the other, up to five times, here and in transformers.

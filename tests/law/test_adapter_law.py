@@ -56,9 +56,7 @@ def test_an_adapter_on_clean_rows_is_seen(
     law_toy: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power: without the gate the same check fails."""
-    plain = DenseTrunk._mask_rows
-    monkeypatch.setattr(
-        DenseTrunk, "_mask_rows", lambda self, is_mask_R: plain(self, torch.ones_like(is_mask_R))
-    )
+    plain = DenseTrunk._gate
+    monkeypatch.setattr(DenseTrunk, "_gate", lambda self, is_mask_R: plain(self, torch.ones_like(is_mask_R)))
     sampled = sample(build_engine(adapter, "isd", stride=4), SETTINGS[:1], 5_000)
     assert len(misfits(fits(law_toy, sampled), LEVEL)) == 2

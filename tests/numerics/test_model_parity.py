@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from idlm.infer.models.loader import LoadedModel, load_model
-from idlm.kernels.paged_attention import AttentionRows, paged_attention, plan_attention
+from idlm.infer.runner import PagedKV
+from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from idlm.semantics import Semantics
 
 FP32_TOLERANCE = 1e-5
@@ -124,15 +125,11 @@ class PagedSession:
         )
         scale = self.model.spec.head_dim**-0.5
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self.keys[layer].index_copy_(0, physical_R, k)
-            self.values[layer].index_copy_(0, physical_R, v)
-            return paged_attention(q, self.keys[layer], self.values[layer], plan, scale=scale)
-
         ids = torch.tensor([token for chunk in chunks for token in chunk])
-        logits = self.model.trunk.logits(self.model.trunk(ids, slots, attend))
-        assert logits.dtype == torch.float32
-        return list(logits.split(counts))
+        kv = PagedKV(cache=self, slot_mapping_R=physical_R, plan=plan, scale=scale)  # type: ignore[arg-type]
+        logits = self.model.trunk.logits(self.model.trunk(ids, slots, kv))
+        assert logits.dtype == self.model.dtype
+        return list(logits.float().split(counts))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,19 @@
+"""What GPUs from Hopper on can do for a chain of short kernels."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+HOPPER = (9, 0)
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one that it waits for has ended (programmatic dependent
+    launch). Triton's interpreter knows nothing of it.
+    """
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return device.type == "cuda" and not is_interpreted and torch.cuda.get_device_capability(device) >= HOPPER

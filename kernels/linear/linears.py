@@ -1,0 +1,62 @@
+"""Linear layers of a model: our kernel where it is faster than the library, or, deterministic, everywhere.
+
+R rows, D input width, E output width, F half of it for a SwiGLU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from idlm.kernels.hopper import has_pdl
+from idlm.kernels.linear import op
+from idlm.kernels.linear.fp8 import Fp8Weight
+
+if TYPE_CHECKING:
+    from idlm.kernels.linear.launch import Launch, Workspace
+
+Weight = Tensor | Fp8Weight
+WORKSPACE_FLOATS = 1 << 23
+WORKSPACE_TILES = 1 << 14
+
+
+class Linears:
+    """One per stream: split products share its workspace. `deterministic`: a row's bits depend on the row
+    alone, not on how many rows there are (needs a GPU).
+    """
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+        self._workspace: Workspace | None = None
+
+    def linear(
+        self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, early: bool = True
+    ) -> Tensor:
+        """x W^T (+ bias), [R, E].
+
+        `early`: it may start while the kernel before still runs. Not after another large one: the first
+        multiprocessors to be free would get more of its programs than the others.
+        """
+        launch = self._launch(x_RD, weight_ED, gated=False, early=early)
+        return op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+
+    def swiglu(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
+        """silu(gate) * up, [R, F], of the stacked gate and up projections."""
+        launch = self._launch(x_RD, weight_ED, gated=True, early=True)
+        return op.linear_swiglu(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+
+    def _launch(self, x_RD: Tensor, weight_ED: Weight, *, gated: bool, early: bool) -> Launch | None:
+        if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:
+            return None
+        from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace
+
+        if self._workspace is None:
+            self._workspace = make_workspace(
+                x_RD.device, num_floats=WORKSPACE_FLOATS, num_tiles=WORKSPACE_TILES
+            )
+        outputs, width = weight_ED.shape
+        choose = fixed_launch if self.deterministic else few_rows_launch
+        launch = choose(len(x_RD), outputs // 2 if gated else outputs, width, x_RD.dtype, gated=gated)
+        return None if launch is None else replace(launch, pdl=early and has_pdl(x_RD.device))
