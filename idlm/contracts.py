@@ -169,10 +169,10 @@ class StepPlan:
     position `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it
     sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block,
     tree and branch alike. `is_mask_R` (bool) marks the MASK rows, which a gated adapter applies to: text may
-    hold the mask's id, so it is said here and never read off the ids; None: there can be none. Logits are wanted for `logit_rows_X`
-    only: W rows for every sequence, from `first_logit_B[b]` on, of which a sequence that feeds fewer
-    repeats its last. `samples_B` (bool): the sequence decodes in this pass; what the others' wanted rows
-    say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored.
+    hold the mask's id, so it is said here and never read off the ids; None: there can be none. Logits are
+    wanted for `logit_rows_X` only: W rows for every sequence, from `first_logit_B[b]` on, of which a sequence
+    that feeds fewer repeats its last. `samples_B` (bool): the sequence decodes in this pass; what the others'
+    wanted rows say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored.
     `advances_B` (bool): its fed tokens become computed ones; False for a sequence that is as long as it may
     get. All other tensors int64, all on the engine's device; `max_rows` and `max_slots` are upper bounds that
     the host knows.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,6 @@ from idlm.kernels.hopper import has_pdl
 if TYPE_CHECKING:
     from idlm.kernels.gated_lora.op import LoraLaunch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALLEST = 16
 
 
