@@ -1,11 +1,11 @@
 """Sampling of one decoding step: laws, verification, correction, draws, keeping the drafts' laws.
 
-    python -m benchmarks.sampling [record=true] [sweep=true] [batches=1,16,64,256] [strides=1,2,4,8]
+    python -m benchmarks.sampling [record=true] [sweep=pdl,tile] [batches=1,16,64,256] [strides=1,2,4,8]
 
 Checks the kernels against the fp64 path first. Then it measures the read-only stream and, as CUDA graphs,
 every op and the whole step, without filters, with those of Qwen3 (temperature 0.6, top_k 20, top_p 0.95) and
 with top_p alone; torch's sort, softmax and cumsum of the same rows is the baseline. Random logits of the true
-vocabulary; about nine of ten drafts pass. `sweep=true` tries chunk sizes, warps and dependent launch.
+vocabulary; about nine of ten drafts pass. `sweep` names tunables (pdl, tile, num_warps, chunk, group) to try.
 """
 
 from __future__ import annotations
@@ -51,10 +51,16 @@ SETTINGS = {
     "top_p": (1.0, 0, 0.95, 0.0),
 }
 """Of each arm: temperature, top_k, top_p, min_p."""
-SWEPT = {"chunk": (2048, 4096, 8192, 16384), "num_warps": (4, 8, 16), "pdl": (False, True)}
+SWEPT = {
+    "pdl": (False, True),
+    "tile": (4, 8, 16, 32),
+    "num_warps": (4, 8, 16),
+    "chunk": (256, 512, 1024),
+    "group": (4, 8, 16),
+}
 DEFAULTS = {
     "record": "false",
-    "sweep": "false",
+    "sweep": "",
     "rounds": "7",
     "batches": "1,16,64,256",
     "strides": "1,2,4,8",
@@ -146,8 +152,8 @@ def measure(arguments: list[str]) -> int:
     print(f"tokens and counts that differ from the fp64 path, of all (rounding at boundaries): {mismatches}")
     stream = stream_rate(rounds=rounds)
     print(f"read-only stream {stream / 1e12:.2f} TB/s")
-    if options["sweep"] == "true":
-        _sweep(rounds)
+    if options["sweep"]:
+        _sweep(options["sweep"].split(","), rounds)
     rows: list[dict[str, Any]] = []
     print(f"\n{'B':>4} {'N':>2} {'arm':>6} {'rows':>5}" + "".join(f"{name:>10}" for name in _NAMES) + "  us")
     for num_sequences in map(int, options["batches"].split(",")):
@@ -179,7 +185,9 @@ def _make(num_sequences: int, stride: int, arm: str, tuning: Tuning = Tuning()) 
     floats_Z = ints_Z.double()
     temperature, top_k, top_p, min_p = SETTINGS[arm]
     draft_row_J = torch.arange(num_masks + 1, width, device=device)
-    store = draft_laws(num_sequences, num_masks, VOCABULARY, dtype=torch.bfloat16, device=device)
+    store = draft_laws(
+        num_sequences, num_masks, VOCABULARY, dtype=torch.bfloat16, device=device, tuning=tuning
+    )
     assert isinstance(store, DraftLaws)
     step = Step(
         logits_XV=logits_BWV.flatten(0, 1),
@@ -326,11 +334,11 @@ def _line(case: dict[str, Any], times: dict[str, float], stream: float) -> str:
     return f"{case['batch']:>4} {case['stride']:>2} {case['filters']:>6} {num_rows:>5}{shown}"
 
 
-def _sweep(rounds: int) -> None:
+def _sweep(keys: list[str], rounds: int) -> None:
     """One tunable after the other, the others at their defaults."""
     print("\nsweep, N=4: us of laws / step")
-    for key, values in SWEPT.items():
-        for value in values:
+    for key in keys:
+        for value in SWEPT[key]:
             tuning = dataclasses.replace(Tuning(), **{key: value})  # type: ignore[arg-type]
             cells = []
             for num_sequences, arm in ((1, "none"), (1, "qwen3"), (64, "none"), (64, "qwen3"), (64, "top_p")):

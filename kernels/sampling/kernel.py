@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Fields of a law's numbers (fp64) and of a chunk's statistics (fp32).
+# Fields of a law's numbers (fp64).
 MAX: tl.constexpr = tl.constexpr(0)
 SCALE: tl.constexpr = tl.constexpr(1)
 THRESHOLD: tl.constexpr = tl.constexpr(2)
@@ -20,17 +20,10 @@ TIE: tl.constexpr = tl.constexpr(3)
 MASS: tl.constexpr = tl.constexpr(4)
 BEST: tl.constexpr = tl.constexpr(5)
 NUM_NUMBERS: tl.constexpr = tl.constexpr(8)
-CHUNK_MAX: tl.constexpr = tl.constexpr(0)
-CHUNK_MASS: tl.constexpr = tl.constexpr(1)
-CHUNK_MIN: tl.constexpr = tl.constexpr(2)
-CHUNK_BEST: tl.constexpr = tl.constexpr(3)
-NUM_STATS: tl.constexpr = tl.constexpr(4)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ANY_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-# In place of the count of a row's gathered tokens: its chunks' kept masses are known.
-DONE: tl.constexpr = tl.constexpr(-1)
 
 
 @triton.jit
@@ -113,163 +106,51 @@ def is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
 
 
 @triton.jit
-def row_totals(p_stats, num_chunks, scale, CHUNKS: tl.constexpr):
-    """A row's largest logit, total weight (fp64), smallest finite logit, and the chunks' masses (fp32)."""
-    o_chunk = tl.arange(0, CHUNKS)
-    m_chunk = o_chunk < num_chunks
-    p_chunk = p_stats + o_chunk * NUM_STATS
-    b_max = tl.load(p_chunk + CHUNK_MAX, mask=m_chunk, other=float("-inf"))
-    b_mass = tl.load(p_chunk + CHUNK_MASS, mask=m_chunk, other=0.0)
-    b_min = tl.load(p_chunk + CHUNK_MIN, mask=m_chunk, other=float("inf"))
-    largest = tl.max(b_max, 0)
-    b_mass = b_mass * weight(b_max, largest, scale)
-    return largest, tl.sum(b_mass.to(tl.float64), 0), tl.min(b_min, 0), b_mass
-
-
-@triton.jit
 def stats_kernel(
     p_logits,
     p_temperature,
     p_lanes,
-    p_stats,
-    p_counts,
-    row_stride,
-    num_tokens,
-    num_chunks,
-    rows_per_lane,
-    HAS_LANES: tl.constexpr,
-    FILTERS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Largest, weight relative to it, smallest finite, and lowest best id of one chunk of one row."""
-    wait_for_previous(PDL)
-    i_row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    i_chunk = tl.program_id(0) % num_chunks
-    scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)))
-    o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    m_token = o_token < num_tokens
-    b_values = tl.load(p_logits + i_row * row_stride + o_token, mask=m_token, other=float("-inf"))
-    b_logits = b_values.to(tl.float32)
-    largest = tl.max(b_logits, 0)
-    p_chunk = p_stats + (i_row * num_chunks + i_chunk) * NUM_STATS
-    tl.store(p_chunk + CHUNK_MAX, largest)
-    tl.store(p_chunk + CHUNK_MASS, tl.sum(weight(b_values, largest, scale), 0))
-    if FILTERS:
-        smallest = tl.min(tl.where(b_logits > float("-inf"), b_logits, float("inf")), 0)
-        tl.store(p_chunk + CHUNK_MIN, smallest)
-    # Vocabularies are below 2^24, so that an fp32 holds any id.
-    best = tl.min(tl.where((b_logits == largest) & m_token, o_token, ANY_ID), 0)
-    tl.store(p_chunk + CHUNK_BEST, tl.where(best < num_tokens, best, 0).to(tl.float32))
-    if i_chunk == 0:
-        tl.store(p_counts + i_row * 2, 0)
-        tl.store(p_counts + i_row * 2 + 1, 0)
-
-
-@triton.jit
-def kept_kernel(
-    p_logits,
-    p_temperature,
-    p_top_k,
-    p_top_p,
-    p_min_p,
-    p_lanes,
-    p_stats,
-    p_counts,
-    p_numbers,
-    p_kept,
-    row_stride,
-    num_tokens,
-    num_chunks,
-    rows_per_lane,
-    HAS_LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Weight of one chunk's kept tokens, of a filtered row where it is not known."""
-    wait_for_previous(PDL)
-    i_row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    i_chunk = tl.program_id(0) % num_chunks
-    setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
-    is_open = tl.load(p_counts + i_row * 2) != DONE
-    if is_open & is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens):
-        o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
-        p_row_numbers = p_numbers + i_row * NUM_NUMBERS
-        largest = tl.load(p_stats + (i_row * num_chunks + i_chunk) * NUM_STATS + CHUNK_MAX)
-        # A chunk below the threshold is not read.
-        is_needed = largest >= tl.load(p_row_numbers + THRESHOLD).to(tl.float32)
-        m_token = o_token < tl.where(is_needed, num_tokens, 0)
-        p_token = p_logits + i_row * row_stride + o_token
-        b_values = tl.load(p_token, mask=m_token, other=float("-inf"))
-        b_weight = tl.where(m_token, kept_weight(b_values, o_token, p_row_numbers), 0.0)
-        tl.store(p_kept + i_row * num_chunks + i_chunk, tl.sum(b_weight, 0))
-
-
-@triton.jit
-def finish_kernel(
-    p_temperature,
-    p_top_k,
-    p_top_p,
-    p_min_p,
-    p_lanes,
-    p_stats,
-    p_kept,
+    p_max,
     p_masses,
-    p_numbers,
+    row_stride,
     num_tokens,
     num_chunks,
+    num_tiles,
     rows_per_lane,
     HAS_LANES: tl.constexpr,
-    FILTERS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The numbers of a row's law, from the statistics of its chunks."""
+    """Largest logit of each of TILE chunks of one row, and the chunk's weight relative to it."""
     wait_for_previous(PDL)
-    i_row = tl.program_id(0).to(tl.int64)
-    setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
-    temperature = tl.load(p_temperature + setting)
-    scale = scale_of(temperature)
-    o_chunk = tl.arange(0, CHUNKS)
-    m_chunk = o_chunk < num_chunks
-    p_row = p_stats + i_row * num_chunks * NUM_STATS
-    largest, _, _, b_mass = row_totals(p_row, num_chunks, scale, CHUNKS)
-    b_max = tl.load(p_row + o_chunk * NUM_STATS + CHUNK_MAX, mask=m_chunk, other=float("-inf"))
-    b_best = tl.load(p_row + o_chunk * NUM_STATS + CHUNK_BEST, mask=m_chunk, other=0.0)
-    # A row of NaN has no best chunk: its id is 0 then.
-    i_best = tl.min(tl.where((b_max == largest) & m_chunk, o_chunk, CHUNKS), 0)
-    best = tl.sum(tl.where(o_chunk == i_best, b_best, 0.0), 0)
-
-    p_row_numbers = p_numbers + i_row * NUM_NUMBERS
-    searched = False
-    if FILTERS:
-        searched = is_filtered(p_temperature, p_top_k, p_top_p, p_min_p, setting, num_tokens)
-    is_greedy = temperature == 0
-    if FILTERS:
-        m_kept = o_chunk < tl.where(searched, num_chunks, 0)
-        b_kept = tl.load(p_kept + i_row * num_chunks + o_chunk, mask=m_kept, other=0.0)
-        b_mass = tl.where(searched, b_kept, b_mass)
-    b_mass = tl.where(is_greedy, tl.where(o_chunk == i_best, 1.0, 0.0), b_mass)
-    if not searched:
-        tl.store(p_row_numbers + MAX, largest.to(tl.float64))
-        tl.store(p_row_numbers + SCALE, scale)
-        tl.store(p_row_numbers + THRESHOLD, tl.where(is_greedy, largest, float("-inf")).to(tl.float64))
-        tl.store(p_row_numbers + TIE, tl.where(is_greedy, best, ANY_ID * 1.0).to(tl.float64))
-    tl.store(p_masses + i_row * num_chunks + o_chunk, b_mass, mask=m_chunk)
-    tl.store(p_row_numbers + MASS, tl.sum(b_mass.to(tl.float64), 0))
-    tl.store(p_row_numbers + BEST, best.to(tl.float64))
+    i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
+    i_tile = tl.program_id(0) % num_tiles
+    scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)))
+    o_chunk = i_tile * TILE + tl.arange(0, TILE)
+    o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    p_token = p_logits + i_row * row_stride + o_token
+    b_values = tl.load(p_token, mask=o_token < num_tokens, other=float("-inf"))
+    b_max = tl.max(b_values.to(tl.float32), 1)
+    b_mass = tl.sum(weight(b_values, b_max[:, None], scale), 1)
+    o_chunk = o_chunk.to(tl.int64)
+    tl.store(p_max + i_row * num_chunks + o_chunk, b_max, mask=o_chunk < num_chunks)
+    tl.store(p_masses + i_row * num_chunks + o_chunk, b_mass, mask=o_chunk < num_chunks)
 
 
 @triton.jit
 def probability_kernel(
     p_logits,
     p_numbers,
+    p_masses,
     p_rows,
     p_token_ids,
     p_out,
     row_stride,
     num_pairs,
+    num_chunks,
     PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Probability (fp64) of token `token_ids[i]` under row `rows[i]`; 0 for row -1."""
@@ -278,6 +159,8 @@ def probability_kernel(
     b_row = tl.load(p_rows + o_pair, mask=o_pair < num_pairs, other=-1).to(tl.int64)
     m_pair = b_row >= 0
     b_id = tl.load(p_token_ids + o_pair, mask=m_pair, other=0).to(tl.int64)
+    # A law that was put in a lane has logits only where its chunks have mass.
+    m_pair = m_pair & (tl.load(p_masses + b_row * num_chunks + b_id // CHUNK, mask=m_pair, other=0.0) > 0)
     b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_pair, other=0.0)
     b_law = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
     tl.store(p_out + o_pair, b_law, mask=o_pair < num_pairs)

@@ -39,6 +39,7 @@ def verify_kernel(
     p_numbers,
     p_store,
     p_store_numbers,
+    p_store_masses,
     p_lanes,
     p_first,
     p_active,
@@ -55,9 +56,11 @@ def verify_kernel(
     row_stride,
     uniform_stride,
     num_tokens,
+    num_chunks,
     num_sequences,
     num_masks,
     MASKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Accepted drafts of one sequence, and the rows that the next token and the next drafts come from."""
@@ -80,8 +83,10 @@ def verify_kernel(
         b_slot = lane * num_masks + o_mask
         b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_draft, other=0.0)
         b_p = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_draft)
+        p_mass = p_store_masses + b_slot * num_chunks + b_id // CHUNK
+        m_stored = m_draft & (tl.load(p_mass, mask=m_draft, other=0.0) > 0)
         b_values = tl.load(p_store + b_slot * num_tokens + b_id, mask=m_draft, other=0.0)
-        b_q = probability_of(b_values, b_id, p_store_numbers + b_slot * NUM_NUMBERS, m_draft)
+        b_q = probability_of(b_values, b_id, p_store_numbers + b_slot * NUM_NUMBERS, m_stored)
         p_uniform = p_uniforms + i_sequence * uniform_stride + o_mask
         b_uniform = tl.load(p_uniform, mask=m_draft, other=1.0)
         b_passes = m_draft & (b_uniform * b_q < (1.0 + tl.load(p_tau + lane)) * b_p)
@@ -107,13 +112,13 @@ def verify_kernel(
 
 
 @triton.jit
-def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, num_tokens):
-    """max(0, p - q) of some tokens, fp32."""
-    m_token = o_token < num_tokens
+def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, m_token, m_stored):
+    """max(0, p - q) of some tokens, fp32; q is 0 outside `m_stored`."""
     b_values = tl.load(p_row + o_token, mask=m_token, other=float("-inf"))
     b_p = kept_weight(b_values, o_token, p_numbers) * inverse_mass(p_numbers).to(tl.float32)
-    b_values = tl.load(p_draft + o_token, mask=m_token, other=float("-inf"))
+    b_values = tl.load(p_draft + o_token, mask=m_token & m_stored, other=float("-inf"))
     b_q = kept_weight(b_values, o_token, p_draft_numbers) * inverse_mass(p_draft_numbers).to(tl.float32)
+    b_q = tl.where(m_stored, b_q, 0.0)
     return tl.where(m_token, tl.maximum(b_p - b_q, 0.0), 0.0)
 
 
@@ -121,41 +126,52 @@ def excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, num_tokens):
 def residual_kernel(
     p_logits,
     p_numbers,
+    p_masses,
     p_store,
     p_store_numbers,
+    p_store_masses,
     p_lanes,
     p_verdict,
     p_excess,
     row_stride,
     num_tokens,
     num_chunks,
+    num_tiles,
     num_sequences,
     num_masks,
+    TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mass of max(0, p - q) in one chunk, for sequences with a rejected draft."""
+    """Mass of max(0, p - q) in each of TILE chunks, for sequences with a rejected draft."""
     wait_for_previous(PDL)
-    i_sequence = (tl.program_id(0) // num_chunks).to(tl.int64)
-    i_chunk = tl.program_id(0) % num_chunks
+    i_sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
+    i_tile = tl.program_id(0) % num_tiles
     if tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0:
         row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
         accepted = tl.load(p_verdict + num_sequences * ACCEPTED + i_sequence)
         slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + accepted
+        o_chunk = i_tile * TILE + tl.arange(0, TILE)
+        m_chunk = o_chunk < num_chunks
+        # Where p has no mass, nothing exceeds q, and nothing is read.
+        b_is_kept = tl.load(p_masses + row * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
+        b_is_stored = tl.load(p_store_masses + slot * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
+        o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         b_excess = excess(
             p_logits + row * row_stride,
             p_numbers + row * NUM_NUMBERS,
             p_store + slot * num_tokens,
             p_store_numbers + slot * NUM_NUMBERS,
-            i_chunk * CHUNK + tl.arange(0, CHUNK),
-            num_tokens,
+            o_token,
+            b_is_kept[:, None] & (o_token < num_tokens),
+            b_is_stored[:, None],
         )
-        tl.store(p_excess + i_sequence * num_chunks + i_chunk, tl.sum(b_excess, 0))
+        tl.store(p_excess + i_sequence * num_chunks + o_chunk, tl.sum(b_excess, 1), mask=m_chunk)
 
 
 @triton.jit
 def draw_excess(
-    p_row, p_numbers, p_draft, p_draft_numbers, b_mass, uniform, num_tokens,
+    p_row, p_numbers, p_draft, p_draft_numbers, p_draft_masses, b_mass, uniform, num_tokens,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Token of max(0, p - q), whose chunks have the masses `b_mass` (fp64)."""
@@ -163,7 +179,8 @@ def draw_excess(
     i_chunk = pick(b_mass, target, CHUNKS)
     target -= tl.sum(tl.where(tl.arange(0, CHUNKS) < i_chunk, b_mass, 0.0), 0)
     o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    b_excess = excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, num_tokens)
+    m_stored = tl.zeros([CHUNK], tl.float32) + tl.load(p_draft_masses + i_chunk) > 0
+    b_excess = excess(p_row, p_numbers, p_draft, p_draft_numbers, o_token, o_token < num_tokens, m_stored)
     return i_chunk * CHUNK + pick(b_excess, target.to(tl.float32), CHUNK)
 
 
@@ -174,6 +191,7 @@ def emit_kernel(
     p_masses,
     p_store,
     p_store_numbers,
+    p_store_masses,
     p_lanes,
     p_verdict,
     p_excess,
@@ -225,9 +243,11 @@ def emit_kernel(
             slot = lane * num_masks + accepted
             p_draft = p_store + slot * num_tokens
             p_draft_numbers = p_store_numbers + slot * NUM_NUMBERS
+            p_draft_masses = p_store_masses + slot * num_chunks
             token = draw_excess(
-                p_row, p_row_numbers, p_draft, p_draft_numbers, b_mass, uniform, num_tokens, CHUNK, CHUNKS
-            )
+                p_row, p_row_numbers, p_draft, p_draft_numbers, p_draft_masses, b_mass, uniform, num_tokens,
+                CHUNK, CHUNKS,
+            )  # fmt: skip
         elif row >= 0:
             if TAKES_BEST:
                 is_draft = i_draw > 0
@@ -253,31 +273,39 @@ def emit_kernel(
 def put_kernel(
     p_logits,
     p_numbers,
+    p_masses,
     p_store,
     p_store_numbers,
+    p_store_masses,
     p_lanes,
     p_active,
     p_rows,
     row_stride,
     num_tokens,
     num_chunks,
+    num_tiles,
     num_masks,
+    TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy one chunk of one draft row, and its law's numbers, to the sequence's lane."""
+    """Copy TILE chunks of one draft row to the sequence's lane, as far as they have mass, and the numbers."""
     wait_for_previous(PDL)
-    i_draft = (tl.program_id(0) // num_chunks).to(tl.int64)
-    i_chunk = tl.program_id(0) % num_chunks
+    i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
+    i_tile = tl.program_id(0) % num_tiles
     i_sequence = i_draft // num_masks
     row = tl.load(p_rows + i_draft)
     if (row >= 0) & (tl.load(p_active + i_sequence).to(tl.int32) != 0):
         slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + i_draft % num_masks
-        o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
-        m_token = o_token < num_tokens
+        o_chunk = i_tile * TILE + tl.arange(0, TILE)
+        m_chunk = o_chunk < num_chunks
+        b_mass = tl.load(p_masses + row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
+        tl.store(p_store_masses + slot * num_chunks + o_chunk, b_mass, mask=m_chunk)
+        o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        m_token = (b_mass > 0)[:, None] & (o_token < num_tokens)
         b_logits = tl.load(p_logits + row * row_stride + o_token, mask=m_token)
         tl.store(p_store + slot * num_tokens + o_token, b_logits.to(p_store.dtype.element_ty), mask=m_token)
-        if i_chunk == 0:
+        if i_tile == 0:
             o_number = tl.arange(0, NUM_NUMBERS)
             b_number = tl.load(p_numbers + row * NUM_NUMBERS + o_number)
             tl.store(p_store_numbers + slot * NUM_NUMBERS + o_number, b_number)

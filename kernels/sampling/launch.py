@@ -11,14 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.sampling import kernel, kernel_filters, kernel_solve
+from idlm.kernels.sampling import kernel, kernel_laws
 from idlm.kernels.sampling.laws import NUM_NUMBERS, RowLaws, Tuning
 
 KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low mantissa bits of an fp32 that a logit of this dtype leaves zero."""
 SMALLEST_CHUNK = 16
 PAIRS = 128
-PIVOTS = 16
 
 
 def chunk_of(num_tokens: int, tuning: Tuning) -> int:
@@ -26,15 +25,22 @@ def chunk_of(num_tokens: int, tuning: Tuning) -> int:
     return min(tuning.chunk, max(SMALLEST_CHUNK, triton.next_power_of_2(num_tokens)))
 
 
+def num_chunks_of(num_tokens: int, tuning: Tuning) -> int:
+    """Chunks of a row."""
+    return triton.cdiv(num_tokens, chunk_of(num_tokens, tuning))
+
+
 class Shape:
     """What every launch over chunks is told."""
 
     def __init__(self, num_tokens: int, tuning: Tuning) -> None:
         self.chunk = chunk_of(num_tokens, tuning)
-        self.num_chunks = triton.cdiv(num_tokens, self.chunk)
+        self.num_chunks = num_chunks_of(num_tokens, tuning)
         self.chunks = triton.next_power_of_2(self.num_chunks)
+        self.tile = min(tuning.tile, self.chunks)
+        self.num_tiles = triton.cdiv(self.num_chunks, self.tile)
         self.wide = options(tuning, warps=tuning.num_warps)
-        self.narrow = options(tuning, warps=1)
+        self.narrow = options(tuning, warps=4)
 
 
 def options(tuning: Tuning, *, warps: int) -> dict[str, Any]:
@@ -61,137 +67,56 @@ def row_laws(
     )
     if num_rows == 0:
         return laws
-    stats = torch.empty(num_rows, shape.num_chunks, 4, dtype=torch.float32, device=device)
-    counts_X = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
-    rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
-    row = (logits_XV.stride(0), num_tokens, shape.num_chunks, rows_per_lane)
-    of_rows = (*settings, settings[1] if lanes_B is None else lanes_B, stats)
+    max_XC = torch.empty_like(laws.masses_XC)
+    lanes = settings[1] if lanes_B is None else lanes_B
     has_lanes = {"HAS_LANES": lanes_B is not None}
-    kernel.stats_kernel[(num_rows * shape.num_chunks,)](
+    rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
+    kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         logits_XV,
         settings[0],
-        *of_rows[4:],
-        counts_X,
-        *row,
+        lanes,
+        max_XC,
+        laws.masses_XC,
+        logits_XV.stride(0),
+        num_tokens,
+        shape.num_chunks,
+        shape.num_tiles,
+        rows_per_lane,
         **has_lanes,
-        FILTERS=filters,
+        TILE=shape.tile,
         CHUNK=shape.chunk,
         **shape.wide,
     )
-    kept_XC = stats
+    scratch = (max_XC, max_XC, max_XC)
     if filters:
-        kept_XC = _Thresholds(laws, of_rows, counts_X, row, has_lanes).run()
-    kernel.finish_kernel[(num_rows,)](
-        *of_rows,
-        kept_XC,
+        ints_XC = torch.empty(2, num_rows, shape.num_chunks, dtype=torch.int32, device=device)
+        list_XL = torch.empty(num_rows, tuning.capacity, dtype=torch.float32, device=device)
+        scratch = (ints_XC[0], ints_XC[1], list_XL)
+    kernel_laws.law_kernel[(num_rows,)](
+        logits_XV,
+        *settings,
+        lanes,
+        max_XC,
         laws.masses_XC,
         laws.numbers_XF,
-        *row[1:],
+        *scratch,
+        logits_XV.stride(0),
+        num_tokens,
+        shape.num_chunks,
+        rows_per_lane,
         **has_lanes,
         FILTERS=filters,
+        KEY_SHIFT=KEY_SHIFTS[logits_XV.dtype],
+        LIST=tuning.capacity,
+        LISTED=tuning.listed,
+        GROUP=min(tuning.group, shape.chunks),
+        SAMPLE=tuning.sample,
+        STEP=tuning.step,
+        CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
-        **shape.narrow,
+        **(options(tuning, warps=8) | {"maxnreg": 128} if filters else shape.narrow),
     )
     return laws
-
-
-class _Thresholds:
-    """Scratch memory and launches of the threshold search, for filtered rows."""
-
-    def __init__(
-        self,
-        laws: RowLaws,
-        of_rows: tuple[Tensor, ...],
-        counts_X: Tensor,
-        row: tuple[int, int, int, int],
-        has_lanes: dict[str, bool],
-    ) -> None:
-        num_rows, num_tokens = laws.logits_XV.shape
-        tuning, device = laws.tuning, laws.logits_XV.device
-        rounds, self.num_rows = tuning.rounds, num_rows
-        self.laws, self.of_rows, self.counts_X, self.row = laws, of_rows, counts_X, row
-        self.shape = Shape(num_tokens, tuning)
-        self.shared = {
-            **has_lanes,
-            "ROUNDS": rounds,
-            "CAPACITY": tuning.capacity,
-            "CHUNKS": self.shape.chunks,
-        }
-        id_bits = max(1, (num_tokens - 1).bit_length())
-        self.keys = {"KEY_SHIFT": KEY_SHIFTS[laws.logits_XV.dtype], "ID_BITS": id_bits}
-        self.brackets = torch.empty(num_rows, rounds + 1, 4, dtype=torch.float64, device=device)
-        self.pivots = torch.empty(num_rows, rounds, PIVOTS, dtype=torch.float32, device=device)
-        sums = (num_rows, rounds, self.shape.num_chunks, PIVOTS)
-        self.sums = torch.empty(sums, dtype=torch.float32, device=device)
-        self.packed = torch.empty(num_rows, tuning.capacity, dtype=torch.int64, device=device)
-
-    def run(self) -> Tensor:
-        """Kept masses [X, C] of the chunks of filtered rows, whose numbers are filled in too."""
-        self._gather(is_first=True)
-        for number in range(self.laws.tuning.rounds):
-            self._pivots(number)
-        self._gather(is_first=False)
-        tuning, kept_XC = self.laws.tuning, torch.empty_like(self.laws.masses_XC)
-        kernel_solve.solve_kernel[(self.num_rows,)](
-            self.laws.logits_XV,
-            *self.of_rows,
-            self.brackets,
-            self.counts_X,
-            self.packed,
-            kept_XC,
-            self.laws.numbers_XF,
-            *self.row,
-            FEW=min(tuning.few, tuning.capacity),
-            SCAN=tuning.scan,
-            CHUNK=self.shape.chunk,
-            **self.keys,
-            **self.shared,
-            **self.shape.wide,
-        )
-        kernel.kept_kernel[(self.num_rows * self.shape.num_chunks,)](
-            self.laws.logits_XV,
-            *self.of_rows,
-            self.counts_X,
-            self.laws.numbers_XF,
-            kept_XC,
-            *self.row,
-            HAS_LANES=self.shared["HAS_LANES"],
-            CHUNK=self.shape.chunk,
-            **self.shape.wide,
-        )
-        return kept_XC
-
-    def _pivots(self, number: int) -> None:
-        kernel_filters.pivots_kernel[(self.num_rows * self.shape.num_chunks,)](
-            self.laws.logits_XV,
-            *self.of_rows,
-            self.brackets,
-            self.pivots,
-            self.sums,
-            self.counts_X,
-            *self.row,
-            ROUND=number,
-            CHUNK=self.shape.chunk,
-            **self.shared,
-            **self.shape.wide,
-        )
-
-    def _gather(self, *, is_first: bool) -> None:
-        kernel_filters.gather_kernel[(self.num_rows * self.shape.num_chunks,)](
-            self.laws.logits_XV,
-            *self.of_rows,
-            self.brackets,
-            self.pivots,
-            self.sums,
-            self.counts_X,
-            self.packed,
-            *self.row,
-            IS_FIRST=is_first,
-            CHUNK=self.shape.chunk,
-            **self.keys,
-            **self.shared,
-            **self.shape.wide,
-        )
 
 
 def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
@@ -203,12 +128,15 @@ def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
         kernel.probability_kernel[(triton.cdiv(num_pairs, PAIRS),)](
             laws.logits_XV,
             laws.numbers_XF,
+            laws.masses_XC,
             rows,
             token_ids,
             out,
             laws.logits_XV.stride(0),
             num_pairs,
+            laws.masses_XC.shape[1],
             PAIRS=PAIRS,
+            CHUNK=chunk_of(laws.logits_XV.shape[1], laws.tuning),
             **options(laws.tuning, warps=4),
         )
     return out
@@ -233,7 +161,7 @@ def draw(laws: RowLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
             shape.num_chunks,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
-            **shape.wide,
+            **shape.narrow,
         )
     return out_B
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from idlm.kernels.sampling import kernel_verify
-from idlm.kernels.sampling.launch import Shape, options
+from idlm.kernels.sampling.launch import Shape, chunk_of, options
 from idlm.kernels.sampling.laws import DraftLaws, LayoutTables, RowLaws, Verdict
 
 
@@ -19,18 +19,22 @@ def put(store: DraftLaws, lanes_B: Tensor, laws: RowLaws, rows_BJ: Tensor, activ
     num_tokens = laws.logits_XV.shape[1]
     shape = Shape(num_tokens, laws.tuning)
     if rows_BJ.numel():
-        kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_chunks,)](
+        kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_tiles,)](
             laws.logits_XV,
             laws.numbers_XF,
+            laws.masses_XC,
             store.logits_ZJV,
             store.numbers_ZJF,
+            store.masses_ZJC,
             lanes_B,
             active_B,
             rows_BJ,
             laws.logits_XV.stride(0),
             num_tokens,
             shape.num_chunks,
+            shape.num_tiles,
             rows_BJ.shape[1],
+            TILE=shape.tile,
             CHUNK=shape.chunk,
             **shape.wide,
         )
@@ -52,6 +56,7 @@ def verify(
             laws.numbers_XF,
             store.logits_ZJV,
             store.numbers_ZJF,
+            store.masses_ZJC,
             *columns,
             tables.num_drafts_Y,
             tables.draft_rows_YAJ,
@@ -63,9 +68,11 @@ def verify(
             laws.logits_XV.stride(0),
             uniforms_BJ.stride(0),
             laws.logits_XV.shape[1],
+            laws.masses_XC.shape[1],
             num_sequences,
             num_masks,
             MASKS=triton.next_power_of_2(max(1, num_masks)),
+            CHUNK=chunk_of(laws.logits_XV.shape[1], laws.tuning),
             **options(laws.tuning, warps=1),
         )
     return verdict
@@ -78,19 +85,23 @@ def residual(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor)
     shape = Shape(num_tokens, laws.tuning)
     excess_BC = torch.empty(num_sequences, shape.num_chunks, dtype=torch.float32, device=lanes_B.device)
     if num_sequences and num_masks:
-        kernel_verify.residual_kernel[(num_sequences * shape.num_chunks,)](
+        kernel_verify.residual_kernel[(num_sequences * shape.num_tiles,)](
             laws.logits_XV,
             laws.numbers_XF,
+            laws.masses_XC,
             store.logits_ZJV,
             store.numbers_ZJF,
+            store.masses_ZJC,
             lanes_B,
             verdict.values_FB,
             excess_BC,
             laws.logits_XV.stride(0),
             num_tokens,
             shape.num_chunks,
+            shape.num_tiles,
             num_sequences,
             num_masks,
+            TILE=shape.tile,
             CHUNK=shape.chunk,
             **shape.wide,
         )
@@ -116,9 +127,9 @@ def draw_verdict(
     if not num_sequences * num_draws:
         return
     unused = (verdict.values_FB, verdict.values_FB)
-    store = (
-        (laws.logits_XV, laws.numbers_XF) if token is None else (token[0].logits_ZJV, token[0].numbers_ZJF)
-    )
+    store = (laws.logits_XV, laws.numbers_XF, laws.masses_XC)
+    if token is not None:
+        store = (token[0].logits_ZJV, token[0].numbers_ZJF, token[0].masses_ZJC)
     kernel_verify.emit_kernel[(num_sequences * num_draws,)](
         laws.logits_XV,
         laws.numbers_XF,
@@ -143,5 +154,5 @@ def draw_verdict(
         TAKES_BEST=takes_best,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
-        **shape.wide,
+        **shape.narrow,
     )

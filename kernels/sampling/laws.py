@@ -20,22 +20,25 @@ NUM_VERDICT = 6
 class Tuning:
     """How the kernels divide a row. A row's numbers depend on `chunk` and on nothing else here.
 
-    `chunk` tokens per program and `num_warps` of it; `capacity` tokens that a list holds, of which `few` are
-    compared with one another at once; `rounds` passes of 16 pivots where they are more; `scan` tokens per
-    step where they still are; `pdl`: programmatic dependent launch.
+    `chunk` tokens have a mass of their own; a program of the passes over all rows takes `tile` chunks by
+    `num_warps` warps. A list of candidates holds `capacity` tokens, out of at most `listed` chunks, which are
+    read `group` at a time. Rows where they are more are sampled (`sample` tokens) and read by `step` tokens
+    at a time. `pdl`: programmatic dependent launch.
     """
 
-    chunk: int = 4096
+    chunk: int = 512
+    tile: int = 16
     num_warps: int = 8
-    rounds: int = 2
-    capacity: int = 8192
-    few: int = 128
-    scan: int = 4096
+    capacity: int = 512
+    listed: int = 128
+    group: int = 8
+    sample: int = 8192
+    step: int = 2048
     pdl: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (self.chunk, self.num_warps, self.capacity, self.few, self.scan)
-        assert self.rounds >= 1 and all(size & (size - 1) == 0 < size for size in sizes), f"{self=}"
+        sizes = (self.chunk, self.tile, self.num_warps, self.capacity, self.group, self.sample, self.step)
+        assert all(size & (size - 1) == 0 < size for size in sizes), f"{self=}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +88,11 @@ Laws = RowLaws | PlainLaws
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLaws:
-    """Per lane and draft position: a copy of the row of logits and its law's numbers."""
+    """Per lane and draft position: its law's numbers and masses, and a copy of the chunks that have mass."""
 
     logits_ZJV: Tensor
     numbers_ZJF: Tensor
+    masses_ZJC: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

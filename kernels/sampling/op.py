@@ -84,15 +84,25 @@ def draw(laws: Laws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def draft_laws(
-    num_lanes: int, num_drafts: int, num_tokens: int, *, dtype: torch.dtype, device: torch.device
+    num_lanes: int,
+    num_drafts: int,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tuning: Tuning = TUNING,
 ) -> Drafts:
-    """An empty store of draft laws; `dtype`: that of the logits."""
+    """An empty store of draft laws; `dtype`: that of the logits; `tuning`: that of the laws."""
     shape = (num_lanes, num_drafts, num_tokens)
     if not has_kernels(device):
         return PlainDraftLaws(laws_ZJV=torch.zeros(shape, dtype=torch.float64, device=device))
+    from idlm.kernels.sampling import launch
+
+    num_chunks = launch.num_chunks_of(num_tokens, tuning)
     return DraftLaws(
         logits_ZJV=torch.zeros(shape, dtype=dtype, device=device),
         numbers_ZJF=torch.zeros(*shape[:2], NUM_NUMBERS, dtype=torch.float64, device=device),
+        masses_ZJC=torch.zeros(*shape[:2], num_chunks, dtype=torch.float32, device=device),
     )
 
 
@@ -105,24 +115,26 @@ def put(store: Drafts, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B
     assert isinstance(store, DraftLaws), f"{type(store)=}"
     dtypes = (laws.logits_XV.dtype, torch.float32)
     assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
+    assert store.masses_ZJC.shape[2] == laws.masses_XC.shape[1], f"{store.masses_ZJC.shape=} {laws.tuning=}"
     from idlm.kernels.sampling import launch_verify
 
     launch_verify.put(store, lanes_B, laws, rows_BJ, active_B)
 
 
-def draft_probability(store: Drafts, lanes_B: Tensor, token_ids_BJ: Tensor) -> Tensor:
-    """Probability (fp64 [B, J]) of each lane's tokens under the laws kept there."""
+def draft_probability(
+    store: Drafts, lanes_B: Tensor, token_ids_BJ: Tensor, *, tuning: Tuning = TUNING
+) -> Tensor:
+    """Probability (fp64 [B, J]) of each lane's tokens under the laws kept there; `tuning` as in the store."""
     num_drafts = token_ids_BJ.shape[1]
     slots_BJ = lanes_B[:, None] * num_drafts + torch.arange(num_drafts, device=lanes_B.device)
     if isinstance(store, PlainDraftLaws):
         laws: Laws = PlainLaws(law_XV=store.laws_ZJV.flatten(0, 1))
     else:
-        numbers_XF = store.numbers_ZJF.flatten(0, 1)
         laws = RowLaws(
             logits_XV=store.logits_ZJV.flatten(0, 1),
-            numbers_XF=numbers_XF,
-            masses_XC=numbers_XF[:, :0],
-            tuning=TUNING,
+            numbers_XF=store.numbers_ZJF.flatten(0, 1),
+            masses_XC=store.masses_ZJC.flatten(0, 1),
+            tuning=tuning,
         )
     return probability(laws, slots_BJ, token_ids_BJ)
 

@@ -25,7 +25,7 @@ CASES_PER_SEED = 12
 VOCABULARIES = (37, 4097, 50_257, 151_936)
 TUNINGS = (
     Tuning(),
-    Tuning(pdl=True, chunk=2048, capacity=64, rounds=1, num_warps=4),
+    Tuning(pdl=True, chunk=256, tile=8, num_warps=4, capacity=64, listed=32, sample=2048, step=1024),
 )
 
 

@@ -12,10 +12,10 @@ from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from tests.kernels.sampling_cases import Case, check_draws, check_laws, make_case, poisoned, whole_law
 from tests.kernels.sampling_steps import run_steps
 
-SMALL = Tuning(chunk=128, capacity=64, few=16, scan=256)
-WIDE = Tuning(chunk=512, capacity=128, scan=512)
-# Lists of 16 overflow, so the whole row is searched; one round leaves wide brackets.
-CRAMPED = Tuning(chunk=64, capacity=16, scan=64, rounds=1)
+SMALL = Tuning(chunk=32, tile=4, capacity=64, group=2, sample=64, step=128)
+WIDE = Tuning(chunk=128, tile=2, capacity=128, step=256, sample=128)
+# Lists of 16 overflow, or are out of too many chunks, so the whole row is searched.
+CRAMPED = Tuning(chunk=16, tile=2, capacity=16, listed=4, group=4, sample=32, step=64)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_the_list_of_a_narrowed_bracket() -> None:
-    """Too many tokens above the bound, few enough between pivots: what lies above them counts as well."""
-    tuning = Tuning(chunk=128, capacity=32, few=32, rounds=1)
+def test_a_sampled_bracket_of_a_smooth_row() -> None:
+    tuning = Tuning(chunk=32, capacity=32, group=8, sample=64, step=64)
     logits_XV = torch.randn(2, 250, generator=torch.Generator().manual_seed(0))
     ones = torch.ones(2, dtype=torch.float64)
     settings = (ones, torch.tensor([0, 70]), 0.6 * ones, 0 * ones)
@@ -90,7 +89,7 @@ def test_the_list_of_a_narrowed_bracket() -> None:
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
-    tuning = Tuning(chunk=16, capacity=32, few=16, scan=64)
+    tuning = Tuning(chunk=16, tile=2, capacity=32, group=2, step=64)
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
