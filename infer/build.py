@@ -20,6 +20,7 @@ from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.pace import AdaptivePace, FixedPace, Pace
+from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.runner import Runner, head_shape
 from idlm.infer.scheduler import Schedule, Scheduler
@@ -46,6 +47,7 @@ class EngineSettings:
     passes to a few static shapes and captures each in a CUDA graph (on a CPU they are only padded); "auto"
     does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the logits of a row have
     the same bits whatever else is in the batch, and however many rows the pass has (GPU only).
+    `tensor_parallel`: GPUs (on a CPU, processes) that share the model.
     """
 
     device: str = "auto"
@@ -64,6 +66,7 @@ class EngineSettings:
     graphs: Literal["auto", "on", "off"] = "auto"
     attention: str = "auto"
     deterministic: bool = False
+    tensor_parallel: int = 1
     template: Literal["auto", "none"] = "auto"
 
 
@@ -104,48 +107,62 @@ class EngineParts:
         return Detokenizer(self.tokenizer)
 
 
-def build(path: str | Path, decoder: str | None, options: dict[str, Any]) -> EngineParts:
-    """Load the model and size the engine. `options` go to `EngineSettings` or to the decoder's Config, by
-    name.
+def check_options(decoder: str | None, options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
+    """The fields of `EngineSettings` and the options of the decoder's Config, told apart by name. A misspelt
+    one is known before gigabytes of weights are read.
     """
-    path = Path(path)
     settings, decoder_options = _split_options(options)
     if decoder is not None:
-        # A misspelt name or option is known before gigabytes of weights are read.
         _decoder_config(DECODERS.get(decoder), decoder_options)
+    return settings, decoder_options
+
+
+def build(
+    path: str | Path, decoder: str | None, options: dict[str, Any], shards: Shards = ALONE
+) -> EngineParts:
+    """Load the model, or what of it one of `shards` holds, and size the engine. See `check_options`.
+
+    Only rank 0 loads a tokenizer: the others never see text.
+    """
+    path = Path(path)
+    settings, decoder_options = check_options(decoder, options)
     model = load_model(
         path,
-        device=resolve_device(settings.device),
+        device=shards.device(resolve_device(settings.device)),
         dtype=_resolve_dtype(settings.dtype),
         mask_token_id=settings.mask_token_id,
         base=settings.base,
+        shards=shards,
     )
     chosen = DECODERS.get(decoder or ("isd" if model.semantics.stride > 1 else "ar"))
     decoder_object = chosen(_decoder_config(chosen, decoder_options), model.semantics)
-    tokenizer = load_tokenizer(path) or load_tokenizer(model.directory)
+    tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.spec.vocab_size)
     settings = dataclasses.replace(settings, max_length=_max_length(settings, model))
-    return _assemble(settings, model, tokenizer, decoder_object, _eos_ids(model, tokenizer))
+    return _assemble(settings, model, tokenizer, decoder_object, _eos_ids(model, tokenizer), shards)
 
 
 def _assemble(
-    settings: EngineSettings, model: LoadedModel, tokenizer: Any, decoder: Decoder, eos_ids: tuple[int, ...]
+    settings: EngineSettings,
+    model: LoadedModel,
+    tokenizer: Any,
+    decoder: Decoder,
+    eos_ids: tuple[int, ...],
+    shards: Shards = ALONE,
 ) -> EngineParts:
     spec, max_length = model.spec, settings.max_length
     assert max_length is not None
-    device = next(model.trunk.parameters()).device
-    dtype = next(model.trunk.parameters()).dtype
+    device, dtype = model.trunk.embed.device, model.trunk.embed.dtype
     # One lane more than anybody sits on: for the padding of passes of static shape.
     num_lanes = settings.max_num_seqs + 1
     decoder.allocate(num_lanes, spec.vocab_size, dtype=dtype, device=device)
     max_slots = max_length - 1 + max(decoder.widths)
     lane_pages = -(-max_slots // settings.page_size)
-    page_bytes = (
-        2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * dtype.itemsize * settings.page_size
-    )
-    demand = KVDemand(page_bytes=page_bytes, max_pages=lane_pages * settings.max_num_seqs, device=device)
-    num_pages = settings.num_pages or MEMORY_MANAGERS.get(settings.memory)().num_pages(demand)
+    slot_bytes = 2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * dtype.itemsize
+    page_bytes, max_pages = slot_bytes * settings.page_size, lane_pages * settings.max_num_seqs
+    demand = KVDemand(page_bytes=page_bytes, max_pages=max_pages, device=device)
+    num_pages = settings.num_pages or shards.least(MEMORY_MANAGERS.get(settings.memory)().num_pages(demand))
     pool = PagePool(
         num_pages=num_pages,
         page_size=settings.page_size,
@@ -266,6 +283,7 @@ def _check_settings(settings: EngineSettings) -> None:
             ("max_num_seqs", settings.max_num_seqs, 1),
             ("max_prompt_rows", settings.max_prompt_rows, 1),
             ("page_size", settings.page_size, 1),
+            ("tensor_parallel", settings.tensor_parallel, 1),
             ("run_ahead", 0 if settings.run_ahead is None else settings.run_ahead, 0),
             ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
             ("max_length", 2 if settings.max_length is None else settings.max_length, 2),

@@ -68,6 +68,7 @@ class EngineConfig:
     deterministic: bool = _help(
         "bits that do not depend on the batch, nor on the rows of a pass (GPU)", False
     )
+    tensor_parallel: int = _help("GPUs that share the model; the command starts a process for each", 1)
     template: Literal["auto", "none"] = _help(
         "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
     )

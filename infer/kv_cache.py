@@ -8,7 +8,7 @@ pass, C pages to copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,11 +55,19 @@ class PagePool:
         self.flush()
         return self._block_table_ZP
 
+    @property
+    def unwritten(self) -> list[tuple[int, int, int]]:
+        """Reservations since the last `flush`: lane, place, page."""
+        return [(lane, place, page) for (lane, place), page in self._unwritten.items()]
+
+    def follow(self, entries: Iterable[tuple[int, int, int]]) -> None:
+        """Take over another rank's reservations (lane, place, page), without its books."""
+        self._unwritten.update({(lane, place): page for lane, place, page in entries})
+
     def flush(self) -> None:
         """Write the reservations since the last time in one go."""
         if self._unwritten:
-            entries = [(lane, place, page) for (lane, place), page in self._unwritten.items()]
-            lanes, places, pages = to_device(entries, self._block_table_ZP.device).unbind(dim=1)
+            lanes, places, pages = to_device(self.unwritten, self._block_table_ZP.device).unbind(dim=1)
             self._block_table_ZP[lanes, places] = pages
             self._unwritten.clear()
 

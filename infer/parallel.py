@@ -2,6 +2,9 @@
 
 Attention heads and the hidden units of each MLP are divided among ranks (Megatron-LM, arXiv 1909.08053,
 section 3), so a layer needs two sums; the head's vocabulary rows are divided too and its logits gathered.
+All ranks sample alike only if they hold the same bits. A gather copies. A sum is made once per element and
+then copied: rings (gloo's default; NCCL's, with its trees) reduce each part on one rank, in one order, and
+hand it round. `Team.compare` looks every so often whether it has been so.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from idlm.infer.models.base import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """This rank's place among `size` ranks of the default process group."""
+    """This rank's place among `size` ranks. `group` joins their devices, `control` their hosts; None: the
+    default process group.
+    """
 
     rank: int = 0
     size: int = 1
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
 
     def local(self, spec: ModelSpec) -> ModelSpec:
         """The spec of one rank's layers; UserError IDLM-0423 where heads or hidden units do not divide."""
@@ -48,6 +55,12 @@ class Shards:
             ffn_width=spec.ffn_width // self.size,
         )
 
+    def device(self, device: torch.device) -> torch.device:
+        """This rank's of the devices of a kind: GPUs are numbered like ranks."""
+        if self.size == 1 or device.type != "cuda":
+            return device
+        return torch.device("cuda", self.rank)
+
     def part(self, size: int) -> slice:
         """This rank's part of `size` things, as even as can be; the last ranks may have fewer."""
         each = -(-size // self.size)
@@ -56,7 +69,7 @@ class Shards:
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over ranks, in place. The same bits on every rank."""
         if self.size > 1:
-            dist.all_reduce(partial)
+            dist.all_reduce(partial, group=self.group)
         return partial
 
     def gather(self, part_XV: Tensor, num_columns: int) -> Tensor:
@@ -66,8 +79,16 @@ class Shards:
         each = -(-num_columns // self.size)
         padded_XV = F.pad(part_XV, (0, each - part_XV.shape[1])).contiguous()
         parts = [torch.empty_like(padded_XV) for _ in range(self.size)]
-        dist.all_gather(parts, padded_XV)
+        dist.all_gather(parts, padded_XV, group=self.group)
         return torch.cat(parts, dim=1)[:, :num_columns]
+
+    def least(self, number: int) -> int:
+        """The smallest number that any rank's host has named."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.control)
+        return int(least)
 
 
 ALONE = Shards()
