@@ -5,7 +5,7 @@
 Checks the kernels against the fp64 path first. Then it measures the read-only stream and, as CUDA graphs,
 every op and the whole step, without filters, with those of Qwen3 (temperature 0.6, top_k 20, top_p 0.95) and
 with top_p alone; torch's sort, softmax and cumsum of the same rows is the baseline. Random logits of the true
-vocabulary; about nine of ten drafts pass. `sweep` names tunables (pdl, tile, num_warps, chunk, group) to try.
+vocabulary; about nine of ten drafts pass. `sweep` names tunables (SWEPT) to try.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ SETTINGS = {
 SWEPT = {
     "pdl": (False, True),
     "tile": (4, 8, 16, 32),
-    "num_warps": (4, 8, 16),
+    "num_warps": (2, 4, 8),
+    "row_warps": (4, 8, 16),
     "chunk": (256, 512, 1024),
     "group": (4, 8, 16),
 }

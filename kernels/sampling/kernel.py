@@ -2,7 +2,7 @@
 
 A row is walked in chunks of CHUNK tokens, a number that depends on V alone; sums inside a chunk are fp32
 trees, sums over chunks fp64, so a row's numbers depend neither on the other rows nor on their count. Contract
-in README.md; the threshold search of top-k, top-p and min-p is in kernel_filters.py.
+in README.md; the thresholds of top-k, top-p and min-p are found in kernel_laws.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -18,6 +18,8 @@ KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low mantissa bits of an fp32 that a logit of this dtype leaves zero."""
 SMALLEST_CHUNK = 16
 PAIRS = 128
+ROW_REGISTERS = 128
+"""Per thread; the kernel of filtered rows would take twice as many for a few scalars, and halve occupancy."""
 
 
 def chunk_of(num_tokens: int, tuning: Tuning) -> int:
@@ -39,8 +41,12 @@ class Shape:
         self.chunks = triton.next_power_of_2(self.num_chunks)
         self.tile = min(tuning.tile, self.chunks)
         self.num_tiles = triton.cdiv(self.num_chunks, self.tile)
+        # For kernels that hold two rows at once.
+        self.half_tile = max(1, self.tile // 2)
+        self.num_half_tiles = triton.cdiv(self.num_chunks, self.half_tile)
         self.wide = options(tuning, warps=tuning.num_warps)
         self.narrow = options(tuning, warps=4)
+        self.whole = options(tuning, warps=tuning.row_warps) | {"maxnreg": ROW_REGISTERS}
 
 
 def options(tuning: Tuning, *, warps: int) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def row_laws(
         STEP=tuning.step,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
-        **(options(tuning, warps=8) | {"maxnreg": 128} if filters else shape.narrow),
+        **(shape.whole if filters else shape.narrow),
     )
     return laws
 

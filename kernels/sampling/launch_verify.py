@@ -19,7 +19,7 @@ def put(store: DraftLaws, lanes_B: Tensor, laws: RowLaws, rows_BJ: Tensor, activ
     num_tokens = laws.logits_XV.shape[1]
     shape = Shape(num_tokens, laws.tuning)
     if rows_BJ.numel():
-        kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_tiles,)](
+        kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_half_tiles,)](
             laws.logits_XV,
             laws.numbers_XF,
             laws.masses_XC,
@@ -32,9 +32,9 @@ def put(store: DraftLaws, lanes_B: Tensor, laws: RowLaws, rows_BJ: Tensor, activ
             laws.logits_XV.stride(0),
             num_tokens,
             shape.num_chunks,
-            shape.num_tiles,
+            shape.num_half_tiles,
             rows_BJ.shape[1],
-            TILE=shape.tile,
+            TILE=shape.half_tile,
             CHUNK=shape.chunk,
             **shape.wide,
         )
@@ -85,7 +85,7 @@ def residual(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor)
     shape = Shape(num_tokens, laws.tuning)
     excess_BC = torch.empty(num_sequences, shape.num_chunks, dtype=torch.float32, device=lanes_B.device)
     if num_sequences and num_masks:
-        kernel_verify.residual_kernel[(num_sequences * shape.num_tiles,)](
+        kernel_verify.residual_kernel[(num_sequences * shape.num_half_tiles,)](
             laws.logits_XV,
             laws.numbers_XF,
             laws.masses_XC,
@@ -98,10 +98,10 @@ def residual(laws: RowLaws, store: DraftLaws, verdict: Verdict, lanes_B: Tensor)
             laws.logits_XV.stride(0),
             num_tokens,
             shape.num_chunks,
-            shape.num_tiles,
+            shape.num_half_tiles,
             num_sequences,
             num_masks,
-            TILE=shape.tile,
+            TILE=shape.half_tile,
             CHUNK=shape.chunk,
             **shape.wide,
         )

@@ -18,17 +18,19 @@ NUM_VERDICT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How the kernels divide a row. A row's numbers depend on `chunk` and on nothing else here.
+    """How the kernels divide a row. Another tuning may change a row's last bits, another batch never does.
 
-    `chunk` tokens have a mass of their own; a program of the passes over all rows takes `tile` chunks by
-    `num_warps` warps. A list of candidates holds `capacity` tokens, out of at most `listed` chunks, which are
-    read `group` at a time. Rows where they are more are sampled (`sample` tokens) and read by `step` tokens
-    at a time. `pdl`: programmatic dependent launch.
+    `chunk` tokens have a mass of their own. A program of the pass over all rows takes `tile` chunks by
+    `num_warps` warps; one of the thresholds takes a row by `row_warps`. Its list of candidates holds
+    `capacity` tokens, out of at most `listed` chunks, which are read `group` at a time; rows where they are
+    more are sampled (`sample` tokens) and read by `step` tokens at a time. `pdl`: programmatic dependent
+    launch.
     """
 
     chunk: int = 512
     tile: int = 16
-    num_warps: int = 8
+    num_warps: int = 4
+    row_warps: int = 8
     capacity: int = 512
     listed: int = 128
     group: int = 8
@@ -37,8 +39,9 @@ class Tuning:
     pdl: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (self.chunk, self.tile, self.num_warps, self.capacity, self.group, self.sample, self.step)
-        assert all(size & (size - 1) == 0 < size for size in sizes), f"{self=}"
+        sizes = (self.chunk, self.tile, self.capacity, self.group, self.sample, self.step)
+        warps = (self.num_warps, self.row_warps)
+        assert all(size & (size - 1) == 0 < size for size in (*sizes, *warps)), f"{self=}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
