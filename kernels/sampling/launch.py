@@ -73,10 +73,10 @@ def row_laws(
     )
     if num_rows == 0:
         return laws
-    max_XC = torch.empty_like(laws.masses_XC)
+    rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
     lanes = settings[1] if lanes_B is None else lanes_B
     has_lanes = {"HAS_LANES": lanes_B is not None}
-    rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
+    max_XC = torch.empty_like(laws.masses_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         logits_XV,
         settings[0],
@@ -93,11 +93,6 @@ def row_laws(
         CHUNK=shape.chunk,
         **shape.wide,
     )
-    scratch = (max_XC, max_XC, max_XC)
-    if filters:
-        ints_XC = torch.empty(2, num_rows, shape.num_chunks, dtype=torch.int32, device=device)
-        list_XL = torch.empty(num_rows, tuning.capacity, dtype=torch.float32, device=device)
-        scratch = (ints_XC[0], ints_XC[1], list_XL)
     kernel_laws.law_kernel[(num_rows,)](
         logits_XV,
         *settings,
@@ -105,24 +100,40 @@ def row_laws(
         max_XC,
         laws.masses_XC,
         laws.numbers_XF,
-        *scratch,
+        *(_scratch(laws) if filters else (max_XC, max_XC, max_XC)),
         logits_XV.stride(0),
         num_tokens,
         shape.num_chunks,
         rows_per_lane,
         **has_lanes,
+        **_search_options(laws, shape),
         FILTERS=filters,
-        KEY_SHIFT=KEY_SHIFTS[logits_XV.dtype],
-        LIST=tuning.capacity,
-        LISTED=tuning.listed,
-        GROUP=min(tuning.group, shape.chunks),
-        SAMPLE=tuning.sample,
-        STEP=tuning.step,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
         **(shape.whole if filters else shape.narrow),
     )
     return laws
+
+
+def _scratch(laws: RowLaws) -> tuple[Tensor, Tensor, Tensor]:
+    """Chunk numbers and ties [X, C], a list of candidates per row."""
+    num_rows, num_chunks = laws.masses_XC.shape
+    device = laws.masses_XC.device
+    ints_XC = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
+    list_XL = torch.empty(num_rows, laws.tuning.capacity, dtype=torch.float32, device=device)
+    return ints_XC[0], ints_XC[1], list_XL
+
+
+def _search_options(laws: RowLaws, shape: Shape) -> dict[str, int]:
+    tuning = laws.tuning
+    return {
+        "KEY_SHIFT": KEY_SHIFTS[laws.logits_XV.dtype],
+        "LIST": tuning.capacity,
+        "LISTED": tuning.listed,
+        "GROUP": min(tuning.group, shape.chunks),
+        "SAMPLE": tuning.sample,
+        "STEP": tuning.step,
+    }
 
 
 def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
