@@ -3,39 +3,40 @@
     python -m benchmarks.attention [record=true] [sweep=true] [batches=1,16,64] [contexts=1024,8192,32768]
 
 Checks every arm against float64 first. One CUDA graph runs an arm over as many layers as outgrow the L2 cache
-several times, so keys and values come from memory as in a model; medians, the arms of a case in turns. The
-stream is a sum over 4 GiB, measured in the same process. `sweep=true` also tries launch parameters one by
-one; it compiles them first, in as many processes as there are cores. `rows=2048` is a chunk of a prompt.
+several times, so keys and values come from memory as in a model; medians, the arms of a case in turns.
+Between two layers stands a norm (attention_step.py), whose own time is taken off. "pdl": programmatic
+dependent launch. The stream is a sum over 4 GiB, measured in the same process. `sweep=true` tries launch
+parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import statistics
-import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks import attention_sweep
+from benchmarks.attention_step import (
+    Attend,
+    Step,
+    attention_layers,
+    captured,
+    launch_of,
+    make_step,
+    norms_alone,
+    numbers,
+    time_in_turns,
+)
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
 from benchmarks.stream import stream_rate
 from idlm import command
 from idlm.errors import UserError
-from idlm.kernels.paged_attention import (
-    BACKENDS,
-    AttentionRows,
-    HeadShape,
-    paged_attention,
-    plan_attention,
-    problems,
-)
+from idlm.kernels.paged_attention import BACKENDS, problems
 
 DEFAULTS = {
     "batches": "1,4,16,64",
@@ -49,45 +50,7 @@ DEFAULTS = {
     "record": "false",
     "compile_part": "",
 }
-BRANCH_ROWS = 16
-COLD_BYTES = 1 << 28
-"""Keys and values of all layers of a graph; five times the L2 cache of an H200."""
-MOST_BYTES = 48 << 30
 CHECKED_SEQUENCES = 2
-SWEPT: dict[str, tuple[Any, ...]] = {
-    "block_m": (16, 32, 64, 128),
-    "block_n": (32, 64, 128),
-    "stages": (2, 3, 4),
-    "warps": (4, 8),
-    "programs_per_sm": (1, 2, 3, 4),
-    "min_blocks": (1, 2, 4),
-    "combine": ("kernel", "last"),
-    "combine_rows": (1, 4, 16),
-    "pdl": (False, True),
-}
-Attend = Callable[[], list[Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Queries, rows and the caches of all layers of one case."""
-
-    shape: HeadShape
-    rows: AttentionRows
-    q_RNH: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    is_causal: bool
-
-    @property
-    def scale(self) -> float:
-        return float(self.shape.head_dim**-0.5)
-
-    @property
-    def layer_bytes(self) -> int:
-        """What one layer must read at least: keys and values of all slots, once."""
-        num_slots = int(self.rows.own_slots_R[self.rows.cu_rows[1:] - 1].sum()) + len(self.rows.cu_rows) - 1
-        return 2 * num_slots * self.shape.num_kv_heads * self.shape.head_dim * self.q_RNH.element_size()
 
 
 def main() -> int:
@@ -96,31 +59,29 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Print and optionally record all cases."""
+    """Print and optionally record all cases, or sweep."""
     options = parse_options(arguments, DEFAULTS)
     if not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.attention on a GPU")
     if options["compile_part"]:
-        return _compile(options)
+        return attention_sweep.compile_part(options)
     if options["sweep"] == "true":
-        _compile_everything(arguments)
+        return attention_sweep.sweep(options, arguments)
     rate = stream_rate()
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
-    for batch in _numbers(options["batches"]):
-        for context in _numbers(options["contexts"]):
+    for batch in numbers(options["batches"]):
+        for context in numbers(options["contexts"]):
             times: dict[int, float] = {}
-            for num_rows in _numbers(options["rows"]):
+            for num_rows in numbers(options["rows"]):
                 case = {"batch": batch, "context": context, "rows": num_rows}
                 step = make_step(options, **case)
                 if step is None:
                     continue
                 outcome = _measure_case(step, int(options["rounds"]), options["libraries"] == "true")
-                times[num_rows] = outcome["triton"][0]
+                times[num_rows] = outcome["triton pdl"][0]
                 rows += _rows(case, outcome, step.layer_bytes / rate)
                 lines += _lines(case, outcome, step.layer_bytes / rate)
-                if options["sweep"] == "true":
-                    _sweep(case, step, int(options["rounds"]))
             if 1 in times and 15 in times:
                 ratio = times[15] / times[1]
                 where = {"batch": batch, "context": context}
@@ -134,84 +95,18 @@ def measure(arguments: list[str]) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def make_step(options: dict[str, str], *, batch: int, context: int, rows: int) -> Step | None:
-    """`batch` sequences of `context` slots, the last `rows` of which are fed; None if it does not fit."""
-    num_heads, num_kv_heads, head_dim = _numbers(options["heads"])
-    shape = HeadShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16)
-    page_size = int(options["page_size"])
-    num_pages = -(-context // page_size)
-    slot_bytes = 2 * num_kv_heads * head_dim * 2
-    layer_bytes = batch * num_pages * page_size * slot_bytes
-    num_layers = min(64, max(2, -(-COLD_BYTES // layer_bytes)))
-    if num_layers * layer_bytes > MOST_BYTES:
-        return None
-    generator = torch.Generator(device="cuda").manual_seed(0)
-
-    def draw(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator, device="cuda", dtype=torch.bfloat16)
-
-    num_slots = batch * num_pages * page_size
-    own = torch.arange(context - rows, context, device="cuda").repeat(batch)
-    limits, branches = own + 1, own + 1
-    if rows == BRANCH_ROWS:
-        picture = _branch_picture(device="cuda")
-        limits = context - rows + picture[0].repeat(batch)
-        branches = context - rows + picture[1].repeat(batch)
-    pages = torch.randperm(batch * num_pages, generator=generator, device="cuda")
-    return Step(
-        shape=shape,
-        rows=AttentionRows(
-            cu_rows=torch.arange(batch + 1, device="cuda") * rows,
-            block_table=pages.view(batch, num_pages),
-            page_size=page_size,
-            own_slots_R=own,
-            limits_R=limits,
-            branch_starts_R=branches,
-            max_rows=rows,
-            max_slots=context,
-        ),
-        q_RNH=draw(batch * rows, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads],
-        keys=[draw(num_slots, num_kv_heads, head_dim) for _ in range(num_layers)],
-        values=[draw(num_slots, num_kv_heads, head_dim) for _ in range(num_layers)],
-        is_causal=rows != BRANCH_ROWS,
-    )
-
-
-def _branch_picture(device: str) -> Tensor:
-    """Limits and branch starts of `[pending, d, d, d]` and a group of three masks on each of them."""
-    limits = [1, 2, 3, 4] + [g + 1 for g in range(4) for _ in range(3)]
-    starts = [1, 2, 3, 4] + [4 + 3 * g for g in range(4) for _ in range(3)]
-    return torch.tensor([limits, starts], device=device)
-
-
-def _attend(step: Step, backend: str, *, deterministic: bool = False, launch: Any = None) -> Attend:
-    """All layers of one step with one plan, which is made once."""
-    plan = plan_attention(
-        step.rows,
-        step.shape,
-        backend=backend,
-        is_causal=step.is_causal,
-        deterministic=deterministic,
-        launch=launch,
-    )
-    return lambda: [
-        paged_attention(step.q_RNH, k, v, plan, scale=step.scale)
-        for k, v in zip(step.keys, step.values, strict=True)
-    ]
-
-
 def _arms(step: Step, *, libraries: bool) -> dict[str, Attend]:
-    arms = {"triton": _attend(step, "triton"), "fixed": _attend(step, "triton", deterministic=True)}
+    launches = {name: launch_of(step, fixed=name.startswith("fixed")) for name in ("triton", "fixed")}
+    arms = {}
+    for name, launch in launches.items():
+        arms[name] = attention_layers(step, "triton", launch=launch)
+        arms[name + " pdl"] = attention_layers(step, "triton", launch=replace(launch, pdl=True))
     for name in BACKENDS:
         options = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
         if name == "triton" or (name != "torch" and not libraries):
             continue
         if not problems(name, step.shape, is_causal=step.is_causal, **options):  # type: ignore[arg-type]
-            arms[name] = _attend(step, name)
+            arms[name] = attention_layers(step, name)
     return arms
 
 
@@ -249,96 +144,12 @@ def _measure_case(step: Step, rounds: int, libraries: bool) -> dict[str, tuple[f
     """Arm to (seconds of one layer, error over torch's own)."""
     arms = _arms(step, libraries=libraries)
     errors = {name: _error(step, attend) for name, attend in arms.items()}
-    seconds = time_in_turns({name: _captured(attend) for name, attend in arms.items()}, rounds)
-    return {name: (seconds[name] / len(step.keys), errors[name]) for name in arms}
-
-
-def _captured(attend: Attend) -> torch.cuda.CUDAGraph:
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend()
-    return graph
-
-
-def time_in_turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
-    """Median seconds of a replay of each graph; neighbours and clocks hit all alike."""
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for graph in graphs.values():
-        graph.replay()
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            samples[name].append(start.elapsed_time(end) / 1e3)
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def _variants(step: Step) -> dict[str, Any]:
-    """The chosen launch parameters and each with one of them changed."""
-    from idlm.kernels.paged_attention.launch import choose_launch
-
-    chosen = choose_launch(step.shape, max_rows=step.rows.max_rows)
-    fixed = choose_launch(step.shape, max_rows=step.rows.max_rows, deterministic=True)
-    variants = {"chosen": chosen} | {
-        f"fixed, split_slots={slots}": dataclasses.replace(fixed, split_slots=slots)
-        for slots in (256, 512, 1024, 2048)
+    chains = arms | {"norms": norms_alone(step, pdl=False), "norms pdl": norms_alone(step, pdl=True)}
+    seconds = time_in_turns({name: captured(attend) for name, attend in chains.items()}, rounds)
+    return {
+        name: ((seconds[name] - seconds["norms pdl" if "pdl" in name else "norms"]) / len(step.keys), error)
+        for name, error in errors.items()
     }
-    for field, values in SWEPT.items():
-        for value in values:
-            if value != getattr(chosen, field) and (field != "block_m" or value >= step.shape.group):
-                changes = {field: value} | ({"warps": 8} if (field, value) == ("block_m", 128) else {})
-                variants[f"{field}={value}"] = dataclasses.replace(chosen, **changes)
-    return variants
-
-
-def _sweep(case: dict[str, Any], step: Step, rounds: int) -> None:
-    """Print the time of every variant over that of the chosen one, best first."""
-    from triton.runtime.errors import OutOfResources
-
-    graphs = {}
-    for name, launch in _variants(step).items():
-        try:
-            graphs[name] = _captured(_attend(step, "triton", launch=launch))
-        except OutOfResources as error:
-            print(f"{case}: {name} needs too much: {error}")
-    seconds = time_in_turns(graphs, rounds)
-    ranked = sorted(seconds, key=lambda name: seconds[name])
-    told = ", ".join(f"{name} {seconds[name] / seconds['chosen']:.3f}" for name in ranked)
-    print(f"{case}: {told}", flush=True)
-
-
-def _compile_everything(arguments: list[str]) -> None:
-    """Compile all variants into Triton's cache, in parallel: one after the other would take minutes."""
-    num_parts = min(16, os.cpu_count() or 1)
-    base = [sys.executable, "-m", "benchmarks.attention", *arguments]
-    parts = [subprocess.Popen([*base, f"compile_part={i}/{num_parts}"]) for i in range(num_parts)]
-    codes = [part.wait() for part in parts]
-    assert not any(codes), f"{codes=}"
-
-
-def _compile(options: dict[str, str]) -> int:
-    """Launch this part of the variants once, on little data."""
-    from triton.runtime.errors import OutOfResources
-
-    index, num_parts = (int(number) for number in options["compile_part"].split("/"))
-    launches = {}
-    for num_rows in _numbers(options["rows"]):
-        step = make_step(options, batch=1, context=1024, rows=num_rows)
-        assert step is not None
-        small = dataclasses.replace(step, keys=step.keys[:1], values=step.values[:1])
-        launches.update(dict.fromkeys(_variants(small).values(), small))
-    for launch, small in list(launches.items())[index::num_parts]:
-        try:
-            _attend(small, "triton", launch=launch)()
-        except OutOfResources:
-            continue
-    torch.cuda.synchronize()
-    return 0
 
 
 def _rows(

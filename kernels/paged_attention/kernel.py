@@ -19,11 +19,10 @@ NOTHING: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _place(split, num_below, branch_block, end_block, SPLIT_BLOCKS: tl.constexpr):
-    """Where a split starts in the walk, which leaves out the blocks between the two ranges."""
-    block = split * SPLIT_BLOCKS
-    in_branch = tl.minimum(tl.maximum(block - branch_block, 0), end_block - branch_block)
-    return tl.minimum(block, num_below) + in_branch
+def split_start(split, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
+    """First block of a split: 2 OCTAVE of SPLIT_BLOCKS blocks, then OCTAVE of twice that, then of 4 times."""
+    octave = tl.maximum(split // OCTAVE - 1, 0)
+    return ((split - octave * OCTAVE) << octave) * SPLIT_BLOCKS
 
 
 @triton.jit
@@ -45,21 +44,44 @@ def _pages(
 
 
 @triton.jit
-def _add_split(acc, total, highest, o, lse):
-    """One more split into a running sum; splits in which a row sees nothing (lse -inf) change no bit of it.
-
-    fma is spelt out because a compiler's choice would differ between the two kernels that do this.
-    """
-    new_highest = tl.maximum(highest, lse)
-    shrink, weight = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
-    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), o * weight[:, None])
-    return acc, tl.fma(total, shrink, weight), new_highest
+def _hide(scores, slots, limits, branches, owns):
+    """-inf where a row does not see a slot."""
+    below = slots[None, :] < limits[:, None]
+    branch = (slots[None, :] >= branches[:, None]) & (slots[None, :] <= owns[:, None])
+    return tl.where(below | branch, scores, float("-inf"))
 
 
 @triton.jit
-def _sum_parts(
+def _add_split(acc, total, highest, o, o_total, o_highest):
+    """One more split into a running sum; splits in which a row sees nothing change no bit of it.
+
+    fma is spelt out because a compiler's choice would differ between the two kernels that do this.
+    """
+    new_highest = tl.maximum(highest, o_highest)
+    shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest)
+    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), o * weight[:, None])
+    return acc, tl.fma(total, shrink, o_total * weight), new_highest
+
+
+@triton.jit
+def _store_part(
+    partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K: tl.constexpr, H: tl.constexpr
+):
+    """`partial_sums` holds the sum of weights and the maximum of each row, side by side."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    columns = tl.arange(0, acc.shape[1])
+    at = (part.to(tl.int64) * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(partial_sums + at * 2, total, mask=in_tile)
+    tl.store(partial_sums + at * 2 + 1, highest, mask=in_tile)
+    tl.store(
+        partial_o + at[:, None] * H + columns[None, :], acc, mask=in_tile[:, None] & (columns < H)[None, :]
+    )
+
+
+@triton.jit
+def _sum_in_order(
     partial_o,
-    partial_lse,
+    partial_sums,
     first_m,
     num_parts,
     in_tile,
@@ -69,7 +91,7 @@ def _sum_parts(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Output [BLOCK_M, BLOCK_H] of rows of a tile from its parts, in their order, STRIDE rows apart."""
+    """Output [BLOCK_M, BLOCK_H] of rows of a tile from its parts, one by one, STRIDE rows apart."""
     columns = tl.arange(0, BLOCK_H)
     mask = in_tile[:, None] & (columns < H)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
@@ -78,10 +100,46 @@ def _sum_parts(
     for i in tl.range(0, num_parts, num_stages=STAGES):
         at = first_m + i * STRIDE
         # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
-        lse = tl.load(partial_lse + at, mask=in_tile, other=float("-inf"), cache_modifier=".cg")
+        o_total = tl.load(partial_sums + at * 2, mask=in_tile, other=0.0, cache_modifier=".cg")
+        o_highest = tl.load(partial_sums + at * 2 + 1, mask=in_tile, other=NOTHING, cache_modifier=".cg")
         at_o = at[:, None] * H + columns[None, :]
         o = tl.load(partial_o + at_o, mask=mask, other=0.0, cache_modifier=".cg")
-        acc, total, highest = _add_split(acc, total, highest, o, lse)
+        acc, total, highest = _add_split(acc, total, highest, o, o_total, o_highest)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _sum_at_once(
+    partial_o,
+    partial_sums,
+    first_m,
+    num_parts,
+    in_tile,
+    STRIDE: tl.constexpr,
+    H: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The same sum in another order: PARTS parts at a time, which are waited for together."""
+    columns = tl.arange(0, BLOCK_H)
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    for first in range(0, num_parts, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        at = first_m[None, :] + parts[:, None] * STRIDE
+        mask = in_tile[None, :] & (parts < num_parts)[:, None]
+        o_total = tl.load(partial_sums + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
+        o_highest = tl.load(partial_sums + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
+        at_o = at[:, :, None] * H + columns[None, None, :]
+        mask_o = mask[:, :, None] & (columns < H)[None, None, :]
+        o = tl.load(partial_o + at_o, mask=mask_o, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(o_highest, 0))
+        shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest[None, :])
+        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(o_total * weight, 0)
+        highest = new_highest
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
@@ -99,7 +157,7 @@ def attend_kernel(
     k_scale_K,
     v_scale_K,
     partial_o,
-    partial_lse,
+    partial_sums,
     counters,
     scale_log2,
     stride_q_row,
@@ -118,6 +176,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
+    OCTAVE: tl.constexpr,
     SCALED: tl.constexpr,
     LAST_ADDS: tl.constexpr,
     SUM_STAGES: tl.constexpr,
@@ -130,7 +189,6 @@ def attend_kernel(
     LAST_ADDS: the item of a tile that finishes last adds the parts up, instead of `combine_kernel`.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
@@ -140,94 +198,102 @@ def attend_kernel(
     low_branch, high_own = tl.load(record + 8), tl.load(record + 9)
     low, high = tl.load(record + 10), tl.load(record + 11)
     first_part, num_parts = tl.load(record + 12), tl.load(record + 13)
-    tile, num_items = tl.load(record + 14), tl.load(record + 15)
-    if count == 0:
-        return
+    tile, num_items, my_part = tl.load(record + 14), tl.load(record + 15), tl.load(record + 16)
 
     m, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
-    in_head = (columns < H)[None, :]
     in_tile = m < count * G
     sees = in_tile & (end_block > 0)
     rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
     limits = tl.load(limits_R + rows, mask=sees, other=0).to(tl.int32)
     branches = tl.load(branch_starts_R + rows, mask=sees, other=1).to(tl.int32)
     owns = tl.load(own_slots_R + rows, mask=sees, other=0).to(tl.int32)
+    table = block_table + b.to(tl.int64) * stride_table
+    start, stop = low, high
+    if SPLIT_BLOCKS:
+        start = split_start(low, SPLIT_BLOCKS, OCTAVE)
+        stop = tl.minimum(split_start(high, SPLIT_BLOCKS, OCTAVE), end_block)
+    # Page ids are read one block ahead: a load that waits for another one would not be pipelined as deep.
+    pages = _pages(table, start, stop, num_below, branch_block, high_limit, high_own, PAGE, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if count == 0:
+        return
+
+    in_head = (columns < H)[None, :]
     at_q = rows[:, None] * stride_q_row + heads[:, None] * stride_q_head + columns[None, :]
     q = tl.load(q_RNH + at_q, mask=sees[:, None] & in_head, other=0.0)
-    table = block_table + b.to(tl.int64) * stride_table
     k_cache, v_cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head
     if SCALED:
         scale_log2 = scale_log2 * tl.load(k_scale_K + kv_head)
 
-    sum_o = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    sum_total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    sum_lse = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-    for split in range(low if SPLIT_BLOCKS else 0, high if SPLIT_BLOCKS else 1):
-        start, stop = low, high
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    if SPLIT_BLOCKS:
+        split, sum_o, sum_total, sum_highest = low, acc, total, highest
+        split_end = split_start(low + 1, SPLIT_BLOCKS, OCTAVE)
+    for i in tl.range(start, stop, num_stages=STAGES):
+        block = tl.where(i < num_below, i, i - num_below + branch_block)
+        slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_seen = (slots < high_limit) | ((slots >= low_branch) & (slots <= high_own))
+        physical = pages.to(tl.int32) * PAGE + slots % PAGE
+        pages = _pages(table, i + 1, stop, num_below, branch_block, high_limit, high_own, PAGE, BLOCK_N)
+        mask = is_seen[:, None] if H == BLOCK_H else is_seen[:, None] & in_head
+        at = physical.to(tl.int64)[:, None] * stride_slot + columns[None, :]
+        k = tl.load(k_cache + at, mask=mask, other=0.0)
+        scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        if block * BLOCK_N + BLOCK_N > low_limit:
+            scores = _hide(scores, slots, limits, branches, owns)
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        v = tl.load(v_cache + at, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        highest = new_highest
         if SPLIT_BLOCKS:
-            start = _place(split, num_below, branch_block, end_block, SPLIT_BLOCKS)
-            stop = _place(split + 1, num_below, branch_block, end_block, SPLIT_BLOCKS)
-        acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-        # Page ids are read one block ahead: a load that waits for another one would not be pipelined as deep.
-        pages = _pages(table, start, stop, num_below, branch_block, high_limit, high_own, PAGE, BLOCK_N)
-        for i in tl.range(start, stop, num_stages=STAGES):
-            block = tl.where(i < num_below, i, i - num_below + branch_block)
-            slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            is_seen = (slots < high_limit) | ((slots >= low_branch) & (slots <= high_own))
-            physical = pages.to(tl.int64) * PAGE + slots % PAGE
-            pages = _pages(table, i + 1, stop, num_below, branch_block, high_limit, high_own, PAGE, BLOCK_N)
-            mask = is_seen[:, None] & in_head
-            at = physical[:, None] * stride_slot + columns[None, :]
-            k = tl.load(k_cache + at, mask=mask, other=0.0)
-            scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
-            if block * BLOCK_N + BLOCK_N > low_limit:
-                below = slots[None, :] < limits[:, None]
-                branch = (slots[None, :] >= branches[:, None]) & (slots[None, :] <= owns[:, None])
-                scores = tl.where(below | branch, scores, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-            weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
-            shrink = tl.exp2(highest - new_highest)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            v = tl.load(v_cache + at, mask=mask, other=0.0)
-            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-            highest = new_highest
-        divisor = tl.where(total > 0, total, 1.0)
-        o = acc / divisor[:, None]
-        lse = tl.where(total > 0, highest + tl.log2(divisor), float("-inf"))
-        if num_items > 1:
-            part = first_part + split if SPLIT_BLOCKS else item
-            at_part = (part.to(tl.int64) * K + kv_head) * BLOCK_M + m
-            tl.store(partial_lse + at_part, lse, mask=in_tile)
-            at_o = at_part[:, None] * H + columns[None, :]
-            tl.store(partial_o + at_o, o, mask=in_tile[:, None] & in_head)
-        if SPLIT_BLOCKS:
-            sum_o, sum_total, sum_lse = _add_split(sum_o, sum_total, sum_lse, o, lse)
-        else:
-            sum_o = o
+            is_last = (i + 1 == split_end) | (i + 1 == stop)
+            if is_last:
+                if low == 0:
+                    sum_o, sum_total, sum_highest = _add_split(
+                        sum_o, sum_total, sum_highest, acc, total, highest
+                    )
+                else:
+                    part = my_part + split
+                    _store_part(partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K, H)
+                acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+                total = tl.zeros([BLOCK_M], dtype=tl.float32)
+                highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+                split += 1
+                split_end = split_start(split + 1, SPLIT_BLOCKS, OCTAVE)
+    if SPLIT_BLOCKS:
+        acc, total, highest = sum_o, sum_total, sum_highest
 
     is_done = num_items == 1
+    has_part = num_items > 1
+    if SPLIT_BLOCKS:
+        has_part = has_part & (low == 0)
+    if has_part:
+        _store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)
     if is_done:
-        if SPLIT_BLOCKS:
-            sum_o = sum_o / tl.where(sum_total > 0, sum_total, 1.0)[:, None]
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     elif LAST_ADDS:
         tl.debug_barrier()
         counter = counters + tile * K + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_items - 1:
             tl.store(counter, 0)
             is_done = True
-            at_part = (first_part.to(tl.int64) * K + kv_head) * BLOCK_M + m
+            at = (first_part.to(tl.int64) * K + kv_head) * BLOCK_M + m
             STRIDE: tl.constexpr = K * BLOCK_M
-            sum_o = _sum_parts(
-                partial_o, partial_lse, at_part, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, SUM_STAGES
+            acc = _sum_in_order(
+                partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, SUM_STAGES
             )
     if is_done:
         if SCALED:
-            sum_o = sum_o * tl.load(v_scale_K + kv_head)
+            acc = acc * tl.load(v_scale_K + kv_head)
         at_o = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
-        tl.store(o_RNH + at_o, sum_o.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
+        tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
 
 
 @triton.jit
@@ -236,7 +302,7 @@ def combine_kernel(
     tiles,
     v_scale_K,
     partial_o,
-    partial_lse,
+    partial_sums,
     stride_o_row,
     stride_o_head,
     K: tl.constexpr,
@@ -246,25 +312,35 @@ def combine_kernel(
     TILE_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items."""
+    """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items.
+
+    PARTS: how many parts are added at once; 1 adds them in order, which is what fixed splits are for.
+    """
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, tile = tl.program_id(0) % K, tl.program_id(0) // K
     record = tiles + tile * RECORD
     count, num_items = tl.load(record + 2), tl.load(record + 15)
+    row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_tile = m < count * G
     if (tl.program_id(1) * BLOCK_M >= count * G) | (num_items <= 1):
         return
-    row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
-    at_part = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
+    at = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
     STRIDE: tl.constexpr = K * TILE_M
-    o = _sum_parts(partial_o, partial_lse, at_part, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES)
+    if PARTS > 1:
+        o = _sum_at_once(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, PARTS, BLOCK_M, BLOCK_H)
+    else:
+        o = _sum_in_order(
+            partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES
+        )
     if SCALED:
         o = o * tl.load(v_scale_K + kv_head)
     columns = tl.arange(0, BLOCK_H)

@@ -16,25 +16,26 @@ import triton.language as tl
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "K"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows"])
 def tile_kernel(
     cu_rows,
     limits_R,
     branch_starts_R,
     own_slots_R,
     tiles,
-    counters,
     num_sequences,
     num_rows,
-    K,
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
-    """Tile `program_id`: its sequence, rows and what they see, in blocks of BLOCK_N slots."""
+    """Tile `program_id`: its sequence, rows and what they see, in blocks of BLOCK_N slots.
+
+    FIXED: the walk leaves no block out, so that a block's place in it does not depend on the rows.
+    """
     tile = tl.program_id(0)
     sequences = tl.arange(0, BLOCK_B)
     starts = tl.load(cu_rows + sequences, mask=sequences <= num_sequences, other=0)
@@ -63,6 +64,8 @@ def tile_kernel(
 
     num_below = (high_limit + BLOCK_N - 1) // BLOCK_N
     end_block = tl.maximum((high_own + BLOCK_N) // BLOCK_N, num_below)
+    if FIXED:
+        num_below = end_block
     branch_block = tl.minimum(tl.maximum(low_branch // BLOCK_N, num_below), end_block)
 
     record = tiles + tile * RECORD
@@ -76,8 +79,18 @@ def tile_kernel(
     tl.store(record + 7, high_limit)
     tl.store(record + 8, low_branch)
     tl.store(record + 9, high_own)
-    heads = tl.arange(0, BLOCK_K)
-    tl.store(counters + tile * K + heads, tl.zeros([BLOCK_K], tl.int32), mask=heads < K)
+
+
+@triton.jit
+def num_splits(blocks, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
+    """How many splits start below a block; the inverse of `kernel.split_start`, rounded up.
+
+    The exponent of a float32 is the logarithm rounded down.
+    """
+    units = (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
+    octaves = tl.maximum((units - 1) // OCTAVE, 1).to(tl.float32)
+    octave = (octaves.to(tl.int32, bitcast=True) >> 23) - 127
+    return ((units + (1 << octave) - 1) >> octave) + octave * OCTAVE
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_programs", "min_blocks", "max_parts"])
@@ -90,13 +103,14 @@ def item_kernel(
     max_parts,
     RECORD: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
+    OCTAVE: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
     """Item `program_id`: a copy of its tile's record, its share of the walk, and where the tile's parts lie.
 
-    SPLIT_BLOCKS 0: items share a tile's blocks, and each makes one part. Otherwise items share its splits of
-    SPLIT_BLOCKS blocks, each of which is a part; a tile that has one item, for that or for want of room for
-    parts, makes none.
+    SPLIT_BLOCKS 0: items share a tile's blocks, and each makes one part. Otherwise items share its splits,
+    each of which is a part, but for those of the first item, which adds them up itself: it has the beginning
+    of the sum. A tile that has one item, for its length or for want of room for parts, makes none.
     """
     item = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_TILES)
@@ -110,32 +124,41 @@ def item_kernel(
     # Rounded down: one program too many would run alone after all others, for as long as they did.
     share = (walks.to(tl.int64) * num_programs // tl.maximum(tl.sum(walks, 0), 1)).to(tl.int32)
     if SPLIT_BLOCKS == 0:
-        lengths = walks
         counts = tl.where(has_rows, tl.maximum(tl.minimum(share, walks // min_blocks), 1), 0)
         parts = counts
     else:
-        lengths = tl.where(has_rows, (end_block + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS, 0)
-        wanted = tl.minimum(share, lengths)
-        has_room = tl.cumsum(tl.where(wanted > 1, lengths, 0), 0) <= max_parts
-        counts = tl.where(has_rows, tl.maximum(tl.where(has_room, wanted, 1), 1), 0)
-        parts = tl.where(counts > 1, lengths, 0)
+        splits = num_splits(walks, SPLIT_BLOCKS, OCTAVE)
+        wanted = tl.maximum(tl.minimum(share, splits), 1)
+        parts = 1 + splits - num_splits(walks // wanted, SPLIT_BLOCKS, OCTAVE)
+        parts = tl.where(has_rows & (wanted > 1), parts, 0)
+        has_room = tl.cumsum(parts, 0) <= max_parts
+        counts = tl.where(has_rows, tl.where(has_room, wanted, 1), 0)
+        parts = tl.where(has_room, parts, 0)
     last_items = tl.cumsum(counts, 0)
     tile = tl.sum((last_items <= item).to(tl.int32), 0)
     index = item - tl.max(tl.where(last_items <= item, last_items, 0), 0)
     is_mine = numbers == tile
     count = tl.sum(tl.where(is_mine, counts, 0), 0)
-    length = tl.sum(tl.where(is_mine, lengths, 0), 0)
+    length = tl.sum(tl.where(is_mine, walks, 0), 0)
     num_parts = tl.sum(tl.where(is_mine, parts, 0), 0)
     first_part = tl.sum(tl.where(numbers < tile, parts, 0), 0)
 
+    low, high = index * length // tl.maximum(count, 1), (index + 1) * length // tl.maximum(count, 1)
+    my_part = first_part + index
+    if SPLIT_BLOCKS:
+        low, high = num_splits(low, SPLIT_BLOCKS, OCTAVE), num_splits(high, SPLIT_BLOCKS, OCTAVE)
+        second = num_splits(length // tl.maximum(count, 1), SPLIT_BLOCKS, OCTAVE)
+        my_part = tl.where(index == 0, first_part, first_part + 1 - second)
+
     fields = tl.arange(0, RECORD)
     copied = tl.load(tiles + tile * RECORD + fields, mask=(tile < num_tiles) & (fields < 10), other=0)
-    copied = tl.where(fields == 10, index * length // tl.maximum(count, 1), copied)
-    copied = tl.where(fields == 11, (index + 1) * length // tl.maximum(count, 1), copied)
+    copied = tl.where(fields == 10, low, copied)
+    copied = tl.where(fields == 11, high, copied)
     copied = tl.where(fields == 12, first_part, copied)
     copied = tl.where(fields == 13, num_parts, copied)
     copied = tl.where(fields == 14, tile, copied)
     copied = tl.where(fields == 15, count, copied)
+    copied = tl.where(fields == 16, my_part, copied)
     tl.store(items + item * RECORD + fields, copied)
     if (index == 0) & (tile < num_tiles):
         tl.store(tiles + tile * RECORD + 12, first_part)

@@ -5,7 +5,8 @@ can be captured in a CUDA graph; what varies lies in device tensors. Nothing wai
 Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
 and 5 end of the blocks of the branches behind them, 6 lowest and 7 highest limit, 8 lowest branch start,
 9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
-10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile.
+10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part; where every split
+is a part, 16 is what split 0 would be.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
 """
 
@@ -23,7 +24,7 @@ from idlm.kernels.paged_attention.kernel import attend_kernel, combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
 from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
 
-RECORD = 16
+RECORD = 32
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -54,14 +55,18 @@ class Launch:
     min_blocks: int = 2
     """No item is shorter, in blocks."""
     split_slots: int = 0
-    """Fixed length of a split; 0: even shares, as many as fill the device."""
+    """Length of the first fixed splits; 0: even shares, as many as fill the device."""
+    octave: int = 16
+    """After twice so many splits their length doubles, then after so many each time."""
     max_parts: int = 512
     """Room for parts with fixed splits; a tile that finds none is walked by one program per KV head."""
     combine: str = "kernel"
-    combine_rows: int = 4
+    combine_rows: int = 1
+    combine_parts: int = 16
+    """Parts that the second kernel adds at once; 1 with fixed splits, which are added in order."""
     combine_warps: int = 4
     sum_stages: int = 12
-    """Parts that are loaded ahead while they are added up; fewer where a tile is large."""
+    """Parts that are loaded ahead while they are added in order; fewer where a tile is large."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the one before inside its own prologue."""
 
@@ -80,7 +85,7 @@ class TritonPlan:
     items: torch.Tensor
     counters: torch.Tensor
     partial_o: torch.Tensor
-    partial_lse: torch.Tensor
+    partial_sums: torch.Tensor
 
 
 def problems(
@@ -105,24 +110,20 @@ def choose_launch(shape: HeadShape, *, max_rows: int, deterministic: bool = Fals
     """Tile and pipeline for the heads; `deterministic`: the same whatever is in the batch."""
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
-    split_slots = 512 if deterministic else 0
-    if shape.dtype == torch.float32:
-        return Launch(
-            block_m=max(16, group),
-            block_n=32 if block_h <= 128 else 16,
-            stages=2,
-            split_slots=split_slots,
-        )
+    is_wide = shape.dtype == torch.float32
+    block_n = 128 if block_h <= 64 else 64 if block_h <= 128 else 32
+    if is_wide:
+        block_n = 32 if block_h <= 128 else 16
     packed = max_rows * shape.group
-    block_m = 64 if deterministic or packed > 32 else 32 if packed > 16 else 16
+    # Deterministic rows come from one compiled walk, whatever their number.
+    block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
     return Launch(
         block_m=max(block_m, group),
-        block_n=128 if block_h <= 64 else 64 if block_h <= 128 else 32,
-        warps=8 if group > 64 else 4,
-        # Every part of a large tile is many rows to write and read again: fewer of them.
-        programs_per_sm=1 if block_m > 32 and not deterministic else 2,
-        split_slots=split_slots,
-        # Deterministic rows come from one compiled walk, whatever their number.
+        block_n=block_n,
+        warps=8 if group > 64 and not is_wide else 4,
+        stages=2 if is_wide else 3,
+        min_blocks=1,
+        split_slots=block_n if deterministic else 0,
         combine="last" if packed <= FEW_PACKED_ROWS and not deterministic else "kernel",
     )
 
@@ -159,7 +160,7 @@ def plan(
         items=items,
         counters=torch.empty(num_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
         partial_o=torch.empty(packed * shape.head_dim, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(packed, dtype=torch.float32, device=device),
+        partial_sums=torch.empty(packed * 2, dtype=torch.float32, device=device),
     )
     if num_rows:
         _write_records(result, tile_rows, num_programs, num_parts)
@@ -167,7 +168,7 @@ def plan(
 
 
 def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_parts: int) -> None:
-    rows, launch, num_kv_heads = plan.rows, plan.launch, plan.shape.num_kv_heads
+    rows, launch = plan.rows, plan.launch
     num_sequences = rows.block_table.shape[0]
     tile_kernel[(plan.num_tiles,)](
         rows.cu_rows,
@@ -175,16 +176,14 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         rows.branch_starts_R,
         rows.own_slots_R,
         plan.tiles,
-        plan.counters,
         num_sequences,
         rows.own_slots_R.shape[0],
-        num_kv_heads,
         RECORD=RECORD,
         ROWS=tile_rows,
         BLOCK_N=launch.block_n,
         BLOCK_B=triton.next_power_of_2(num_sequences + 1),
         BLOCK_ROWS=triton.next_power_of_2(tile_rows),
-        BLOCK_K=triton.next_power_of_2(num_kv_heads),
+        FIXED=launch.split_slots > 0,
         num_warps=1,
     )
     item_kernel[(plan.num_items,)](
@@ -196,9 +195,12 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         num_parts,
         RECORD=RECORD,
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
+        OCTAVE=launch.octave,
         BLOCK_TILES=triton.next_power_of_2(plan.num_tiles),
         num_warps=1 if plan.num_tiles <= 256 else 4,
     )
+    # Not a kernel that may overlap the next: what follows starts when the lists are complete (README.md).
+    plan.counters.zero_()
 
 
 def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int) -> int:
@@ -210,12 +212,22 @@ def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int)
 
 def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> tuple[int, int]:
     """Most items that the tiles are cut into, and parts that there is room for."""
-    smallest = launch.split_slots or launch.min_blocks * launch.block_n
-    most_splits = num_tiles * max(1, triton.cdiv(max_slots, smallest))
+    if launch.split_slots:
+        most_splits = num_tiles * max(1, most_fixed_splits(launch, max_slots))
+    else:
+        most_splits = num_tiles * max(1, triton.cdiv(max_slots, launch.min_blocks * launch.block_n))
     num_items = min(num_tiles + num_programs, most_splits)
     if num_items == num_tiles:
         return num_items, 0
     return num_items, min(most_splits, launch.max_parts) if launch.split_slots else num_items
+
+
+def most_fixed_splits(launch: Launch, num_slots: int) -> int:
+    """Splits of a walk of so many slots."""
+    units, octave = triton.cdiv(num_slots, launch.split_slots), 0
+    while units > launch.octave << (octave + 1):
+        octave += 1
+    return int(triton.cdiv(units, 1 << octave)) + octave * launch.octave
 
 
 def run(
@@ -271,7 +283,7 @@ def _attend(
         k_scale_K,
         v_scale_K,
         plan.partial_o,
-        plan.partial_lse,
+        plan.partial_sums,
         plan.counters,
         scale * LOG2_E,
         *q_RNH.stride()[:2],
@@ -287,6 +299,7 @@ def _attend(
         BLOCK_N=launch.block_n,
         BLOCK_H=padded_head(shape.head_dim),
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
+        OCTAVE=launch.octave,
         SCALED=k_scale_K is not None,
         LAST_ADDS=launch.combine == "last",
         SUM_STAGES=max(1, min(launch.sum_stages, 128 // launch.block_m)),
@@ -307,7 +320,7 @@ def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | No
         plan.tiles,
         v_scale_K,
         plan.partial_o,
-        plan.partial_lse,
+        plan.partial_sums,
         *o_RNH.stride()[:2],
         K=shape.num_kv_heads,
         G=shape.group,
@@ -316,6 +329,7 @@ def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | No
         TILE_M=launch.block_m,
         BLOCK_M=launch.combine_rows,
         BLOCK_H=padded_head(shape.head_dim),
+        PARTS=1 if launch.split_slots else launch.combine_parts,
         STAGES=launch.sum_stages,
         SCALED=v_scale_K is not None,
         PDL=launch.pdl,

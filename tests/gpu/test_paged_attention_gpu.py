@@ -56,6 +56,9 @@ SETTINGS = {
     "qwen3_8b_last": Setting(shape=heads(32, 8, 128), tunables=(("combine", "last"),)),
     "qwen3_8b_pdl": Setting(shape=heads(32, 8, 128), tunables=(("pdl", True),)),
     "qwen3_8b_fixed": Setting(shape=heads(32, 8, 128), deterministic=True),
+    "qwen3_8b_fixed_pdl": Setting(
+        shape=heads(32, 8, 128), deterministic=True, tunables=(("pdl", True), ("combine_rows", 4))
+    ),
     "qwen3_600m_large_tile": Setting(
         shape=heads(16, 8, 128), tunables=(("block_m", 128), ("warps", 8), ("min_blocks", 1))
     ),
@@ -139,7 +142,7 @@ def fixed_content(case: Case, b: int) -> Case:
     return case
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b_fixed", "llama_fixed_last", "fp32_fixed"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "fixed" in name])
 def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
     """Bitwise, 60 random batches: alone, in a chunk, among others, with and without room for parts."""
     setting = SETTINGS[name]

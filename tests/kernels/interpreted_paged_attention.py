@@ -5,6 +5,7 @@ float32 and float16: the interpreter has no bfloat16. tests/gpu/test_paged_atten
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from tests.kernels.paged_attention_cases import (
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
 LAST = replace(TINY, combine="last")
-FIXED = replace(TINY, split_slots=32)
+FIXED = replace(TINY, split_slots=16, octave=2)
 MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
 RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
 
@@ -151,7 +152,7 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
     items = [item for item in plan.items.tolist() if item[2] > 0]
     assert [item[14] for item in items] == [t for t, tile in enumerate(tiles) for _ in range(tile[15])]
     parts = [part for tile in tiles for part in range(tile[12], tile[12] + tile[13])]
-    assert parts == list(range(len(parts))) and len(parts) <= plan.partial_lse.numel() // (2 * 16)
+    assert parts == list(range(len(parts))) and len(parts) <= plan.partial_sums.numel() // (2 * 2 * 16)
     first = 0
     for tile in tiles:
         b, row, count, num_below, branch_block, end_block = tile[:6]
@@ -160,12 +161,19 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
         assert all(item[:10] == tile[:10] for item in mine)
         shares = [place for item in mine for place in range(item[10], item[11])]
         length = num_below + end_block - branch_block
-        assert shares == list(range(-(-end_block // 2) if tunables.split_slots else length))
+        if tunables.split_slots:
+            assert shares == list(range(launch.most_fixed_splits(tunables, end_block * tunables.block_n)))
+            written = [*mine[0][16:17], *(item[16] + s for item in mine[1:] for s in range(*item[10:12]))]
+            assert written == list(range(tile[12], tile[12] + max(tile[13], 1)))
+        else:
+            assert shares == list(range(length))
+            assert [item[16] for item in mine] == list(range(tile[12], tile[12] + tile[13]))
         if b < rows.cu_rows.numel() - 1:
             visible_ms, _ = visible(rows, b)
             seen_s = visible_ms[row - int(rows.cu_rows[b]) :][:count].any(dim=0).nonzero()[:, 0]
             walked = {*range(num_below), *range(branch_block, end_block)}
-            assert {slot // tunables.block_n for slot in seen_s.tolist()} == walked
+            seen = {slot // tunables.block_n for slot in seen_s.tolist()}
+            assert walked == ({*range(max(seen) + 1)} if tunables.split_slots else seen)
 
 
 def dot_row_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
@@ -215,11 +223,23 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
 
 def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
     case = build([causal(150, 1), causal(150, 1)], SMALL)
+    # 10 blocks are splits of 1, 1, 1, 1, 2, 2 and 4 of them; the first of 3 items adds the first 3 up.
     cut, cut_too, whole = [0, 5, 3], [5, 5, 3], [5, 0, 1]
     for max_parts, expected in ((10, [cut, cut_too]), (9, [cut, whole]), (4, [[0, 0, 1]] * 2)):
         plan = plan_of(case, replace(FIXED, max_parts=max_parts))
         assert plan.tiles[:2][:, [12, 13, 15]].tolist() == expected
     check(case, replace(FIXED, max_parts=9))
+
+
+@pytest.mark.parametrize("octave", [1, 2, 16])
+def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: int) -> None:
+    tunables = replace(FIXED, octave=octave)
+    for num_blocks in (1, 2, 3, 7, 16, 33, 100, 1000):
+        count = launch.most_fixed_splits(tunables, num_blocks * tunables.block_n)
+        starts = [((s - o * octave) << o) for s in range(count + 1) if (o := max(s // octave - 1, 0)) >= 0]
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        assert starts[0] == 0 and starts[-2] < num_blocks <= starts[-1], f"{num_blocks=}"
+        assert all(length <= max(1, start // octave) for start, length in zip(starts, lengths, strict=False))
 
 
 def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:

@@ -103,7 +103,7 @@ def test_the_walk_compiles_for_hopper(max_rows: int, deterministic: bool) -> Non
     constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False}
     constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.stages}
     constants |= {"SPLIT_BLOCKS": launch.split_slots // launch.block_n, "LAST_ADDS": False, "SUM_STAGES": 2}
-    constants |= {"PRECISION": "tf32", "PDL": True}
+    constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
     result = compiled(kernel.attend_kernel, constants, warps=launch.warps, stages=launch.stages)
     assert launch.programs_per_sm * (result.metadata.shared + 1024) <= MAX_SHARED_BYTES
     ptx = result.asm["ptx"]
@@ -115,6 +115,11 @@ def test_the_walk_compiles_for_hopper(max_rows: int, deterministic: bool) -> Non
         "a page id delays a block of loads"
     )
     assert ("wgmma" in ptx) == (launch.block_m >= 64)
+    waits = [int(number) for number in re.findall(r"async_wait %.*num = (\d+)", result.asm["ttgir"])]
+    assert min(waits) >= 2 * (launch.stages - 1) - 2 > 0, "no block is waited for as soon as it is asked for"
+    first_wait = ptx.index("griddepcontrol.wait")
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global") < first_wait
+    assert copies[0] in ptx[first_wait:] and copies[0] not in ptx[:first_wait]
 
 
 def test_planning_and_combining_compile_for_hopper() -> None:
@@ -123,13 +128,13 @@ def test_planning_and_combining_compile_for_hopper() -> None:
     from idlm.kernels.paged_attention.launch import RECORD
 
     heads = {"K": 8, "G": 4, "H": 128, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False, "PDL": True}
-    combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12}
+    combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12, "PARTS": 1}
     result = compiled(kernel.combine_kernel, combine, warps=4, stages=3)
     assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
-    tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "BLOCK_K": 8}
+    tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "FIXED": False}
     compiled(kernel_plan.tile_kernel, tile, warps=1, stages=1)
     for split_blocks in (0, 8):
-        item = {"RECORD": RECORD, "SPLIT_BLOCKS": split_blocks, "BLOCK_TILES": 256}
+        item = {"RECORD": RECORD, "SPLIT_BLOCKS": split_blocks, "OCTAVE": 16, "BLOCK_TILES": 256}
         compiled(kernel_plan.item_kernel, item, warps=1, stages=1)
 
 
