@@ -18,6 +18,8 @@ from tests.toy import write_toy_checkpoint
 MASK_ID = 47
 MAX_STRIDE = 8
 CYCLE = 9
+PLACE: dict[str, object] = {"device": "cpu"}
+"""Engine settings that say where the engines run."""
 
 
 def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int = 0) -> Path:
@@ -63,9 +65,8 @@ def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_st
 
 
 def build_engine(directory: Path, decoder: str, **options: object) -> Engine:
-    """An fp32 CPU engine; small pages and prompt chunks, so that borders are crossed."""
+    """An fp32 engine; small pages and prompt chunks, so that borders are crossed."""
     settings = {
-        "device": "cpu",
         "dtype": "float32",
         "max_num_seqs": 16,
         "max_length": 128,
@@ -74,7 +75,7 @@ def build_engine(directory: Path, decoder: str, **options: object) -> Engine:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Engine.from_pretrained(directory, decoder, **{**settings, **options})
+        return Engine.from_pretrained(directory, decoder, **{**settings, **PLACE, **options})
 
 
 def prompts_of(lengths: Sequence[int], *, seed: int = 0, vocab_size: int = MASK_ID) -> list[list[int]]:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import evaluate, task_samples
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
-from tests.law.harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 
 pytestmark = [
     pytest.mark.gpu,

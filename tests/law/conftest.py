@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.law.harness import write_law_toy
+from benchmarks.law_harness import write_law_toy
 
 
 @pytest.fixture(scope="session")

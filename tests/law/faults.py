@@ -19,17 +19,17 @@ from torch import Tensor
 
 from idlm.contracts import StepPlan
 from idlm.infer.decoders import isd
-from idlm.infer.decoders.base import Batch, pack_rows
+from idlm.infer.decoders.base import Batch, plan_rows
 from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import Tree
 from idlm.infer.engine import Engine
+from idlm.infer.graphs import StaticStep
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule, Scheduler, lane_of
 from idlm.infer.table import SequenceTable
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Laws, Verdict
-from idlm.kernels.sampling.philox import uniforms
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -59,7 +59,25 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
 
 def _replace(patch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
     """Have the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
+    if op in ("emit", "draw_drafts") and hasattr(isd, "emit_and_draft"):
+        _part(patch)
     patch.setattr(isd, op, functools.partial(change, getattr(sampling, op)))
+
+
+def _part(patch: pytest.MonkeyPatch) -> None:
+    """Have the decoder emit and draft by two ops that can be replaced, in place of the one that does both."""
+
+    def emit_and_draft(
+        laws: Laws, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
+    ) -> None:
+        ops = vars(isd)
+        ops["emit"](laws, store, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BA[:, 0].contiguous())
+        ops["draw_drafts"](laws, verdict, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
+
+    patch.setattr(isd, "emit_and_draft", emit_and_draft)
+    for name in ("emit", "draw_drafts"):
+        if not hasattr(isd, name):
+            patch.setattr(isd, name, getattr(sampling, name), raising=False)
 
 
 def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -167,7 +185,7 @@ def one_number_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
 @fault("law", "branch")
 def one_stream_for_all_steps(patch: pytest.MonkeyPatch) -> None:
     def frozen(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
-        return uniforms(self.seeds_Z[lanes_B], self.samples_Z[lanes_B], 0 * lanes_B, num_draws)
+        return sampling.uniforms(self.seeds_Z[lanes_B], self.samples_Z[lanes_B], 0 * lanes_B, num_draws)
 
     patch.setattr(SequenceTable, "uniforms", frozen)
 
@@ -175,7 +193,7 @@ def one_stream_for_all_steps(patch: pytest.MonkeyPatch) -> None:
 @fault("law")
 def one_stream_for_all_samples(patch: pytest.MonkeyPatch) -> None:
     def shared(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
-        return uniforms(self.seeds_Z[lanes_B], 0 * lanes_B, self.steps_Z[lanes_B], num_draws)
+        return sampling.uniforms(self.seeds_Z[lanes_B], 0 * lanes_B, self.steps_Z[lanes_B], num_draws)
 
     patch.setattr(SequenceTable, "uniforms", shared)
 
@@ -210,8 +228,8 @@ def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
 @fault("law", "branch")
 def drafts_tested_with_another_branchs_q(patch: pytest.MonkeyPatch) -> None:
     def put(op: Any, store: Any, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
-        most = int(rows_BJ.max())
-        others_BJ = torch.where(rows_BJ < 0, rows_BJ, (rows_BJ + rows_BJ.shape[1]).clamp(max=most))
+        others_BJ = torch.minimum(rows_BJ + rows_BJ.shape[1], rows_BJ.max())
+        others_BJ = torch.where(rows_BJ < 0, rows_BJ, others_BJ)
         op(store, lanes_B, laws, others_BJ, active_B=active_B)
 
     _replace(patch, "put", put)
@@ -232,8 +250,7 @@ def temperature_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
 @fault("greedy")
 def verify_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def verify(op: Any, *args: Any, first_rows_B: Tensor, **columns: Any) -> Verdict:
-        width = int(first_rows_B[1]) if len(first_rows_B) > 1 else len(columns["drafts_ZJ"][0]) + 1
-        return op(*args, first_rows_B=first_rows_B + (width > 1), **columns)
+        return op(*args, first_rows_B=first_rows_B + 1, **columns)
 
     _replace(patch, "verify", verify)
 
@@ -249,7 +266,7 @@ def bonus_token_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def _repack(patch: pytest.MonkeyPatch, change: Callable[[StepPlan], StepPlan]) -> None:
-    patch.setattr(isd, "pack_rows", lambda *args, **kwargs: change(pack_rows(*args, **kwargs)))
+    patch.setattr(isd, "plan_rows", lambda *args, **kwargs: change(plan_rows(*args, **kwargs)))
 
 
 @fault("greedy")
@@ -267,7 +284,8 @@ def chain_rows_see_the_masks_behind_them(patch: pytest.MonkeyPatch) -> None:
 def verify_positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def shift(plan: StepPlan) -> StepPlan:
         positions_R = plan.positions_R.clone()
-        offset_R = torch.arange(len(positions_R)) - plan.cu_rows_B1[plan.sequence_R]
+        rows_R = torch.arange(len(positions_R), device=positions_R.device)
+        offset_R = rows_R - plan.cu_rows_B1[plan.sequence_R]
         positions_R += (offset_R % 2 == 1) & plan.samples_B[plan.sequence_R]
         return replace(plan, positions_R=positions_R)
 
@@ -282,7 +300,7 @@ def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
     def plan(self: IsdDecoder, table: SequenceTable, batch: Batch) -> StepPlan:
         planned = original(self, table, batch)
         late_B = (table.num_computed_Z[planned.lanes_B] > 8) & (planned.num_feed_B == 1)
-        late_R = torch.repeat_interleave(late_B.long(), planned.cu_rows_B1.diff())
+        late_R = late_B[planned.sequence_R].long()
         moved = {name: getattr(planned, name) + late_R for name in ("slots_R", "limits_R", "branch_starts_R")}
         return replace(planned, **moved, max_slots=planned.max_slots + 1)
 
@@ -291,13 +309,15 @@ def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
 
 @fault("greedy")
 def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
-    original = Schedule.batch
+    def mistaken(original: Callable[..., Batch]) -> Callable[..., Batch]:
+        def batch(*args: Any) -> Batch:
+            true = original(*args)
+            return replace(true, samples_B=true.samples_B | (true.num_feed_B == 7))
 
-    def batch(self: Schedule, device: torch.device) -> Batch:
-        true = original(self, device)
-        return replace(true, samples_B=true.samples_B | (true.num_feed_B == 7))
+        return batch
 
-    patch.setattr(Schedule, "batch", batch)
+    patch.setattr(Schedule, "batch", mistaken(Schedule.batch))
+    patch.setattr(StaticStep, "_batch", mistaken(StaticStep._batch))
 
 
 @fault("repeat")
@@ -320,7 +340,7 @@ def random_steps_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
 @fault("repeat", "tree")
 def random_numbers_by_lane(patch: pytest.MonkeyPatch) -> None:
     def by_lane(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
-        return uniforms(lanes_B, self.samples_Z[lanes_B], self.steps_Z[lanes_B], num_draws)
+        return sampling.uniforms(lanes_B, self.samples_Z[lanes_B], self.steps_Z[lanes_B], num_draws)
 
     patch.setattr(SequenceTable, "uniforms", by_lane)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.law_harness import MASK_ID, NEUTRAL, NUM_TOKENS, PROMPT, build_engine, fits, misfits, sample
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.models.dense import DenseTrunk
 from tests.adapters import write_adapter
-from tests.law.harness import MASK_ID, NEUTRAL, NUM_TOKENS, PROMPT, build_engine, fits, misfits, sample
 
 FULL, REDUCED = 200_000, 3_000
 LEVEL = 1e-6 / 48

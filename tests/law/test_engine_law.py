@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from idlm.infer.decoders.rejection import STRATEGIES
-from tests.law.harness import (
+from benchmarks.law_harness import (
     MASK_ID,
     NEUTRAL,
     PROMPT,
@@ -31,6 +30,7 @@ from tests.law.harness import (
     sample,
     worst,
 )
+from idlm.infer.decoders.rejection import STRATEGIES
 
 STRIDES = (2, 3, 4)
 FULL, REDUCED, MIXED = 200_000, 20_000, 8_000

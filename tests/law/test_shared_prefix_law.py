@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.law_harness import NEUTRAL, build_engine, fits, misfits, sample
 from idlm.infer.decoders.rejection import STRATEGIES
-from tests.law.harness import NEUTRAL, build_engine, fits, misfits, sample
 
 LEVEL = 1e-6 / 16
 """The family's level over at least as many chi-square tests as this file runs."""

@@ -25,6 +25,8 @@ NEUTRAL = SamplingParams(max_tokens=NUM_TOKENS, seed=0)
 PROMPT = (1,)
 MAX_PROMPT = 3
 NUM_LANES = 1024
+PLACE: dict[str, object] = {"device": "cpu"}
+"""Engine settings that say where all of this runs."""
 TV_AT_1E5 = 0.0188
 """Total variation over 64 cells that 1e5 draws detect; as 1/sqrt."""
 MIN_EXPECTED = 10.0
@@ -57,14 +59,13 @@ def write_law_toy(directory: Path) -> Path:
 def build_engine(directory: Path, decoder: str, *, num_lanes: int = NUM_LANES, **options: object) -> Engine:
     """An engine sized for `MAX_PROMPT` + 8 tokens."""
     settings = {
-        "device": "cpu",
         "dtype": "float32",
         "max_num_seqs": num_lanes,
         "max_length": MAX_PROMPT + NUM_TOKENS,
         "max_prompt_rows": 1 << 20,
         "page_size": 32,
     }
-    return Engine.from_pretrained(directory, decoder, **{**settings, **options})
+    return Engine.from_pretrained(directory, decoder, **{**settings, **PLACE, **options})
 
 
 @functools.cache
@@ -134,9 +135,10 @@ def fit(cells_B: Tensor, law_C: Tensor) -> Fit:
 
 
 def _pooled(observed_C: Tensor, expected_C: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
-    return tuple(
-        torch.cat([values[:num_own], values[num_own:].sum()[None]]) for values in (observed_C, expected_C)
-    )
+    def pool(values_C: Tensor) -> Tensor:
+        return torch.cat([values_C[:num_own], values_C[num_own:].sum()[None]])
+
+    return pool(observed_C), pool(expected_C)
 
 
 def window_cells(draws_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,8 +158,17 @@ class Sampled:
     acceptance: float
 
 
-def sample(engine: Engine, settings: Sequence[Setting], num_draws: int, *, per_request: int = 250) -> Sampled:
-    """`num_draws` responses of each setting through the whole engine, settings interleaved in every batch."""
+def sample(
+    engine: Engine,
+    settings: Sequence[Setting],
+    num_draws: int,
+    *,
+    per_request: int = 250,
+    at_once: int = 20 * NUM_LANES,
+) -> Sampled:
+    """`num_draws` responses of each setting through the whole engine, settings interleaved in every batch.
+    `at_once`: responses that are asked for together, which keep the lanes busy.
+    """
     requests: list[tuple[int, SamplingParams]] = [
         (which, replace(params, seed=1_000_003 * round_ + which, n=per_request))
         for round_ in range(num_draws // per_request)
@@ -165,8 +176,7 @@ def sample(engine: Engine, settings: Sequence[Setting], num_draws: int, *, per_r
     ]
     found: list[list[tuple[int, ...]]] = [[] for _ in settings]
     accepted = tested = 0
-    # A few thousand responses at a time keep the engine's lanes busy and the queue short.
-    for part in _chunks(requests, max(1, 20 * NUM_LANES // per_request)):
+    for part in _chunks(requests, max(1, at_once // per_request)):
         completions = iter(engine.generate([list(settings[w][0]) for w, _ in part], [p for _, p in part]))
         for which, params in part:
             for completion in itertools.islice(completions, params.n):
