@@ -16,6 +16,7 @@ from idlm.contracts import StepPlan
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, paged_attention, plan_attention
+from idlm.kernels.step_rows import map_slots
 
 
 class Runner:
@@ -49,7 +50,9 @@ class Runner:
         deterministic = self._trunk.linears.deterministic
         kv = PagedKV(
             cache=self._cache,
-            slot_mapping_R=self._slot_mapping(plan, block_table_BP),
+            slot_mapping_R=map_slots(
+                block_table_BP, plan.sequence_R, plan.slots_R, plan.cu_rows_B1, page_size=page_size
+            ),
             plan=plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic),
             scale=self._scale,
         )
@@ -59,14 +62,6 @@ class Runner:
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of pages (from, to), before whatever pass comes next."""
         self._cache.copy_pages(copies, self.pool.page_size)
-
-    def _slot_mapping(self, plan: StepPlan, block_table_BP: Tensor) -> Tensor:
-        """Physical slot of each row; -1 for padding rows, which are not stored."""
-        size, num_pages = self.pool.page_size, block_table_BP.shape[1]
-        page_R = (plan.slots_R // size).clamp(max=num_pages - 1)
-        slots_R = block_table_BP[plan.sequence_R, page_R] * size + plan.slots_R % size
-        rows_R = torch.arange(len(slots_R), device=slots_R.device)
-        return torch.where(rows_R < plan.cu_rows_B1[-1], slots_R, -1)
 
 
 def head_shape(model: LoadedModel, dtype: torch.dtype) -> HeadShape:

@@ -14,6 +14,7 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.infer.transfer import to_device
 from idlm.kernels.sampling import Laws, row_laws, uniforms
+from idlm.kernels.step_rows import Lanes, commit
 
 
 class SequenceTable:
@@ -80,9 +81,16 @@ class SequenceTable:
         ):
             column_Z[lanes_B] = to_device(values, self.device, dtype=column_Z.dtype)
 
-    def is_open(self, lanes_B: Tensor) -> Tensor:
-        """Bool [B]: whether the sequence may get another token."""
-        return self.num_known_Z[lanes_B] < self.ends_Z[lanes_B]
+    def lanes(self, stock_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:
+        """What planning and committing look at, with what a decoder adds of its own."""
+        return Lanes(
+            num_known_Z=self.num_known_Z,
+            num_computed_Z=self.num_computed_Z,
+            ends_Z=self.ends_Z,
+            tokens_ZL=self.tokens_ZL,
+            stock_Z=stock_Z,
+            drafts_ZJ=drafts_ZJ,
+        )
 
     def rewind(self, lane: int, num_computed: int = 0) -> None:
         """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
@@ -115,13 +123,11 @@ class SequenceTable:
 
         What is emitted beyond the table's width is dropped: nobody may read that far.
         """
-        offsets_J = torch.arange(token_ids_BJ.shape[1], device=self.device)
-        known_B = self.num_known_Z[lanes_B]
-        columns_BJ = known_B[:, None] + offsets_J
-        keep_BJ = (offsets_J < num_emitted_B[:, None]) & (columns_BJ < self.max_length)
-        # The column behind the last takes what is not kept, so that shapes do not depend on counts.
-        columns_BJ = torch.where(keep_BJ, columns_BJ, self.max_length)
-        self.tokens_ZL[lanes_B[:, None], columns_BJ] = token_ids_BJ
-        self.num_known_Z[lanes_B] = known_B + num_emitted_B
-        self.num_computed_Z[lanes_B] += num_computed_B
-        self.steps_Z[lanes_B] += (num_emitted_B > 0).long()
+        commit(
+            self.lanes(),
+            self.steps_Z,
+            lanes_B=lanes_B,
+            token_ids_BA=token_ids_BJ,
+            num_emitted_B=num_emitted_B,
+            num_computed_B=num_computed_B,
+        )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.base import DECODERS, Batch, PictureName, pack_rows
+from idlm.infer.decoders.base import DECODERS, Batch, PictureName, plan_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -51,15 +51,7 @@ class ArDecoder:
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """The known tokens that are not computed yet, and nothing behind them."""
-        stock_B = torch.zeros_like(batch.lanes_B)
-        return pack_rows(
-            table,
-            batch,
-            picture=self._picture,
-            stock_B=stock_B,
-            drafts_BJ=stock_B[:, None][:, :0],
-            mask_token_id=0,
-        )
+        return plan_rows(table, batch, picture=self._picture, mask_token_id=0)
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_BV: Tensor) -> StepOutcome:
         """Draw one token for every sequence whose last known token was fed."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.layout import MASK, Picture
+from idlm.infer.decoders.layout import Picture
 from idlm.infer.table import SequenceTable
+from idlm.kernels.step_rows import pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 
@@ -87,14 +88,14 @@ class Decoder(Protocol):
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
 
 
-def pack_rows(
+def plan_rows(
     table: SequenceTable,
     batch: Batch,
     *,
     picture: Picture,
-    stock_B: Tensor,
-    drafts_BJ: Tensor,
     mask_token_id: int,
+    stock_Z: Tensor | None = None,
+    drafts_ZJ: Tensor | None = None,
 ) -> StepPlan:
     """Lay the batch's rows out: known tokens up to the pending one, then drafts and masks by the picture.
 
@@ -102,53 +103,31 @@ def pack_rows(
     and whether its masks ride along depends only on `samples_B`, never on a row count. A sequence that is
     as long as it may get feeds its pending token again and decodes nothing.
     """
-    device, width = table.device, picture.max_width
-    lanes_B, feed_B = batch.lanes_B, batch.num_feed_B
-    is_open_B = table.is_open(lanes_B)
-    samples_B = batch.samples_B & is_open_B
-    computed_B = table.num_computed_Z[lanes_B]
-    width_B = torch.where(samples_B, picture.width_Y[stock_B], 1)
-    cu_rows_B1 = torch.nn.functional.pad((feed_B - 1 + width_B).cumsum(0), (1, 0))
-    num_rows = int(cu_rows_B1[-1]) if batch.num_rows is None else batch.num_rows
-    rows_R = torch.arange(num_rows, device=device)
-    sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
-    offset_R = rows_R - cu_rows_B1[sequence_R]
-
-    row_R = offset_R - (feed_B - 1)[sequence_R]
-    base_R = (computed_B + feed_B - 1)[sequence_R]
-    place = (stock_B[sequence_R], row_R.clamp(min=0, max=width - 1))
-    source_R, position_R = picture.source_YW[place], picture.position_YW[place]
-    is_known_R, is_mask_R = row_R <= 0, (row_R > 0) & (source_R == MASK)
-    slots_R = computed_B[sequence_R] + offset_R
-    known_R = table.tokens_ZL[lanes_B[sequence_R], slots_R.clamp(max=table.tokens_ZL.shape[1] - 1)]
-    draft_R = drafts_BJ[sequence_R, (source_R - 1).clamp(min=0)] if drafts_BJ.shape[1] else known_R
-    # Known tokens are causal: they see what is before them and themselves, and have no branch.
-    limits_R, branch_starts_R = (
-        torch.where(is_known_R, slots_R + 1, base_R + column_YW[place])
-        for column_YW in (picture.limit_YW, picture.branch_YW)
+    lanes_B, width = batch.lanes_B, picture.max_width
+    packed = pack_rows(
+        table.lanes(stock_Z, drafts_ZJ),
+        picture.rows,
+        lanes_B=lanes_B,
+        num_feed_B=batch.num_feed_B,
+        wants_B=batch.samples_B,
+        num_rows=batch.num_rows,
+        mask_token_id=mask_token_id,
     )
     return StepPlan(
         lanes_B=lanes_B,
-        cu_rows_B1=cu_rows_B1,
-        sequence_R=sequence_R,
-        token_ids_R=torch.where(is_known_R, known_R, torch.where(is_mask_R, mask_token_id, draft_R)),
-        positions_R=torch.where(is_known_R, slots_R, base_R + position_R),
-        slots_R=slots_R,
-        limits_R=limits_R,
-        branch_starts_R=branch_starts_R,
-        is_mask_R=None if width == 1 else is_mask_R & (rows_R < cu_rows_B1[-1]),
-        logit_rows_X=_wanted_rows(cu_rows_B1, width_B, width),
-        first_logit_B=torch.arange(len(lanes_B), device=device) * width,
-        num_feed_B=feed_B,
-        samples_B=samples_B,
-        advances_B=is_open_B,
+        cu_rows_B1=packed.cu_rows_B1,
+        sequence_R=packed.sequence_R,
+        token_ids_R=packed.token_ids_R,
+        positions_R=packed.positions_R,
+        slots_R=packed.slots_R,
+        limits_R=packed.limits_R,
+        branch_starts_R=packed.branch_starts_R,
+        is_mask_R=None if width == 1 else packed.is_mask_R,
+        logit_rows_X=packed.logit_rows_X,
+        first_logit_B=torch.arange(len(lanes_B), device=table.device) * width,
+        num_feed_B=batch.num_feed_B,
+        samples_B=packed.samples_B,
+        advances_B=packed.advances_B,
         max_rows=batch.max_feed - 1 + width,
         max_slots=batch.max_known - 1 + width,
     )
-
-
-def _wanted_rows(cu_rows_B1: Tensor, width_B: Tensor, width: int) -> Tensor:
-    """Packed rows [B * width] of the pending token and what hangs on it; a short layout repeats its last."""
-    offsets_W = torch.arange(width, device=width_B.device)
-    rows_BW = (cu_rows_B1[1:] - width_B)[:, None] + offsets_W
-    return torch.minimum(rows_BW, cu_rows_B1[1:, None] - 1).clamp(min=0).flatten()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Batch, PictureName, pack_rows
+from idlm.infer.decoders.base import DECODERS, Batch, PictureName, plan_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -114,13 +114,13 @@ class IsdDecoder:
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of its picture."""
         self.picture = self._stacked[batch.picture]
-        return pack_rows(
+        return plan_rows(
             table,
             batch,
             picture=self.picture,
-            stock_B=self.stock_Z[batch.lanes_B],
-            drafts_BJ=self.drafts_ZJ[batch.lanes_B],
             mask_token_id=self._mask_token_id,
+            stock_Z=self.stock_Z,
+            drafts_ZJ=self.drafts_ZJ,
         )
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:

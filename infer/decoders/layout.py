@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.sampling import LayoutTables
+from idlm.kernels.step_rows import MASK, RowTable
 
-MASK = -1
 NO_ROW = -1
 
 
@@ -103,9 +103,13 @@ class Picture:
             pad = self.max_width
             return stack([[row[field] for row in y.rows] + [0] * (pad - y.width) for y in layouts])
 
-        self.width_Y = stack([[layout.width] for layout in layouts])[:, 0]
-        self.source_YW, self.position_YW, self.limit_YW, self.branch_YW = (
-            column(field) for field in range(4)
+        source_YW, position_YW, limit_YW, branch_YW = (column(field) for field in range(4))
+        self.rows = RowTable(
+            width_Y=torch.tensor([layout.width for layout in layouts], device=device),
+            source_YW=source_YW,
+            position_YW=position_YW,
+            limit_YW=limit_YW,
+            branch_YW=branch_YW,
         )
         draft_rows = [
             [

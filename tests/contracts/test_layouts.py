@@ -124,9 +124,10 @@ def test_the_picture_repeats_the_layouts(strategy: str, num_masks: int, max_draf
     picture = Picture(pictured, torch.device("cpu"))
     assert picture.max_width == max(layout.width for layout in pictured)
     for y, layout in enumerate(pictured):
-        assert int(picture.width_Y[y]) == layout.width
+        assert int(picture.rows.width_Y[y]) == layout.width
         assert int(picture.tables.num_drafts_Y[y]) == layout.num_drafts
-        columns = (picture.source_YW, picture.position_YW, picture.limit_YW, picture.branch_YW)
+        rows = picture.rows
+        columns = (rows.source_YW, rows.position_YW, rows.limit_YW, rows.branch_YW)
         stacked = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
         assert [tuple(row) for row in stacked.tolist()] == list(layout.rows)
         for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_stocks, strict=True)):

@@ -5,11 +5,7 @@ sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels them
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,31 +15,12 @@ from idlm.kernels.linear import dequantised, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.lora import gated_linear
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kernels.interpreter import run_interpreted
 
 
 def test_the_interpreted_kernels_compute_the_definitions() -> None:
     """All checks of interpreted_trunk.py, in a process whose Triton is interpreted."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/kernels/interpreted_trunk.py",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_interpreted("interpreted_trunk.py")
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "linear"])

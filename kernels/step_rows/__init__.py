@@ -1,0 +1,15 @@
+"""The rows that a pass feeds, and what it commits, as tensors by lane; contract in README.md."""
+
+from idlm.kernels.step_rows.op import MASK, Lanes, PackedRows, RowTable, commit, map_slots, pack_rows
+from idlm.kernels.step_rows.reference import pack_rows_reference
+
+__all__ = [
+    "MASK",
+    "Lanes",
+    "PackedRows",
+    "RowTable",
+    "commit",
+    "map_slots",
+    "pack_rows",
+    "pack_rows_reference",
+]

@@ -1,0 +1,198 @@
+"""Rows of a pass from tables, physical slots of rows, and the commit: plain torch, or one kernel each on a GPU.
+
+Sixty tiny torch ops would cost a step of an 8B model 3 % of its time. Contract in README.md.
+Z lanes, L columns of the token table, B sequences, R rows, X wanted rows, Y stocks of drafts, W rows of the
+widest layout, J drafts, A tokens that a pass can emit, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MASK = -1
+"""Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """State by lane, int64. The last column of `tokens_ZL` is never read. `stock_Z` None: 0 for all."""
+
+    num_known_Z: Tensor
+    num_computed_Z: Tensor
+    ends_Z: Tensor
+    tokens_ZL: Tensor
+    stock_Z: Tensor | None = None
+    drafts_ZJ: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """Per stock: rows fed behind the known tokens, the pending one included, and per row its source, its
+    position, limit and branch start relative to the pending token. int64, contiguous.
+    """
+
+    width_Y: Tensor
+    source_YW: Tensor
+    position_YW: Tensor
+    limit_YW: Tensor
+    branch_YW: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Rows of all sequences, laid end to end; int64 but for the bools `is_mask_R`, `samples_B`, `advances_B`."""
+
+    cu_rows_B1: Tensor
+    sequence_R: Tensor
+    token_ids_R: Tensor
+    positions_R: Tensor
+    slots_R: Tensor
+    limits_R: Tensor
+    branch_starts_R: Tensor
+    is_mask_R: Tensor
+    logit_rows_X: Tensor
+    samples_B: Tensor
+    advances_B: Tensor
+
+
+def pack_rows(
+    lanes: Lanes,
+    table: RowTable,
+    *,
+    lanes_B: Tensor,
+    num_feed_B: Tensor,
+    wants_B: Tensor,
+    num_rows: int | None,
+    mask_token_id: int,
+) -> PackedRows:
+    """Known tokens of every sequence from its first that is not computed, then the rows of its layout.
+
+    `num_rows` None: just those that are fed, which the host then waits to read; else that many, the last of
+    them padding, which any numbers inside the tables may stand for.
+    """
+    if num_rows is None:
+        num_rows = int(_cu_rows(lanes, table, lanes_B, num_feed_B, wants_B)[0][-1])
+    if _runs_kernels(lanes_B):
+        from idlm.kernels.step_rows.kernel import run_pack_rows
+
+        return run_pack_rows(
+            lanes,
+            table,
+            lanes_B=lanes_B,
+            num_feed_B=num_feed_B,
+            wants_B=wants_B,
+            num_rows=num_rows,
+            mask_token_id=mask_token_id,
+        )
+    return _plain(lanes, table, (lanes_B, num_feed_B, wants_B), num_rows, mask_token_id)
+
+
+def _cu_rows(
+    lanes: Lanes, table: RowTable, lanes_B: Tensor, num_feed_B: Tensor, wants_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """cu_rows_B1, width_B, stock_B, samples_B, advances_B."""
+    advances_B = lanes.num_known_Z[lanes_B] < lanes.ends_Z[lanes_B]
+    samples_B = wants_B & advances_B
+    stock_B = torch.zeros_like(lanes_B) if lanes.stock_Z is None else lanes.stock_Z[lanes_B]
+    width_B = torch.where(samples_B, table.width_Y[stock_B], 1)
+    cu_rows_B1 = torch.nn.functional.pad((num_feed_B - 1 + width_B).cumsum(0), (1, 0))
+    return cu_rows_B1, width_B, stock_B, samples_B, advances_B
+
+
+def _plain(
+    lanes: Lanes,
+    table: RowTable,
+    columns_B: tuple[Tensor, Tensor, Tensor],
+    num_rows: int,
+    mask_token_id: int,
+) -> PackedRows:
+    lanes_B, feed_B, _ = columns_B
+    cu_rows_B1, width_B, stock_B, samples_B, advances_B = _cu_rows(lanes, table, *columns_B)
+    width, computed_B = table.source_YW.shape[1], lanes.num_computed_Z[lanes_B]
+    rows_R = torch.arange(num_rows, device=lanes_B.device)
+    sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
+    offset_R = rows_R - cu_rows_B1[sequence_R]
+    row_R = offset_R - (feed_B - 1)[sequence_R]
+    base_R = (computed_B + feed_B - 1)[sequence_R]
+    place = (stock_B[sequence_R], row_R.clamp(min=0, max=width - 1))
+    source_R, position_R = table.source_YW[place], table.position_YW[place]
+    is_known_R, is_mask_R = row_R <= 0, (row_R > 0) & (source_R == MASK)
+    slots_R = computed_B[sequence_R] + offset_R
+    lane_R = lanes_B[sequence_R]
+    token_R = lanes.tokens_ZL[lane_R, slots_R.clamp(max=lanes.tokens_ZL.shape[1] - 1)]
+    if lanes.drafts_ZJ is not None and lanes.drafts_ZJ.shape[1]:
+        draft_R = lanes.drafts_ZJ[lane_R, (source_R - 1).clamp(min=0)]
+        token_R = torch.where(is_known_R, token_R, draft_R)
+    # Known tokens are causal: they see what is before them and themselves, and have no branch.
+    limits_R, branch_starts_R = (
+        torch.where(is_known_R, slots_R + 1, base_R + column_YW[place])
+        for column_YW in (table.limit_YW, table.branch_YW)
+    )
+    offsets_W = torch.arange(width, device=lanes_B.device)
+    wanted_BW = (cu_rows_B1[1:] - width_B)[:, None] + offsets_W
+    return PackedRows(
+        cu_rows_B1=cu_rows_B1,
+        sequence_R=sequence_R,
+        token_ids_R=torch.where(is_mask_R, mask_token_id, token_R),
+        positions_R=torch.where(is_known_R, slots_R, base_R + position_R),
+        slots_R=slots_R,
+        limits_R=limits_R,
+        branch_starts_R=branch_starts_R,
+        is_mask_R=is_mask_R & (rows_R < cu_rows_B1[-1]),
+        logit_rows_X=torch.minimum(wanted_BW, cu_rows_B1[1:, None] - 1).clamp(min=0).flatten(),
+        samples_B=samples_B,
+        advances_B=advances_B,
+    )
+
+
+def map_slots(
+    block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, *, page_size: int
+) -> Tensor:
+    """Physical slot of each row, [R]; -1 for padding rows."""
+    if _runs_kernels(slots_R):
+        from idlm.kernels.step_rows.kernel import run_map_slots
+
+        return run_map_slots(block_table_BP, sequence_R, slots_R, cu_rows_B1, page_size)
+    page_R = (slots_R // page_size).clamp(max=block_table_BP.shape[1] - 1)
+    physical_R = block_table_BP[sequence_R, page_R] * page_size + slots_R % page_size
+    rows_R = torch.arange(len(slots_R), device=slots_R.device)
+    return torch.where(rows_R < cu_rows_B1[-1], physical_R, -1)
+
+
+def commit(
+    lanes: Lanes,
+    steps_Z: Tensor,
+    *,
+    lanes_B: Tensor,
+    token_ids_BA: Tensor,
+    num_emitted_B: Tensor,
+    num_computed_B: Tensor,
+) -> None:
+    """Append the emitted tokens, move the KV pointer on by `num_computed_B`, count a sampling step.
+
+    What is emitted behind the last column but one is dropped. Lanes that occur twice emit and compute nothing.
+    """
+    if _runs_kernels(lanes_B):
+        from idlm.kernels.step_rows.kernel import run_commit
+
+        run_commit(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B)
+        return
+    last = lanes.tokens_ZL.shape[1] - 1
+    offsets_A = torch.arange(token_ids_BA.shape[1], device=lanes_B.device)
+    known_B = lanes.num_known_Z[lanes_B]
+    columns_BA = known_B[:, None] + offsets_A
+    keep_BA = (offsets_A < num_emitted_B[:, None]) & (columns_BA < last)
+    # The last column takes what is not kept, so that shapes do not depend on counts.
+    lanes.tokens_ZL[lanes_B[:, None], torch.where(keep_BA, columns_BA, last)] = token_ids_BA
+    lanes.num_known_Z[lanes_B] = known_B + num_emitted_B
+    lanes.num_computed_Z[lanes_B] += num_computed_B
+    steps_Z[lanes_B] += (num_emitted_B > 0).long()
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda or INTERPRETED
