@@ -1,8 +1,8 @@
 """The Triton kernels of planning and committing: small integers only, nothing to be fast at but few launches.
 
 Every program finds the rows' sequences for itself by adding all widths up, so nothing is passed between
-programs. B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L columns
-of the token table, P pages of a block table.
+programs. B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
+columns of the token table, P pages of a block table.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

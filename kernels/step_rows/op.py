@@ -1,4 +1,4 @@
-"""Rows of a pass from tables, physical slots of rows, and the commit: plain torch, or one kernel each on a GPU.
+"""Rows of a pass from tables, their physical slots, and the commit: plain torch, or a kernel each on a GPU.
 
 Sixty tiny torch ops would cost a step of an 8B model 3 % of its time. Contract in README.md.
 Z lanes, L columns of the token table, B sequences, R rows, X wanted rows, Y stocks of drafts, W rows of the
@@ -45,7 +45,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows of all sequences, laid end to end; int64 but for the bools `is_mask_R`, `samples_B`, `advances_B`."""
+    """Rows of all sequences, laid end to end; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
@@ -175,7 +175,7 @@ def commit(
 ) -> None:
     """Append the emitted tokens, move the KV pointer on by `num_computed_B`, count a sampling step.
 
-    What is emitted behind the last column but one is dropped. Lanes that occur twice emit and compute nothing.
+    What is emitted behind the last column but one is dropped. A lane that occurs twice has nothing to commit.
     """
     if _runs_kernels(lanes_B):
         from idlm.kernels.step_rows.kernel import run_commit

@@ -1,4 +1,4 @@
-"""Random passes for the tests of step_rows: lanes in any order, prompts, full sequences, padding sequences."""
+"""Random passes for the tests of step_rows: lanes in any order, prompts, full sequences, padding."""
 
 from __future__ import annotations
 
