@@ -59,8 +59,9 @@ def variants(step: Step) -> Variants:
 
 
 def _walks(chosen: Any) -> Iterator[Any]:
+    all_warps = (4, 8) if chosen.block_m > 32 else (4,)
     for (block_n, stages), warps, programs, min_blocks in itertools.product(
-        BLOCKS, (4, 8), (1, 2, 3), (1, 2)
+        BLOCKS, all_warps, (1, 2, 3, 4), (1, 2)
     ):
         yield replace(
             chosen,
@@ -75,7 +76,11 @@ def _walks(chosen: Any) -> Iterator[Any]:
 
 def _sums(chosen: Any) -> Iterator[Any]:
     for rows, parts, warps in itertools.product((1, 2, 4), (8, 16, 32), (1, 2, 4)):
-        yield replace(chosen, combine="kernel", combine_rows=rows, combine_parts=parts, combine_warps=warps)
+        # More would not fit a program's registers.
+        if rows * parts <= 32 * warps:
+            yield replace(
+                chosen, combine="kernel", combine_rows=rows, combine_parts=parts, combine_warps=warps
+            )
     for pdl, combine, min_blocks in itertools.product((False, True), ("kernel", "last"), (1, 2, 4)):
         yield replace(chosen, pdl=pdl, combine=combine, min_blocks=min_blocks)
 
