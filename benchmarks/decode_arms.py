@@ -304,9 +304,29 @@ def adapter(bench: Bench) -> None:
         bench.add(case, "risd_over_isd_step", measured.step_ms() / plain.step_ms(), "x")
 
 
+def deterministic(bench: Bench) -> None:
+    """What it costs that a row's bits depend on nobody else: the step over that of the same decoder."""
+    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
+        load = bench.load(concurrency, bench.contexts[0])
+        for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
+            fixed = replace(arm, name=f"deterministic {arm.name}", deterministic=True)
+            # One after the other: the trunk that they share is told which of the two it is to be.
+            found = [
+                measured
+                for one in (arm, fixed)
+                for measured in measure_arms(bench, [one], load, has_rows=False).values()
+            ]
+            if len(found) == 2:
+                case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
+                ratio = found[1].step_ms() / found[0].step_ms()
+                bench.add(case, "deterministic_over_plain_step", ratio, "x")
+
+
 PARTS: dict[str, Callable[[Bench], None]] = {
     "sweep": sweep,
     "published": published,
     "host": host,
     "adapter": adapter,
+    "deterministic": deterministic,
 }

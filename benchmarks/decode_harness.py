@@ -145,6 +145,7 @@ class Arm:
     run_ahead: int = RUN_AHEAD
     is_fused: bool = True
     attention: str = "auto"
+    deterministic: bool = False
 
     def decoder_options(self) -> dict[str, Any]:
         """For the decoder's Config."""
@@ -205,7 +206,8 @@ class Seats:
         lanes = load.concurrency + 1
         self.replay = Replay(trace, lanes, device) if trace is not None and is_replayed else None
         dice = torch.Generator().manual_seed(load.concurrency)
-        shape = (load.concurrency, load.context)
+        # The context, and the pending token behind it.
+        shape = (load.concurrency, load.context + 1)
         self._prompts = torch.randint(0, model.spec.vocab_size - 1, shape, generator=dice).tolist()
         self._num_rounds = 0
 
@@ -216,7 +218,7 @@ class Seats:
 
     def _max_length(self) -> int:
         slack = (self.arm.run_ahead + 3) * self.arm.stride
-        return self.load.context + self.warm_up_tokens + self.load.num_tokens + 2 * slack
+        return self.load.context + 1 + self.warm_up_tokens + self.load.num_tokens + 2 * slack
 
     def measure(self, into: Measured) -> None:
         """One round: seats taken, warmed up, then timed from and to an empty queue of passes."""
@@ -294,6 +296,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
         run_ahead=arm.run_ahead,
         prefix_cache=False,
         graphs="on" if arm.graphs else "off",
+        deterministic=arm.deterministic,
         attention="triton" if captures and arm.attention == "auto" else arm.attention,
     )
     return parts_builder._assemble(settings, model, None, decoder, ())

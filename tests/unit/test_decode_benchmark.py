@@ -47,6 +47,7 @@ def test_without_a_trace_random_weights_accept_little() -> None:
 
 def test_every_part_runs_and_leaves_rows(tmp_path: Path) -> None:
     arguments = [*SMALL, "concurrency=2", "strides=4", "passes=8", "strategies=cold,branch,adaptive"]
+    arguments.append("parts=sweep,published,host,adapter")
     figure = tmp_path / "plot.png"
     assert decode.measure([*arguments, f"results={tmp_path}", f"plot={figure}"]) == 0
     rows = read_rows("decode", results=tmp_path)
