@@ -119,10 +119,12 @@ def _rank(step: Step, launches: list[Any], floor: float, rounds: int) -> None:
 
     norms = {pdl: captured(norms_alone(step, pdl=pdl)) for pdl in (False, True)}
     alone = {pdl: statistics.median(replay_seconds(norms[pdl]) for _ in range(rounds)) for pdl in norms}
-    seconds, graphs = {}, {}
+    seconds, graphs, arms = {}, {}, {}
     for launch in launches:
+        # A graph reads the lists of its arm's plan, which has to live as long.
+        arms[launch] = attention_layers(step, "triton", launch=launch)
         try:
-            graphs[launch] = captured(attention_layers(step, "triton", launch=launch))
+            graphs[launch] = captured(arms[launch])
         except OutOfResources:
             continue
         replay_seconds(graphs[launch])
