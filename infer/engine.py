@@ -3,7 +3,8 @@
     engine = Engine.from_pretrained("outputs/tiny", decoder="isd", stride=4)
     [answer] = engine.generate(["Lea has 9 shells. ..."], SamplingParams(temperature=0))
 
-Data flows one way: scheduler.next -> step (decoder.plan -> runner.forward -> decoder.advance) -> flight.
+Data flows one way: scheduler.next -> worker.launch (decoder.plan -> runner.forward -> decoder.advance) ->
+flight. With tensor parallelism all ranks have a worker, and rank 0 alone has an engine.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.build import EngineParts, EngineSettings, build
+from idlm.infer.build import EngineParts, EngineSettings
 from idlm.infer.flight import Emission, Flight
 from idlm.infer.request import Request, strip_stop_id
-from idlm.infer.scheduler import Schedule, lane_of
+from idlm.infer.team import hire
 from idlm.infer.text import AnswerText
+from idlm.infer.worker import Worker
 
 Prompt = str | Sequence[int]
 
@@ -44,8 +46,8 @@ class StreamEvent:
 class Engine:
     """Continuous batching over one model and one decoder. Not thread-safe."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    def __init__(self, parts: EngineParts, worker: Worker | None = None) -> None:
+        self._parts, self._worker = parts, worker or Worker(parts)
         self.tokenizer = parts.tokenizer
         self.semantics = parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
@@ -62,9 +64,15 @@ class Engine:
 
         `options` are the fields of `EngineSettings` (device, dtype, mask_token_id, max_num_seqs, memory,
         ...) and of the decoder's own Config (for isd: stride, on_rejection, acceptance). Raises UserError
-        for anything unusable.
+        for anything unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends
+        them, as does the end of this one.
         """
-        return cls(build(path, decoder, options))
+        worker = hire(path, decoder, options)
+        return cls(worker.parts, worker)
+
+    def close(self) -> None:
+        """End what was started for this engine; with `tensor_parallel` it is of no use afterwards."""
+        self._worker.close()
 
     @property
     def settings(self) -> EngineSettings:
@@ -190,29 +198,10 @@ class Engine:
         assert schedule is not None, f"{len(self._flights)=}"
         if not schedule.requests:
             return False
-        self._seat(schedule)
         schedule.picture = self._pace.choose(len(schedule.requests))
-        self._flights.append(Flight(schedule, self._step))
+        self._flights.append(Flight(schedule, self._worker))
         schedule.launched()
         return True
-
-    def _seat(self, schedule: Schedule) -> None:
-        seated = schedule.seated
-        if seated:
-            lanes = [lane_of(request) for request in seated]
-            self.table.seat(
-                lanes,
-                [[*request.prompt_ids, *request.token_ids] for request in seated],
-                [request.params for request in seated],
-                [request.index for request in seated],
-                ends=[request.max_length for request in seated],
-                steps=[request.num_steps for request in seated],
-                computed=[request.num_computed for request in seated],
-            )
-            self.decoder.seat(lanes)
-        for request in (*schedule.preempted, *schedule.resumed):
-            self.table.rewind(lane_of(request), request.num_computed)
-        self._parts.runner.copy_pages(schedule.copies)
 
     def _book(self, num_left: int) -> None:
         """Read results, oldest first: all that are back, then more until `num_left` are on their way."""

@@ -68,7 +68,10 @@ def _evaluate(
 ) -> tuple[str, Evaluation]:
     """One decoder's name and figures. Its memory is free again afterwards: the next engine sizes its own."""
     engine = load_engine(config.model, decoder, config.options(), options)
-    name, result = engine.decoder.name, evaluate(engine, task, samples, config.sampling.params())
+    try:
+        name, result = engine.decoder.name, evaluate(engine, task, samples, config.sampling.params())
+    finally:
+        engine.close()
     del engine
     gc.collect()
     if torch.cuda.is_available():

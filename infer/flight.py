@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor
 from idlm.contracts import TokenLogprob
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule
-from idlm.infer.step import StepResult
+from idlm.infer.worker import Worker
 
 SECONDS_BETWEEN_LOOKS = 5e-5
+LOOKS_BETWEEN_CHECKS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +31,19 @@ class Emission:
 class Flight:
     """One launched pass, whose results are read late: nobody waits for what was launched just now."""
 
-    def __init__(self, schedule: Schedule, step: Callable[[Schedule], StepResult]) -> None:
+    def __init__(self, schedule: Schedule, worker: Worker) -> None:
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
         self.picture = schedule.picture
         self.only_decodes = all(schedule.samples) and max(schedule.num_feed) == 1
         begun = time.perf_counter()
-        start = _mark()
-        result = step(schedule)
+        self._start = _mark(worker.device)
+        result = worker.launch(schedule)
         self._counts = _to_host(result.counts_BJ)
         logprobs = (result.logprobs_BJ, result.top_ids_BJK, result.top_logprobs_BJK)
         self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
-        on_gpu = result.counts_BJ.is_cuda
-        self._start, self._event = (start, _mark()) if on_gpu else (None, None)
+        self._event = _mark(worker.device)
+        self._check = worker.check
         self._seconds = time.perf_counter() - begun
 
     def is_back(self) -> bool:
@@ -58,8 +58,12 @@ class Flight:
 
     def emissions(self) -> list[Emission]:
         """What the pass says, in the order of `requests`; looks again and again until it is there."""
+        num_looks = 0
         while self._event is not None and not self._event.query():
             time.sleep(SECONDS_BETWEEN_LOOKS)
+            num_looks += 1
+            if num_looks % LOOKS_BETWEEN_CHECKS == 0:
+                self._check()
         logprobs = [tensor.tolist() for tensor in self._logprobs]
         emissions = []
         counts = self._counts.tolist()[: len(self.requests)]
@@ -77,12 +81,12 @@ class Flight:
         return emissions
 
 
-def _mark() -> torch.cuda.Event | None:
-    """This point in the GPU's work, None without one."""
-    if not torch.cuda.is_available():
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """This point in the work of `device`, None where it is no GPU."""
+    if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -20,6 +20,8 @@ def write_toy_checkpoint(
     sharpness: float = 4.0,
     seed: int = 0,
     max_positions: int = 512,
+    num_kv_heads: int = 2,
+    tie_embeddings: bool = False,
 ) -> Path:
     """Save a stock checkpoint of random weights; `sharpness` scales the head: laws far from uniform."""
     import transformers
@@ -30,9 +32,9 @@ def write_toy_checkpoint(
         "intermediate_size": 2 * width,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": max_positions,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tie_embeddings,
         "initializer_range": 0.3,
         "bos_token_id": None,
         "eos_token_id": None,

@@ -1,0 +1,68 @@
+"""A rank other than rank 0: a process that builds its part of an engine and then does what it is told.
+
+Started by `team.Team`, never by hand; its one argument is the socket to rank 0. It ends when that socket is
+closed, at once and wherever it is, so that nothing outlives rank 0, however rank 0 ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+
+from idlm.infer.orders import Channel, Message
+
+SECONDS_BETWEEN_LOOKS = 1.0
+ENDED, FAILED = 0, 1
+
+
+def main(argument: str) -> None:
+    """Never returns."""
+    channel = Channel(socket.socket(fileno=int(argument)))
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, inbox, os.getppid()), daemon=True).start()
+    try:
+        hello = inbox.get()
+        # What takes seconds to load comes after the watch has begun.
+        from idlm.infer.team import join
+        from idlm.infer.worker import obey
+
+        channel.send({"state": "here"})
+        inbox.get()
+        obey(inbox.get, channel.send, join(**hello))
+    except BaseException as error:
+        failure = describe(error)
+        if "code" not in failure:
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            channel.send({"failed": failure})
+    # Not by way of destructors: some of them wait for other ranks.
+    os._exit(FAILED)
+
+
+def describe(error: BaseException) -> Message:
+    """A failure as plain data; of a UserError, all of it."""
+    from idlm.errors import UserError
+
+    if isinstance(error, UserError):
+        return {"code": error.code, "message": error.message, "fix": error.fix}
+    return {"message": f"{type(error).__name__}: {error}"}
+
+
+def _listen(channel: Channel, inbox: queue.SimpleQueue[Message], parent: int) -> None:
+    """Pass messages on; end the process with rank 0, even where a copy of its socket lives on."""
+    while os.getppid() == parent:
+        if channel.has_news(SECONDS_BETWEEN_LOOKS):
+            message = channel.receive()
+            if message is None:
+                break
+            inbox.put(message)
+    os._exit(ENDED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

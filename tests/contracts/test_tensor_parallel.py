@@ -1,0 +1,252 @@
+"""Several ranks are one engine: the same answers as one rank, whatever comes, goes or is thrown out."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer import team as teams
+from idlm.infer.engine import Engine
+from idlm.infer.parallel import Shards
+from idlm.infer.step import StepResult
+from idlm.infer.team import LeadWorker, Team
+from idlm.semantics import Semantics
+from tests.adapters import write_adapter
+from tests.contracts.engines import (
+    CYCLE,
+    MASK_ID,
+    acceptance_of,
+    assert_idle,
+    build_engine,
+    greedy,
+    prompts_of,
+    write_foreseeing_toy,
+)
+from tests.ranks import shards_of, team_engine, team_of_threads
+from tests.toy import write_toy_checkpoint
+
+TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
+ODD_VOCABULARY = 51
+AS_ON_A_GPU = {"graphs": "on", "run_ahead": 3}
+DECODERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ar", {}, {}),
+    ("isd", {"stride": 2}, {}),
+    ("isd", {"stride": 4, "on_rejection": "branch"}, AS_ON_A_GPU),
+]
+"""Decoder, its options, and settings of the engine of several ranks."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:stride")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Team]:
+    with team_of_threads(2) as team:
+        yield team
+
+
+@pytest.fixture(scope="module")
+def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
+
+
+def _toy(directory: Path, architecture: str, **options: Any) -> Path:
+    write_toy_checkpoint(directory, architecture=architecture, vocab_size=ODD_VOCABULARY, **options)
+    Semantics(mask_token_id=MASK_ID, stride=4).save(directory)
+    return directory
+
+
+def _check_parity(team: Team, checkpoint: Path, *, mask_token_id: int | None = None) -> None:
+    prompts = prompts_of([1, 7, 30, 5])
+    for decoder, options, ways in DECODERS:
+        both = options if decoder == "ar" else {**options, "mask_token_id": mask_token_id}
+        expected = build_engine(checkpoint, decoder, **both).generate(prompts, greedy(max_tokens=10))
+        engine = team_engine(team, checkpoint, decoder, **both, **ways)
+        found = engine.generate(prompts, greedy(max_tokens=10))
+        assert [mine.token_ids for mine in found] == [one.token_ids for one in expected], options
+        assert acceptance_of(found) == acceptance_of(expected)
+        _compare(engine)
+        assert_idle(engine)
+        engine.close()
+
+
+def _compare(engine: Engine) -> None:
+    assert isinstance(engine._worker, LeadWorker)
+    engine._worker.compare()
+
+
+def test_greedy_answers_of_the_bundled_model(pair: Team) -> None:
+    """Its head is its embedding."""
+    _check_parity(pair, TINY, mask_token_id=170)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
+def test_greedy_answers_of_random_models(pair: Team, tmp_path: Path, architecture: str) -> None:
+    """QK norm or biases, and a head of its own with an odd number of rows: the last rank has one less."""
+    _check_parity(pair, _toy(tmp_path / "toy", architecture))
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    with team_of_threads(4) as team:
+        _check_parity(team, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4))
+
+
+def test_an_adapter_is_divided_like_its_base(pair: Team, foreseeing: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", foreseeing, mask_token_id=MASK_ID, stride=4, size=0.12)
+    prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
+    base = build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=16))
+    one = build_engine(adapter, "isd", stride=4).generate(prompts, greedy(max_tokens=16))
+    engine = team_engine(pair, adapter, "isd", stride=4)
+    found = engine.generate(prompts, greedy(max_tokens=16))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in base]
+    assert [answer.accepted_by_position for answer in found] == [a.accepted_by_position for a in one]
+    assert 0.1 < acceptance_of(found) < 0.95
+
+
+def test_draws_and_logprobs(pair: Team, foreseeing: Path) -> None:
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, seed=2**62 + k, max_tokens=16, logprobs=k, n=2)
+        for k in range(3)
+    ]
+    prompts = prompts_of([3, 9, 20], vocab_size=CYCLE)
+    one = build_engine(foreseeing, "isd", stride=3).generate(prompts, params)
+    engine = team_engine(pair, foreseeing, "isd", stride=3, **AS_ON_A_GPU)
+    for mine, other in zip(engine.generate(prompts, params), one, strict=True):
+        assert mine.token_ids == other.token_ids
+        assert mine.logprobs is not None
+        assert other.logprobs is not None
+        for found, expected in zip(mine.logprobs, other.logprobs, strict=True):
+            assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+def _requests(count: int, *, draws: bool) -> list[tuple[list[int], SamplingParams]]:
+    dice = random.Random(0)
+    beginnings = prompts_of([5, 13, 20], seed=1, vocab_size=CYCLE)
+    return [
+        (
+            dice.choice(beginnings) + tail,
+            SamplingParams(
+                temperature=dice.choice((0.0, 1.0)) * draws,
+                seed=dice.randrange(2**63),
+                max_tokens=dice.randint(1, 20),
+            ),
+        )
+        for tail in prompts_of([dice.randint(1, 8) for _ in range(count)], seed=2, vocab_size=CYCLE)
+    ]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_tight_pool_aborts_and_shared_beginnings(pair: Team, foreseeing: Path, adaptive: bool) -> None:
+    """The other rank keeps no books, and still has every page where it belongs. Rank 0 alone times passes."""
+    requests = _requests(40, draws=not adaptive)
+    options = {"stride": 4, "adaptive": adaptive}
+    tight = {"max_num_seqs": 8, "num_pages": 24, "max_length": 64}
+    engine = team_engine(pair, foreseeing, "isd", **options, **tight, run_ahead=2)
+    finished: dict[str, Completion] = {}
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), prompt, params)
+    num_steps = 0
+    while engine.has_work:
+        for event in engine.step():
+            if event.completion is not None:
+                finished[event.request_id] = event.completion
+        num_steps += 1
+        if num_steps % 3 == 0 and engine.scheduler.running:
+            engine.abort(engine.scheduler.running[num_steps % len(engine.scheduler.running)].request_id)
+    _compare(engine)
+    assert_idle(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.pool.cache is not None
+    assert min(engine.pool.cache.counts.num_hit_tokens, engine.pool.cache.counts.num_copied) > 0
+    assert 5 < len(finished) < 40
+    one = build_engine(foreseeing, "isd", **options, max_length=64).generate(*map(list, zip(*requests)))
+    for request_id, found in finished.items():
+        assert found.token_ids == one[int(request_id)].token_ids
+
+
+def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
+    pair: Team, foreseeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = team_engine(pair, foreseeing, "isd", stride=4)
+    prompts = prompts_of([3, 20], vocab_size=CYCLE)
+    expected = engine.generate(prompts, greedy(max_tokens=12))
+    step, calls = type(engine._step).__call__, 0
+
+    def interrupted(self: Any, schedule: Any) -> StepResult:
+        nonlocal calls
+        if threading.current_thread() is threading.main_thread():
+            calls += 1
+            if calls == 3:
+                signal.raise_signal(signal.SIGINT)
+        return step(self, schedule)
+
+    monkeypatch.setattr(type(engine._step), "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, greedy(max_tokens=12))
+    assert calls == 3
+    assert_idle(engine)
+    again = engine.generate(prompts, greedy(max_tokens=12))
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in expected]
+    _compare(engine)
+
+
+def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "PASSES_BETWEEN_COMPARISONS", 4)
+    with team_of_threads(2) as team:
+        engine = team_engine(team, foreseeing, "ar")
+        engine.generate([[1, 2, 3]], greedy(max_tokens=10))
+        engine.add_request("a", [1, 2, 3], greedy(max_tokens=10))
+        engine.step()
+        engine.table.tokens_ZL[engine.scheduler.running[0].lane, 1] += 1
+        with pytest.raises(UserError, match="IDLM-0429"):
+            engine.generate([[4, 5]], greedy(max_tokens=10))
+        with pytest.raises(UserError, match="IDLM-0428"):
+            engine.generate([[1, 2, 3]], greedy(max_tokens=10))
+
+
+def test_a_model_that_cannot_be_divided(foreseeing: Path) -> None:
+    with team_of_threads(3) as team, pytest.raises(UserError, match="IDLM-0423"):
+        team_engine(team, foreseeing, "ar")
+
+
+def test_sums_and_gathers_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
+    """For every number of ranks up to 4 and for sizes that rings divide unevenly."""
+    for size in (2, 3, 4):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        found: dict[int, list[torch.Tensor]] = {}
+        threads = [
+            threading.Thread(target=_collect, args=(rank, size, folder, found)) for rank in range(size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank in range(1, size):
+            for mine, other in zip(found[rank], found[0], strict=True):
+                assert torch.equal(mine, other)
+
+
+def _collect(rank: int, size: int, folder: Path, found: dict[int, list[torch.Tensor]]) -> None:
+    shards: Shards = shards_of(rank, size, folder)
+    generator = torch.Generator().manual_seed(rank)
+    results = []
+    for rows, columns in ((1, 1), (3, 7), (1, 4097), (257, 33)):
+        results.append(shards.sum(torch.randn(rows, columns, generator=generator)))
+        part = shards.part(columns)
+        results.append(shards.gather(results[-1][:, part].contiguous(), columns))
+        assert torch.equal(results[-1], results[-2])
+    found[rank] = results

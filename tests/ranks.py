@@ -1,0 +1,80 @@
+"""Ranks as threads of the test's own process: the same code and real gloo collectives, started in no time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from idlm.infer.engine import Engine
+from idlm.infer.orders import Channel
+from idlm.infer.parallel import Shards
+from idlm.infer.rank import describe
+from idlm.infer.team import Team, hire
+from idlm.infer.worker import obey
+
+LONGEST_WAIT = timedelta(seconds=60)
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "max_length": 128,
+    "max_prompt_rows": 12,
+    "page_size": 4,
+}
+
+
+def shards_of(rank: int, size: int, folder: Path) -> Shards:
+    """A process group of its own; returns when all ranks are there."""
+    store = dist.FileStore(str(folder / "store"), size)
+    group: Any = dist.ProcessGroupGloo(store, rank, size, LONGEST_WAIT)
+    return Shards(rank=rank, size=size, group=group, control=group)
+
+
+@contextlib.contextmanager
+def team_of_threads(size: int) -> Iterator[Team]:
+    """A team whose other ranks are threads."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as end:
+        channels, threads = [], []
+        for rank in range(1, size):
+            ours, theirs = (Channel(connection) for connection in socket.socketpair())
+            channels.append(ours)
+            threads.append(
+                threading.Thread(target=_serve, args=(theirs, rank, size, Path(name)), daemon=True)
+            )
+            threads[-1].start()
+            end.callback(ours.close)
+        team = Team(channels, end.pop_all(), shards=shards_of(0, size, Path(name)))
+        try:
+            yield team
+        finally:
+            team.close()
+            for thread in threads:
+                thread.join()
+
+
+def _serve(channel: Channel, rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    try:
+        obey(channel.receive, channel.send, shards_of(rank, size, folder))
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            channel.send({"failed": describe(error)})
+
+
+def team_engine(team: Team, directory: Path, decoder: str, **options: Any) -> Engine:
+    """As `build_engine`, by the team, on the CPU."""
+    plain = SMALL | options | {"tensor_parallel": team.shards.size}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        worker = hire(directory, decoder, plain, team)
+        return Engine(worker.parts, worker)
