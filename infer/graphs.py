@@ -17,6 +17,7 @@ from idlm.infer.scheduler import Schedule, lane_of
 from idlm.infer.step import Step, StepResult
 from idlm.infer.transfer import to_device
 
+Columns = list[list[int]]
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Rows of prompts beside the decoding rows."""
@@ -52,22 +53,22 @@ class StaticStep:
         shape = shape_of(schedule)
         columns = self._columns(schedule, shape.num_sequences)
         if not self._captures:
-            return self._step(self._batch(shape, columns))
+            return self._step(self._batch(shape, to_device(columns, self._device)))
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(shape)
         graph = self._graphs[shape]
-        graph.columns_3B.copy_(columns, non_blocking=True)
+        # In steady decoding nothing changes from pass to pass.
+        if graph.columns != columns:
+            graph.columns = columns
+            graph.columns_3B.copy_(to_device(columns, self._device), non_blocking=True)
         graph.graph.replay()
         return graph.result
 
-    def _columns(self, schedule: Schedule, num_sequences: int) -> Tensor:
-        """Lanes, tokens to feed and whether the pass decodes, [3, B], on the device."""
+    def _columns(self, schedule: Schedule, num_sequences: int) -> Columns:
+        """Lanes, tokens to feed and whether the pass decodes, three lists of B."""
         padding = num_sequences - len(schedule.requests)
         lanes = [lane_of(request) for request in schedule.requests] + [self._spare_lane] * padding
-        return to_device(
-            [lanes, [*schedule.num_feed, *[0] * padding], [*schedule.samples, *[False] * padding]],
-            self._device,
-        )
+        return [lanes, [*schedule.num_feed, *[0] * padding], [*schedule.samples, *[False] * padding]]
 
     def _batch(self, shape: PassShape, columns_3B: Tensor) -> Batch:
         lanes_B, num_feed_B, samples_B = columns_3B
@@ -100,11 +101,14 @@ class StaticStep:
         return _Graph(graph=graph, columns_3B=columns_3B, result=result)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Graph:
+    """`columns` is what was last written to `columns_3B`."""
+
     graph: torch.cuda.CUDAGraph
     columns_3B: Tensor
     result: StepResult
+    columns: Columns | None = None
 
 
 def shape_of(schedule: Schedule) -> PassShape:

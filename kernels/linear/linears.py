@@ -13,6 +13,7 @@ from torch import Tensor
 from idlm.kernels.hopper import has_pdl
 from idlm.kernels.linear import op
 from idlm.kernels.linear.fp8 import Fp8Weight
+from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch, Workspace
@@ -45,6 +46,8 @@ class Linears:
     def swiglu(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections."""
         launch = self._launch(x_RD, weight_ED, gated=True, early=True)
+        if launch is None:
+            return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
         return op.linear_swiglu(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
     def _launch(self, x_RD: Tensor, weight_ED: Weight, *, gated: bool, early: bool) -> Launch | None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import triton
 
+from idlm.kernels.hopper import has_pdl
 from idlm.kernels.paged_attention.kernel import attend_kernel, combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
 from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
@@ -32,8 +33,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_MULTIPROCESSORS = 6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
-FEW_PACKED_ROWS = 16
-"""Up to so many rows times heads of a tile, the item that finishes last adds the parts up."""
+FEW_ROWS = 16
+"""Up to so many rows in a pass, each has a program of its own for every KV head that adds its parts up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,13 @@ def problems(
     return found
 
 
-def choose_launch(shape: HeadShape, *, max_rows: int, deterministic: bool = False) -> Launch:
-    """Tile and pipeline for the heads; `deterministic`: the same whatever is in the batch."""
+def choose_launch(
+    shape: HeadShape, *, max_rows: int, num_rows: int | None = None, deterministic: bool = False
+) -> Launch:
+    """Tile and pipeline for the heads, by the rows of a sequence and of all (None: there is one sequence).
+
+    `deterministic`: what a row's bits depend on is the same whatever is in the batch.
+    """
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
     is_wide = shape.dtype == torch.float32
@@ -117,14 +123,19 @@ def choose_launch(shape: HeadShape, *, max_rows: int, deterministic: bool = Fals
     packed = max_rows * shape.group
     # Deterministic rows come from one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
+    combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
     return Launch(
         block_m=max(block_m, group),
         block_n=block_n,
         warps=8 if group > 64 and not is_wide else 4,
         stages=2 if is_wide else 3,
         min_blocks=1,
-        split_slots=block_n if deterministic else 0,
-        combine="last" if packed <= FEW_PACKED_ROWS and not deterministic else "kernel",
+        programs_per_sm=1 if deterministic else 2,
+        split_slots=2 * block_n if deterministic else 0,
+        octave=8,
+        combine_rows=combine_rows,
+        combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
+        combine_warps=1,
     )
 
 
@@ -136,12 +147,14 @@ def plan(
     launch: Launch | None = None,
 ) -> TritonPlan:
     """Tiles and items of one step, by two small kernels; nothing is read back."""
-    launch = launch or choose_launch(shape, max_rows=rows.max_rows, deterministic=deterministic)
+    num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
+    device = rows.cu_rows.device
+    if launch is None:
+        chosen = choose_launch(shape, max_rows=rows.max_rows, num_rows=num_rows, deterministic=deterministic)
+        launch = replace(chosen, pdl=has_pdl(device))
     assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
-    num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
-    device = rows.cu_rows.device
     tile_rows = launch.block_m // shape.group
     num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
     num_programs = max(1, num_multiprocessors(device) * launch.programs_per_sm // shape.num_kv_heads)
