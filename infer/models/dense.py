@@ -97,8 +97,7 @@ class DenseLayer(nn.Module):
         """
         has_bias = self.shards.rank == 0 or name not in SUMMED
         bias_E = getattr(self, f"{name}_bias") if has_bias else None
-        # Down follows gate and up, which are as large.
-        out_RE = linears.linear(x_RD, getattr(self, name), bias_E=bias_E, early=name != "down")
+        out_RE = linears.linear(x_RD, getattr(self, name), bias_E=bias_E)
         if self.lora is not None and gate_R is not None:
             low = self.lora[name]
             assert isinstance(low, LowRank), f"{type(low)=}"

@@ -185,7 +185,6 @@ def linear_kernel(
             if GATED:
                 _prefetch(p_row + up_offset + first, num_bytes)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
@@ -198,6 +197,9 @@ def linear_kernel(
         )
         acc, acc_up = acc + part, acc_up + part_up
 
+    if PDL:
+        # Not before: the next large kernel would be spread over what this one has left free, unevenly.
+        tl.extra.cuda.gdc_launch_dependents()
     is_last = True
     if MANY:
         SLOTS: tl.constexpr = 2 if GATED else 1

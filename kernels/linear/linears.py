@@ -32,25 +32,19 @@ class Linears:
         self.deterministic = deterministic
         self._workspace: Workspace | None = None
 
-    def linear(
-        self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, early: bool = True
-    ) -> Tensor:
-        """x W^T (+ bias), [R, E].
-
-        `early`: it may start while the kernel before still runs. Not after another large one: the first
-        multiprocessors to be free would get more of its programs than the others.
-        """
-        launch = self._launch(x_RD, weight_ED, gated=False, early=early)
+    def linear(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
+        """x W^T (+ bias), [R, E]."""
+        launch = self._launch(x_RD, weight_ED, gated=False)
         return op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
     def swiglu(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections."""
-        launch = self._launch(x_RD, weight_ED, gated=True, early=True)
+        launch = self._launch(x_RD, weight_ED, gated=True)
         if launch is None:
             return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
         return op.linear_swiglu(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
-    def _launch(self, x_RD: Tensor, weight_ED: Weight, *, gated: bool, early: bool) -> Launch | None:
+    def _launch(self, x_RD: Tensor, weight_ED: Weight, *, gated: bool) -> Launch | None:
         if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:
             return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace
@@ -62,4 +56,4 @@ class Linears:
         outputs, width = weight_ED.shape
         choose = fixed_launch if self.deterministic else few_rows_launch
         launch = choose(len(x_RD), outputs // 2 if gated else outputs, width, x_RD.dtype, gated=gated)
-        return None if launch is None else replace(launch, pdl=early and has_pdl(x_RD.device))
+        return None if launch is None else replace(launch, pdl=has_pdl(x_RD.device))

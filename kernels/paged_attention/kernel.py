@@ -188,8 +188,6 @@ def attend_kernel(
 
     LAST_ADDS: the item of a tile that finishes last adds the parts up, instead of `combine_kernel`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -267,6 +265,8 @@ def attend_kernel(
                 highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
                 split += 1
                 split_end = split_start(split + 1, SPLIT_BLOCKS, OCTAVE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if SPLIT_BLOCKS:
         acc, total, highest = sum_o, sum_total, sum_highest
 

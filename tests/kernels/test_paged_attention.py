@@ -118,7 +118,8 @@ def test_the_walk_compiles_for_hopper(max_rows: int, deterministic: bool) -> Non
     waits = [int(number) for number in re.findall(r"async_wait %.*num = (\d+)", result.asm["ttgir"])]
     assert min(waits) >= 2 * (launch.stages - 1) - 2 > 0, "no block is waited for as soon as it is asked for"
     first_wait = ptx.index("griddepcontrol.wait")
-    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global") < first_wait
+    assert ptx.index("ld.global") < first_wait < ptx.index("wgmma" if "wgmma" in ptx else "mma.sync")
+    assert ptx.rindex("mma") < ptx.index("griddepcontrol.launch_dependents") < ptx.rindex("st.global")
     assert copies[0] in ptx[first_wait:] and copies[0] not in ptx[:first_wait]
 
 
