@@ -290,6 +290,11 @@ def _check_settings(settings: EngineSettings) -> None:
         )
         if not isinstance(value, int) or value < least
     ]
+    if settings.deterministic is True and settings.tensor_parallel not in (1, 2):
+        problems.append(
+            f"deterministic=true with tensor_parallel={settings.tensor_parallel}: the order of sums over "
+            "more than two ranks depends on the batch (allowed: 1 and 2)"
+        )
     if settings.graphs not in ("auto", "on", "off"):
         problems.append(f"graphs={settings.graphs!r} must be 'auto', 'on' or 'off'")
     for name, flag in (("prefix_cache", settings.prefix_cache), ("deterministic", settings.deterministic)):

@@ -64,6 +64,10 @@ class StaticStep:
         graph.graph.replay()
         return graph.result
 
+    def forget(self) -> None:
+        """Drop all graphs. What they hold of NCCL's communicators keeps those from being ended."""
+        self._graphs.clear()
+
     def _columns(self, schedule: Schedule, num_sequences: int) -> Columns:
         """Lanes, tokens to feed and whether the pass decodes, three lists of B."""
         padding = num_sequences - len(schedule.requests)

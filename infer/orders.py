@@ -43,7 +43,9 @@ class Channel:
 
     def has_news(self, seconds: float = 0.0) -> bool:
         """Whether `receive` has something to say, at latest after `seconds`."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        news = select.poll()
+        news.register(self._socket, select.POLLIN)
+        return bool(news.poll(seconds * 1e3))
 
     def close(self) -> None:
         """The other end then receives None."""

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from idlm.errors import UserError
 from idlm.infer.build import EngineParts, build, check_options, resolve_device
+from idlm.infer.graphs import StaticStep
 from idlm.infer.orders import Channel, Message, pass_order
 from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.scheduler import Schedule
@@ -58,7 +59,7 @@ class Team:
         self._answers: list[deque[Message]] = [deque() for _ in channels]
         self._failure: tuple[str, str, str] | None = None
         self._num_engines = 0
-        self._end = weakref.finalize(self, end.close)
+        self._undo, self._end = end, weakref.finalize(self, end.close)
 
     @classmethod
     def start(cls, size: int, device: torch.device) -> Team:
@@ -88,6 +89,10 @@ class Team:
         """For another engine of this team."""
         self._num_engines += 1
         return self._num_engines
+
+    def end_after(self, forget: Callable[[], None]) -> None:
+        """Call `forget`, if it is still there, before anything is ended."""
+        self._undo.callback(_call, weakref.WeakMethod(forget))
 
     def tell(self, message: Message) -> None:
         """To all ranks."""
@@ -168,6 +173,8 @@ class LeadWorker(Worker):
         super().__init__(parts)
         self.team, self._number, self._owns_team = team, number, owns_team
         self._num_passes = 0
+        if isinstance(parts.step, StaticStep):
+            team.end_after(parts.step.forget)
 
     def launch(self, schedule: Schedule) -> StepResult:
         """Tell the other ranks, then do it. Ctrl-C and SIGTERM wait until it is done: ranks that are out of
@@ -237,6 +244,12 @@ def join(*, rank: int, size: int, device: str, store: str) -> Shards:
         "nccl", store=shared, rank=rank, world_size=size, device_id=torch.device("cuda", rank)
     )
     return Shards(rank=rank, size=size, control=dist.new_group(backend="gloo"))
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    call = method()
+    if call is not None:
+        call()
 
 
 def _leave() -> None:

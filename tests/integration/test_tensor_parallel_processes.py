@@ -150,5 +150,7 @@ def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(UserError, match="IDLM-0427: .* WORLD_SIZE=2"):
         Engine.from_pretrained(TINY, "ar", device="cpu", **options)
+    with pytest.raises(UserError, match="IDLM-0415: deterministic=true with tensor_parallel=4"):
+        Engine.from_pretrained(TINY, "ar", device="cuda", tensor_parallel=4, deterministic=True)
     with pytest.raises(UserError, match="IDLM-0415: tensor_parallel=0"):
         Engine.from_pretrained(TINY, "ar", device="cpu", tensor_parallel=0)
