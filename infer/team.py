@@ -70,7 +70,7 @@ class Team:
         # NVLink multicast can put GPUs out of service that others on the host use.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         # A lost rank is our business: torch would end this process with nothing but a stack.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         folder = tempfile.mkdtemp(prefix="idlm-ranks-")
         hello: Message = {"size": size, "device": device.type, "store": str(Path(folder) / "store")}
         with contextlib.ExitStack() as end:
@@ -255,11 +255,15 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 def _leave() -> None:
     if not dist.is_initialized():
         return
-    if dist.get_backend() == "nccl":
-        # Ends kernels too that wait for ranks that are gone.
-        dist.distributed_c10d._abort_process_group()
-    else:
+    if dist.get_backend() != "nccl":
         dist.destroy_process_group()
+        return
+    # Ends kernels too that wait for ranks that are gone. Should it wait itself, then not for ever.
+    abort = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+    # At the end of the process no thread can be started, and nothing has to be undone.
+    with contextlib.suppress(RuntimeError):
+        abort.start()
+        abort.join(SECONDS_TO_END)
 
 
 def _check_place(size: int, device: torch.device) -> None:

@@ -16,6 +16,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import team as teams
 from idlm.infer.engine import Engine
+from idlm.infer.graphs import StaticStep
+from idlm.infer.orders import Channel
 from idlm.infer.parallel import Shards
 from idlm.infer.step import StepResult
 from idlm.infer.team import LeadWorker, Team
@@ -215,6 +217,30 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
             engine.generate([[4, 5]], greedy(max_tokens=10))
         with pytest.raises(UserError, match="IDLM-0428"):
             engine.generate([[1, 2, 3]], greedy(max_tokens=10))
+
+
+def test_graphs_are_given_up_before_the_ranks_are_ended(
+    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL ends no communicator that a graph holds."""
+    said: list[str] = []
+    forget, close = StaticStep.forget, Channel.close
+
+    def forgetting(step: StaticStep) -> None:
+        said.append("forget")
+        forget(step)
+
+    def closing(channel: Channel) -> None:
+        said.append("close")
+        close(channel)
+
+    monkeypatch.setattr(StaticStep, "forget", forgetting)
+    monkeypatch.setattr(Channel, "close", closing)
+    with team_of_threads(2) as team:
+        kept = [team_engine(team, foreseeing, "ar", graphs="on") for _ in range(2)]
+        team.close()
+        assert said[:3] == ["forget", "forget", "close"]
+        assert kept
 
 
 def test_a_model_that_cannot_be_divided(foreseeing: Path) -> None:
