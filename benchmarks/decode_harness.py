@@ -115,10 +115,10 @@ def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
     for layer in model.trunk.layers:
         assert isinstance(layer, DenseLayer)
         layer.lora = torch.nn.ModuleDict()
-        for name, (_, sizes, weight, _) in layer.projections(TensorNames()).items():
-            low = LowRank(sizes, weight.shape[1], rank=rank, scaling=2.0, like=weight)
-            for matrix in low.parameters():
-                matrix.data.normal_(std=matrix.shape[-1] ** -0.5 / 4)
+        for name, (_, sizes, weight, bias) in layer.projections(TensorNames()).items():
+            low = LowRank(sizes, weight, bias, rank=rank, scaling=2.0)
+            for matrix in (*low.a, *low.b):
+                matrix.normal_(std=matrix.shape[-1] ** -0.5 / 4)
             layer.lora[name] = low
     model.trunk.is_adapted = True
     try:

@@ -5,7 +5,6 @@ R rows, D width, F ffn width, H head dim.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.stock import rms_norm, rotate
 from benchmarks.stream import Timer
-from idlm.kernels.gated_lora import LoraLaunch, expand_add, gated_lora_add, shrink
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
@@ -52,7 +50,6 @@ def small_lines(timer: Timer, width: int, ffn: int, rows_of: list[int], note: No
                     us = timer.us_per_call([partial(arm, pdl)] * REPEATS)
                     case = {"op": name, "rows": rows, "launch": choice, "pdl": pdl}
                     note(case, us, baseline=baseline, num_bytes=num_bytes, gate=True)
-        _adapter(timer, width, ffn, rows, note)
 
 
 def _ops(rows: int, width: int, ffn: int) -> dict[str, tuple[Callable[[], Any], Arms, int]]:
@@ -100,55 +97,3 @@ def _ops(rows: int, width: int, ffn: int) -> dict[str, tuple[Callable[[], Any], 
         "swiglu": (plain_act, {f"b{n}": activated(n) for n in (512, 1024, 2048)}, 6 * rows * ffn),
         "qkv_rope_cache": (plain_rope, {f"j{n}": rope(n) for n in (1, 4, 8)}, 4 * qkv.numel()),
     }
-
-
-def _adapter(timer: Timer, width: int, ffn: int, rows: int, note: Note) -> None:
-    """Shrink and expand of one projection over rotating adapters; every second row is a MASK row."""
-    fused = (NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM)
-    projections = {"qkv": (fused, width), "o": ((width,), fused[0]), "down": ((width,), ffn)}
-    projections["gate_up"] = ((ffn, ffn), width)
-    is_mask = torch.arange(rows, device="cuda") % 2 == rows % 2
-    for name, (sizes, d_in) in projections.items():
-        x, y = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (d_in, sum(sizes)))
-        shapes = (len(sizes) * RANK, d_in), (sum(sizes), RANK)
-        num_bytes = 2 * sum(a * b for a, b in shapes)
-        copies = 1 + (300 << 20) // num_bytes
-        pairs = [
-            [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.01 for shape in shapes]
-            for _ in range(copies)
-        ]
-        baseline = timer.us_per_call([partial(_plain_adapter, x, a, b) for a, b in pairs])
-        for splits, prefetch in itertools.product(LORA_SPLITS, (False, True)):
-            launch = LoraLaunch(splits=splits, pdl=True, prefetch=prefetch)
-            calls = [_added(y, x, is_mask, a, b, sizes, launch) for a, b in pairs]
-            case = {"op": "gated_lora", "shape": name, "rows": rows, "splits": splits, "prefetch": prefetch}
-            gate = _adapter_is_right(x, is_mask, pairs[0][0], pairs[0][1], sizes, launch)
-            note(case, timer.us_per_call(calls), baseline=baseline, num_bytes=num_bytes, gate=gate)
-
-
-def _plain_adapter(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Two products of one part's rank: less than the op does, in favour of the library."""
-    return F.linear(F.linear(x, a[: b.shape[1]]), b)
-
-
-def _added(
-    y: Tensor, x: Tensor, is_mask: Tensor, a: Tensor, b: Tensor, sizes: tuple[int, ...], launch: LoraLaunch
-) -> Callable[[], Any]:
-    return lambda: gated_lora_add(y, x, is_mask, a, b, sizes=sizes, scaling=1.0, launch=launch)
-
-
-def _adapter_is_right(
-    x: Tensor, is_mask: Tensor, a: Tensor, b: Tensor, sizes: tuple[int, ...], launch: LoraLaunch
-) -> bool:
-    """Twice the error of plain torch, and clean rows untouched."""
-    y = torch.zeros(len(x), sum(sizes), device="cuda", dtype=torch.bfloat16)
-    expand_add(y, is_mask, shrink(x, is_mask, a, launch=launch), b, sizes=sizes, scaling=1.0, launch=launch)
-
-    def product(wide: Callable[[Tensor], Tensor]) -> Tensor:
-        hidden = F.linear(wide(x), wide(a)).split(b.shape[1], dim=1)
-        return torch.cat([F.linear(h, wide(w)) for h, w in zip(hidden, b.split(sizes), strict=True)], dim=1)
-
-    true = product(lambda t: t.double())[is_mask]
-    ours, plain = y[is_mask].double(), product(lambda t: t)[is_mask].double()
-    is_close = bool((ours - true).norm() <= 2 * (plain - true).norm() + 1e-6)
-    return is_close and not bool(y[~is_mask].any())

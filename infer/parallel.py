@@ -67,8 +67,9 @@ class Shards:
         return slice(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over ranks, in place. The same bits on every rank."""
+        """The sum over ranks, where it can be in place. The same bits on every rank."""
         if self.size > 1:
+            partial = partial.contiguous()
             dist.all_reduce(partial, group=self.group)
         return partial
 

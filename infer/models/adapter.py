@@ -106,14 +106,8 @@ def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[st
     for number, layer in enumerate(trunk.layers):
         assert isinstance(layer, DenseLayer)
         layer.lora = nn.ModuleDict()
-        for fused, (modules, sizes, weight, _) in layer.projections(names).items():
-            low = LowRank(
-                sizes,
-                weight.shape[1],
-                rank=adapter.spec.rank,
-                scaling=adapter.spec.scaling,
-                like=weight,
-            )
+        for fused, (modules, sizes, weight, bias) in layer.projections(names).items():
+            low = LowRank(sizes, weight, bias, rank=adapter.spec.rank, scaling=adapter.spec.scaling)
             layer.lora[fused] = low
             for module, a, b in zip(modules, low.a, low.b, strict=True):
                 if module.rpartition(".")[2] in adapter.spec.targets:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
 from idlm.infer.parallel import ALONE, Shards
-from idlm.kernels.gated_lora import gated_lora_add
+from idlm.kernels.gated_lora import expand_add, expand_swiglu
 from idlm.kernels.linear import Linears
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
-from idlm.kernels.swiglu import swiglu
 
 SUMMED = ("o", "down")
 """Projections whose input is divided among ranks, so that their outputs are summed."""
@@ -29,24 +28,44 @@ SUMMED = ("o", "down")
 
 class LowRank(nn.Module):
     """Gated LoRA of a fused projection: an A and a B for each of its parts, zero where a part is not
-    adapted.
+    adapted. The projection's own weight moves in front of the A, so that one product computes both.
     """
 
     def __init__(
-        self, sizes: tuple[int, ...], width: int, *, rank: int, scaling: float, like: Tensor
+        self,
+        sizes: tuple[int, ...],
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        *,
+        rank: int,
+        scaling: float,
     ) -> None:
         super().__init__()
-
-        def zeros(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, device=like.device, dtype=like.dtype), requires_grad=False)
-
-        self.a_XD, self.b_Er = zeros(rank * len(sizes), width), zeros(sum(sizes), rank)
-        self.a, self.b = self.a_XD.split(rank), self.b_Er.split(sizes)
+        num_outputs, width = weight_ED.shape
+        a_XD = weight_ED.new_zeros(rank * len(sizes), width)
+        self.stacked = nn.Parameter(torch.cat((weight_ED.data, a_XD)), requires_grad=False)
+        weight_ED.data = self.stacked.data[:num_outputs]
+        self.bias = None if bias_E is None else torch.cat((bias_E, bias_E.new_zeros(len(a_XD))))
+        self.b_Er = nn.Parameter(weight_ED.new_zeros(sum(sizes), rank), requires_grad=False)
+        self.a, self.b = self.stacked.data[num_outputs:].split(rank), self.b_Er.data.split(sizes)
         self.sizes, self.scaling = sizes, scaling
 
-    def add(self, out_RE: Tensor, x_RD: Tensor, gate_R: Tensor) -> None:
-        """Add to the gate's rows of the projection's output, in place."""
-        gated_lora_add(out_RE, x_RD, gate_R, self.a_XD, self.b_Er, sizes=self.sizes, scaling=self.scaling)
+    def _product(self, x_RD: Tensor, has_bias: bool, linears: Linears) -> tuple[Tensor, Tensor]:
+        """The projection of all rows [R, E] and A x of all parts [R, X]."""
+        num_extra = len(self.a) * self.b_Er.shape[1]
+        bias = self.bias if has_bias else None
+        both = linears.linear(x_RD, self.stacked, bias_E=bias, num_extra=num_extra)
+        return both[:, :-num_extra], both[:, -num_extra:]
+
+    def project(self, x_RD: Tensor, gate_R: Tensor, linears: Linears, *, has_bias: bool) -> Tensor:
+        """The projection, with the adapter's part added to the gate's rows."""
+        out_RE, h_RX = self._product(x_RD, has_bias, linears)
+        return expand_add(out_RE, gate_R, h_RX, self.b_Er, sizes=self.sizes, scaling=self.scaling)
+
+    def swiglu(self, x_RD: Tensor, gate_R: Tensor, linears: Linears) -> Tensor:
+        """silu(gate) * up of the same, where the parts are gate and up."""
+        out_RE, h_RX = self._product(x_RD, True, linears)
+        return expand_swiglu(out_RE, gate_R, h_RX, self.b_Er, scaling=self.scaling)
 
 
 class DenseLayer(nn.Module):
@@ -96,13 +115,21 @@ class DenseLayer(nn.Module):
         other. Of `o` and `down` a rank computes a summand, the first one with the bias.
         """
         has_bias = self.shards.rank == 0 or name not in SUMMED
-        bias_E = getattr(self, f"{name}_bias") if has_bias else None
-        out_RE = linears.linear(x_RD, getattr(self, name), bias_E=bias_E)
-        if self.lora is not None and gate_R is not None:
-            low = self.lora[name]
-            assert isinstance(low, LowRank), f"{type(low)=}"
-            low.add(out_RE, x_RD, gate_R)
+        low = self.adapter(name, gate_R)
+        if low is None or gate_R is None:
+            bias_E = getattr(self, f"{name}_bias") if has_bias else None
+            out_RE = linears.linear(x_RD, getattr(self, name), bias_E=bias_E)
+        else:
+            out_RE = low.project(x_RD, gate_R, linears, has_bias=has_bias)
         return self.shards.sum(out_RE) if name in SUMMED else out_RE
+
+    def adapter(self, name: str, gate_R: Tensor | None) -> LowRank | None:
+        """The adapter of a projection in a pass that may have rows for it."""
+        if self.lora is None or gate_R is None:
+            return None
+        low = self.lora[name]
+        assert isinstance(low, LowRank), f"{type(low)=}"
+        return low
 
     def forward(
         self,
@@ -132,10 +159,11 @@ class DenseLayer(nn.Module):
         return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears), residual_RD
 
     def _gated(self, normed_RD: Tensor, rows: Rows) -> Tensor:
-        """silu(gate) * up, in one kernel where no adapter comes between."""
-        if self.lora is None or rows.gate_R is None:
+        """silu(gate) * up, [R, F]."""
+        low = self.adapter("gate_up", rows.gate_R)
+        if low is None or rows.gate_R is None:
             return rows.linears.swiglu(normed_RD, self.gate_up, bias_E=self.gate_up_bias)
-        return swiglu(self.project("gate_up", normed_RD, rows.gate_R, rows.linears))
+        return low.swiglu(normed_RD, rows.gate_R, rows.linears)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

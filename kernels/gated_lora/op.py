@@ -1,13 +1,11 @@
-"""Gated LoRA of a fused projection: y += scaling * B A x in MASK rows. Contract in README.md.
+"""Gated LoRA of a fused projection: y += scaling * B h in MASK rows, where h = A x. Contract in README.md.
 
-R rows, D input width, E output width, r rank, P parts of the projection, X ranks of all of them (P r),
-S shares of the width.
+R rows, E output width, F half of it for a SwiGLU, r rank, P parts of the projection, X ranks of all (P r).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,90 +15,56 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_PARTS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraLaunch:
-    """How both kernels are launched. `splits` is part of the arithmetic, so it must not follow the rows."""
-
-    block_r: int = 16
-    block_x: int = 32
-    """Ranks of a tile of the shrink."""
-    block_d: int = 256
-    splits: int = 8
-    """Shares of the width, added in their order by the expand."""
-    block_e: int = 64
-    block_rank: int = 128
-    warps: int = 4
-    stages: int = 3
-    pdl: bool | None = None
-    """None: where the device can."""
-    prefetch: bool = False
-    """Ask for the weights before waiting for the kernel before (pdl only); wasted where no row is a MASK."""
-
-
-DEFAULT = LoraLaunch()
-
-
-def shrink(x_RD: Tensor, is_mask_R: Tensor, a_XD: Tensor, *, launch: LoraLaunch = DEFAULT) -> Tensor:
-    """Shares of A x of the MASK rows, [S, R, X] fp32; other rows of it are undefined.
-
-    Reads nothing but its arguments, so it may run on a side stream beside the projection itself.
-    """
-    assert x_RD.stride(1) == a_XD.stride(1) == 1, f"{x_RD.stride()=} {a_XD.stride()=}"
-    assert is_mask_R.dtype == torch.bool and len(is_mask_R) == len(x_RD), f"{is_mask_R.shape=}"
-    splits = launch.splits if _runs_kernels(x_RD) else 1
-    partial_SRX = torch.empty(splits, len(x_RD), len(a_XD), dtype=torch.float32, device=x_RD.device)
-    if _runs_kernels(x_RD):
-        from idlm.kernels.gated_lora.launch import run_shrink
-
-        run_shrink(x_RD, is_mask_R, a_XD, partial_SRX, launch)
-    else:
-        partial_SRX[0] = F.linear(x_RD, a_XD)
-    return partial_SRX
-
-
 def expand_add(
     y_RE: Tensor,
     is_mask_R: Tensor,
-    partial_SRX: Tensor,
+    h_RX: Tensor,
     b_Er: Tensor,
     *,
     sizes: tuple[int, ...],
     scaling: float,
-    launch: LoraLaunch = DEFAULT,
 ) -> Tensor:
     """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows keep their bits. Returns `y_RE`.
 
-    `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`.
+    `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`; `h_RX` holds A x
+    of each part in turn, of any content in other rows.
     """
-    rank = b_Er.shape[1]
-    assert len(sizes) <= MAX_PARTS and sum(sizes) == len(b_Er) == y_RE.shape[1], f"{sizes=} {b_Er.shape=}"
-    assert partial_SRX.shape[2] == len(sizes) * rank, f"{partial_SRX.shape=} {sizes=} {rank=}"
-    assert y_RE.stride(1) == b_Er.stride(1) == 1, f"{y_RE.stride()=} {b_Er.stride()=}"
+    _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
     if _runs_kernels(y_RE):
         from idlm.kernels.gated_lora.launch import run_expand
 
-        run_expand(y_RE, is_mask_R, partial_SRX, b_Er, sizes, scaling, launch)
+        run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling)
         return y_RE
-    h_RX = partial_SRX.sum(dim=0).to(y_RE.dtype)
-    parts = zip(h_RX.split(rank, dim=1), b_Er.split(sizes), strict=True)
-    gain_RE = torch.cat([F.linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * scaling
-    return y_RE.copy_(torch.where(is_mask_R[:, None], y_RE + gain_RE, y_RE))
+    return y_RE.copy_(_sum(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling))
 
 
-def gated_lora_add(
-    y_RE: Tensor,
-    x_RD: Tensor,
-    is_mask_R: Tensor,
-    a_XD: Tensor,
-    b_Er: Tensor,
-    *,
-    sizes: tuple[int, ...],
-    scaling: float,
-    launch: LoraLaunch = DEFAULT,
+def expand_swiglu(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, scaling: float) -> Tensor:
+    """silu(gate) * up of what `expand_add` would make of the parts gate and up, [R, F]; `y_RE` stays."""
+    sizes = (y_RE.shape[1] // 2,) * 2
+    _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
+    if _runs_kernels(y_RE):
+        from idlm.kernels.gated_lora.launch import run_expand
+
+        out_RF = y_RE.new_empty(len(y_RE), sizes[0])
+        run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling, out_RF=out_RF)
+        return out_RF
+    gate_RF, up_RF = _sum(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling).chunk(2, dim=-1)
+    return F.silu(gate_RF) * up_RF
+
+
+def _sum(
+    y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, sizes: tuple[int, ...], scaling: float
 ) -> Tensor:
-    """`shrink`, then `expand_add`: y += scaling * B A x in MASK rows, in place."""
-    partial_SRX = shrink(x_RD, is_mask_R, a_XD, launch=launch)
-    return expand_add(y_RE, is_mask_R, partial_SRX, b_Er, sizes=sizes, scaling=scaling, launch=launch)
+    parts = zip(h_RX.split(b_Er.shape[1], dim=1), b_Er.split(sizes), strict=True)
+    gain_RE = torch.cat([F.linear(h_Rr, b_er) for h_Rr, b_er in parts], dim=1) * scaling
+    return torch.where(is_mask_R[:, None], y_RE + gain_RE, y_RE)
+
+
+def _check(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, sizes: tuple[int, ...]) -> None:
+    assert len(sizes) <= MAX_PARTS and sum(sizes) == len(b_Er) == y_RE.shape[1], f"{sizes=} {b_Er.shape=}"
+    assert h_RX.shape == (len(y_RE), len(sizes) * b_Er.shape[1]), f"{h_RX.shape=} {sizes=} {b_Er.shape=}"
+    assert y_RE.stride(1) == b_Er.stride(1) == h_RX.stride(1) == 1, f"{y_RE.stride()=} {h_RX.stride()=}"
+    assert is_mask_R.dtype == torch.bool and len(is_mask_R) == len(y_RE), f"{is_mask_R.shape=}"
 
 
 def _runs_kernels(x: Tensor) -> bool:

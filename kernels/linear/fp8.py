@@ -21,6 +21,9 @@ class Fp8Weight:
     values_ED: Tensor
     scale_E: Tensor
 
+    def __len__(self) -> int:
+        return len(self.values_ED)
+
     @property
     def shape(self) -> torch.Size:
         return self.values_ED.shape

@@ -32,19 +32,21 @@ class Linears:
         self.deterministic = deterministic
         self._workspace: Workspace | None = None
 
-    def linear(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
-        """x W^T (+ bias), [R, E]."""
-        launch = self._launch(x_RD, weight_ED, gated=False)
+    def linear(
+        self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, num_extra: int = 0
+    ) -> Tensor:
+        """x W^T (+ bias), [R, E]. The last `num_extra` outputs change no bit of the others."""
+        launch = self._launch(x_RD, len(weight_ED) - num_extra, gated=False)
         return op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
     def swiglu(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections."""
-        launch = self._launch(x_RD, weight_ED, gated=True)
+        launch = self._launch(x_RD, len(weight_ED) // 2, gated=True)
         if launch is None:
             return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
         return op.linear_swiglu(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
-    def _launch(self, x_RD: Tensor, weight_ED: Weight, *, gated: bool) -> Launch | None:
+    def _launch(self, x_RD: Tensor, num_outputs: int, *, gated: bool) -> Launch | None:
         if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:
             return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace
@@ -53,7 +55,6 @@ class Linears:
             self._workspace = make_workspace(
                 x_RD.device, num_floats=WORKSPACE_FLOATS, num_tiles=WORKSPACE_TILES
             )
-        outputs, width = weight_ED.shape
         choose = fixed_launch if self.deterministic else few_rows_launch
-        launch = choose(len(x_RD), outputs // 2 if gated else outputs, width, x_RD.dtype, gated=gated)
+        launch = choose(len(x_RD), num_outputs, x_RD.shape[1], x_RD.dtype, gated=gated)
         return None if launch is None else replace(launch, pdl=has_pdl(x_RD.device))

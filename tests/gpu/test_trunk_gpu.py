@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.stock import rms_norm, rotate
-from idlm.kernels.gated_lora import LoraLaunch, gated_lora_add
+from idlm.kernels.gated_lora import expand_add
 from idlm.kernels.linear import linear, linear_swiglu
 from idlm.kernels.linear.choose import check_rows_agree
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace
@@ -113,8 +113,8 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
         launch = Launch(splits=4, pdl=pdl, prefetch=128)
         hidden, _ = add_rms_norm(x, None, norm, eps=1e-6, pdl=pdl)
         qkv = linear(hidden, qkv_w, launch=launch, workspace=space)
-        adapter = LoraLaunch(pdl=pdl, prefetch=pdl)
-        gated_lora_add(qkv, hidden, is_mask, *lora, sizes=(2048,), scaling=2.0, launch=adapter)
+        low = linear(hidden, lora[0], launch=launch, workspace=space)
+        expand_add(qkv, is_mask, low, lora[1], sizes=(2048,), scaling=2.0)
         q = qkv_rope_cache(
             qkv.view(rows, 16, 128),
             *caches,

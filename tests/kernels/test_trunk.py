@@ -66,14 +66,14 @@ def test_rounding_is_the_trunks(dtype: torch.dtype, has_norm: bool) -> None:
 
 
 def test_gated_lora_is_the_rule_of_the_core() -> None:
-    from idlm.kernels.gated_lora import gated_lora_add
+    from idlm.kernels.gated_lora import expand_add
 
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(11, 96, generator=generator), torch.randn(40, 96, generator=generator)
     a, b = torch.randn(8, 96, generator=generator), torch.randn(40, 8, generator=generator)
     is_mask = torch.arange(11) % 3 == 1
     expected = gated_linear(x, weight, None, a_rD=a, b_Er=b, scaling=0.7, is_mask_R=is_mask)
-    found = gated_lora_add(linear(x, weight), x, is_mask, a, b, sizes=(40,), scaling=0.7)
+    found = expand_add(linear(x, weight), is_mask, linear(x, a), b, sizes=(40,), scaling=0.7)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -161,26 +161,26 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.gated_lora.kernel import expand_kernel, shrink_kernel
+    from idlm.kernels.gated_lora.kernel import expand_kernel
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
     from idlm.kernels.swiglu.kernel import swiglu_kernel
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     bf16 = ("x_RD", "residual_RD", "weight_D", "normed_RD", "gate_up_RE", "out_RF", "qkv_RJH", "bias_JH")
-    bf16 += ("qk_norm_YH", "k_cache_SKH", "v_cache_SKH", "a_XD", "b_Er", "y_RE")
+    bf16 += ("qk_norm_YH", "k_cache_SKH", "v_cache_SKH", "h_RX", "b_Er", "y_RE")
     types = Integers(dict.fromkeys(bf16, "*bf16"))
-    types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K", "partial_SRX"), "*fp32")
+    types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K"), "*fp32")
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
     types |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "is_mask_R": "*i1"}
-    products = {"SPLITS": 8, "BLOCK_R": 16, "STAGES": 3, "PRECISION": "tf32", "PREFETCH": True}
+    products = {"BLOCK_R": 16, "BLOCK_E": 64, "BLOCK_K": 128, "PRECISION": "tf32"}
     heads = {"N": 32, "K": 8, "HALF": 64, "HAS_BIAS": True, "HAS_NORM": True, "HAS_SCALE": False}
     for kernel, constants in (
         (add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
         (swiglu_kernel, {"BLOCK_F": 1024}),
         (qkv_rope_cache_kernel, {**heads, "IS_FP8": False, "BLOCK_J": 4, "BLOCK_h": 64}),
-        (shrink_kernel, {**products, "BLOCK_X": 32, "BLOCK_D": 256}),
-        (expand_kernel, {**products, "BLOCK_E": 64, "BLOCK_K": 128}),
+        (expand_kernel, {**products, "GATED": False}),
+        (expand_kernel, {**products, "GATED": True}),
     ):
         made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, num_warps=4)
         assert made.spilled_bytes == 0, kernel
