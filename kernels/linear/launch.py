@@ -107,9 +107,13 @@ def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bo
 
 
 def few_rows_launch(
-    num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False
+    num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False, is_fp8: bool = False
 ) -> Launch | None:
-    """The fastest launch of a decoding step, None where the library is faster."""
+    """The fastest launch of a decoding step, None where the library is faster. `is_fp8`: the weight's bytes,
+    which the library would widen first, at several times the cost of reading them.
+    """
+    if is_fp8 and dtype.itemsize == 2 and FEW_ROWS < num_rows <= FIXED_ROWS[-1]:
+        return fixed_launch(num_rows, E, D, dtype, gated=gated)
     if num_rows > FEW_ROWS or dtype.itemsize != 2:
         return None
     most = min(FEW_PROGRAMS // triton.cdiv(E, 64), triton.cdiv(D, QUANTUM.value))

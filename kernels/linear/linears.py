@@ -36,17 +36,17 @@ class Linears:
         self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, num_extra: int = 0
     ) -> Tensor:
         """x W^T (+ bias), [R, E]. The last `num_extra` outputs change no bit of the others."""
-        launch = self._launch(x_RD, len(weight_ED) - num_extra, gated=False)
+        launch = self._launch(x_RD, weight_ED, len(weight_ED) - num_extra, gated=False)
         return op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
     def swiglu(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections."""
-        launch = self._launch(x_RD, len(weight_ED) // 2, gated=True)
+        launch = self._launch(x_RD, weight_ED, len(weight_ED) // 2, gated=True)
         if launch is None:
             return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
         return op.linear_swiglu(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
 
-    def _launch(self, x_RD: Tensor, num_outputs: int, *, gated: bool) -> Launch | None:
+    def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
         if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:
             return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace
@@ -55,6 +55,10 @@ class Linears:
             self._workspace = make_workspace(
                 x_RD.device, num_floats=WORKSPACE_FLOATS, num_tiles=WORKSPACE_TILES
             )
-        choose = fixed_launch if self.deterministic else few_rows_launch
-        launch = choose(len(x_RD), num_outputs, x_RD.shape[1], x_RD.dtype, gated=gated)
+        shape = len(x_RD), num_outputs, x_RD.shape[1], x_RD.dtype
+        launch: Launch | None
+        if self.deterministic:
+            launch = fixed_launch(*shape, gated=gated)
+        else:
+            launch = few_rows_launch(*shape, gated=gated, is_fp8=isinstance(weight_ED, Fp8Weight))
         return None if launch is None else replace(launch, pdl=has_pdl(x_RD.device))

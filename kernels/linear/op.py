@@ -97,8 +97,10 @@ def _library(
     residual_RE: Tensor | None,
     out_RE: Tensor | None,
 ) -> Tensor:
-    weight = weight_ED.widened(x_RD.dtype) if isinstance(weight_ED, Fp8Weight) else weight_ED
-    y_RE = F.linear(x_RD, weight, bias_E)
+    if isinstance(weight_ED, Fp8Weight):
+        y_RE = weight_ED.linear(x_RD, bias_E)
+    else:
+        y_RE = F.linear(x_RD, weight_ED, bias_E)
     if residual_RE is not None:
         return torch.add(residual_RE, y_RE, out=out_RE) if out_RE is not None else residual_RE + y_RE
     return y_RE if out_RE is None else out_RE.copy_(y_RE)

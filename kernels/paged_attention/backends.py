@@ -113,7 +113,7 @@ def paged_attention(
     values of an fp8 cache are multiplied by; lossy, so reported as such by the caller.
     """
     if k_scale_K is not None:
-        assert plan.backend == "triton", f"{plan.backend=} takes no scaled cache"
+        assert plan.backend in ("triton", "torch"), f"{plan.backend=} takes no scaled cache"
         extra = {"k_scale_K": k_scale_K, "v_scale_K": v_scale_K}
     else:
         extra = {}

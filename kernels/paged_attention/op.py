@@ -21,6 +21,9 @@ __all__ = ["AttentionPlan", "AttentionRows", "paged_attention", "plan_attention"
 FEW_ROWS = 16
 FEW_SLOTS = 512
 MAX_GATHERED_SLOTS = 1 << 18
+FP8 = torch.float8_e4m3fn
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of keys and values, by KV head; None is 1."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,8 +142,8 @@ def problems(
     found = []
     if deterministic:
         found.append("pads sequences to groups of similar size, so results are not batch-invariant")
-    if shape.kv_dtype not in (None, shape.dtype):
-        found.append(f"takes a cache of {shape.dtype}, got {shape.kv_dtype}")
+    if shape.kv_dtype not in (None, shape.dtype, FP8):
+        found.append(f"takes a cache of {shape.dtype} or {FP8}, got {shape.kv_dtype}")
     return found
 
 
@@ -161,10 +164,12 @@ def run(
     *,
     scale: float,
     out: torch.Tensor | None = None,
+    k_scale_K: torch.Tensor | None = None,
+    v_scale_K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [R, N, H], in `out` if given; rows behind the last sequence are not read and come out as 0."""
-    num_fed = plan.num_rows
-    o_RNH = paged_attention(q_RNH[:num_fed], k_cache_SKH, v_cache_SKH, plan, scale=scale)
+    num_fed, scales = plan.num_rows, (k_scale_K, v_scale_K)
+    o_RNH = paged_attention(q_RNH[:num_fed], k_cache_SKH, v_cache_SKH, plan, scale=scale, scales=scales)
     if out is None and num_fed == q_RNH.shape[0]:
         return o_RNH
     out = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
@@ -180,27 +185,36 @@ def paged_attention(
     plan: AttentionPlan,
     *,
     scale: float,
+    scales: Scales = (None, None),
 ) -> torch.Tensor:
     """Return o_RNH (fresh memory, q's dtype) of one layer, whose new keys and values are already cached."""
     assert q_RNH.shape[0] == plan.num_rows, f"{q_RNH.shape=} {plan.num_rows=}"
     if not plan.groups:
         return torch.empty_like(q_RNH)
-    padded = [_attend(q_RNH, k_cache_SKH, v_cache_SKH, group, scale) for group in plan.groups]
+    padded = [_attend(q_RNH, (k_cache_SKH, v_cache_SKH), group, scale, scales) for group in plan.groups]
     o_XNH = padded[0] if len(padded) == 1 else torch.cat(padded)
     return o_XNH if plan.unpad_R is None else o_XNH.index_select(0, plan.unpad_R)
 
 
 def _attend(
-    q_RNH: torch.Tensor, k_cache_SKH: torch.Tensor, v_cache_SKH: torch.Tensor, group: _Group, scale: float
+    q_RNH: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    group: _Group,
+    scale: float,
+    scales: Scales,
 ) -> torch.Tensor:
     """Return [b * m, N, H] of one group."""
     b, m, s = group.num_sequences, group.num_rows, group.num_slots
     num_heads, head_dim = q_RNH.shape[1:]
-    num_kv_heads = k_cache_SKH.shape[1]
+    num_kv_heads = caches[0].shape[1]
     per_kv_head = num_heads // num_kv_heads
     q_XNH = q_RNH if group.rows_bm is None else q_RNH.index_select(0, group.rows_bm)
-    k_bKsH = k_cache_SKH.index_select(0, group.slots_bs).view(b, s, num_kv_heads, head_dim).transpose(1, 2)
-    v_bKsH = v_cache_SKH.index_select(0, group.slots_bs).view(b, s, num_kv_heads, head_dim).transpose(1, 2)
+    k_bKsH, v_bKsH = (
+        _gathered(cache_SKH, group.slots_bs, scale_K, q_RNH.dtype)
+        .view(b, s, num_kv_heads, head_dim)
+        .transpose(1, 2)
+        for cache_SKH, scale_K in zip(caches, scales, strict=True)
+    )
     if m > FEW_ROWS or per_kv_head == 1:
         o_bNmH = F.scaled_dot_product_attention(
             q_XNH.reshape(b, m, num_heads, head_dim).transpose(1, 2),
@@ -222,6 +236,19 @@ def _attend(
     )
     o_bmKGH = o_bKXH.reshape(b, num_kv_heads, per_kv_head, m, head_dim).permute(0, 3, 1, 2, 4)
     return o_bmKGH.reshape(b * m, num_heads, head_dim)
+
+
+def _gathered(
+    cache_SKH: torch.Tensor, slots_X: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Slots [X, K, H] of a cache, in `dtype`."""
+    if cache_SKH.dtype != FP8:
+        return cache_SKH.index_select(0, slots_X)
+    # By bytes: not every device gathers eight-bit floats.
+    cached_XKH = cache_SKH.view(torch.uint8).index_select(0, slots_X).view(FP8)
+    if scale_K is None:
+        return cached_XKH.to(dtype)
+    return (cached_XKH.to(torch.float32) * scale_K[:, None]).to(dtype)
 
 
 def _bias(group: _Group, dtype: torch.dtype, repeats: int) -> torch.Tensor:

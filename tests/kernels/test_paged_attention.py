@@ -164,6 +164,29 @@ def test_the_torch_back_end_with_padding_and_a_given_output(dtype: torch.dtype) 
     assert o_RNH is out and error_ratio(case, out) <= 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_widens_an_fp8_cache_when_it_gathers(dtype: torch.dtype) -> None:
+    shape = replace(SMALL, dtype=dtype)
+    case = build([steady(40), causal(5, 9), causal(30, 1)], shape)
+    scales = torch.tensor([0.5, 2.0]), torch.tensor([4.0, 0.25])
+    caches = case.k_cache_SKH, case.v_cache_SKH
+    stored = [
+        (cache.float() / scale_K[:, None]).to(torch.float8_e4m3fn)
+        for cache, scale_K in zip(caches, scales, strict=True)
+    ]
+    plan = plan_attention(case.rows, replace(shape, kv_dtype=torch.float8_e4m3fn), backend="torch")
+    for factors in (scales, (None, None)):
+        widened = [
+            (values.float() * (1 if scale_K is None else scale_K[:, None])).to(dtype)
+            for values, scale_K in zip(stored, factors, strict=True)
+        ]
+        found = paged_attention(
+            case.q_RNH, *stored, plan, scale=SCALE, k_scale_K=factors[0], v_scale_K=factors[1]
+        )
+        expected = paged_attention(case.q_RNH, *widened, plan_attention(case.rows, shape), scale=SCALE)
+        assert torch.equal(found, expected)
+
+
 def reasons(name: str, shape: HeadShape = QWEN3_8B, **options: Any) -> str:
     given = {"page_size": 16, "device": torch.device("cuda")} | options
     return "; ".join(problems(name, shape, **given))

@@ -88,6 +88,25 @@ def test_an_eight_bit_weight_is_within_half_a_step() -> None:
     assert torch.equal(back.abs().amax(dim=1), largest[:, 0]) or (error <= largest / 16).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_eight_bit_weight_is_one_that_the_dtype_holds(dtype: torch.dtype, has_bias: bool) -> None:
+    """Bit for bit the linear of a checkpoint that holds the rounded weight; two roundings are one."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(70, 96, generator=generator) * 0.05).to(dtype)
+    before, x = weight.clone(), torch.randn(9, 96, generator=generator).to(dtype)
+    quantised = quantise_fp8(weight)
+    assert torch.equal(weight, before)
+    exact = dequantised(quantised.values_ED, quantised.scale_E)
+    widened = quantised.widened(dtype)
+    assert torch.equal(widened.float(), exact)
+    assert torch.equal(quantise_fp8(widened).widened(dtype), widened)
+    mantissa, _ = torch.frexp(quantised.scale_E)
+    assert (mantissa == 0.5).all()
+    bias = torch.randn(70, generator=generator).to(dtype) if has_bias else None
+    assert torch.equal(linear(x, quantised, bias_E=bias), torch.nn.functional.linear(x, widened, bias))
+
+
 def test_the_fastest_launch_is_chosen_and_the_library_keeps_its_lead() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.choose import Shape, candidates, choose, from_json, look_up, to_json
