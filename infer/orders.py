@@ -47,6 +47,17 @@ class Channel:
         news.register(self._socket, select.POLLIN)
         return bool(news.poll(seconds * 1e3))
 
+    def is_cut(self, seconds: float) -> bool:
+        """Whether an end is closed, at latest after `seconds`. Takes nothing that was sent, and may be asked
+        from beside.
+        """
+        number = self._socket.fileno()
+        if number < 0:
+            return True
+        cut = select.poll()
+        cut.register(number, select.POLLRDHUP)
+        return bool(cut.poll(seconds * 1e3))
+
     def close(self) -> None:
         """The other end then receives None."""
         self._socket.close()

@@ -41,6 +41,8 @@ PASSES_BETWEEN_COMPARISONS = 256
 SECONDS_FOR_A_REASON = 3.0
 SECONDS_BETWEEN_LOOKS = 1e-3
 SECONDS_TO_END = 3.0
+SECONDS_BETWEEN_WATCHES = 1.0
+SECONDS_TO_NOTICE = 5.0
 
 
 class Team:
@@ -83,6 +85,8 @@ class Team:
             team.answers()
             team.tell({"state": "join"})
             team.shards = join(rank=0, **hello)
+        if device.type == "cuda":
+            team.free_when_stuck(_abort)
         return team
 
     def next_number(self) -> int:
@@ -93,6 +97,15 @@ class Team:
     def end_after(self, forget: Callable[[], None]) -> None:
         """Call `forget`, if it is still there, before anything is ended."""
         self._undo.callback(_call, weakref.WeakMethod(forget))
+
+    def free_when_stuck(self, free: Callable[[], None]) -> None:
+        """Call `free` from beside when a rank is gone and rank 0 does not notice for seconds: it may wait, in
+        CUDA, for a collective of that rank.
+        """
+        is_ended = threading.Event()
+        self._undo.callback(is_ended.set)
+        for channel in self._channels:
+            threading.Thread(target=_watch, args=(channel, is_ended, free), daemon=True).start()
 
     def tell(self, message: Message) -> None:
         """To all ranks."""
@@ -258,12 +271,25 @@ def _leave() -> None:
     if dist.get_backend() != "nccl":
         dist.destroy_process_group()
         return
-    # Ends kernels too that wait for ranks that are gone. Should it wait itself, then not for ever.
-    abort = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+    # Should it wait itself, then not for ever.
+    abort = threading.Thread(target=_abort, daemon=True)
     # At the end of the process no thread can be started, and nothing has to be undone.
     with contextlib.suppress(RuntimeError):
         abort.start()
         abort.join(SECONDS_TO_END)
+
+
+def _abort() -> None:
+    """End NCCL's communicators, and with them kernels that wait for ranks that are gone."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def _watch(channel: Channel, is_ended: threading.Event, free: Callable[[], None]) -> None:
+    while not is_ended.is_set():
+        if channel.is_cut(SECONDS_BETWEEN_WATCHES):
+            if not is_ended.wait(SECONDS_TO_NOTICE):
+                free()
+            return
 
 
 def _check_place(size: int, device: torch.device) -> None:

@@ -69,6 +69,8 @@ def _serve(channel: Channel, rank: int, size: int, folder: Path) -> None:
     except Exception as error:
         with contextlib.suppress(OSError):
             channel.send({"failed": describe(error)})
+    finally:
+        channel.close()
 
 
 def team_engine(team: Team, directory: Path, decoder: str, **options: Any) -> Engine:

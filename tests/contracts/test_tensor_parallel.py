@@ -243,6 +243,24 @@ def test_graphs_are_given_up_before_the_ranks_are_ended(
         assert kept
 
 
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
+    is_noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teams, "SECONDS_BETWEEN_WATCHES", 0.02)
+    monkeypatch.setattr(teams, "SECONDS_TO_NOTICE", 0.2)
+    with team_of_threads(2) as team:
+        is_free = threading.Event()
+        team.free_when_stuck(is_free.set)
+        assert not is_free.wait(0.1), "nobody is gone"
+        # An order that no rank knows ends its thread, and with it the channel.
+        team.tell({"engine": 9, "do": "digest"})
+        if is_noticed:
+            with pytest.raises(UserError, match="IDLM-0426: rank 1 failed: KeyError"):
+                team.answers()
+        assert is_free.wait(0.6) != is_noticed
+
+
 def test_a_model_that_cannot_be_divided(foreseeing: Path) -> None:
     with team_of_threads(3) as team, pytest.raises(UserError, match="IDLM-0423"):
         team_engine(team, foreseeing, "ar")
