@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -18,6 +18,7 @@ from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.graphs import StaticStep
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
+from idlm.infer.models import fp8
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.pace import AdaptivePace, FixedPace, Pace
 from idlm.infer.parallel import ALONE, Shards
@@ -47,7 +48,9 @@ class EngineSettings:
     passes to a few static shapes and captures each in a CUDA graph (on a CPU they are only padded); "auto"
     does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the logits of a row have
     the same bits whatever else is in the batch, and however many rows the pass has (GPU only).
-    `tensor_parallel`: GPUs (on a CPU, processes) that share the model.
+    `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` "fp8" rounds the projections
+    to e4m3, `kv_cache` "fp8" keys and values, half the bytes of each; both are lossy, and answers say so.
+    "auto": in the dtype of the model.
     """
 
     device: str = "auto"
@@ -67,7 +70,14 @@ class EngineSettings:
     attention: str = "auto"
     deterministic: bool = False
     tensor_parallel: int = 1
+    weights: Literal["auto", "fp8"] = "auto"
+    kv_cache: Literal["auto", "fp8"] = "auto"
     template: Literal["auto", "none"] = "auto"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the law is not that of the checkpoint, whatever the decoder does."""
+        return "fp8" in (self.weights, self.kv_cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +136,19 @@ def build(
     """
     path = Path(path)
     settings, decoder_options = check_options(decoder, options)
+    device = shards.device(resolve_device(settings.device))
+    if settings.is_lossy:
+        fp8.check_device(device)
     model = load_model(
         path,
-        device=shards.device(resolve_device(settings.device)),
+        device=device,
         dtype=_resolve_dtype(settings.dtype),
         mask_token_id=settings.mask_token_id,
         base=settings.base,
         shards=shards,
     )
+    if settings.weights == "fp8":
+        fp8.quantise(model.trunk)
     chosen = DECODERS.get(decoder or ("isd" if model.semantics.stride > 1 else "ar"))
     decoder_object = chosen(_decoder_config(chosen, decoder_options), model.semantics)
     tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
@@ -154,12 +169,13 @@ def _assemble(
     spec, max_length = model.spec, settings.max_length
     assert max_length is not None
     device, dtype = model.trunk.embed.device, model.trunk.embed.dtype
+    kv_dtype = torch.float8_e4m3fn if settings.kv_cache == "fp8" else dtype
     # One lane more than anybody sits on: for the padding of passes of static shape.
     num_lanes = settings.max_num_seqs + 1
     decoder.allocate(num_lanes, spec.vocab_size, dtype=dtype, device=device)
     max_slots = max_length - 1 + max(decoder.widths)
     lane_pages = -(-max_slots // settings.page_size)
-    slot_bytes = 2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * dtype.itemsize
+    slot_bytes = 2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * kv_dtype.itemsize
     page_bytes, max_pages = slot_bytes * settings.page_size, lane_pages * settings.max_num_seqs
     demand = KVDemand(page_bytes=page_bytes, max_pages=max_pages, device=device)
     num_pages = settings.num_pages or shards.least(MEMORY_MANAGERS.get(settings.memory)().num_pages(demand))
@@ -176,11 +192,12 @@ def _assemble(
         num_slots=num_pages * settings.page_size,
         num_kv_heads=model.local.num_kv_heads,
         head_dim=spec.head_dim,
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
+        scales=None if kv_dtype == dtype else model.kv_scales,
     )
     table = SequenceTable(num_lanes, max_length, device)
-    attention = _attention(settings, model, dtype)
+    attention = _attention(settings, model, kv_dtype)
     settings = _resolve_graphs(settings, attention, device)
     model.trunk.linears.deterministic = settings.deterministic
     runner = Runner(model, cache, pool, attention=attention)
@@ -205,14 +222,14 @@ def _assemble(
     )
 
 
-def _attention(settings: EngineSettings, model: LoadedModel, dtype: torch.dtype) -> str:
+def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
     """The back end of paged attention: the one asked for, or the first of "auto" that can serve."""
     names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
     reasons = {}
     for name in names:
         reasons[name] = attention_problems(
             name,
-            head_shape(model, dtype),
+            head_shape(model, kv_dtype),
             page_size=settings.page_size,
             device=model.device,
             deterministic=settings.deterministic,
@@ -220,7 +237,8 @@ def _attention(settings: EngineSettings, model: LoadedModel, dtype: torch.dtype)
         if not reasons[name]:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
-    asked = f"attention={settings.attention}" + ", deterministic=true" * settings.deterministic
+    names = ("attention", "deterministic", "kv_cache")
+    asked = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
     raise UserError(
         "IDLM-0422", f"{asked} cannot be had for this model here: {told}", fix="use attention=auto on a GPU"
     )
@@ -256,8 +274,8 @@ def _prefix_cache(settings: EngineSettings, model: LoadedModel) -> PrefixCache |
     """An index of its own for every engine: all that KV depends on beside the tokens is the same in it."""
     if not settings.prefix_cache:
         return None
-    namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
-    return PrefixCache(namespace, page_size=settings.page_size)
+    place = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
+    return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.page_size)
 
 
 def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
@@ -295,13 +313,12 @@ def _check_settings(settings: EngineSettings) -> None:
             f"deterministic=true with tensor_parallel={settings.tensor_parallel}: the order of sums over "
             "more than two ranks depends on the batch (allowed: 1 and 2)"
         )
-    if settings.graphs not in ("auto", "on", "off"):
-        problems.append(f"graphs={settings.graphs!r} must be 'auto', 'on' or 'off'")
-    for name, flag in (("prefix_cache", settings.prefix_cache), ("deterministic", settings.deterministic)):
-        if not isinstance(flag, bool):
-            problems.append(f"{name}={flag!r} must be true or false")
-    if settings.template not in ("auto", "none"):
-        problems.append(f"template={settings.template!r} must be 'auto' or 'none'")
+    for name, hint in get_type_hints(EngineSettings).items():
+        given = getattr(settings, name)
+        if get_origin(hint) is Literal and given not in get_args(hint):
+            problems.append(f"{name}={given!r} must be one of {', '.join(get_args(hint))}")
+        if hint is bool and not isinstance(given, bool):
+            problems.append(f"{name}={given!r} must be true or false")
     if settings.attention not in ("auto", *BACKENDS):
         problems.append(
             f"attention={settings.attention!r} is not one of auto, {', '.join(BACKENDS)}"

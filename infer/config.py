@@ -69,6 +69,12 @@ class EngineConfig:
         "bits that do not depend on the batch, nor on the rows of a pass (GPU)", False
     )
     tensor_parallel: int = _help("GPUs that share the model; the command starts a process for each", 1)
+    weights: Literal["auto", "fp8"] = _help(
+        "fp8: projections of half the bytes (e4m3), lossy; auto is dtype", "auto"
+    )
+    kv_cache: Literal["auto", "fp8"] = _help(
+        "fp8: keys and values of half the bytes (e4m3), so twice the pages, lossy; auto is dtype", "auto"
+    )
     template: Literal["auto", "none"] = _help(
         "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
     )

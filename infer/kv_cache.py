@@ -189,7 +189,11 @@ class PagePool:
 
 
 class KVCache:
-    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset."""
+    """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
+
+    `scales` [2, layers, K]: what keys and values are divided by when they are stored, and multiplied by when
+    they are read; None is 1.
+    """
 
     def __init__(
         self,
@@ -200,7 +204,9 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Tensor | None = None,
     ) -> None:
+        self.scales = scales
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -211,5 +217,7 @@ class KVCache:
             part = copies[start : start + COPIES_AT_ONCE]
             from_C, to_C = to_device(part, self.keys.device).unbind(dim=1)
             for slots in (self.keys, self.values):
+                # As bytes: not every device can index eight-bit floats.
+                slots = slots.view(torch.uint8) if slots.itemsize == 1 else slots
                 pages = slots.view(slots.shape[0], -1, page_size, *slots.shape[2:])
                 pages[:, to_C] = pages[:, from_C]

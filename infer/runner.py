@@ -64,13 +64,14 @@ class Runner:
         self._cache.copy_pages(copies, self.pool.page_size)
 
 
-def head_shape(model: LoadedModel, dtype: torch.dtype) -> HeadShape:
-    """This rank's heads."""
+def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
+    """This rank's heads, with a cache of `kv_dtype`."""
     return HeadShape(
         num_heads=model.local.num_heads,
         num_kv_heads=model.local.num_kv_heads,
         head_dim=model.spec.head_dim,
-        dtype=dtype,
+        dtype=model.dtype,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -87,7 +88,16 @@ class PagedKV:
         """Keys and values [S, K, H]."""
         return self.cache.keys[number], self.cache.values[number]
 
+    def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of keys and values [K]."""
+        if self.cache.scales is None:
+            return None, None
+        return self.cache.scales[0, number], self.cache.scales[1, number]
+
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""
         keys, values = self.layer(number)
-        return paged_attention(q_RNH, keys, values, self.plan, scale=self.scale)
+        k_scale_K, v_scale_K = self.scales(number)
+        return paged_attention(
+            q_RNH, keys, values, self.plan, scale=self.scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
+        )

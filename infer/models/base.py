@@ -51,6 +51,8 @@ class TensorNames:
     q: str = "model.layers.{}.self_attn.q_proj"
     k: str = "model.layers.{}.self_attn.k_proj"
     v: str = "model.layers.{}.self_attn.v_proj"
+    k_scale: str = "model.layers.{}.self_attn.k_scale"
+    v_scale: str = "model.layers.{}.self_attn.v_scale"
     o: str = "model.layers.{}.self_attn.o_proj"
     q_norm: str = "model.layers.{}.self_attn.q_norm.weight"
     k_norm: str = "model.layers.{}.self_attn.k_norm.weight"
@@ -70,6 +72,10 @@ class KVAccess(Protocol):
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, K, H] of a layer, to be written at `slot_mapping_R`."""
+        ...
+
+    def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """By KV head [K], what keys and values are divided by when they are written; None is 1."""
         ...
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class LowRank(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """One block's weights. Query, key and value rows are stacked in `qkv`, gate and up rows in `gate_up`."""
+    """One block's weights. Query, key and value rows are stacked in `qkv`, gate and up rows in `gate_up`.
+    `fp8.quantise` puts an `Fp8Weight` in the place of each of the four matrices.
+    """
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
@@ -143,7 +145,7 @@ class DenseLayer(nn.Module):
         spec = self.spec
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
         qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
-        keys, values = kv.layer(number)
+        (keys, values), (k_scale_K, v_scale_K) = kv.layer(number), kv.scales(number)
         q_RNH = qkv_rope_cache(
             qkv_RE.view(len(x_RD), -1, spec.head_dim),
             keys,
@@ -152,6 +154,8 @@ class DenseLayer(nn.Module):
             slot_mapping_R=kv.slot_mapping_R,
             qk_norm_YH=self.qk_norm,
             norm_eps=spec.norm_eps,
+            k_scale_K=k_scale_K,
+            v_scale_K=v_scale_K,
         )
         o_RE = kv.attend(number, q_RNH).reshape(len(x_RD), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)

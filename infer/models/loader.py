@@ -19,6 +19,7 @@ from idlm.infer.models import weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
 from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.infer.models.fp8 import read_kv_scales, scale_names
 from idlm.infer.parallel import ALONE, Shards
 from idlm.lora import is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
@@ -38,7 +39,7 @@ class LoadedModel:
     """A model ready to run, and what its checkpoint means. Holds no tokenizer.
 
     `local` is the spec of this rank's layers; alone, it is `spec`. `directory` holds its config.json: the
-    checkpoint's own, or that of an adapter's base.
+    checkpoint's own, or that of an adapter's base. `kv_scales`: see `fp8.read_kv_scales`.
     """
 
     trunk: DenseTrunk
@@ -49,6 +50,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     directory: Path
+    kv_scales: torch.Tensor | None = None
 
 
 def load_model(
@@ -66,7 +68,7 @@ def load_model(
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
-    (IDLM-0302, 0303, 0600 to 0613); nothing is loaded in part.
+    (IDLM-0302, 0303, 0600 to 0614); nothing is loaded in part.
     """
     directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
@@ -82,14 +84,15 @@ def load_model(
         # transformers as well trusts the weights over the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
     resolved_dtype = _dtype(dtype, config, files, names.embed)
-    ignored_head = names.head if spec.tie_embeddings else None
+    ignored = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
     # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
     outline = DenseTrunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
     weights.check(
         weight_targets(outline, names),
         files,
-        lambda name: name == ignored_head or name.endswith("rotary_emb.inv_freq"),
+        lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
     )
+    kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype, shards=shards)
     weights.copy(weight_targets(trunk, names), files)
     if adapter is not None:
@@ -103,6 +106,7 @@ def load_model(
         dtype=resolved_dtype,
         device=torch.device(device),
         directory=directory,
+        kv_scales=kv_scales,
     )
 
 

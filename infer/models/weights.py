@@ -139,8 +139,13 @@ def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
 
 def tensor_dtype(files: Mapping[str, Path], name: str) -> torch.dtype:
     """The dtype in which the file stores a tensor; reads its data."""
+    return tensor(files, name).dtype
+
+
+def tensor(files: Mapping[str, Path], name: str) -> torch.Tensor:
+    """One tensor of the checkpoint, on the CPU."""
     with _opened(files[name]) as file:
-        return file.get_tensor(name).dtype
+        return torch.as_tensor(file.get_tensor(name))
 
 
 def tensor_names(path: Path) -> list[str]:

@@ -62,5 +62,5 @@ def quantise_fp8(weight_ED: Tensor) -> Fp8Weight:
 
 
 def _power_of_two_above(x_E: Tensor) -> Tensor:
-    """The smallest power of two that is not below x > 0, exact on every device: fp32 bits without mantissa."""
+    """The smallest power of two that is not below x > 0; by its bits, so exact on every device."""
     return ((x_E.view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)

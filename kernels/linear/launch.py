@@ -116,7 +116,11 @@ def few_rows_launch(
         return fixed_launch(num_rows, E, D, dtype, gated=gated)
     if num_rows > FEW_ROWS or dtype.itemsize != 2:
         return None
-    most = min(FEW_PROGRAMS // triton.cdiv(E, 64), triton.cdiv(D, QUANTUM.value))
+    tiles = triton.cdiv(E, 64)
+    if not gated and FEW_PROGRAMS < tiles <= 2 * FEW_PROGRAMS:
+        # Tiles of 64 would leave the second round of programs half empty.
+        return Launch(block_e=128, block_r=16, block_d=64)
+    most = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
     splits = 1 << max(0, most.bit_length() - 1)
     return Launch(block_r=16, block_d=64 if gated else 128, splits=splits)
 
