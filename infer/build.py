@@ -48,9 +48,8 @@ class EngineSettings:
     passes to a few static shapes and captures each in a CUDA graph (on a CPU they are only padded); "auto"
     does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the logits of a row have
     the same bits whatever else is in the batch, and however many rows the pass has (GPU only).
-    `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` "fp8" rounds the projections
-    to e4m3, `kv_cache` "fp8" keys and values, half the bytes of each; both are lossy, and answers say so.
-    "auto": in the dtype of the model.
+    `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` and `kv_cache`: "fp8" halves
+    the bytes of projections, and of keys and values (e4m3; lossy, and answers say so); "auto" is `dtype`.
     """
 
     device: str = "auto"
@@ -137,8 +136,7 @@ def build(
     path = Path(path)
     settings, decoder_options = check_options(decoder, options)
     device = shards.device(resolve_device(settings.device))
-    if settings.is_lossy:
-        fp8.check_device(device)
+    fp8.check_device(device, is_wanted=settings.is_lossy)
     model = load_model(
         path,
         device=device,
@@ -237,8 +235,8 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
         if not reasons[name]:
             return name
     told = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
-    names = ("attention", "deterministic", "kv_cache")
-    asked = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
+    asked = f"attention={settings.attention}, kv_cache={settings.kv_cache}"
+    asked += ", deterministic=true" * settings.deterministic
     raise UserError(
         "IDLM-0422", f"{asked} cannot be had for this model here: {told}", fix="use attention=auto on a GPU"
     )

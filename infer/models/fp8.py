@@ -1,0 +1,103 @@
+"""What of a loaded model is kept in eight bits (e4m3): its projections, on request, and its KV scales. Lossy.
+
+Embedding, head, norms, biases and an adapter's B stay as they were loaded: the head's errors would go into
+every law as they are, and of the embedding a pass reads a few rows. An adapter's A is quantised with the
+projection that it shares a product with; it acts on drafts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from idlm.errors import UserError
+from idlm.infer.models import weights
+from idlm.infer.models.base import ModelSpec, TensorNames
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
+from idlm.infer.parallel import Shards
+from idlm.kernels.linear import Fp8Weight, quantise_fp8
+
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+LEAST_CAPABILITY = (8, 9)
+
+
+def check_device(device: torch.device, *, is_wanted: bool) -> None:
+    """UserError IDLM-0447: eight bits are wanted of a GPU that knows no e4m3."""
+    if device.type != "cuda" or not is_wanted:
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        raise UserError(
+            "IDLM-0447",
+            "weights=fp8 and kv_cache=fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or more; "
+            f"{device} has {found[0]}.{found[1]}",
+            fix="use weights=auto and kv_cache=auto",
+        )
+
+
+def quantise(trunk: DenseTrunk) -> None:
+    """Round this rank's projections to e4m3, one after another: meanwhile one of them exists twice, no more.
+
+    An `Fp8Weight` takes the parameter's place under its name; `Linears` take either.
+    """
+    for layer in trunk.layers:
+        assert isinstance(layer, DenseLayer)
+        for name in PROJECTIONS:
+            if layer.lora is None:
+                _replace(layer, name, quantise_fp8(getattr(layer, name)))
+            else:
+                low = layer.lora[name]
+                assert isinstance(low, LowRank), f"{type(low)=}"
+                _quantise_adapted(layer, name, low)
+    if trunk.embed.is_cuda:
+        # The KV pool is sized by what the driver says is free.
+        torch.cuda.empty_cache()
+
+
+def _quantise_adapted(layer: DenseLayer, name: str, low: LowRank) -> None:
+    """The projection and the A behind it, which share memory."""
+    both, num_outputs = quantise_fp8(low.stacked), len(getattr(layer, name))
+    own = Fp8Weight(values_ED=both.values_ED[:num_outputs], scale_E=both.scale_E[:num_outputs])
+    low.a = both.values_ED[num_outputs:].split(low.b_Er.shape[1])
+    _replace(low, "stacked", both)
+    _replace(layer, name, own)
+
+
+def _replace(module: nn.Module, name: str, weight: Fp8Weight) -> None:
+    delattr(module, name)
+    setattr(module, name, weight)
+
+
+def scale_names(spec: ModelSpec, names: TensorNames) -> list[str]:
+    """Of keys, then of values, by layer."""
+    both = names.k_scale, names.v_scale
+    return [name.format(number) for name in both for number in range(spec.num_layers)]
+
+
+def read_kv_scales(
+    files: Mapping[str, Path], spec: ModelSpec, names: TensorNames, shards: Shards, device: torch.device
+) -> Tensor | None:
+    """Scales [keys and values, layers, this rank's KV heads] fp32 of an fp8 cache (stored is value / scale);
+    None where the checkpoint has none. UserError IDLM-0614: some are missing, or are no scales.
+    """
+    wanted = scale_names(spec, names)
+    given = [name for name in wanted if name in files]
+    if not given:
+        return None
+    scales, problems = [], [f"{name} is missing" for name in wanted if name not in files]
+    for name in given:
+        scale = weights.tensor(files, name).to(torch.float32).flatten()
+        if scale.numel() not in (1, spec.num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
+            problems.append(f"{name} has {scale.numel()} numbers, the first is {scale[:1].tolist()}")
+            continue
+        scales.append(scale.expand(spec.num_kv_heads)[shards.part(spec.num_kv_heads)])
+    if problems:
+        raise UserError(
+            "IDLM-0614",
+            f"KV scales: {'; '.join(problems[: weights.MAX_NAMED])}",
+            fix=f"give each layer a k_scale and a v_scale, 1 or {spec.num_kv_heads} numbers above 0, or none",
+        )
+    return torch.stack(scales).view(2, spec.num_layers, -1).to(device)
