@@ -186,10 +186,7 @@ def _assemble(
         cache=_prefix_cache(settings, model),
     )
     cache = KVCache(
-        num_layers=spec.num_layers,
-        num_slots=num_pages * settings.page_size,
-        num_kv_heads=model.local.num_kv_heads,
-        head_dim=spec.head_dim,
+        (spec.num_layers, num_pages * settings.page_size, model.local.num_kv_heads, spec.head_dim),
         dtype=kv_dtype,
         device=device,
         scales=None if kv_dtype == dtype else model.kv_scales,

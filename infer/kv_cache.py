@@ -191,23 +191,19 @@ class PagePool:
 class KVCache:
     """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
 
-    `scales` [2, layers, K]: what keys and values are divided by when they are stored, and multiplied by when
-    they are read; None is 1.
+    `shape`: layers, S, K, H. `scales` [2, layers, K]: what keys and values are divided by when they are
+    stored, and multiplied by when they are read; None is 1.
     """
 
     def __init__(
         self,
+        shape: tuple[int, int, int, int],
         *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         scales: Tensor | None = None,
     ) -> None:
         self.scales = scales
-        shape = (num_layers, num_slots, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -174,27 +174,21 @@ def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
     assert pool.block_table_ZP[:2, :3].tolist() == [[pool.page(z, p) for p in range(3)] for z in (0, 1)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_pages_are_copied_in_all_layers_and_no_other_is_touched(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
+    at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a page that was copied is written by a later copy."""
     monkeypatch.setattr(kv_cache, "COPIES_AT_ONCE", at_once)
-    cache = KVCache(
-        num_layers=3,
-        num_slots=5 * PAGE,
-        num_kv_heads=2,
-        head_dim=2,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    cache.keys.normal_()
-    cache.values.normal_()
-    before = [slots.view(3, 5, -1).clone() for slots in (cache.keys, cache.values)]
+    cache = KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
+    for slots in (cache.keys, cache.values):
+        slots.copy_(torch.randn(slots.shape))
+    before = [slots.float().clone().view(3, 5, -1) for slots in (cache.keys, cache.values)]
     cache.copy_pages([], PAGE)
     cache.copy_pages([(1, 3), (4, 4), (2, 1)], PAGE)
     for old, slots in zip(before, (cache.keys, cache.values), strict=True):
-        assert torch.equal(slots.view(3, 5, -1), old[:, [0, 2, 2, 1, 4]])
+        assert torch.equal(slots.float().view(3, 5, -1), old[:, [0, 2, 2, 1, 4]])
 
 
 def test_every_read_finds_its_own_text() -> None:
