@@ -53,33 +53,35 @@ def section(name: str, results: Path) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in newest.values():
         groups.setdefault((_machine(row), row["command"]), []).append(row)
-    return "\n".join(_table(rows) for rows in groups.values())
+    return "\n".join(_tables(rows) for rows in groups.values())
+
+
+def _tables(rows: list[Row]) -> str:
+    """One table for each kind of case (the keys that it has), and a caption for all."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row["case"]:
+            kinds.setdefault(tuple(row["case"]), []).append(row)
+    last = max(rows, key=lambda row: row["date"])
+    single = "".join(f", {_words(row['metric'])} {_cell(row)}" for row in rows if not row["case"])
+    commits = ", ".join(dict.fromkeys(_commit(row) for row in rows))
+    caption = f"`{last['command']}` on {_machine(last)}, commit {commits}, {last['date'][:10]}{single}.\n"
+    return "\n".join([*map(_table, kinds.values()), caption])
 
 
 def _table(rows: list[Row]) -> str:
-    metrics = list(dict.fromkeys(row["metric"] for row in rows if row["case"]))
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
     cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
-    shown = _varying_keys(row["case"] for row in rows if row["case"])
+    shown = _varying_keys(row["case"] for row in rows)
     lines = []
     for members in cases.values():
-        case = members[0]["case"]
-        if case:
-            cells = {row["metric"]: _cell(row) for row in members}
-            label = [str(case.get(key, "")) for key in shown]
-            lines.append([*label, *(cells.get(metric, "") for metric in metrics)])
-    last = max(rows, key=lambda row: row["date"])
-    single = "".join(f", {_words(row['metric'])} {_cell(row)}" for row in rows if not row["case"])
-    commit = (last["commit"] or "unknown").replace("-dirty", "+")[:12]
-    caption = f"`{last['command']}` on {_machine(last)}, commit {commit}, {last['date'][:10]}{single}.\n"
-    if not lines:
-        return f"{caption}\n"
+        cells = {row["metric"]: _cell(row) for row in members}
+        label = [str(members[0]["case"].get(key, "")) for key in shown]
+        lines.append([*label, *(cells.get(metric, "") for metric in metrics)])
     head = [*map(_words, shown), *map(_words, metrics)]
-    return (
-        "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
-        + f"\n\n{caption}"
-    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
 
 
 def _varying_keys(cases: Iterable[dict[str, Any]]) -> list[str]:
@@ -100,6 +102,10 @@ def _cell(row: Row) -> str:
         if row["share_of_floor"] is not None:
             text += f" ({row['share_of_floor']:.0%} of the limit)"
     return f"{text} (lossy)" if row["class"] == "lossy" else text
+
+
+def _commit(row: Row) -> str:
+    return (row["commit"] or "unknown").replace("-dirty", "+")[:12]
 
 
 def _machine(row: Row) -> str:

@@ -44,7 +44,8 @@ def run_fingerprint() -> dict[str, Any]:
     """What produced a result: commit, dirty, python, torch, transformers, cpu, num_cpus, gpu, num_gpus, date
     (UTC).
 
-    `commit` and `dirty` are None outside a clone; `gpu` is None without one. Imports torch.
+    `commit` and `dirty` are None outside a clone, but for the commit of an unpacked archive; `gpu` is None
+    without one. Imports torch.
     """
     import torch
 
@@ -76,7 +77,7 @@ def _git_state() -> tuple[str | None, bool | None]:
     # An installed copy may lie inside somebody else's repository: its commit is not ours.
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:
-        return None, None
+        return _archived_commit(), None
     status = _git("status", "--porcelain")
     return _git("rev-parse", "HEAD"), None if status is None else bool(status)
 
@@ -98,3 +99,10 @@ def _cpu_model() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def _archived_commit() -> str | None:
+    """The commit that `git archive` wrote into an unpacked archive of the repository."""
+    path = ROOT / ".git_archival.txt"
+    node = path.read_text(encoding="utf-8").partition("node:")[2].strip() if path.is_file() else ""
+    return node if node and not node.startswith("$Format") else None
