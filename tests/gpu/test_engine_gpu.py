@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import evaluate, task_samples
+from idlm.infer.models.fp8 import quantise
+from idlm.infer.models.loader import load_model
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
 
@@ -25,6 +28,7 @@ pytestmark = [
 ]
 BASE = Path(__file__).parents[2] / "recipes/assets/tiny_ar"
 GREEDY = SamplingParams(temperature=0, max_tokens=320)
+EIGHT_BITS: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8", "device": "cuda"}
 LEVEL = 1e-6 / 32
 DRAWS = 50_000
 """A million per case: `python -m benchmarks.law`."""
@@ -57,6 +61,39 @@ def test_conversion_on_the_gpu_keeps_the_task_and_accepts_drafts(converted: Path
     assert result.acceptance_rate is not None
     assert result.acceptance_rate >= 0.85
     assert result.tokens_per_forward >= 2.3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) -> None:
+    """Deterministic: else a key could be rounded to the other side when a pass has other rows."""
+    prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
+    options = {**EIGHT_BITS, "dtype": dtype, "deterministic": True}
+    engines = [Engine.from_pretrained(converted, decoder, **options) for decoder in ("ar", "isd")]
+    assert all(engine.settings.graphs == "on" for engine in engines)
+    ar, isd = (engine.generate(prompts, GREEDY) for engine in engines)
+    assert [done.token_ids for done in isd] == [done.token_ids for done in ar]
+    assert all(done.exactness == "lossy" for done in (*ar, *isd))
+
+
+def test_eight_bits_keep_the_task(converted: Path) -> None:
+    task = TASKS.get("ledger")(level="tiny")
+    engine = Engine.from_pretrained(converted, "isd", stride=4, dtype="bfloat16", **EIGHT_BITS)
+    result = evaluate(engine, task, task_samples(task, "test", 200), GREEDY)
+    assert result.exact_match >= 0.95
+    assert result.tokens_per_forward >= 2
+    assert result.exactness == "lossy"
+
+
+def test_quantised_weights_leave_their_memory_to_the_cache(converted: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16))
+    trunk = load_model(converted, device="cuda").trunk
+    for layer in trunk.layers:
+        layer.down = torch.nn.Parameter(weight.data.clone(), requires_grad=False)
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    quantise(trunk)
+    freed = torch.cuda.mem_get_info()[0] - before
+    assert freed >= 0.9 * len(trunk.layers) * weight.nbytes / 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
