@@ -1,17 +1,16 @@
 """The trunk's linears and small ops on a GPU: share of the read-only stream, against cuBLAS and plain torch.
 
     python -m benchmarks.linears [rows=1,7,16,28,64,112] [parts=gemm,fixed,fp8,small,step] [sweep=short|full]
-                                 [model=qwen3-8b] [rounds=7] [record=true] [results=DIR] [table=FILE]
+                                 [model=qwen3-8b] [rounds=7] [record=true] [results=DIR]
 
 One process: stream first, then every arm as a replayed graph over copies of the weight that exceed the L2
 cache. An arm that is not as right as cuBLAS (1.5 times its error against fp64) is shown as WRONG and never
 chosen. `step` is the whole chain of a forward (36 layers and head, distinct weights) with the choice made
-before. `table` keeps the choice for the engine. R rows, D input width, E output width, F ffn width.
+before. R rows, D input width, E output width, F ffn width.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.linears_launches import ROW_BUCKETS, Shape, shortlist
 from benchmarks.linears_small import small_lines
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
@@ -30,8 +30,8 @@ from benchmarks.stream import Timer
 from idlm import command
 from idlm.errors import UserError
 from idlm.kernels.linear import Fp8Weight, dequantised, linear, linear_swiglu, quantise_fp8
-from idlm.kernels.linear.choose import Shape, candidates, check_rows_agree, look_up, row_bucket, to_json
 from idlm.kernels.linear.launch import Launch, Workspace, fixed_launch, make_workspace
+from idlm.kernels.linear.linears import check_rows_agree
 
 BF16 = torch.bfloat16
 ROTATED_BYTES = 400 << 20
@@ -45,7 +45,6 @@ DEFAULTS = {
     "rounds": "7",
     "record": "true",
     "results": str(RESULTS),
-    "table": "",
 }
 
 
@@ -86,7 +85,7 @@ class Bench:
     model: Model
     workspace: Workspace
     full: bool
-    table: dict[Shape, Launch | None]
+    table: dict[tuple[str, int], Launch | None]
     rows: list[dict[str, Any]]
     lines: list[str]
 
@@ -159,8 +158,6 @@ def measure(arguments: list[str]) -> int:
             _step(bench, rows)
     print("\nread-only stream", f"{bench.timer.bytes_per_us / 1e6:.3f} TB/s; time, share, baseline, ratio")
     print("\n".join(bench.lines))
-    if options["table"]:
-        Path(options["table"]).write_text(json.dumps(to_json(bench.table), indent=1) + "\n")
     if options["record"] == "true":
         append_rows("linears", bench.rows, results=Path(options["results"]))
     return 0
@@ -214,35 +211,17 @@ def _is_right(
     return bool((ours.double() - true).norm() <= 1.5 * (plain.double() - true).norm())
 
 
-def _shortlist(shape: Shape, *, full: bool) -> list[Launch]:
-    """Candidates with programs near two or three for each multiprocessor; `full` keeps all."""
-    found = [replace(launch, pdl=pdl, prefetch=0) for launch in candidates(shape) for pdl in (False, True)]
-    found += [replace(launch, prefetch=2 * launch.block_d) for launch in found if launch.pdl]
-    if full:
-        return found
-    kept = []
-    for launch in found:
-        programs = -(-shape.E // launch.block_e) * launch.splits
-        most = (112 if launch.block_r < 128 else 140) << 10
-        is_deep = 40 << 10 <= launch.shared_bytes(2, gated=shape.gated) <= most
-        is_useful = 190 <= programs <= 420 or (programs > 420 and launch.splits == 1)
-        if is_deep and is_useful and (launch.pdl == (launch.prefetch > 0)) and launch.stages == 4:
-            kept.append(launch)
-    return kept or found[:4]
-
-
 def _gemm(bench: Bench, name: str, rows: int) -> None:
     """cuBLAS against every candidate; the fastest that is right goes into the table."""
     E, D, gated = bench.model.linears()[name]
-    bucket = row_bucket(rows)
-    if bucket is None:
+    if rows > ROW_BUCKETS[-1]:
         return
     weights = _weights(E, D, gated)
     x_RD = torch.randn(rows, D, device="cuda", dtype=BF16)
     num_bytes = weights[0].numel() * 2
     library = _time(bench, weights, None, gated, x_RD)
     times: dict[Launch, float] = {}
-    for launch in _shortlist(Shape(rows=bucket, E=E, D=D, gated=gated), full=bench.full):
+    for launch in shortlist(Shape(rows=rows, E=E, D=D, gated=gated), full=bench.full):
         if not _is_right(bench, weights[0], launch, gated, x_RD):
             bench.lines.append(f"WRONG {name} {rows} {launch}")
             print(bench.lines[-1], flush=True)
@@ -254,8 +233,7 @@ def _gemm(bench: Bench, name: str, rows: int) -> None:
     if not ranked:
         return
     best = ranked[0]
-    key = Shape(rows=bucket, E=E, D=D, gated=gated)
-    bench.table[key] = best if times[best] < 0.98 * library else None
+    bench.table[name, rows] = best if times[best] < 0.98 * library else None
     case = {"op": "linear", "shape": name, "rows": rows, "launch": _short(best)}
     bench.note(case, times[best], baseline=library, num_bytes=num_bytes, gate=True)
 
@@ -290,19 +268,17 @@ def _fp8(bench: Bench, rows_of: list[int]) -> None:
         weights = _weights(E, D, gated)
         small = [quantise_fp8(weight) for weight in weights[: 8 if name != "head" else 1]]
         for rows in rows_of:
-            bucket = row_bucket(rows)
-            if bucket not in (16, 64):
+            if rows > 64:
                 continue
             x_RD = torch.randn(rows, D, device="cuda", dtype=BF16)
-            shape = Shape(rows=bucket, E=E, D=D, gated=gated, is_fp8=True)
+            shape = Shape(rows=rows, E=E, D=D, gated=gated, is_fp8=True)
             times: dict[Launch, float] = {}
-            for launch in _shortlist(shape, full=bench.full)[:6]:
+            for launch in shortlist(shape, full=bench.full)[:6]:
                 if _is_right(bench, small[0], launch, gated, x_RD):
                     times[launch] = _time(bench, small, launch, gated, x_RD)
             library = _time(bench, weights, None, gated, x_RD)
             if times:
                 best = min(times, key=times.__getitem__)
-                bench.table[shape] = best
                 case = {"op": "fp8", "shape": name, "rows": rows, "launch": _short(best)}
                 size = small[0].values_ED.numel()
                 bench.note(case, times[best], baseline=library, num_bytes=size, gate=True, exactness="lossy")
@@ -324,7 +300,7 @@ def _step(bench: Bench, rows: int) -> None:
     x_RD = torch.randn(rows, model.width, device="cuda", dtype=BF16)
     o_RD = torch.randn(rows, model.o_width, device="cuda", dtype=BF16)
     act_RF = torch.randn(rows, model.ffn, device="cuda", dtype=BF16)
-    picked = {name: look_up(bench.table, rows, E, D, gated=gated) for name, (E, D, gated) in shapes.items()}
+    picked = {name: bench.table.get((name, rows)) for name in shapes}
     space = bench.workspace
 
     def library() -> None:
@@ -339,9 +315,9 @@ def _step(bench: Bench, rows: int) -> None:
         }
         for qkv, o, gate_up, down in layers:
             linear(x_RD, qkv, launch=best["qkv"], workspace=space)
-            hidden_RD = linear(o_RD, o, residual_RE=x_RD, launch=best["o"], workspace=space)
+            hidden_RD = linear(o_RD, o, launch=best["o"], workspace=space)
             act = linear_swiglu(hidden_RD, gate_up, launch=best["gate_up"], workspace=space)
-            linear(act, down, residual_RE=hidden_RD, launch=best["down"], workspace=space)
+            linear(act, down, launch=best["down"], workspace=space)
         linear(x_RD, head, launch=best["head"], workspace=space)
 
     num_bytes = 2 * (sum(weight.numel() for layer in layers for weight in layer) + head.numel())

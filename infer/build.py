@@ -23,7 +23,7 @@ from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.pace import AdaptivePace, FixedPace, Pace
 from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.prefix_cache import PrefixCache
-from idlm.infer.runner import Runner, head_shape
+from idlm.infer.runner import Runner, head_shape, set_deterministic
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.step import EagerStep, Step, StepResult
 from idlm.infer.table import SequenceTable
@@ -194,7 +194,7 @@ def _assemble(
     table = SequenceTable(num_lanes, max_length, device)
     attention = _attention(settings, model, kv_dtype)
     settings = _resolve_graphs(settings, attention, device)
-    model.trunk.linears.deterministic = settings.deterministic
+    set_deterministic(model, settings.deterministic)
     runner = Runner(model, cache, pool, attention=attention)
     return EngineParts(
         settings=settings,

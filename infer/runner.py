@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepPlan
+from idlm.errors import UserError
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
+from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, paged_attention, plan_attention
 from idlm.kernels.step_rows import map_slots
 
@@ -73,6 +75,20 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
         dtype=model.dtype,
         kv_dtype=kv_dtype,
     )
+
+
+def set_deterministic(model: LoadedModel, value: bool) -> None:
+    """Compute the model so that a row's bits depend on the row alone, or as fast as can be. UserError
+    IDLM-0443 on a GPU whose matrix products cannot do the former.
+    """
+    if value and not check_rows_agree(model.device, model.dtype):
+        raise UserError(
+            "IDLM-0443",
+            f"deterministic=true: on {torch.cuda.get_device_name(model.device)} the bits of a product's row "
+            "depend on how many rows there are",
+            fix="use deterministic=false, or a Hopper GPU",
+        )
+    model.trunk.linears.deterministic = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,6 @@ def _finish(
     acc,
     acc_up,
     y_RE,
-    residual_RE,
     scale_E,
     bias_E,
     e,
@@ -100,11 +99,9 @@ def _finish(
     m_row,
     E,
     stride_y,
-    stride_residual,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
 ):
     """Epilogue and store; every step rounds as the separate torch ops do."""
     dtype = y_RE.dtype.element_ty
@@ -114,10 +111,6 @@ def _finish(
         y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * up
     y = y.to(dtype).T
     mask = m_row[:, None] & m_e[None, :]
-    if HAS_RESIDUAL:
-        p_residual = residual_RE + row[:, None] * stride_residual + e[None, :]
-        residual = tl.load(p_residual, mask=mask, other=0.0).to(tl.float32)
-        y = (y.to(tl.float32) + residual).to(dtype)
     tl.store(y_RE + row[:, None] * stride_y + e[None, :], y, mask=mask)
 
 
@@ -126,7 +119,6 @@ def linear_kernel(
     x_RD,
     w_ED,
     y_RE,
-    residual_RE,
     scale_E,
     bias_E,
     partials,
@@ -138,12 +130,10 @@ def linear_kernel(
     stride_w,
     up_offset,
     stride_y,
-    stride_residual,
     splits,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     EVEN_D: tl.constexpr,
     MANY: tl.constexpr,
     SERIAL: tl.constexpr,
@@ -226,7 +216,6 @@ def linear_kernel(
             acc,
             acc_up,
             y_RE,
-            residual_RE,
             scale_E,
             bias_E,
             e,
@@ -235,9 +224,7 @@ def linear_kernel(
             m_row,
             E,
             stride_y,
-            stride_residual,
             GATED,
             SCALED,
             HAS_BIAS,
-            HAS_RESIDUAL,
         )

@@ -22,11 +22,10 @@ def run(
     launch: Launch,
     scale_E: Tensor | None = None,
     bias_E: Tensor | None = None,
-    residual_RE: Tensor | None = None,
     gated: bool = False,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Write the linear of `x_RD` into `out_RE`, which may be `residual_RE`; returns it."""
+    """Write the linear of `x_RD` into `out_RE`; returns it."""
     num_rows, D = x_RD.shape
     E = out_RE.shape[1]
     if num_rows == 0:
@@ -49,7 +48,6 @@ def run(
         x_RD,
         weight_ED,
         out_RE,
-        out_RE if residual_RE is None else residual_RE,
         out_RE if scale_E is None else scale_E,
         out_RE if bias_E is None else bias_E,
         partials,
@@ -61,12 +59,10 @@ def run(
         weight_ED.stride(0),
         E * weight_ED.stride(0),
         out_RE.stride(0),
-        out_RE.stride(0) if residual_RE is None else residual_RE.stride(0),
         splits,
         GATED=gated,
         SCALED=scale_E is not None,
         HAS_BIAS=bias_E is not None,
-        HAS_RESIDUAL=residual_RE is not None,
         EVEN_D=is_even,
         MANY=splits > 1 and not launch.serial,
         SERIAL=launch.serial,

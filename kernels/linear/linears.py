@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from idlm.kernels.hopper import has_pdl
@@ -62,3 +63,17 @@ class Linears:
         else:
             launch = few_rows_launch(*shape, gated=gated, is_fp8=isinstance(weight_ED, Fp8Weight))
         return None if launch is None else replace(launch, pdl=has_pdl(x_RD.device))
+
+
+def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:
+    """Whether the fixed launches give a row the same bits at every number of rows on this device.
+
+    It is what deterministic mode rests on; run it once at engine start. Waits for the device.
+    """
+    from idlm.kernels.linear.launch import fixed_launch
+
+    generator = torch.Generator().manual_seed(0)
+    x_RD, weight_ED = (torch.randn(n, D, generator=generator).to(device, dtype) for n in (300, E))
+    rows_of = (1, 7, 16, 17, 40, 64, 100, 128, 129, 300)
+    results = [op.linear(x_RD[:n], weight_ED, launch=fixed_launch(n, E, D, dtype)) for n in rows_of]
+    return all(torch.equal(result, results[-1][: len(result)]) for result in results)

@@ -26,19 +26,18 @@ def linear(
     weight_ED: Tensor | Fp8Weight,
     *,
     bias_E: Tensor | None = None,
-    residual_RE: Tensor | None = None,
     launch: Launch | None = None,
     workspace: Workspace | None = None,
     out_RE: Tensor | None = None,
 ) -> Tensor:
-    """x W^T (+ bias), rounded, then (+ residual), rounded: [R, E] in the dtype of `x_RD`.
+    """x W^T (+ bias), rounded: [R, E] in the dtype of `x_RD`.
 
-    Without a launch, or on a CPU, the library computes it. `out_RE` may be `residual_RE`. A launch with
-    splits needs a workspace that no other stream uses meanwhile; without one it allocates its own.
+    Without a launch, or on a CPU, the library computes it. A launch with splits needs a workspace that no
+    other stream uses meanwhile; without one it allocates its own.
     """
     _check(x_RD, weight_ED, bias_E)
     if launch is None or not _runs_kernels(x_RD):
-        return _library(x_RD, weight_ED, bias_E, residual_RE, out_RE)
+        return _library(x_RD, weight_ED, bias_E, out_RE)
     from idlm.kernels.linear.kernel_run import run
 
     values_ED, scale_E = _parts(weight_ED)
@@ -50,7 +49,6 @@ def linear(
         launch=launch,
         scale_E=scale_E,
         bias_E=bias_E,
-        residual_RE=residual_RE,
         workspace=workspace,
     )
 
@@ -71,7 +69,7 @@ def linear_swiglu(
     _check(x_RD, weight_ED, bias_E)
     width = weight_ED.shape[0] // 2
     if launch is None or not _runs_kernels(x_RD):
-        gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None, None).chunk(2, dim=-1)
+        gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
         result_RF = F.silu(gate_RF) * up_RF
         return result_RF if out_RF is None else out_RF.copy_(result_RF)
     from idlm.kernels.linear.kernel_run import run
@@ -94,15 +92,12 @@ def _library(
     x_RD: Tensor,
     weight_ED: Tensor | Fp8Weight,
     bias_E: Tensor | None,
-    residual_RE: Tensor | None,
     out_RE: Tensor | None,
 ) -> Tensor:
     if isinstance(weight_ED, Fp8Weight):
         y_RE = weight_ED.linear(x_RD, bias_E)
     else:
         y_RE = F.linear(x_RD, weight_ED, bias_E)
-    if residual_RE is not None:
-        return torch.add(residual_RE, y_RE, out=out_RE) if out_RE is not None else residual_RE + y_RE
     return y_RE if out_RE is None else out_RE.copy_(y_RE)
 
 

@@ -18,15 +18,11 @@ def linear_reference(
     weight_ED: Tensor,
     *,
     bias_E: Tensor | None = None,
-    residual_RE: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias + residual, [R, E], not rounded."""
+    """x W^T + bias, [R, E], not rounded."""
     dtype = _wide(x_RD.dtype)
     y_RE = x_RD.to(dtype) @ weight_ED.to(dtype).T
-    for term in (bias_E, residual_RE):
-        if term is not None:
-            y_RE = y_RE + term.to(dtype)
-    return y_RE
+    return y_RE if bias_E is None else y_RE + bias_E.to(dtype)
 
 
 def linear_swiglu_reference(x_RD: Tensor, weight_ED: Tensor, *, bias_E: Tensor | None = None) -> Tensor:

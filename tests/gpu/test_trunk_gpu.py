@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from benchmarks.stock import rms_norm, rotate
 from idlm.kernels.gated_lora import expand_add
 from idlm.kernels.linear import linear, linear_swiglu
-from idlm.kernels.linear.choose import check_rows_agree
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace
+from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu
@@ -122,10 +122,10 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
             slot_mapping_R=positions,
             pdl=pdl,
         )
-        total = linear(q.reshape(rows, -1), o_w, residual_RE=x, launch=launch, workspace=space)
-        hidden, _ = add_rms_norm(total, None, norm, eps=1e-6, pdl=pdl)
+        total = linear(q.reshape(rows, -1), o_w, launch=launch, workspace=space)
+        hidden, total = add_rms_norm(total, x.clone(), norm, eps=1e-6, pdl=pdl)
         hidden = linear_swiglu(hidden, up_w, launch=launch, workspace=space)
-        return linear(hidden, down_w, residual_RE=total, launch=launch, workspace=space)
+        return total + linear(hidden, down_w, launch=launch, workspace=space)
 
     chain(True), chain(False)
     torch.cuda.synchronize()

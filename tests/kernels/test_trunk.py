@@ -4,7 +4,6 @@ sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels them
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import pytest
@@ -107,30 +106,21 @@ def test_an_eight_bit_weight_is_one_that_the_dtype_holds(dtype: torch.dtype, has
     assert torch.equal(linear(x, quantised, bias_E=bias), torch.nn.functional.linear(x, widened, bias))
 
 
-def test_the_fastest_launch_is_chosen_and_the_library_keeps_its_lead() -> None:
+def test_few_rows_get_tiles_that_fill_the_device() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.choose import Shape, candidates, choose, from_json, look_up, to_json
-    from idlm.kernels.linear.launch import Launch
+    from idlm.kernels.linear.launch import FEW_PROGRAMS, few_rows_launch
 
-    shapes = [Shape(rows=16, E=6144, D=4096), Shape(rows=64, E=4096, D=4096)]
-    best = candidates(shapes[0])[5]
-
-    def measure(shape: Shape, launch: Launch | None) -> float:
-        if launch is None:
-            return 1.0
-        return 0.9 if launch == best and shape == shapes[0] else 0.99
-
-    table = choose(shapes, measure)
-    assert from_json(json.loads(json.dumps(to_json(table)))) == table
-    assert look_up(table, 7, 6144, 4096) == best
-    assert look_up(table, 17, 6144, 4096) is None
-    assert look_up(table, 60, 4096, 4096) is None
-    assert look_up(table, 1000, 6144, 4096) is None
-    for shape in (*shapes, Shape(rows=128, E=12288, D=4096, gated=True), Shape(rows=1, E=96, D=96)):
-        assert candidates(shape), shape
+    bf16 = torch.bfloat16
+    for E, D, gated in ((6144, 4096, False), (4096, 12288, False), (12288, 4096, True), (24832, 4096, False)):
+        launch = few_rows_launch(7, E, D, bf16, gated=gated)
+        assert launch is not None
+        programs = -(-E // launch.block_e) * launch.splits
+        assert FEW_PROGRAMS / 2 < programs <= FEW_PROGRAMS, f"{E=} {D=} {launch=}"
+    assert few_rows_launch(17, 6144, 4096, bf16) is None
+    assert few_rows_launch(1, 6144, 4096, torch.float32) is None
 
 
-LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "residual_RE", "bias_E"), "*bf16") | {
+LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E"), "*bf16") | {
     "scale_E": "*fp32",
     "partials": "*fp32",
     "counters": "*i32",
@@ -158,7 +148,6 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
         "GATED": False,
         "SCALED": is_fp8,
         "HAS_BIAS": True,
-        "HAS_RESIDUAL": True,
         "EVEN_D": True,
         "MANY": not launch.serial,
         "SERIAL": launch.serial,
