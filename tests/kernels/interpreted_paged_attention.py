@@ -253,16 +253,18 @@ def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:
     assert (wide[:, :2] == 7).all() and (wide[:, 6:] == 7).all()
 
 
-def test_an_fp8_cache_with_its_scales() -> None:
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_an_fp8_cache_and_its_scales(has_scales: bool) -> None:
     shape = replace(SMALL, dtype=torch.float16)
     case = build([steady(40), causal(5, 9)], shape)
-    scales = torch.tensor([0.5, 2.0]), torch.tensor([4.0, 0.25])
+    factors = torch.tensor([[0.5, 2.0], [4.0, 0.25]]) if has_scales else torch.ones(2, 2)
     stored, restored = [], []
-    for cache, scale_K in zip((case.k_cache_SKH, case.v_cache_SKH), scales, strict=True):
+    for cache, scale_K in zip((case.k_cache_SKH, case.v_cache_SKH), factors, strict=True):
         stored.append((cache / scale_K[:, None].half()).to(torch.float8_e4m3fn))
         restored.append((stored[-1].float() * scale_K[:, None]).half())
     plain = replace(case, k_cache_SKH=restored[0], v_cache_SKH=restored[1])
     scaled = replace(plain, shape=replace(shape, kv_dtype=torch.float8_e4m3fn), k_cache_SKH=stored[0])
     scaled = replace(scaled, v_cache_SKH=stored[1])
-    o_RNH = run(scaled, TINY, k_scale_K=scales[0], v_scale_K=scales[1])
+    scales = {"k_scale_K": factors[0], "v_scale_K": factors[1]} if has_scales else {}
+    o_RNH = run(scaled, TINY, **scales)
     assert error_ratio(plain, o_RNH) <= 2
