@@ -97,6 +97,7 @@ class PagedSession:
             spec.head_dim,
         )
         self.keys, self.values = (torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(2))
+        self.scales = None
         pages = torch.randperm(num_sequences * num_pages) + 1
         self.block_table = pages.reshape(num_sequences, num_pages)
         self.lengths = [0] * num_sequences
