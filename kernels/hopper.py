@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,3 +18,10 @@ def has_pdl(device: torch.device) -> bool:
     """
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return device.type == "cuda" and not is_interpreted and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def rounds_as_written() -> dict[str, Any]:
+    """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
+    fuse both into one operation with one rounding. The interpreter does not know the option.
+    """
+    return {} if os.environ.get("TRITON_INTERPRET") == "1" else {"enable_fp_fusion": False}

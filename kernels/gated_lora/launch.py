@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from idlm.kernels.gated_lora.kernel import expand_kernel
-from idlm.kernels.hopper import has_pdl
+from idlm.kernels.hopper import has_pdl, rounds_as_written
 
 BLOCK_E = 64
 MOST_RANKS = 128
@@ -56,5 +56,6 @@ def run_expand(
         PRECISION="ieee" if y_RE.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=4,
+        **(rounds_as_written() if y_RE.dtype.itemsize == 2 else {}),
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -8,12 +8,14 @@ products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from idlm.kernels.hopper import rounds_as_written
 
 if TYPE_CHECKING:
     from idlm.kernels.qkv_rope_cache.op import Rope
@@ -143,7 +145,7 @@ def run(
     num_kv_heads = k_cache_SKH.shape[1]
     num_rows, fused_heads, head_dim = qkv_RJH.shape
     groups = triton.cdiv(fused_heads, heads_per_program)
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    options = rounds_as_written() | ({"launch_pdl": True} if pdl else {})
     if num_rows:
         qkv_rope_cache_kernel[(num_rows * groups,)](
             qkv_RJH,

@@ -26,6 +26,7 @@ def forward_kernel(
     across_start_BT,
     across_end_BT,
     own_start_BT,
+    own_until_BT,
     tiles_BI8,
     order,
     num_rows_B,
@@ -68,6 +69,7 @@ def forward_kernel(
     across_start = tl.load(across_start_BT + b * T + rows, mask=inside, other=0)
     across_end = tl.load(across_end_BT + b * T + rows, mask=inside, other=0)
     own_start = tl.load(own_start_BT + b * T + rows, mask=inside, other=0)
+    own_until = tl.load(own_until_BT + b * T + rows, mask=inside, other=0)
     q = desc_q.load([b, head, row, 0]).reshape(BLOCK_Q, BLOCK_H)
     acc = tl.zeros([BLOCK_Q, BLOCK_H], dtype=tl.float32)
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
@@ -85,7 +87,7 @@ def forward_kernel(
         if (nominal < full_low) | (nominal + BLOCK_K > full_high):
             keys = first + tl.arange(0, BLOCK_K)
             start = tl.maximum(tl.where(is_own, own_start, across_start), nominal)
-            end = tl.where(is_own, rows + 1, across_end)
+            end = tl.where(is_own, own_until, across_end)
             scores = tl.where(
                 (keys[None, :] >= start[:, None]) & (keys[None, :] < end[:, None]), scores, float("-inf")
             )
@@ -148,6 +150,7 @@ def backward_kernel(
     delta_BNT,
     seen_start_BT,
     seen_end_BT,
+    own_from_BT,
     own_end_BT,
     tiles_BI8,
     order,
@@ -200,6 +203,7 @@ def backward_kernel(
     moved = first_key < row
     seen_start = tl.load(seen_start_BT + b * T + keys, mask=is_mine, other=0)
     seen_end = tl.load(seen_end_BT + b * T + keys, mask=is_mine, other=0)
+    own_from = tl.load(own_from_BT + b * T + keys, mask=is_mine, other=0)
     own_end = tl.load(own_end_BT + b * T + keys, mask=is_mine, other=0)
     k = desc_k.load([b, kv_head, first_key, 0]).reshape(BLOCK_K, BLOCK_H)
     v = desc_v.load([b, kv_head, first_key, 0]).reshape(BLOCK_K, BLOCK_H)
@@ -220,7 +224,7 @@ def backward_kernel(
         lse = tl.load(lse_BNT + at, mask=queries >= 0, other=0.0)
         weights = tl.exp2(tl.dot(k, q.T) * scale_log2 - lse[None, :])
         if (nominal < full_low) | (nominal + BLOCK_Q > full_high) | moved:
-            start = tl.maximum(tl.where(is_own, keys, seen_start), nominal)
+            start = tl.maximum(tl.where(is_own, own_from, seen_start), nominal)
             end = tl.where(is_own, own_end, seen_end)
             sees = (queries[None, :] >= start[:, None]) & (queries[None, :] < end[:, None])
             weights = tl.where(sees, weights, 0.0)

@@ -94,11 +94,12 @@ def _limits(tile):
 
 
 @gluon.jit
-def _key_ranges(seen_start_BT, seen_end_BT, own_end_BT, at, mask):
+def _key_ranges(seen_start_BT, seen_end_BT, own_from_BT, own_end_BT, at, mask):
     """Who sees the keys; nobody sees those that belong to another tile."""
     start = gl.load(seen_start_BT + at, mask=mask, other=0)
     end = gl.load(seen_end_BT + at, mask=mask, other=0)
-    return start, end, gl.load(own_end_BT + at, mask=mask, other=0)
+    own_from = gl.load(own_from_BT + at, mask=mask, other=0)
+    return start, end, own_from, gl.load(own_end_BT + at, mask=mask, other=0)
 
 
 @gluon.jit
@@ -140,6 +141,7 @@ def backward_kernel(
     delta_BNT,
     seen_start_BT,
     seen_end_BT,
+    own_from_BT,
     own_end_BT,
     tiles_BI8,
     order,
@@ -214,8 +216,9 @@ def backward_kernel(
     delta_smem.index(0).store(delta_row)
 
     keys = first_key + gl.arange(0, BLOCK_K, layout=key_layout)
-    seen_start, seen_end, own_end = _key_ranges(
-        seen_start_BT, seen_end_BT, own_end_BT, b * T + keys, (keys >= row) & (keys < num_rows)
+    is_mine = (keys >= row) & (keys < num_rows)
+    seen_start, seen_end, own_from, own_end = _key_ranges(
+        seen_start_BT, seen_end_BT, own_from_BT, own_end_BT, b * T + keys, is_mine
     )
     zero_s = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout)
     zero_dq = gl.zeros([BLOCK_Q, BLOCK_H], gl.float32, dq_layout)
@@ -246,7 +249,7 @@ def backward_kernel(
         full_low = gl.where(is_own, full_low_o, full_low_a)
         full_high = gl.where(is_own, full_high_o, full_high_a)
         if (nominal < full_low) | (nominal + BLOCK_Q > full_high) | (first_key < row):
-            start, stop = gl.where(is_own, keys, seen_start), gl.where(is_own, own_end, seen_end)
+            start, stop = gl.where(is_own, own_from, seen_start), gl.where(is_own, own_end, seen_end)
             weights = _masked(weights, first, nominal, start, stop, query_layout)
         dv_next = warpgroup_mma(gl.convert_layout(weights.to(dtype), a_layout), do, dv, is_async=True)
         products = warpgroup_mma_wait(1, deps=(products,))

@@ -71,6 +71,7 @@ def run_forward(
         see.across_start_BT,
         see.across_end_BT,
         see.own_start_BT,
+        see.own_until_BT,
         see.query_tiles_BI8,
         see.query_order,
         see.num_rows_B,
@@ -241,10 +242,11 @@ def _shared_arguments(
     scale: float,
 ) -> tuple[Any, ...]:
     """What both backward kernels take alike, in their order."""
-    ranges = (see.seen_start_BT, see.seen_end_BT, see.own_end_BT, see.key_tiles_BI8, see.key_order)
+    ranges = (see.seen_start_BT, see.seen_end_BT, see.own_from_BT, see.own_end_BT)
+    tiles = (see.key_tiles_BI8, see.key_order)
     batch, num_rows = see.own_end_BT.shape
     sizes = (batch, num_rows, see.key_tiles_BI8.shape[1])
-    return dk, dv, lse, delta, *ranges, see.num_rows_B, *sizes, scale, scale * LOG2_E
+    return dk, dv, lse, delta, *ranges, *tiles, see.num_rows_B, *sizes, scale, scale * LOG2_E
 
 
 def _finished(parts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:

@@ -14,7 +14,7 @@ def visible(see: Visibility) -> torch.Tensor:
     """Bool [B, T, T]; entry [b, q, k] says whether row q sees row k. Padding sees nothing."""
     keys_T = torch.arange(see.own_start_BT.shape[1], device=see.own_start_BT.device)
     across = (keys_T >= see.across_start_BT[..., None]) & (keys_T < see.across_end_BT[..., None])
-    return across | ((keys_T >= see.own_start_BT[..., None]) & (keys_T <= keys_T[:, None]))
+    return across | ((keys_T >= see.own_start_BT[..., None]) & (keys_T < see.own_until_BT[..., None]))
 
 
 def split_attention_reference(

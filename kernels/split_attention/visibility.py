@@ -22,15 +22,17 @@ WORK_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visibility:
-    """Row q sees the keys `[across_start, across_end)` and `[own_start, q]`; row k is seen by the queries
-    `[seen_start, seen_end)` and `[k, own_end)`. All int32, all ranges empty for padding.
+    """Row q sees the keys `[across_start, across_end)` and `[own_start, own_until)`; row k is seen by the
+    queries `[seen_start, seen_end)` and `[own_from, own_end)`. All int32, all ranges empty for padding.
     """
 
     across_start_BT: torch.Tensor
     across_end_BT: torch.Tensor
     own_start_BT: torch.Tensor
+    own_until_BT: torch.Tensor
     seen_start_BT: torch.Tensor
     seen_end_BT: torch.Tensor
+    own_from_BT: torch.Tensor
     own_end_BT: torch.Tensor
     num_rows_B: torch.Tensor
     """Rows before the padding."""
@@ -62,8 +64,10 @@ def visibility(
     positions_BT: torch.Tensor,
     block_starts_BT: torch.Tensor,
     is_noisy_BT: torch.Tensor,
+    reach_BT: torch.Tensor | None = None,
 ) -> Visibility:
-    """The ranges of packed rows.
+    """The ranges of packed rows. `reach_BT`: the last position that a row sees of its own half, at least its
+    own, not descending, for a noisy row inside its block; None: its own, which is causal.
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order is an AssertionError; on a GPU
@@ -71,6 +75,7 @@ def visibility(
     """
     reach = 1 << 28
     is_real = doc_ids_BT != PADDING_DOC
+    reach_of = positions_BT if reach_BT is None else reach_BT
     noisy = is_noisy_BT & is_real
     doc = doc_ids_BT.long() * reach
     clean_half = 1 << 58
@@ -100,14 +105,22 @@ def visibility(
         torch.where(seen_across, first(doc + reach - 1, after=True), zero),
     )
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
-    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, rows + 1, is_real)), dim=2)
-    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(rows, own_end, is_real)), dim=2)
+    # Inside a half positions and reaches ascend as well, and a reach never leaves its block.
+    half = torch.where(noisy, 0, clean_half) + doc
+    place = torch.where(is_real, half + positions_BT, 2 * clean_half).contiguous()
+    reached = torch.where(is_real, half + reach_of, 2 * clean_half).contiguous()
+    own_until = torch.where(is_real, torch.searchsorted(place, reached, right=True), rows + 1)
+    own_from = torch.where(is_real, torch.searchsorted(reached, place), rows)
+    query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, own_until, is_real)), dim=2)
+    key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(own_from, own_end, is_real)), dim=2)
     return Visibility(
         across_start_BT=across[0].int(),
         across_end_BT=across[1].int(),
         own_start_BT=own_start.int(),
+        own_until_BT=own_until.int(),
         seen_start_BT=seen[0].int(),
         seen_end_BT=seen[1].int(),
+        own_from_BT=own_from.int(),
         own_end_BT=own_end.int(),
         num_rows_B=is_real.sum(dim=1, dtype=torch.int32),
         query_tiles_BI8=query_tiles.int().contiguous(),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.stock import rms_norm, rotate
+from idlm.kernels.hopper import rounds_as_written
 from idlm.kernels.linear import dequantised, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -190,6 +191,8 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
         (expand_kernel, {**products, "GATED": False}),
         (expand_kernel, {**products, "GATED": True}),
     ):
-        made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, num_warps=4)
+        options = {"num_warps": 4, **rounds_as_written()}
+        made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, **options)
         assert made.spilled_bytes == 0, kernel
         assert "griddepcontrol.wait" in made.ptx
+        assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {kernel}"
