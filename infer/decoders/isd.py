@@ -17,11 +17,11 @@ from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Batch, PictureName, plan_rows
+from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, plan_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
-from idlm.kernels.sampling import draft_laws, draw_drafts, emit, put, verify
+from idlm.kernels.sampling import draft_laws, emit_and_draft, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ACCEPTANCES = ("exact", "published")
@@ -47,6 +47,7 @@ class IsdDecoder:
 
     name: ClassVar[str] = "isd"
     Config: ClassVar[type] = IsdConfig
+    feeding = ONE_BY_ONE
 
     def __init__(self, config: IsdConfig, semantics: Semantics) -> None:
         self.stride = semantics.stride if config.stride is None else config.stride
@@ -143,13 +144,12 @@ class IsdDecoder:
             layout_Z=self.stock_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
-        emit(laws, self.draft_laws, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BD[:, num_masks])
-        draw_drafts(
+        emit_and_draft(
             laws,
+            self.draft_laws,
             verdict,
             lanes_B=lanes_B,
-            active_B=samples_B,
-            uniforms_BJ=uniforms_BD[:, num_masks + 1 :],
+            uniforms_BA=uniforms_BD[:, num_masks:],
             drafts_ZJ=self.drafts_ZJ,
             layout_Z=self.stock_Z,
             takes_best=self.config.acceptance == "published",

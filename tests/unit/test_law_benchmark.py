@@ -24,8 +24,10 @@ def test_a_case_keeps_the_law(tmp_path: Path) -> None:
 
 def test_a_wrong_law_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts by argmax, tested with the softmax."""
-    draw = isd.draw_drafts
-    monkeypatch.setattr(isd, "draw_drafts", lambda *args, **more: draw(*args, **{**more, "takes_best": True}))
+    draw = isd.emit_and_draft
+    monkeypatch.setattr(
+        isd, "emit_and_draft", lambda *args, **more: draw(*args, **more | {"takes_best": True})
+    )
     assert law.measure([*SMALL, "cases=4-cold", f"results={tmp_path}"]) == 1
     [row] = read_rows("law", results=tmp_path)
     assert not row["gate_passed"]
