@@ -23,16 +23,19 @@ class RowMeta:
 
     `doc_ids`: int, -1 marks padding. `positions`: int, position ids inside the document. `block_starts`: int,
     position at which the diffusion block of a noisy row starts; never read for clean rows. `is_noisy`: bool,
-    True for x_t rows.
+    True for x_t rows. `reach`: int, the last position that the row sees of its own half: at least its own,
+    not descending along a document, that of a noisy row inside its block; None: its own, which is causal.
     """
 
     doc_ids: Tensor
     positions: Tensor
     block_starts: Tensor
     is_noisy: Tensor
+    reach: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = {t.shape for t in (self.doc_ids, self.positions, self.block_starts, self.is_noisy)}
+        shapes |= set() if self.reach is None else {self.reach.shape}
         assert len(shapes) == 1, f"{shapes=}"
         assert self.is_noisy.dtype == torch.bool, f"{self.is_noisy.dtype=}"
 
@@ -43,12 +46,13 @@ def dense_mask(meta: RowMeta) -> Tensor:
     Padding rows see only themselves, so that their softmax is finite, and no other row sees them.
     """
     doc_q, doc_k = meta.doc_ids[..., :, None], meta.doc_ids[..., None, :]
-    pos_q, pos_k = meta.positions[..., :, None], meta.positions[..., None, :]
+    reach_q = (meta.positions if meta.reach is None else meta.reach)[..., :, None]
+    pos_k = meta.positions[..., None, :]
     start_q, start_k = meta.block_starts[..., :, None], meta.block_starts[..., None, :]
     noisy_q, noisy_k = meta.is_noisy[..., :, None], meta.is_noisy[..., None, :]
     rows = torch.arange(meta.doc_ids.shape[-1], device=meta.doc_ids.device)
     return _rule(
-        doc_q, doc_k, pos_q, pos_k, start_q, start_k, noisy_q, noisy_k, rows[:, None] == rows[None, :]
+        doc_q, doc_k, reach_q, pos_k, start_q, start_k, noisy_q, noisy_k, rows[:, None] == rows[None, :]
     )
 
 
@@ -66,7 +70,7 @@ def visible_slots(limit_R: Tensor, branch_start_R: Tensor, slot_R: Tensor, num_s
 def _rule(
     doc_q: Tensor,
     doc_k: Tensor,
-    pos_q: Tensor,
+    reach_q: Tensor,
     pos_k: Tensor,
     start_q: Tensor,
     start_k: Tensor,
@@ -74,9 +78,9 @@ def _rule(
     noisy_k: Tensor,
     same_row: Tensor,
 ) -> Tensor:
-    causal = pos_k <= pos_q
-    noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & causal
+    reached = pos_k <= reach_q
+    noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & reached
     noisy_to_clean = noisy_q & ~noisy_k & (pos_k < start_q)
-    clean_to_clean = ~noisy_q & ~noisy_k & causal
+    clean_to_clean = ~noisy_q & ~noisy_k & reached
     same_doc = (doc_q == doc_k) & (doc_q != PADDING_DOC)
     return same_row | (same_doc & (noisy_to_noisy | noisy_to_clean | clean_to_clean))

@@ -110,7 +110,7 @@ def mask_arguments(meta: RowMeta, attention: str) -> dict[str, Any]:
 
 def row_ranges(meta: RowMeta) -> Visibility:
     """The visibility of `meta` ([B, T]) as ranges of rows; nothing waits for the device."""
-    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy)
+    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach)
 
 
 def document_masks(meta: RowMeta) -> DocumentMasks:
@@ -127,6 +127,7 @@ def document_masks(meta: RowMeta) -> DocumentMasks:
                 positions=meta.positions[b, rows_m],
                 block_starts=meta.block_starts[b, rows_m],
                 is_noisy=meta.is_noisy[b, rows_m],
+                reach=None if meta.reach is None else meta.reach[b, rows_m],
             )
             rows.append(rows_m + b * num_rows)
             masks.append(dense_mask(own)[None, None])

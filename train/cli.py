@@ -87,7 +87,9 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
     params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
     measurements: list[Measurement] = []
     texts: list[SampleText] = []
-    for decoder in ("isd", "ar") if Semantics.load(directory).stride > 1 else ("ar",):
+    semantics = Semantics.load(directory)
+    fitting = ("isd", "ar") if semantics.stride > 1 else ("ar",)
+    for decoder in ("block",) if semantics.causality == "block" else fitting:
         engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
         prompts, judge = _prompts(config, engine, num_samples)
         done = engine.generate(prompts, params)

@@ -14,6 +14,7 @@ from idlm.errors import UserError
 from idlm.lora import PROJECTIONS
 from idlm.train.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
 from idlm.train.data.settings import DataConfig
+from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.settings import EvalConfig, PlanConfig, ReportConfig, WandbConfig
 
 TASK_TOKENIZER = "task"
@@ -62,7 +63,9 @@ class AdapterConfig:
 class StageConfig:
     """One stage of the curriculum."""
 
-    stride: int = _setting(2, "tokens one forward can finalise; blocks of stride-1 masks are trained")
+    stride: int = _setting(
+        2, "tokens one forward can finalise: blocks of stride-1 masks, with objective=block of stride tokens"
+    )
     steps: int | None = _setting(None, "optimizer steps of this stage")
     fraction: float | None = _setting(None, "instead of steps: share of the run")
     clean_weight: Any = field(
@@ -134,7 +137,7 @@ class TrainConfig:
     output_dir: str = _setting(
         "outputs/train", "the checkpoint appears here; the run's own files in its folder `run`"
     )
-    objective: str = _setting("idlm", "a registered objective: idlm or ar")
+    objective: str = _setting("idlm", "a registered objective: idlm, ar, or block (block diffusion)")
     mask_region: str = _setting("response", "response or all: which tokens are supervised")
     resume: str = _setting("auto", "auto, never, or a checkpoint directory of this very run")
     dry_run: bool = _setting(False, "check and print the plan, train nothing")
@@ -149,10 +152,11 @@ class TrainConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-def clean_weight(stage: StageConfig, adapter: AdapterConfig | None) -> float | None:
+def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
     """The stage's s, None where it is balanced automatically. An adapter leaves clean rows as they are."""
     if stage.clean_weight is None:
-        return DEFAULT_CLEAN_WEIGHT if adapter is None else 0.0
+        has_clean_loss = config.adapter is None and OBJECTIVES.get(config.objective).predicts_next
+        return DEFAULT_CLEAN_WEIGHT if has_clean_loss else 0.0
     return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)
 
 
@@ -213,7 +217,7 @@ def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int
                 index=index,
                 stride=stage.stride,
                 num_steps=num_steps,
-                clean_weight=clean_weight(stage, config.adapter),
+                clean_weight=clean_weight(stage, config),
             )
             for index, (stage, num_steps) in enumerate(zip(stages, steps, strict=True))
         ),

@@ -93,6 +93,12 @@ def _places_masks(config: TrainConfig) -> bool:
     return not known or OBJECTIVES.get(config.objective).places_masks
 
 
+def _predicts_next(config: TrainConfig) -> bool:
+    """Likewise."""
+    known = config.objective in OBJECTIVES.names()
+    return not known or OBJECTIVES.get(config.objective).predicts_next
+
+
 def _choices(config: TrainConfig) -> list[str]:
     allowed: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("objective", config.objective, tuple(OBJECTIVES.names())),
@@ -153,6 +159,11 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
         problems.append("adapter.targets is empty: name at least one linear layer")
     if not _places_masks(config):
         problems.append("objective=ar has no MASK rows for an adapter to train on")
+    if not _predicts_next(config):
+        problems.append(
+            f"objective={config.objective} takes no adapter: its clean rows see their block both ways, "
+            "so that they are not those of the base; remove adapter"
+        )
     for index, stage in enumerate(config.train.stages):
         if stage.clean_weight not in (None, 0):
             problems.append(
@@ -222,7 +233,12 @@ def _stage_problems(config: TrainConfig) -> list[str]:
             problems.append(f"{where} has no steps")
         weight = stage.clean_weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
-        if weight is not None and not is_number and weight != AUTO_BALANCED:
+        if weight not in (None, 0) and not _predicts_next(config):
+            problems.append(
+                f"{where}.clean_weight={weight!r}: objective={config.objective} has no clean loss, "
+                "leave it out"
+            )
+        elif weight is not None and not is_number and weight != AUTO_BALANCED:
             problems.append(f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}")
     if len({stage.steps is None for stage in loop.stages}) > 1:
         problems.append("train.stages mixes steps and fractions")

@@ -80,7 +80,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """ROW_FIELDS as arrays [T], with `item_id` and the `stage` the item belongs to."""
         stage = self.curriculum.stage_of_item(item)
         samples = self.samples(item)
-        documents = [self.objective.rows(sample, stage) for sample in samples]
+        documents = [
+            self.objective.rows(sample, stage, (self.seed, item, place))
+            for place, sample in enumerate(samples)
+        ]
         packed: dict[str, Any] = pack_rows(documents, self.row_length, pad_token_id=self.pad_token_id)
         return packed | {"item_id": item, "stage": stage.index}
 
@@ -145,7 +148,8 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Stack packed rows to [B, T] tensors.
 
     Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found
-    here so that no device ever waits for them), `gate_index` (those of all noisy rows, for a gated adapter),
+    here so that no device ever waits for them), `open_index` (noisy rows whose target was left unmasked, and
+    which are in neither), `gate_index` (those of all noisy rows, for a gated adapter),
     `item_ids` [B], `fed` [6] (`idlm.train.flops.count_fed`) and the scalar `num_tokens`, the document
     tokens of the micro-batch.
     """
@@ -153,7 +157,9 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"
     arrays = {name: np.stack([item[name] for item in items]) for name in ROW_FIELDS}
     supervised = arrays["labels"] != IGNORE_LABEL
-    arrays["noisy_index"] = np.flatnonzero(supervised & arrays["is_noisy"])
+    is_open = supervised & arrays["is_noisy"] & (arrays["mask_rates"] == 0)
+    arrays["noisy_index"] = np.flatnonzero(supervised & arrays["is_noisy"] & ~is_open)
+    arrays["open_index"] = np.flatnonzero(is_open)
     arrays["clean_index"] = np.flatnonzero(supervised & ~arrays["is_noisy"])
     arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"])
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])

@@ -31,7 +31,7 @@ from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.plan import DEVICE_BYTES, GIB, MemoryPlan
 from idlm.train.preview import LEGEND, coloured, pieces_of, plain
 from idlm.train.resume import config_text
-from idlm.train.run_data import prepare_data
+from idlm.train.run_data import make_objective, prepare_data
 from idlm.train.run_plan import Estimate, estimate_run, gpu_name, num_gpus
 from idlm.train.weights_check import embedding_norm, weight_problems
 
@@ -153,7 +153,7 @@ def _plan(
     if mask_token_id is None and config.objective != "ar":
         return
     _adapt(config, model)
-    objective = OBJECTIVES.get(config.objective)(mask_token_id=mask_token_id, mask_region=config.mask_region)
+    objective = make_objective(config, model, tokenizer, mask_token_id)
     gpus = num_gpus(config)
     data = prepare_data(config, tokenizer, objective, mask_token_id, gpus)
     dataset, curriculum = data.dataset, data.curriculum
@@ -219,9 +219,10 @@ def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[A
     """The first sample of the run and the first of its last stage."""
     shown: list[Any] = []
     last = dataset.curriculum.stages[-1]
+    shift = int(dataset.objective.semantics(last.stride).logit_shift)
     for item in (0, len(dataset) - last.num_steps * dataset.curriculum.global_batch):
         row = dataset[item]
-        pieces = pieces_of(row, tokenizer, 0)
+        pieces = pieces_of(row, tokenizer, 0, shift=shift)
         stride = dataset.curriculum.stages[row["stage"]].stride
         shown.append(f"stride {stride}:" if stride > 1 else "next token:")
         shown.append(coloured(pieces) if colours else plain(pieces))

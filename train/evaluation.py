@@ -85,7 +85,7 @@ class HeldOut(TrainerCallback):
             "stage": stage.index,
             "stride": stage.stride,
             **{f"{name}_loss": mean for name, mean in zip(trainer.objective.term_names, means, strict=True)},
-            "acceptance": (overlap[0] / overlap[1].clamp_min(1)).tolist(),
+            "acceptance": (overlap[0] / overlap[1])[overlap[1] > 0].tolist(),
         }
 
 

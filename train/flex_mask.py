@@ -24,11 +24,12 @@ BLOCK_ROWS = 128
 
 def flex_predicate(see: Visibility) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The ranges as a `mask_mod(b, h, q_idx, kv_idx)`; padding rows see nothing."""
-    start_BT, end_BT, own_BT = see.across_start_BT, see.across_end_BT, see.own_start_BT
+    start_BT, end_BT = see.across_start_BT, see.across_end_BT
+    own_start_BT, own_until_BT = see.own_start_BT, see.own_until_BT
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         across = (kv_idx >= start_BT[b, q_idx]) & (kv_idx < end_BT[b, q_idx])
-        return across | ((kv_idx >= own_BT[b, q_idx]) & (kv_idx <= q_idx))
+        return across | ((kv_idx >= own_start_BT[b, q_idx]) & (kv_idx < own_until_BT[b, q_idx]))
 
     return mask_mod
 
@@ -38,10 +39,9 @@ def flex_block_mask(see: Visibility, *, block_rows: int = BLOCK_ROWS) -> BlockMa
     from torch.nn.attention.flex_attention import BlockMask
 
     num_rows = see.own_start_BT.shape[1]
-    rows_T = torch.arange(num_rows, device=see.own_start_BT.device)
-    starts_J = torch.arange(0, num_rows, block_rows, device=rows_T.device)
+    starts_J = torch.arange(0, num_rows, block_rows, device=see.own_start_BT.device)
     covered_BTJ = _overlap(see.across_start_BT, see.across_end_BT, starts_J, block_rows)
-    covered_BTJ += _overlap(see.own_start_BT, rows_T[None] + 1, starts_J, block_rows)
+    covered_BTJ += _overlap(see.own_start_BT, see.own_until_BT, starts_J, block_rows)
     padded = torch.nn.functional.pad(covered_BTJ, (0, 0, 0, -num_rows % block_rows))
     tiles_BIRJ = padded.unflatten(1, (-1, block_rows))
     seen_BIJ = (tiles_BIRJ > 0).any(dim=2)

@@ -78,11 +78,11 @@ class ModelWork:
 def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
     """Int64 [6] in the order of `FED`, of collated rows [B, T] with their `noisy_index` and `clean_index`.
 
-    A clean row at position p sees p + 1 clean rows; a noisy one the clean rows before its block and the noisy
-    ones of its block up to itself: p + 1 again (`idlm.masks.dense_mask`).
+    A clean row that reaches position p sees p + 1 clean rows; a noisy one the clean rows before its block and
+    the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`).
     """
     is_real, is_noisy = rows["doc_ids"] != PADDING_DOC, rows["is_noisy"]
-    seen = rows["position_ids"] + 1
+    seen = rows["reach"] + 1
     clean, noisy = is_real & ~is_noisy, is_real & is_noisy
     return np.asarray(
         [

@@ -18,7 +18,18 @@ import numpy as np
 from idlm.masks import PADDING_DOC
 
 IGNORE_LABEL = -100
-ROW_FIELDS = ("input_ids", "labels", "position_ids", "doc_ids", "block_starts", "is_noisy")
+ROW_FIELDS = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "doc_ids",
+    "block_starts",
+    "reach",
+    "mask_rates",
+    "is_noisy",
+)
+CERTAIN = 1 << 20
+"""A mask rate of 1. Rates are integers, which no trainer casts to 16 bits on their way to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +70,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of one document, all arrays of one length; `labels` is -100 where there is no target."""
+    """Rows of one document, all arrays of one length; `labels` is -100 where there is no target.
+
+    `reach`: the last position that a row sees of its own half; None: its own. `mask_rates`: the chance, in
+    parts of `CERTAIN`, at which a noisy row was masked, 0 where it was left open; None: all were masked.
+    """
 
     input_ids: np.ndarray
     positions: np.ndarray
     block_starts: np.ndarray
     labels: np.ndarray
+    reach: np.ndarray | None = None
+    mask_rates: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -72,9 +89,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """The two halves of one document. The k-th noisy row and the k-th supervised clean row share their
-    position.
-    """
+    """The two halves of one document."""
 
     noisy: Rows
     clean: Rows
@@ -148,6 +163,8 @@ def pack_rows(documents: Sequence[SampleRows], num_rows: int, *, pad_token_id: i
             packed["position_ids"][span] = rows.positions
             packed["doc_ids"][span] = doc_id
             packed["block_starts"][span] = rows.block_starts
+            packed["reach"][span] = rows.positions if rows.reach is None else rows.reach
+            packed["mask_rates"][span] = CERTAIN if rows.mask_rates is None else rows.mask_rates
             packed["is_noisy"][span] = noisy
             end = span.stop
     return packed

@@ -126,6 +126,7 @@ class BodyAndHead:
             positions=batch["position_ids"],
             block_starts=batch["block_starts"],
             is_noisy=batch["is_noisy"],
+            reach=batch.get("reach"),
         )
         if self.gate is not None:
             self.gate.set(batch["gate_index"])

@@ -53,7 +53,7 @@ from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.regional_compile import compile_layers, compiles
 from idlm.train.report import Sampler
 from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
-from idlm.train.run_data import prepare_data
+from idlm.train.run_data import make_objective, prepare_data
 from idlm.train.signals import StopOnSignal
 from idlm.train.stages import StageExports, publish_weights, stage_directory
 from idlm.train.watchdog import Watchdog, watching
@@ -155,10 +155,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     problem = window_problem(model.config, config.train.max_length)
     if problem is not None:
         raise UserError("IDLM-0509", problem, fix="lower train.max_length to the window")
-    objective = OBJECTIVES.get(config.objective)(
-        mask_token_id=mask_token_id,
-        mask_region=config.mask_region,
-    )
+    objective = make_objective(config, model, tokenizer, mask_token_id)
     data = prepare_data(config, tokenizer, objective, mask_token_id, world_size)
     return Prepared(
         model=model,

@@ -30,15 +30,18 @@ class Piece:
     opens_block: bool
 
 
-def pieces_of(row: dict[str, Any], tokenizer: Any, doc_id: int) -> list[Piece]:
-    """The tokens of one document of a packed row, by the labels that training really sees."""
+def pieces_of(row: dict[str, Any], tokenizer: Any, doc_id: int, *, shift: int = 1) -> list[Piece]:
+    """The tokens of one document of a packed row, by the labels that training really sees; noisy rows predict
+    the token `shift` places on.
+    """
     clean = (row["doc_ids"] == doc_id) & ~row["is_noisy"]
     noisy = (row["doc_ids"] == doc_id) & row["is_noisy"]
     token_ids, labels = row["input_ids"][clean], row["labels"][clean]
     targets = np.flatnonzero(labels != IGNORE_LABEL) + 1
     positions, starts = row["position_ids"][noisy], row["block_starts"][noisy]
-    opening = set((positions[positions == starts] + 1).tolist())
-    is_target = set(targets.tolist()) | set((positions + 1).tolist())
+    opening = set((positions[positions == starts] + shift).tolist())
+    hidden = positions[row["labels"][noisy] != IGNORE_LABEL]
+    is_target = set(targets.tolist()) | set((hidden + shift).tolist())
     return [
         Piece(text=_readable(tokenizer, token), is_target=place in is_target, opens_block=place in opening)
         for place, token in enumerate(token_ids.tolist())

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.errors import UserError
+from idlm.tokens import stop_token_ids
 from idlm.train.config import make_curriculum
 from idlm.train.curriculum import Curriculum
 from idlm.train.data.base import Encoder, Source, has_splits, make_encoder
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.open import open_source_on_all_ranks
 from idlm.train.dataset import PackedDataset
+from idlm.train.objectives.base import OBJECTIVES, Given, Objective
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from idlm.train.config import TrainConfig
-    from idlm.train.objectives.base import Objective
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,21 @@ class RunData:
     dataset: PackedDataset
     curriculum: Curriculum
     held_out: PackedDataset | None
+
+
+def make_objective(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, mask_token_id: int | None
+) -> Objective:
+    """The objective of a run; `mask_token_id` is None where it places no masks."""
+    generation = model.generation_config
+    return OBJECTIVES.get(config.objective).create(
+        Given(
+            mask_token_id=mask_token_id,
+            mask_region=config.mask_region,
+            max_stride=max((stage.stride for stage in config.train.stages), default=1),
+            stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
+        )
+    )
 
 
 def prepare_data(

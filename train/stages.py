@@ -7,6 +7,7 @@ stage before it is there; a stage whose end is trained again is replaced by its 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from idlm.semantics import Semantics
 from idlm.tokens import stop_token_ids
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.deepspeed import whole_weights
@@ -40,10 +40,8 @@ def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, tar
     """
     adapter = prepared.adapter
     weights = whole_weights(prepared.model, wanted=is_trained if adapter is not None else lambda name: True)
-    semantics = Semantics(
-        mask_token_id=prepared.mask_token_id,
-        stride=stride,
-        mask_region=config.mask_region,
+    semantics = dataclasses.replace(
+        prepared.objective.semantics(stride),
         gated=adapter is not None,
         base_identity=prepared.base_identity,
         stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),

@@ -73,12 +73,10 @@ def visibility(
     a document blocks (noisy) or positions (clean) do. On a CPU a wrong order is an AssertionError; on a GPU
     nobody looks, because that would make the host wait.
     """
-    reach = 1 << 28
+    reach, clean_half = 1 << 28, 1 << 58
     is_real = doc_ids_BT != PADDING_DOC
-    reach_of = positions_BT if reach_BT is None else reach_BT
     noisy = is_noisy_BT & is_real
     doc = doc_ids_BT.long() * reach
-    clean_half = 1 << 58
     inner = torch.where(noisy, block_starts_BT, positions_BT).long()
     key = torch.where(noisy, doc + inner, clean_half + doc + inner)
     key = torch.where(is_real, key, 2 * clean_half).contiguous()
@@ -92,12 +90,11 @@ def visibility(
     rows = torch.arange(key.shape[1], device=key.device).expand_as(key)
     doc_clean = first(clean_half + doc)
     doc_clean_end = first(clean_half + doc + reach - 1, after=True)
-    sees_across = noisy
     seen_across = is_real & ~noisy
     zero = torch.zeros_like(rows)
     across = (
-        torch.where(sees_across, doc_clean, zero),
-        torch.where(sees_across, first(clean_half + doc + block_starts_BT), zero),
+        torch.where(noisy, doc_clean, zero),
+        torch.where(noisy, first(clean_half + doc + block_starts_BT), zero),
     )
     own_start = torch.where(noisy, first(key), torch.where(is_real, doc_clean, rows + 1))
     seen = (
@@ -105,12 +102,7 @@ def visibility(
         torch.where(seen_across, first(doc + reach - 1, after=True), zero),
     )
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
-    # Inside a half positions and reaches ascend as well, and a reach never leaves its block.
-    half = torch.where(noisy, 0, clean_half) + doc
-    place = torch.where(is_real, half + positions_BT, 2 * clean_half).contiguous()
-    reached = torch.where(is_real, half + reach_of, 2 * clean_half).contiguous()
-    own_until = torch.where(is_real, torch.searchsorted(place, reached, right=True), rows + 1)
-    own_from = torch.where(is_real, torch.searchsorted(reached, place), rows)
+    own_until, own_from = _reached(doc + clean_half * ~noisy, positions_BT, reach_BT, is_real)
     query_tiles = torch.cat((_tiles(*across, is_real), _tiles(own_start, own_until, is_real)), dim=2)
     key_tiles = torch.cat((_tiles(*seen, is_real), _tiles(own_from, own_end, is_real)), dim=2)
     return Visibility(
@@ -128,6 +120,24 @@ def visibility(
         query_order=_longest_first(query_tiles),
         key_order=_longest_first(key_tiles),
     )
+
+
+def _reached(
+    half_BT: torch.Tensor, positions_BT: torch.Tensor, reach_BT: torch.Tensor | None, is_real_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the keys of a row's own half end, and where the queries begin that see it; `half_BT` keeps the
+    halves of documents apart.
+
+    Inside one, positions and reaches ascend, and the reach of a noisy row never leaves its block.
+    """
+    rows = torch.arange(half_BT.shape[1], device=half_BT.device).expand_as(half_BT)
+    if reach_BT is None:
+        return rows + 1, rows
+    behind_all = 1 << 60
+    place = torch.where(is_real_BT, half_BT + positions_BT, behind_all).contiguous()
+    reached = torch.where(is_real_BT, half_BT + reach_BT, behind_all).contiguous()
+    until = torch.where(is_real_BT, torch.searchsorted(place, reached, right=True), rows + 1)
+    return until, torch.where(is_real_BT, torch.searchsorted(reached, place), rows)
 
 
 def _tiles(start_BT: torch.Tensor, end_BT: torch.Tensor, is_real_BT: torch.Tensor) -> torch.Tensor:

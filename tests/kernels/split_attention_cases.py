@@ -11,7 +11,9 @@ from torch import Tensor
 
 from idlm.kernels.split_attention import Visibility, split_attention, split_attention_reference, visibility
 from idlm.masks import RowMeta
+from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows, clean_rows, noisy_rows, pack_rows
+from idlm.train.objectives.block import BlockDiffusion
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,6 +30,8 @@ class Case:
     num_kv_heads: int
     head_dim: int
     seed: int
+    both_ways: bool = False
+    """Blocks of `stride` that see themselves both ways, instead of causal ones of `stride - 1`."""
 
 
 def random_case(seed: int, *, longest: int, head_dims: tuple[int, ...] = (16,)) -> Case:
@@ -48,6 +52,7 @@ def random_case(seed: int, *, longest: int, head_dims: tuple[int, ...] = (16,)) 
         num_kv_heads=2,
         head_dim=head_dims[seed % len(head_dims)],
         seed=seed,
+        both_ways=seed % 2 == 1,
     )
 
 
@@ -58,6 +63,16 @@ def row_meta(case: Case, device: str = "cpu") -> RowMeta:
         halves = []
         for prompt, response in documents:
             sample = Sample.from_pair(range(prompt), range(response))
+            if case.both_ways:
+                objective = BlockDiffusion(
+                    mask_token_id=1,
+                    mask_region=case.mask_region,
+                    max_stride=case.stride,
+                    stop_token_ids=(response - 1,),
+                )
+                stage = Stage(index=0, stride=case.stride, num_steps=1, clean_weight=0.0)
+                halves.append(objective.rows(sample, stage, (case.seed,)))
+                continue
             noisy = noisy_rows(sample, mask_region=case.mask_region, stride=case.stride, mask_token_id=1)
             halves.append(SampleRows(noisy=noisy, clean=clean_rows(sample, case.mask_region)))
         rows.append(halves)
@@ -72,11 +87,12 @@ def row_meta(case: Case, device: str = "cpu") -> RowMeta:
         positions=stacked("position_ids"),
         block_starts=stacked("block_starts"),
         is_noisy=stacked("is_noisy"),
+        reach=stacked("reach"),
     )
 
 
 def ranges_of(meta: RowMeta) -> Visibility:
-    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy)
+    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach)
 
 
 def inputs(case: Case, meta: RowMeta, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

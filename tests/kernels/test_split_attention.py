@@ -23,6 +23,7 @@ from tests.kernels.split_attention_cases import inputs, random_case, ranges_of, 
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(10)
+NAMES = ("doc_ids", "positions", "block_starts", "is_noisy", "reach")
 
 
 def seen_pairs(meta: RowMeta) -> torch.Tensor:
@@ -38,7 +39,7 @@ def test_the_ranges_are_the_dense_mask_from_both_sides(seed: int) -> None:
     assert torch.equal(visible(see), dense)
     queries_T = torch.arange(dense.shape[1])
     seen_by = (queries_T >= see.seen_start_BT[..., None]) & (queries_T < see.seen_end_BT[..., None])
-    seen_by |= (queries_T >= queries_T[:, None]) & (queries_T < see.own_end_BT[..., None])
+    seen_by |= (queries_T >= see.own_from_BT[..., None]) & (queries_T < see.own_end_BT[..., None])
     assert torch.equal(seen_by, dense.transpose(1, 2))
     assert torch.equal(see.num_rows_B.long(), (meta.doc_ids >= 0).sum(dim=1))
 
@@ -72,7 +73,7 @@ def test_long_walks_start_first() -> None:
 def test_rows_out_of_order_are_an_error() -> None:
     meta = row_meta(random_case(1, longest=20))
     with pytest.raises(AssertionError, match="ordered"):
-        ranges_of(RowMeta(**{name: getattr(meta, name).flip(1) for name in RowMeta.__dataclass_fields__}))
+        ranges_of(RowMeta(**{name: getattr(meta, name).flip(1) for name in NAMES}))
 
 
 def test_tensors_and_back() -> None:

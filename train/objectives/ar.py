@@ -4,6 +4,7 @@ compared with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from idlm.semantics import Semantics
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows, clean_rows, no_rows
-from idlm.train.objectives.base import OBJECTIVES, Batch, Head, Terms
+from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, Terms
 
 
 @OBJECTIVES.register("ar")
@@ -24,7 +26,12 @@ class Autoregressive:
     mask_token_id: int | None
     mask_region: str
     places_masks: ClassVar[bool] = False
+    predicts_next: ClassVar[bool] = True
     term_names: tuple[str, ...] = ("clean",)
+
+    @classmethod
+    def create(cls, given: Given) -> Autoregressive:
+        return cls(mask_token_id=given.mask_token_id, mask_region=given.mask_region)
 
     def default_row_length(self, max_length: int) -> int:
         return max_length
@@ -35,8 +42,11 @@ class Autoregressive:
     def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
         return lengths.astype(np.int64)
 
-    def rows(self, sample: Sample, stage: Stage) -> SampleRows:
+    def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         return SampleRows(noisy=no_rows(), clean=clean_rows(sample, self.mask_region))
+
+    def semantics(self, stride: int) -> Semantics:
+        return Semantics(mask_region=self.mask_region)
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         return torch.tensor([batch["clean_index"].numel()])

@@ -8,6 +8,7 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from idlm.kernels.linear_cross_entropy import linear_cross_entropy, linear_overlap, token_nll
 from idlm.registry import Registry
+from idlm.semantics import Semantics
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows
 
@@ -67,6 +69,18 @@ class Terms:
     overlap: Overlap | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a run gives its objective. `mask_token_id`: None where no masks are placed; `max_stride`: of all
+    stages; `stop_token_ids`: tokens that end an answer.
+    """
+
+    mask_token_id: int | None
+    mask_region: str
+    max_stride: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+
+
 class Objective(Protocol):
     """One training objective; stateless."""
 
@@ -78,13 +92,18 @@ class Objective(Protocol):
         """Rows that hold the longest allowed sample."""
 
     def num_rows(self, sample: Sample) -> int:
-        """Rows the sample occupies; the same at every stage."""
+        """Rows the sample occupies at most, at any stage."""
 
     def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
         """`num_rows` of many samples, int64, from their tokens and the supervised ones behind the first."""
 
-    def rows(self, sample: Sample, stage: Stage) -> SampleRows:
-        """The sample's rows at a stage of the curriculum."""
+    def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
+        """The sample's rows at a stage of the curriculum; all that is random follows from `seed`, which a run
+        has for every visit of a sample, so that nothing is drawn that a resumed run would have to remember.
+        """
+
+    def semantics(self, stride: int) -> Semantics:
+        """What a checkpoint trained up to a stage of this stride means."""
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         """Tokens per term whose loss `terms` sums up, int64 [num_terms] on the CPU, from shapes alone."""
@@ -121,8 +140,14 @@ class ObjectiveFactory(Protocol):
     def places_masks(self) -> bool:
         """Whether it needs a mask token and stages of strides."""
 
-    def __call__(self, *, mask_token_id: int | None, mask_region: str) -> Objective:
-        """The objective itself; `mask_token_id` is None where no masks are placed."""
+    @property
+    def predicts_next(self) -> bool:
+        """Whether a row predicts the token behind it, as in the base. Without that there is neither a clean
+        loss to weigh nor a gated adapter, whose clean rows stay those of the base.
+        """
+
+    def create(self, given: Given) -> Objective:
+        """The objective of a run."""
 
 
 OBJECTIVES: Registry[ObjectiveFactory] = Registry("objective", "idlm.train.objectives")

@@ -8,6 +8,7 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from idlm.semantics import Semantics
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows, clean_rows, noisy_rows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Head, Overlap, Terms
+from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, Overlap, Terms
 
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio s: a perfectly learnt clean path must not make s infinite."""
@@ -31,7 +33,12 @@ class IntrospectiveConsistency:
     mask_token_id: int | None
     mask_region: str
     places_masks: ClassVar[bool] = True
+    predicts_next: ClassVar[bool] = True
     term_names: tuple[str, ...] = ("mask", "clean")
+
+    @classmethod
+    def create(cls, given: Given) -> IntrospectiveConsistency:
+        return cls(mask_token_id=given.mask_token_id, mask_region=given.mask_region)
 
     def default_row_length(self, max_length: int) -> int:
         return 2 * max_length
@@ -43,12 +50,15 @@ class IntrospectiveConsistency:
         masks = lengths - 1 if self.mask_region == "all" else num_targets
         return lengths.astype(np.int64) + masks
 
-    def rows(self, sample: Sample, stage: Stage) -> SampleRows:
+    def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         assert self.mask_token_id is not None
         noisy = noisy_rows(
             sample, mask_region=self.mask_region, stride=stage.stride, mask_token_id=self.mask_token_id
         )
         return SampleRows(noisy=noisy, clean=clean_rows(sample, self.mask_region))
+
+    def semantics(self, stride: int) -> Semantics:
+        return Semantics(mask_token_id=self.mask_token_id, stride=stride, mask_region=self.mask_region)
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         sums_clean = stage.clean_weight != 0.0 or want_overlap

@@ -1,0 +1,157 @@
+"""Block diffusion as SDAR trains it: masked tokens of a block are predicted in place from the block itself,
+seen both ways, and from the clean blocks before it, in one forward pass of `[x_t | x_0]`.
+
+Every block of `stride` tokens, on the grid of the document's start, draws a mask rate p. The loss of a masked
+token weighs 1/p, and the sum is divided by all targets, masked or not: its expectation is the NELBO.
+Departures from SDAR (arXiv 2510.06303): p is drawn per block, not per sample, for less variance; a block
+without a target has no noisy rows, which nobody would see; the block in which an answer ends is filled with
+its stop token, because a shorter block would tell the end, which decoding never does.
+
+Shape letters: B packed rows, T rows of one packed row, D width, L tokens of one sample, M masked rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from idlm.semantics import Semantics
+from idlm.train.curriculum import Stage
+from idlm.train.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows, target_flags
+from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, Terms
+
+LOWEST_RATE = CERTAIN // 1000
+"""Rates are uniform above it: 1/p stays finite."""
+
+
+@OBJECTIVES.register("block")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDiffusion:
+    """The one term is `mask`, in nats per target: an estimate of the NELBO."""
+
+    mask_token_id: int
+    mask_region: str
+    max_stride: int
+    stop_token_ids: tuple[int, ...] = ()
+    places_masks: ClassVar[bool] = True
+    predicts_next: ClassVar[bool] = False
+    term_names: tuple[str, ...] = ("mask",)
+
+    @classmethod
+    def create(cls, given: Given) -> BlockDiffusion:
+        assert given.mask_token_id is not None
+        return cls(
+            mask_token_id=given.mask_token_id,
+            mask_region=given.mask_region,
+            max_stride=given.max_stride,
+            stop_token_ids=given.stop_token_ids,
+        )
+
+    def semantics(self, stride: int) -> Semantics:
+        return Semantics(
+            causality="block",
+            logit_shift=False,
+            block_size=stride,
+            mask_token_id=self.mask_token_id,
+            stride=stride,
+            mask_region=self.mask_region,
+        )
+
+    def default_row_length(self, max_length: int) -> int:
+        return 2 * max_length + self.max_stride - 1
+
+    def num_rows(self, sample: Sample) -> int:
+        return self.default_row_length(len(sample))
+
+    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
+        return 2 * lengths.astype(np.int64) + self.max_stride - 1
+
+    def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
+        random = np.random.default_rng([*seed])
+        token_ids, is_target = self._filled(sample, stage.stride)
+        block = np.arange(len(token_ids)) // stage.stride
+        rates = random.integers(LOWEST_RATE, CERTAIN, size=block[-1] + 1, endpoint=True)[block]
+        is_masked = is_target & (random.integers(CERTAIN, size=len(block)) < rates)
+        return SampleRows(
+            noisy=self.noisy_rows(token_ids, is_target, is_masked, rates, block_size=stage.stride),
+            clean=_context_rows(sample, stage.stride),
+        )
+
+    def noisy_rows(
+        self,
+        token_ids: np.ndarray,
+        is_target: np.ndarray,
+        is_masked: np.ndarray,
+        rates: np.ndarray,
+        *,
+        block_size: int,
+    ) -> Rows:
+        """The blocks with a target, `is_masked` being hidden at `rates` (in parts of `CERTAIN`); all [L]."""
+        positions = np.arange(len(token_ids), dtype=np.int64)
+        block = positions // block_size
+        kept = (np.bincount(block, weights=is_target) > 0)[block]
+        starts = block * block_size
+        return Rows(
+            input_ids=np.where(is_masked, self.mask_token_id, token_ids)[kept],
+            positions=positions[kept],
+            block_starts=starts[kept],
+            labels=np.where(is_target, token_ids, IGNORE_LABEL)[kept],
+            reach=np.minimum(starts + block_size, len(token_ids))[kept] - 1,
+            mask_rates=np.where(is_masked, rates, 0)[kept],
+        )
+
+    def _filled(self, sample: Sample, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets up to the last target, and to the end of its block when it ends an answer."""
+        is_target = np.zeros(len(sample), dtype=bool)
+        # The same tokens as in every objective: the first of a document is context.
+        is_target[1:] = target_flags(sample, self.mask_region)[:-1]
+        end = int(np.flatnonzero(is_target)[-1]) + 1
+        last = int(sample.token_ids[end - 1])
+        num_more = -end % block_size if last in self.stop_token_ids else 0
+        token_ids = np.concatenate([sample.token_ids[:end], np.full(num_more, last, dtype=np.int64)])
+        return token_ids, np.concatenate([is_target[:end], np.ones(num_more, dtype=bool)])
+
+    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
+        return torch.tensor([batch["noisy_index"].numel() + batch["open_index"].numel()])
+
+    def terms(
+        self,
+        head: Head,
+        hidden_BTD: Tensor,
+        batch: Batch,
+        *,
+        stage: Stage,
+        coefficients: Tensor | None,
+        want_overlap: bool,
+    ) -> Terms:
+        index_M = batch["noisy_index"]
+        labels_M = batch["labels"].flatten()[index_M]
+        weights_M = CERTAIN / batch["mask_rates"].flatten()[index_M].float()
+        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
+        if coefficients is None:
+            return Terms(sums=(weights_M * head.nll(hidden_MD, labels_M)).sum().reshape(1))
+        loss, nll_M = head.loss(hidden_MD, labels_M, coefficients * weights_M)
+        return Terms(sums=(weights_M * nll_M).sum().reshape(1), loss=loss)
+
+    def needs_means(self, stage: Stage) -> bool:
+        return False
+
+    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        return torch.ones(1)
+
+
+def _context_rows(sample: Sample, block_size: int) -> Rows:
+    """The clean half, block-causal and without a loss: a row that sees its own token could only copy it."""
+    positions = np.arange(len(sample), dtype=np.int64)
+    return Rows(
+        input_ids=sample.token_ids,
+        positions=positions,
+        block_starts=np.zeros_like(positions),
+        labels=np.full(len(sample), IGNORE_LABEL, dtype=np.int64),
+        reach=np.minimum((positions // block_size + 1) * block_size, len(sample)) - 1,
+    )
