@@ -91,15 +91,14 @@ def visibility(
     doc_clean = first(clean_half + doc)
     doc_clean_end = first(clean_half + doc + reach - 1, after=True)
     seen_across = is_real & ~noisy
-    zero = torch.zeros_like(rows)
     across = (
-        torch.where(noisy, doc_clean, zero),
-        torch.where(noisy, first(clean_half + doc + block_starts_BT), zero),
+        torch.where(noisy, doc_clean, 0),
+        torch.where(noisy, first(clean_half + doc + block_starts_BT), 0),
     )
     own_start = torch.where(noisy, first(key), torch.where(is_real, doc_clean, rows + 1))
     seen = (
-        torch.where(seen_across, first(doc + positions_BT, after=True), zero),
-        torch.where(seen_across, first(doc + reach - 1, after=True), zero),
+        torch.where(seen_across, first(doc + positions_BT, after=True), 0),
+        torch.where(seen_across, first(doc + reach - 1, after=True), 0),
     )
     own_end = torch.where(noisy, first(key, after=True), torch.where(is_real, doc_clean_end, rows))
     own_until, own_from = _reached(doc + clean_half * ~noisy, positions_BT, reach_BT, is_real)
