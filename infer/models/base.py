@@ -8,17 +8,41 @@ KV heads, H head dim, S physical KV slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from idlm.registry import Registry
+from idlm.semantics import Semantics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """Feed-forward networks of which each row chooses a few."""
+
+    num_experts: int
+    num_chosen: int
+    ffn_width: int
+    """Of one expert; `ModelSpec.ffn_width` is that of the dense layers."""
+    dense_layers: tuple[int, ...]
+    """Numbers of the layers that have no experts."""
+    score: Literal["softmax", "sigmoid"]
+    is_normalised: bool
+    """Whether the weights of the chosen are divided by their sum."""
+    scaling: float = 1.0
+    has_bias: bool = False
+    """A number per expert that is added to its score where experts are chosen, not in its weight."""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    shared_ffn_width: int = 0
+    """Of an expert that every row passes, outside the scaling; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Everything the dense trunk needs to know. `vocab_size` counts embedding rows, padding rows included."""
+    """Everything a trunk needs to know. `vocab_size` counts embedding rows, padding rows included."""
 
     num_layers: int
     width: int
@@ -29,7 +53,7 @@ class ModelSpec:
     vocab_size: int
     norm_eps: float
     rope_inv_freq: tuple[float, ...]
-    """Radians per position, head_dim / 2 of them, fp32 values."""
+    """Radians per position, head_dim / 2 of them, fp32 values; 0 for what `rotary_dim` leaves alone."""
     rope_scaling: float
     """Factor on cos and sin (yarn); 1 otherwise."""
     qkv_bias: bool
@@ -38,6 +62,9 @@ class ModelSpec:
     qk_norm: bool
     tie_embeddings: bool
     max_positions: int
+    rotary_dim: int | None = None
+    """How many leading dimensions of a head are rotated; None: all."""
+    moe: MoeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +78,8 @@ class TensorNames:
     q: str = "model.layers.{}.self_attn.q_proj"
     k: str = "model.layers.{}.self_attn.k_proj"
     v: str = "model.layers.{}.self_attn.v_proj"
+    qkv: str | None = None
+    """In place of q, k and v: all query heads, then all key heads, then all value heads."""
     k_scale: str = "model.layers.{}.self_attn.k_scale"
     v_scale: str = "model.layers.{}.self_attn.v_scale"
     o: str = "model.layers.{}.self_attn.o_proj"
@@ -60,6 +89,15 @@ class TensorNames:
     gate: str = "model.layers.{}.mlp.gate_proj"
     up: str = "model.layers.{}.mlp.up_proj"
     down: str = "model.layers.{}.mlp.down_proj"
+    router: str = "model.layers.{}.mlp.gate.weight"
+    router_bias: str = "model.layers.{}.mlp.gate.expert_bias"
+    expert_gate: str = "model.layers.{}.mlp.experts.{}.gate_proj.weight"
+    """`{}` is the layer number, then the expert's."""
+    expert_up: str = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    expert_down: str = "model.layers.{}.mlp.experts.{}.down_proj.weight"
+    shared_gate: str = "model.layers.{}.mlp.shared_experts.gate_proj.weight"
+    shared_up: str = "model.layers.{}.mlp.shared_experts.up_proj.weight"
+    shared_down: str = "model.layers.{}.mlp.shared_experts.down_proj.weight"
 
 
 class KVAccess(Protocol):
@@ -105,13 +143,30 @@ class Family(ABC):
     """Base of all families; registered in `FAMILIES` under the checkpoint's architecture string."""
 
     tensor_names: ClassVar[TensorNames] = TensorNames()
-    has_known_semantics: ClassVar[bool] = True
-    """False: the architecture string names models that decode differently; someone must say which it is."""
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """What `model_type` may be beside the architecture string; empty: it is not looked at."""
+    unknown_semantics: ClassVar[str | None] = None
+    """Why the architecture string does not tell how a model decodes, so that someone must; None: it does."""
 
     @classmethod
     @abstractmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
         """Read `config.json`; UserError IDLM-0604 names every field that is missing, wrong or unsupported."""
+
+    @classmethod
+    def refined(cls, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+        """The spec, where the names of the checkpoint's tensors say more than its config."""
+        return spec
+
+    @classmethod
+    def semantics(cls, config: dict[str, Any]) -> Semantics:
+        """How such a model decodes when nobody says; not asked for with `unknown_semantics`."""
+        return Semantics()
+
+    @classmethod
+    def contradictions(cls, config: dict[str, Any], meaning: Semantics) -> list[str]:
+        """What of `meaning` cannot be true of this checkpoint, in words."""
+        return []
 
 
 FAMILIES: Registry[type[Family]] = Registry("family", "idlm.infer.models.families")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.infer.models.base import ModelSpec
+from idlm.infer.models.base import ModelSpec, MoeSpec
 from idlm.infer.models.rope import rope_frequencies
 
 MUST_BE_NULL = (
@@ -41,6 +41,23 @@ class ConfigReader:
             return value
         self.problems.append(f"{name}={value!r} (must be an integer above 0)")
         return 1
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """The field, an integer that may be 0, or `default` when it is absent or null."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        self.problems.append(f"{name}={value!r} (must be an integer, 0 or above)")
+        return 0
+
+    def require(self, *names: str) -> None:
+        """Refuse a config that lacks one of the fields: what its own classes would fill in is not what the
+        weights were trained with.
+        """
+        absent = [name for name in names if self.config.get(name) is None]
+        if absent:
+            self.problems.append(f"{', '.join(absent)} missing (no default would be right)")
 
     def positive_float(self, name: str, default: float) -> float:
         value = self.config.get(name, default)
@@ -85,6 +102,8 @@ def dense_spec(
     qk_norm: bool = False,
     default_head_dim: int | None = None,
     default_rope_theta: float | None = None,
+    rotary_dim: int | None = None,
+    moe: MoeSpec | None = None,
 ) -> ModelSpec:
     """Map a stock decoder config; keyword arguments are what the family fixes, or its defaults.
 
@@ -105,7 +124,11 @@ def dense_spec(
     _refuse_unsupported(reader, num_layers)
     max_positions = reader.positive_int("max_position_embeddings")
     inv_freq, rope_scaling, rope_problems = rope_frequencies(
-        config, head_dim=head_dim, max_positions=max_positions, default_theta=default_rope_theta
+        config,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        default_theta=default_rope_theta,
+        rotary_dim=rotary_dim,
     )
     reader.problems += rope_problems
     spec = ModelSpec(
@@ -125,6 +148,8 @@ def dense_spec(
         qk_norm=qk_norm,
         tie_embeddings=reader.flag("tie_word_embeddings"),
         max_positions=max_positions,
+        rotary_dim=rotary_dim,
+        moe=moe,
     )
     reader.check()
     return spec

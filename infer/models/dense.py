@@ -1,4 +1,5 @@
-"""The decoder trunk shared by all dense families: packed ragged rows through the ops of `kernels/`.
+"""The decoder trunk of all families: packed ragged rows through the ops of `kernels/`. Its layers are dense;
+`moe.py` puts others in their place.
 
 Not a transformers module: there is no cache, no mask and no batch axis in here. On a GPU nothing waits for
 the host, and weights are streamed by kernels for few rows. Rounding follows transformers step by step (norms
@@ -10,6 +11,7 @@ head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,9 +70,9 @@ class LowRank(nn.Module):
         return expand_swiglu(out_RE, gate_R, h_RX, self.b_Er, scaling=self.scaling)
 
 
-class DenseLayer(nn.Module):
-    """One block's weights. Query, key and value rows are stacked in `qkv`, gate and up rows in `gate_up`.
-    `fp8.quantise` puts an `Fp8Weight` in the place of each of the four matrices.
+class Layer(nn.Module):
+    """Attention and both norms of a block; a subclass says what the feed-forward part is. Query, key and
+    value rows are stacked in `qkv`.
     """
 
     def __init__(
@@ -78,10 +80,7 @@ class DenseLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.shards, spec = shards, shards.local(spec)
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-
+        empty = partial(empty_weight, device=device, dtype=dtype)
         fused_heads, o_width = spec.num_heads + 2 * spec.num_kv_heads, spec.num_heads * spec.head_dim
         self.attention_norm = empty(spec.width)
         self.qkv = empty(fused_heads * spec.head_dim, spec.width)
@@ -91,10 +90,6 @@ class DenseLayer(nn.Module):
         self.o = empty(spec.width, o_width)
         self.o_bias = empty(spec.width) if spec.o_bias else None
         self.mlp_norm = empty(spec.width)
-        self.gate_up = empty(2 * spec.ffn_width, spec.width)
-        self.gate_up_bias = empty(2 * spec.ffn_width) if spec.mlp_bias else None
-        self.down = empty(spec.width, spec.ffn_width)
-        self.down_bias = empty(spec.width) if spec.mlp_bias else None
         self.lora: nn.ModuleDict | None = None
         self.spec = spec
 
@@ -104,13 +99,18 @@ class DenseLayer(nn.Module):
         """Per fused projection: the checkpoint's modules in it, their output widths, weight and bias."""
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        ffn = spec.ffn_width
         return {
             "qkv": ((names.q, names.k, names.v), (q_rows, kv_rows, kv_rows), self.qkv, self.qkv_bias),
-            "gate_up": ((names.gate, names.up), (ffn, ffn), self.gate_up, self.gate_up_bias),
             "o": ((names.o,), (spec.width,), self.o, self.o_bias),
-            "down": ((names.down,), (spec.width,), self.down, self.down_bias),
         }
+
+    def further_targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
+        """Where tensors go that belong to no projection and are no norm."""
+        return {}
+
+    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+        """What is added to the residual last, [R, D]."""
+        raise AssertionError(f"{type(self)} is no whole layer")
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
         """Projection `name` of all rows, [R, E]; an adapter adds its part to the gate's rows and touches no
@@ -160,7 +160,37 @@ class DenseLayer(nn.Module):
         o_RE = kv.attend(number, q_RNH).reshape(len(x_RD), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
-        return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears), residual_RD
+        return self.feed_forward(normed_RD, rows), residual_RD
+
+
+class DenseLayer(Layer):
+    """Every row passes one SwiGLU; gate and up rows are stacked in `gate_up`. `fp8.quantise` puts an
+    `Fp8Weight` in the place of each of the four matrices.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
+    ) -> None:
+        super().__init__(spec, device, dtype, shards)
+        spec, empty = self.spec, partial(empty_weight, device=device, dtype=dtype)
+        self.gate_up = empty(2 * spec.ffn_width, spec.width)
+        self.gate_up_bias = empty(2 * spec.ffn_width) if spec.mlp_bias else None
+        self.down = empty(spec.width, spec.ffn_width)
+        self.down_bias = empty(spec.width) if spec.mlp_bias else None
+
+    def projections(
+        self, names: TensorNames
+    ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]]:
+        """Those of attention, then of the SwiGLU."""
+        ffn = self.spec.ffn_width
+        return super().projections(names) | {
+            "gate_up": ((names.gate, names.up), (ffn, ffn), self.gate_up, self.gate_up_bias),
+            "down": ((names.down,), (self.spec.width,), self.down, self.down_bias),
+        }
+
+    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+        """down(silu(gate) * up) of all rows."""
+        return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears)
 
     def _gated(self, normed_RD: Tensor, rows: Rows) -> Tensor:
         """silu(gate) * up, [R, F]."""
@@ -192,7 +222,7 @@ class DenseTrunk(nn.Module):
         self.embed = nn.Parameter(
             torch.empty(spec.vocab_size, spec.width, device=device, dtype=dtype), requires_grad=False
         )
-        self.layers = nn.ModuleList(DenseLayer(spec, device, dtype, shards) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(self._layer(number, device, dtype) for number in range(spec.num_layers))
         self.final_norm = nn.Parameter(
             torch.empty(spec.width, device=device, dtype=dtype), requires_grad=False
         )
@@ -206,6 +236,9 @@ class DenseTrunk(nn.Module):
         self.linears = Linears()
         self.is_adapted = False
         self.mask_row: nn.Parameter | None = None
+
+    def _layer(self, number: int, device: torch.device, dtype: torch.dtype) -> Layer:
+        return DenseLayer(self.spec, device, dtype, self.shards)
 
     def forward(
         self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
@@ -238,12 +271,13 @@ class DenseTrunk(nn.Module):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTarget:
     """Where a checkpoint tensor goes: `shape` is what the file must hold, of which `part` is broadcast into
-    `view`.
+    `view`, its rows in the order `order`, if there is one.
     """
 
     view: Tensor
     shape: tuple[int, ...]
     part: tuple[slice, ...] = ()
+    order: Tensor | None = None
 
 
 def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTarget]:
@@ -254,14 +288,20 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
         rows = shards.part(spec.vocab_size)
         targets[names.head] = WeightTarget(view=trunk.head, shape=tuple(trunk.embed.shape), part=(rows,))
     for number, layer in enumerate(trunk.layers):
-        assert isinstance(layer, DenseLayer)
+        assert isinstance(layer, Layer)
         targets[names.attention_norm.format(number)] = target_of(layer.attention_norm)
         targets[names.mlp_norm.format(number)] = target_of(layer.mlp_norm)
         if layer.qk_norm is not None:
             q_norm, k_norm = layer.qk_norm.split((layer.spec.num_heads, layer.spec.num_kv_heads))
-            targets[names.q_norm.format(number)] = WeightTarget(view=q_norm, shape=(spec.head_dim,))
-            targets[names.k_norm.format(number)] = WeightTarget(view=k_norm, shape=(spec.head_dim,))
+            for name, view in ((names.q_norm, q_norm), (names.k_norm, k_norm)):
+                targets[name.format(number)] = WeightTarget(
+                    view=view, shape=(spec.head_dim,), order=head_order(spec)
+                )
+        targets |= layer.further_targets(number, names)
         for fused, (parts, sizes, weight, bias) in layer.projections(names).items():
+            if fused == "qkv" and names.qkv is not None:
+                targets |= _fused_qkv(layer, names.qkv.format(number))
+                continue
             axis = 1 if fused in SUMMED else 0
             for part, view in zip(parts, weight.split(sizes), strict=True):
                 targets[f"{part.format(number)}.weight"] = target_of(view, shards, axis)
@@ -270,6 +310,42 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
                     whole = ALONE if fused in SUMMED else shards
                     targets[f"{part.format(number)}.bias"] = target_of(view, whole, 0)
     return targets
+
+
+def head_order(spec: ModelSpec) -> Tensor | None:
+    """By dimension of a head as it is kept, the dimension in the checkpoint [H]; None: the same.
+
+    Kernels rotate dimension i with i + H/2; a checkpoint that rotates fewer pairs i with i + rotary_dim/2.
+    Queries and keys alike are therefore kept in an order in which its pairs lie H/2 apart, the others
+    rotating by 0: scores are sums over dimensions and do not see it.
+    """
+    if spec.rotary_dim is None:
+        return None
+    half, rest = spec.rotary_dim // 2, (spec.head_dim - spec.rotary_dim) // 2
+    first, second, third, fourth = torch.arange(spec.head_dim).split((half, half, rest, rest))
+    return torch.cat((first, third, second, fourth))
+
+
+def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
+    """Targets of one module that holds all query heads, then all key heads, then all value heads."""
+    spec = layer.spec
+    assert layer.shards.size == 1, "a fused projection is not divided among ranks"
+    rotated, order = spec.num_heads + spec.num_kv_heads, head_order(spec)
+    rows_JH = torch.arange(len(layer.qkv)).view(-1, spec.head_dim)
+    if order is not None:
+        rows_JH = torch.cat((rows_JH[:rotated, order], rows_JH[rotated:]))
+    order = None if order is None else rows_JH.flatten()
+    both = {f"{module}.weight": layer.qkv, f"{module}.bias": layer.qkv_bias}
+    return {
+        name: WeightTarget(view=view, shape=tuple(view.shape), order=order)
+        for name, view in both.items()
+        if view is not None
+    }
+
+
+def empty_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """Memory for a weight, not filled."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def target_of(view: Tensor, shards: Shards = ALONE, axis: int = 0) -> WeightTarget:

@@ -20,6 +20,7 @@ from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec
 from idlm.infer.models.dense import DenseTrunk, weight_targets
 from idlm.infer.models.fp8 import read_kv_scales, scale_names
+from idlm.infer.models.moe import make_trunk, refuse
 from idlm.infer.parallel import ALONE, Shards
 from idlm.lora import is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
@@ -68,32 +69,34 @@ def load_model(
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
-    (IDLM-0302, 0303, 0600 to 0614); nothing is loaded in part.
+    (IDLM-0302, 0303, 0600 to 0617); nothing is loaded in part.
     """
     directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
     config = read_json(directory / "config.json")
     architecture, family = _family(config)
     spec = family.spec(config)
+    refuse(spec, [] if adapter is None else ["an adapter"])
     given = semantics if adapter is None else adapter.semantics
     meaning = _semantics(directory, config, family, mask_token_id, given)
     _check_meaning(meaning, spec, directory, adapter)
     files = weights.locate(directory)
     names = family.tensor_names
+    spec = family.refined(spec, files.keys())
     if spec.tie_embeddings and names.head in files and names.embed in files:
         # transformers as well trusts the weights over the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
     resolved_dtype = _dtype(dtype, config, files, names.embed)
     ignored = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
     # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
-    outline = DenseTrunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
+    outline = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
     weights.check(
         weight_targets(outline, names),
         files,
         lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
     )
     kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
-    trunk = DenseTrunk(spec, device=torch.device(device), dtype=resolved_dtype, shards=shards)
+    trunk = make_trunk(spec, device=torch.device(device), dtype=resolved_dtype, shards=shards)
     weights.copy(weight_targets(trunk, names), files)
     if adapter is not None:
         add_adapter(trunk, adapter, names)
@@ -154,7 +157,15 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
             f"{did_you_mean(given, FAMILIES.names()) if isinstance(given, str) else ''}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
         )
-    return given, FAMILIES.get(given)
+    family, model_type = FAMILIES.get(given), config.get("model_type")
+    if family.model_types and model_type not in family.model_types:
+        raise UserError(
+            "IDLM-0615",
+            f"config.json says architectures={architectures!r} and model_type={model_type!r}; that "
+            f"architecture goes with {' or '.join(family.model_types)}",
+            fix="restore the config.json that belongs to these weights",
+        )
+    return given, family
 
 
 def _semantics(
@@ -164,21 +175,30 @@ def _semantics(
     mask_token_id: int | None,
     given: Semantics | None,
 ) -> Semantics:
-    if given is None and not family.has_known_semantics and not (directory / SEMANTICS_FILE).is_file():
+    is_said = (directory / SEMANTICS_FILE).is_file()
+    if given is None and not is_said and family.unknown_semantics is not None:
         raise UserError(
             "IDLM-0605",
-            f"{directory} does not say how it decodes: I-DLM checkpoints (token-causal, logits shifted) and "
-            "SDAR checkpoints (block-causal, logits in place) share architecture and tensor names",
+            f"{directory} does not say how it decodes: {family.unknown_semantics}",
             fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
             '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
             'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669}; '
             "or pass semantics=Semantics(...)",
         )
-    meaning = Semantics.load(directory) if given is None else given
+    if given is None:
+        given = Semantics.load(directory) if is_said else family.semantics(config)
+    meaning = given
     if mask_token_id is None and meaning.mask_token_id is None:
         mask_token_id = config.get("mask_token_id")
     if mask_token_id is not None:
         meaning = replace(meaning, mask_token_id=mask_token_id)
+    problems = family.contradictions(config, meaning)
+    if problems:
+        raise UserError(
+            "IDLM-0616",
+            f"{directory} cannot decode as was said: {'; '.join(problems)}",
+            fix=f"correct {SEMANTICS_FILE} or the semantics= given, or restore config.json",
+        )
     return meaning
 
 

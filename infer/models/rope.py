@@ -16,30 +16,40 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
 
 
 def rope_frequencies(
-    config: dict[str, Any], *, head_dim: int, max_positions: int, default_theta: float | None
+    config: dict[str, Any],
+    *,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float | None,
+    rotary_dim: int | None = None,
 ) -> tuple[tuple[float, ...], float, list[str]]:
     """Return (head_dim / 2 inverse frequencies, factor on cos and sin, problems); problems empty the first.
 
-    `default_theta` None: a config without a base period is a problem, because a guess would run and be wrong.
+    `rotary_dim`: only so many dimensions rotate, the frequencies behind theirs are 0. `default_theta` None: a
+    config without a base period is a problem, because a guess would run and be wrong.
     """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         return (), 1.0, [f"rope_parameters={parameters!r} (must be an object)"]
     theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    problems = _problems(config, parameters, rope_type, theta)
+    problems = _problems(config, parameters, rope_type, theta, is_partial=rotary_dim is not None)
     if problems:
         return (), 1.0, problems
     assert theta is not None
     if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return tuple((1.0 / theta**exponents).tolist()), 1.0, []
+        rotated = head_dim if rotary_dim is None else rotary_dim
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        still = [0.0] * ((head_dim - rotated) // 2)
+        return (*(1.0 / theta**exponents).tolist(), *still), 1.0, []
     return _scaled(
         config, {**parameters, "rope_type": rope_type, "rope_theta": theta}, head_dim, max_positions
     )
 
 
-def _problems(config: dict[str, Any], parameters: dict[str, Any], rope_type: Any, theta: Any) -> list[str]:
+def _problems(
+    config: dict[str, Any], parameters: dict[str, Any], rope_type: Any, theta: Any, *, is_partial: bool
+) -> list[str]:
     problems = []
     if any(isinstance(value, dict) for value in parameters.values()):
         problems.append("rope_parameters differs between layer types (supported: one set for all layers)")
@@ -53,6 +63,10 @@ def _problems(config: dict[str, Any], parameters: dict[str, Any], rope_type: Any
         )
     elif rope_type not in ("default", *SCALED_TYPES):
         problems.append(f"rope_type={rope_type!r} (supported: {supported})")
+    if is_partial:
+        if rope_type != "default":
+            problems.append(f"rope_type={rope_type!r} of a part of each head (supported: 'default')")
+        return problems
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):
         problems.append(f"partial_rotary_factor={partial!r} (supported: 1)")

@@ -121,7 +121,7 @@ def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None
                 for name in names:
                     target = targets[name]
                     stored = file.get_slice(name)[target.part] if target.part else file.get_tensor(name)
-                    target.view.copy_(stored)
+                    target.view.copy_(stored if target.order is None else stored[target.order])
 
 
 def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> dict[Path, list[str]]:

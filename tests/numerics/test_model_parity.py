@@ -44,6 +44,13 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied-mqa": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -59,6 +66,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [2]}),
 }
 
 
@@ -103,25 +112,30 @@ class PagedSession:
         self.lengths = [0] * num_sequences
 
     @torch.inference_mode()
-    def feed(self, chunks: list[list[int]]) -> list[torch.Tensor]:
-        """Append a chunk to every sequence; one logits tensor [len(chunk), V] each."""
+    def feed(
+        self, chunks: list[list[int]], *, block_size: int = 1, num_kept: list[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Append a chunk to every sequence; one logits tensor [len(chunk), V] each. Rows of a block see each
+        other. Of a chunk the first `num_kept` rows stay (None: all), the next chunk writes over the others.
+        """
         counts = [len(chunk) for chunk in chunks]
         slots = torch.cat([torch.arange(n, n + count) for n, count in zip(self.lengths, counts, strict=True)])
         sequence_R = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(counts))
         physical_R = (
             self.block_table[sequence_R, slots // self.page_size] * self.page_size + slots % self.page_size
         )
-        self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        ends_R = (slots // block_size + 1) * block_size
         plan = plan_attention(
             AttentionRows(
                 cu_rows=torch.tensor([0, *counts]).cumsum(0),
                 block_table=self.block_table,
                 page_size=self.page_size,
                 own_slots_R=slots,
-                limits_R=slots + 1,
+                limits_R=torch.minimum(ends_R, torch.tensor(lengths)[sequence_R]),
                 branch_starts_R=slots + 1,
                 max_rows=max(counts),
-                max_slots=max(self.lengths),
+                max_slots=max(lengths),
             )
         )
         scale = self.model.spec.head_dim**-0.5
@@ -130,6 +144,7 @@ class PagedSession:
         kv = PagedKV(cache=self, slot_mapping_R=physical_R, plan=plan, scale=scale)  # type: ignore[arg-type]
         logits = self.model.trunk.logits(self.model.trunk(ids, slots, kv))
         assert logits.dtype == self.model.dtype
+        self.lengths = [n + kept for n, kept in zip(self.lengths, num_kept or counts, strict=True)]
         return list(logits.float().split(counts))
 
 

@@ -16,4 +16,7 @@ from idlm.infer.models.families.qwen3 import Qwen3
 class Sdar(Qwen3):
     """Computes exactly what Qwen3 does for a given visibility."""
 
-    has_known_semantics: ClassVar[bool] = False
+    unknown_semantics: ClassVar[str | None] = (
+        "I-DLM checkpoints (token-causal, logits shifted) and SDAR checkpoints (block-causal, logits in "
+        "place) share architecture and tensor names"
+    )

@@ -1,0 +1,150 @@
+"""LLaDA2.0 and 2.1 (BailingMoeV2): sigmoid router with groups and a shared expert, half of each head rotates.
+
+The defaults of the published config classes belong to no published weights: every field is read, none is
+filled in. Query, key and value projections are one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
+from idlm.infer.models.blocks import block_contradictions, block_semantics
+from idlm.infer.models.config import ConfigReader, dense_spec
+from idlm.semantics import Semantics
+
+BLOCK_SIZE = 32
+MASK_TOKEN_ID = 156_895
+"""In the tokenizer of Ling, their AR parent, this id is <|role_end|>, which stops there."""
+STOP_TOKEN_IDS = (156_892, 156_900)
+"""<|endoftext|> and <|role_end|>."""
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "use_qkv_bias",
+    "use_bias",
+    "tie_word_embeddings",
+)
+ATTENTION = "model.layers.{}.attention."
+
+
+@FAMILIES.register("LLaDA2MoeModelLM")
+class Llada2(Family):
+    """2.1 differs from 2.0 in how it is decoded, not in what it computes."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
+    tensor_names: ClassVar[TensorNames] = TensorNames(
+        embed="model.word_embeddings.weight",
+        qkv=f"{ATTENTION}query_key_value",
+        o=f"{ATTENTION}dense",
+        q_norm=f"{ATTENTION}query_layernorm.weight",
+        k_norm=f"{ATTENTION}key_layernorm.weight",
+        k_scale=f"{ATTENTION}k_scale",
+        v_scale=f"{ATTENTION}v_scale",
+    )
+
+    @classmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        reader = ConfigReader(config)
+        reader.require(*REQUIRED)
+        reader.allow("score_function", "sigmoid", None)
+        reader.allow("router_dtype", "fp32", "float32", None)
+        rotary_dim, moe = _rotary_dim(reader), _experts(reader)
+        reader.allow("use_bias", False)
+        qkv_bias = reader.flag("use_qkv_bias")
+        reader.check()
+        return dense_spec(
+            config,
+            qkv_bias=qkv_bias,
+            o_bias=False,
+            qk_norm=bool(config.get("use_qk_norm")),
+            rotary_dim=rotary_dim,
+            moe=moe,
+        )
+
+    @classmethod
+    def refined(cls, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+        """Whether queries and keys are normalised, which configs leave out."""
+        return replace(spec, qk_norm=spec.qk_norm or cls.tensor_names.q_norm.format(0) in tensors)
+
+    @classmethod
+    def semantics(cls, config: dict[str, Any]) -> Semantics:
+        return block_semantics(
+            config,
+            block_size=BLOCK_SIZE,
+            logit_shift=False,
+            mask_token_id=MASK_TOKEN_ID,
+            stop_token_ids=STOP_TOKEN_IDS,
+        )
+
+    @classmethod
+    def contradictions(cls, config: dict[str, Any], meaning: Semantics) -> list[str]:
+        return block_contradictions(meaning, logit_shift=False)
+
+
+def _rotary_dim(reader: ConfigReader) -> int | None:
+    """From a factor or a width, which must agree and one of which must be there; None: the whole head."""
+    config, head_dim = reader.config, reader.positive_int("head_dim")
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = parameters if isinstance(parameters, dict) else {}
+    given = {
+        "partial_rotary_factor": parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")),
+        "rotary_dim": config.get("rotary_dim"),
+    }
+    widths = {
+        name: value * head_dim if name == "partial_rotary_factor" else value
+        for name, value in given.items()
+        if isinstance(value, int | float)
+    }
+    told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if len(set(widths.values())) != 1:
+        reader.problems.append(f"{told} of head_dim={head_dim} (one is needed, and both must agree)")
+        return None
+    width = next(iter(widths.values()))
+    if width % 2 or not 0 < width <= head_dim:
+        reader.problems.append(f"{told} of head_dim={head_dim} (must come to an even width up to head_dim)")
+        return None
+    return None if width == head_dim else int(width)
+
+
+def _experts(reader: ConfigReader) -> MoeSpec:
+    num_experts, num_groups = reader.positive_int("num_experts"), reader.positive_int("n_group")
+    num_chosen, chosen_groups = reader.positive_int("num_experts_per_tok"), reader.positive_int("topk_group")
+    if num_experts % num_groups or chosen_groups > num_groups:
+        reader.problems.append(
+            f"num_experts={num_experts} in n_group={num_groups}, of which topk_group={chosen_groups}"
+        )
+    elif num_experts // num_groups < 2 or num_chosen > num_experts // num_groups * chosen_groups:
+        reader.problems.append(f"num_experts_per_tok={num_chosen} from groups of {num_experts // num_groups}")
+    ffn_width = reader.positive_int("moe_intermediate_size")
+    return MoeSpec(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        ffn_width=ffn_width,
+        dense_layers=tuple(range(reader.count("first_k_dense_replace"))),
+        score="sigmoid",
+        is_normalised=reader.flag("norm_topk_prob"),
+        scaling=reader.positive_float("routed_scaling_factor", 1.0),
+        has_bias=True,
+        num_groups=num_groups,
+        num_chosen_groups=chosen_groups,
+        shared_ffn_width=ffn_width * reader.count("num_shared_experts"),
+    )

@@ -1,0 +1,54 @@
+"""Qwen3 with experts: Qwen3's attention, softmax router in every `decoder_sparse_step`-th layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
+from idlm.infer.models.config import ConfigReader, dense_spec
+
+
+@FAMILIES.register("Qwen3MoeForCausalLM")
+class Qwen3Moe(Family):
+    """`norm_topk_prob` is off where the config does not say it, as in transformers."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    required: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        reader = ConfigReader(config)
+        reader.require(*cls.required)
+        moe = _experts(reader)
+        reader.check()
+        has_bias = bool(config.get("attention_bias"))
+        return dense_spec(
+            config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True, default_head_dim=128, moe=moe
+        )
+
+
+def _experts(reader: ConfigReader) -> MoeSpec:
+    num_layers, every = (
+        reader.positive_int("num_hidden_layers"),
+        reader.positive_int("decoder_sparse_step", 1),
+    )
+    # transformers 5 writes the field under its second name.
+    num_experts = reader.positive_int("num_experts", reader.config.get("num_local_experts"))
+    reader.allow("num_local_experts", num_experts, None)
+    num_chosen = reader.positive_int("num_experts_per_tok")
+    if num_chosen > num_experts:
+        reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")
+    only_dense = reader.config.get("mlp_only_layers") or []
+    if not isinstance(only_dense, list):
+        reader.problems.append(f"mlp_only_layers={only_dense!r} (must be a list of layer numbers)")
+        only_dense = []
+    return MoeSpec(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        ffn_width=reader.positive_int("moe_intermediate_size"),
+        dense_layers=tuple(
+            number for number in range(num_layers) if number in only_dense or (number + 1) % every
+        ),
+        score="softmax",
+        is_normalised=reader.flag("norm_topk_prob"),
+    )

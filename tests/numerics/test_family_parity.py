@@ -1,0 +1,212 @@
+"""Families that decode in blocks, against references that never saw our code: prefill, denoising and commit.
+
+Where transformers has the modules it is the reference, with the visibility given as a mask; else plain
+PyTorch. R rows fed this pass, V vocabulary, L sequence length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from idlm.infer.models.loader import load_model
+from idlm.infer.models.moe import MoeLayer
+from idlm.semantics import Semantics
+from tests.numerics import llada2_reference
+from tests.numerics.test_model_parity import VOCAB, PagedSession, save_reference
+
+TOLERANCE = 1e-4
+VISIBLE = 1e-2
+"""What a fault changes some logit by at least, or the parity would prove nothing."""
+BLOCK = 4
+MASK = 90
+PROMPT_LENGTHS = (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 1, BLOCK, BLOCK - 1, 1)
+Logits = Callable[[list[int], int], torch.Tensor]
+
+
+def visibility(length: int, block_size: int) -> torch.Tensor:
+    """Which keys each position sees [L, L]: those of its block and of the blocks before."""
+    blocks = torch.arange(length) // block_size
+    return blocks[:, None] >= blocks
+
+
+def as_transformers(reference: Any) -> Logits:
+    def logits(token_ids: list[int], block_size: int) -> torch.Tensor:
+        visible_LL = visibility(len(token_ids), block_size)
+        bias_LL = torch.zeros(visible_LL.shape).masked_fill(~visible_LL, torch.finfo(torch.float32).min)
+        with torch.inference_mode():
+            given = reference(torch.tensor([token_ids]), attention_mask=bias_LL[None, None])
+            return torch.as_tensor(given.logits[0])
+
+    return logits
+
+
+def rewrite_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def sdar(directory: Path) -> Logits:
+    reference = save_reference("qwen3", directory)
+    rewrite_config(directory, architectures=["SDARForCausalLM"], model_type="sdar")
+    Semantics(causality="block", logit_shift=False, block_size=BLOCK, mask_token_id=MASK).save(directory)
+    return as_transformers(reference)
+
+
+def sdar_moe(directory: Path) -> Logits:
+    reference = save_reference("qwen3-moe", directory)
+    rewrite_config(
+        directory, architectures=["SDARMoeForCausalLM"], model_type="sdar_moe", norm_topk_prob=True
+    )
+    Semantics(causality="block", logit_shift=False, block_size=BLOCK, mask_token_id=MASK).save(directory)
+    return as_transformers(reference)
+
+
+def fast_dllm(directory: Path) -> Logits:
+    reference = save_reference("qwen2", directory)
+    rewrite_config(
+        directory,
+        architectures=["Fast_dLLM_QwenForCausalLM"],
+        model_type="Fast_dLLM_Qwen",
+        bd_size=BLOCK,
+        mask_token_id=MASK,
+    )
+    return as_transformers(reference)
+
+
+def llada2(directory: Path, *, fault: str = "", has_qk_norm: bool = True, **changes: Any) -> Logits:
+    config = llada2_reference.CONFIG | changes
+    tensors = llada2_reference.random_tensors(config, has_qk_norm=has_qk_norm)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    reference = llada2_reference.Reference(config, tensors, fault)
+    return lambda token_ids, block_size: reference(token_ids, visibility(len(token_ids), block_size))
+
+
+def llada2_bare(directory: Path) -> Logits:
+    """Without norms of queries and keys, with biases, with a head that rotates as a whole."""
+    return llada2(directory, has_qk_norm=False, use_qkv_bias=True, partial_rotary_factor=1.0, rotary_dim=12)
+
+
+FAMILIES = {
+    "sdar": sdar,
+    "sdar_moe": sdar_moe,
+    "fast_dllm": fast_dllm,
+    "llada2": llada2,
+    "llada2_bare": llada2_bare,
+}
+
+
+def draw(num: int, seed: int) -> list[int]:
+    return torch.randint(0, MASK, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class BlockDecoding:
+    """Prompts of every kind of length, packed; each pass is checked against a recomputation of everything."""
+
+    def __init__(self, session: PagedSession, reference: Logits) -> None:
+        self.session, self.reference = session, reference
+        self.stored: list[list[int]] = [[] for _ in PROMPT_LENGTHS]
+
+    def feed(self, chunks: list[list[int]], num_kept: list[int] | None = None) -> None:
+        found = self.session.feed(chunks, block_size=BLOCK, num_kept=num_kept)
+        for number, (chunk, logits_RV) in enumerate(zip(chunks, found, strict=True)):
+            before = self.stored[number]
+            if chunk:
+                expected = self.reference(before + chunk, BLOCK)[len(before) :]
+                assert (logits_RV - expected).abs().max() <= TOLERANCE, (number, len(before), chunk)
+            self.stored[number] = before + chunk[: len(chunk) if num_kept is None else num_kept[number]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_denoising_and_commit_equal_the_reference(family: str, tmp_path: Path) -> None:
+    reference = FAMILIES[family](tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    assert (model.semantics.causality, model.semantics.mask_token_id) == ("block", MASK)
+    decoding = BlockDecoding(PagedSession(model, len(PROMPT_LENGTHS)), reference)
+    prompts = [draw(length, seed) for seed, length in enumerate(PROMPT_LENGTHS)]
+    decoding.feed([prompt[: len(prompt) // BLOCK * BLOCK] for prompt in prompts])
+    clean = [
+        prompt[len(prompt) // BLOCK * BLOCK :] + draw(BLOCK - len(prompt) % BLOCK, 50 + n)
+        for n, prompt in enumerate(prompts)
+    ]
+    nothing, masks = [0] * len(prompts), [MASK] * BLOCK
+    tails = [len(prompt) % BLOCK for prompt in prompts]
+    decoding.feed([block[:t] + masks[t:] for block, t in zip(clean, tails, strict=True)], nothing)
+    # Some are done sooner: their clean block travels with the masks of the next one.
+    is_done = [number % 2 == 0 for number in range(len(prompts))]
+    half = [
+        block + masks if done else [*block[:t], MASK, *block[t + 1 :]]
+        for block, t, done in zip(clean, tails, is_done, strict=True)
+    ]
+    decoding.feed(half, [BLOCK * done for done in is_done])
+    decoding.feed([[] if done else block for block, done in zip(clean, is_done, strict=True)])
+    decoding.feed([masks] * len(prompts), nothing)
+    decoding.feed([draw(BLOCK, 70 + number) for number in range(len(prompts))])
+
+
+def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tmp_path: Path) -> None:
+    reference = sdar(tmp_path)
+    session = PagedSession(load_model(tmp_path, device="cpu"), 1)
+    block, following = draw(BLOCK, 1), [MASK] * BLOCK
+    expected = reference(block + following, BLOCK)[BLOCK:]
+    session.feed([[*block[:-1], MASK]], block_size=BLOCK)
+    assert (session.feed([following], block_size=BLOCK)[0] - expected).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("fault", llada2_reference.FAULTS)
+def test_traps_09_to_11_every_misreading_of_llada2_is_visible(fault: str, tmp_path: Path) -> None:
+    misread = llada2(tmp_path, fault=fault)
+    tokens = draw(3 * BLOCK, 5)
+    found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
+    assert (found - misread(tokens, BLOCK)).abs().max() > VISIBLE
+
+
+def test_trap_11_the_router_is_fp32_in_a_bf16_model(tmp_path: Path) -> None:
+    llada2(tmp_path, dtype="bfloat16")
+    model = load_model(tmp_path, device="cpu")
+    layer = model.trunk.layers[1]
+    assert isinstance(layer, MoeLayer)
+    router, bias = layer.mlp.router, layer.mlp.router_bias
+    assert bias is not None and router.dtype == bias.dtype == torch.float32
+    x_RD = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    experts_RC, weights_RC = layer.mlp.route(x_RD, model.trunk.linears)
+    scores_RE = (x_RD.float() @ router.T).sigmoid()
+    exact_RC = scores_RE.gather(1, experts_RC)
+    exact_RC = 2.5 * exact_RC / exact_RC.sum(dim=1, keepdim=True)
+    assert (weights_RC - exact_RC).abs().max() <= 1e-6
+
+
+def test_trap_12_a_router_that_is_not_renormalised_is_visible(tmp_path: Path) -> None:
+    reference = sdar_moe(tmp_path)
+    tokens = draw(3 * BLOCK, 6)
+    rewrite_config(tmp_path, norm_topk_prob=False)
+    found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
+    assert (found - reference(tokens, BLOCK)).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("is_said_tied", [True, False])
+def test_trap_13_a_head_of_its_own_is_used_whatever_the_config_says(
+    is_said_tied: bool, tmp_path: Path
+) -> None:
+    reference = sdar(tmp_path)
+    rewrite_config(tmp_path, tie_word_embeddings=is_said_tied)
+    tokens = draw(BLOCK, 7)
+    found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
+    assert (found - reference(tokens, BLOCK)).abs().max() <= TOLERANCE
+
+
+def test_rows_of_an_expert_do_not_depend_on_who_else_is_there(tmp_path: Path) -> None:
+    reference = llada2(tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    tokens = [[token] for token in range(0, VOCAB, 5)]
+    together = PagedSession(model, len(tokens), num_pages=1).feed(tokens, block_size=BLOCK)
+    for token, logits_1V in zip(tokens, together, strict=True):
+        assert (logits_1V - reference(token, BLOCK)).abs().max() <= TOLERANCE
