@@ -14,7 +14,7 @@ from idlm import schema
 from idlm.checkpoint import read_json
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
-from idlm.infer.decoders.base import DECODERS, Decoder
+from idlm.infer.decoders.base import DECODERS, Decoder, default_decoder
 from idlm.infer.graphs import StaticStep
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
@@ -147,7 +147,7 @@ def build(
     )
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
-    chosen = DECODERS.get(decoder or ("isd" if model.semantics.stride > 1 else "ar"))
+    chosen = DECODERS.get(decoder or default_decoder(model.semantics))
     decoder_object = chosen(_decoder_config(chosen, decoder_options), model.semantics)
     tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
     if tokenizer is not None:
@@ -171,7 +171,7 @@ def _assemble(
     # One lane more than anybody sits on: for the padding of passes of static shape.
     num_lanes = settings.max_num_seqs + 1
     decoder.allocate(num_lanes, spec.vocab_size, dtype=dtype, device=device)
-    max_slots = max_length - 1 + max(decoder.widths)
+    max_slots = decoder.feeding.num_slots(max_length, max(decoder.widths))
     lane_pages = -(-max_slots // settings.page_size)
     slot_bytes = 2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * kv_dtype.itemsize
     page_bytes, max_pages = slot_bytes * settings.page_size, lane_pages * settings.max_num_seqs
@@ -183,7 +183,7 @@ def _assemble(
         num_lanes=num_lanes,
         max_slots=max_slots,
         device=device,
-        cache=_prefix_cache(settings, model),
+        cache=_prefix_cache(settings, model, decoder.feeding.grain),
     )
     cache = KVCache(
         (spec.num_layers, num_pages * settings.page_size, model.local.num_kv_heads, spec.head_dim),
@@ -210,6 +210,7 @@ def _assemble(
             max_prompt_rows=settings.max_prompt_rows,
             max_width=max(decoder.widths),
             max_emitted=decoder.max_emitted,
+            feeding=decoder.feeding,
         ),
         pace=FixedPace() if len(decoder.pictures) == 1 else AdaptivePace(decoder.pictures, decoder.widths),
         runner=runner,
@@ -265,9 +266,12 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
-def _prefix_cache(settings: EngineSettings, model: LoadedModel) -> PrefixCache | None:
-    """An index of its own for every engine: all that KV depends on beside the tokens is the same in it."""
-    if not settings.prefix_cache:
+def _prefix_cache(settings: EngineSettings, model: LoadedModel, grain: int) -> PrefixCache | None:
+    """An index of its own for every engine: all that KV depends on beside the tokens is the same in it.
+
+    None as well where a page ends inside a block: its KV depends on tokens behind it.
+    """
+    if not settings.prefix_cache or settings.page_size % grain:
         return None
     place = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
     return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.page_size)

@@ -129,6 +129,7 @@ class Engine:
         """
         self._check_new(request_id)
         params = params or SamplingParams()
+        self.decoder.feeding.check(params)
         prompt_ids = self._prompt_ids(request_id, prompt)
         params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._parts.eos_ids))
@@ -220,11 +221,12 @@ class Engine:
         request.num_forwards += 1
         if not samples:
             return
-        assert emission.token_ids, f"a pass decoded nothing for {request.request_id=}, which is not complete"
-        request.num_in_flight -= 1
-        request.num_steps += 1
+        num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
-        request.num_computed = request.num_known - 1
+        self.scheduler.book(request, num_before)
+        if not new_ids:
+            return
+        request.num_steps += 1
         # Behind a stop nothing counts: the drafts there belong to no answer.
         accepted, is_cut = emission.num_accepted, len(new_ids) <= emission.num_accepted
         request.count_drafts(min(accepted, len(new_ids)), len(new_ids) if is_cut else emission.num_tested)

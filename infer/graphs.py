@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.base import Batch
+from idlm.infer.decoders.base import Batch, Feeding
 from idlm.infer.scheduler import Schedule, lane_of
 from idlm.infer.step import Step, StepResult
 from idlm.infer.transfer import to_device
@@ -21,6 +21,8 @@ Columns = list[list[int]]
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Rows of prompts beside the decoding rows."""
+FED_BLOCK_BUCKETS = (1, 4, 16, 64, 256)
+"""The same in blocks, clean ones of answers included."""
 LEAST_SLOTS = 1024
 WARM_UP_PASSES = 2
 
@@ -50,7 +52,7 @@ class StaticStep:
         """Launch the pass; the result is overwritten by the next pass of the same shape."""
         # Reservations are written before the replay, outside the graph.
         self._step.runner.pool.flush()
-        shape = shape_of(schedule)
+        shape = shape_of(schedule, self._step.decoder.feeding)
         columns = self._columns(schedule, shape.num_sequences)
         if not self._captures:
             return self._step(self._batch(shape, to_device(columns, self._device)))
@@ -115,12 +117,22 @@ class _Graph:
     columns: Columns | None = None
 
 
-def shape_of(schedule: Schedule) -> PassShape:
-    """The smallest shape that the pass fits into."""
+def shape_of(schedule: Schedule, feeding: Feeding) -> PassShape:
+    """The smallest shape that the pass fits into.
+
+    Without pending tokens all that is fed lies beside the decoding rows, and there is room for clean blocks
+    that the host has not heard of: a quarter of the sequences may have one.
+    """
+    num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
+    if feeding.num_pending:
+        num_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
+    else:
+        num_blocks = sum(schedule.num_feed) // feeding.grain
+        num_rows = feeding.grain * _bucket(max(num_blocks, -(-num_sequences // 4)), FED_BLOCK_BUCKETS)
     return PassShape(
         picture=schedule.picture,
-        num_sequences=_bucket(len(schedule.requests), BATCH_BUCKETS),
-        num_prompt_rows=_bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS),
+        num_sequences=num_sequences,
+        num_prompt_rows=num_rows,
         max_known=max(LEAST_SLOTS, 1 << (max(schedule.num_known) - 1).bit_length()),
         filters=schedule.filters,
         num_top=schedule.num_top,

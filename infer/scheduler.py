@@ -1,10 +1,10 @@
 """Continuous batching: who runs in the next pass, within a pool of pages and a prompt budget. Knows no
 algorithm.
 
-Every sequence simply has known tokens that are not computed yet (a prompt: many; a decoding sequence:
-one), so prompts are chunked into the same passes as decoding. When pages run out, the youngest sequence
-gives all of its pages back and recomputes later what the prefix cache has lost by then; its tokens, drafts
-and random stream stay, so its answer does not change.
+Every sequence simply has known tokens that are not computed yet (a prompt: many; a decoding sequence: a
+pending one, or the block that is clean now), so prompts are chunked into the same passes as decoding. When
+pages run out, the youngest sequence gives all of its pages back and recomputes later what the prefix cache
+has lost by then; its tokens, drafts and random stream stay, so its answer does not change.
 
 Whoever takes KV from the prefix cache may get what a pass of another shape computed (a prompt chunk, a
 pending token, an accepted draft): equal as mathematics, not always bit for bit; as with a recomputation.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from idlm.infer.decoders.base import Batch
+from idlm.infer.decoders.base import ONE_BY_ONE, Batch, Feeding
 from idlm.infer.kv_cache import PagePool
 from idlm.infer.request import Request
 from idlm.infer.transfer import to_device
@@ -28,7 +28,8 @@ class Schedule:
     """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down, lost
     its KV or (some of it) got it back. `picture`: by which of the decoder's pictures.
 
-    `num_feed[b]` known tokens are fed, `num_known[b]` are then computed at most, `samples[b]`: that is all.
+    `num_feed[b]` known tokens are fed, `num_known[b]` are then computed at most, `samples[b]`: that is all
+    that are due. `num_pending` of those are computed by a later pass.
     `copies`: pages (from, to) to be copied before the pass.
     """
 
@@ -41,6 +42,7 @@ class Schedule:
     resumed: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     picture: int = 0
+    num_pending: int = 1
 
     @property
     def num_top(self) -> int | None:
@@ -70,7 +72,7 @@ class Schedule:
     def launched(self) -> None:
         """Note in the requests that the pass is on its way."""
         for request, num_feed, samples in zip(self.requests, self.num_feed, self.samples, strict=True):
-            request.num_computed += num_feed - samples
+            request.num_computed += num_feed - samples * self.num_pending
             request.num_in_flight += samples
 
 
@@ -84,9 +86,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, *, num_lanes: int, max_prompt_rows: int, max_width: int, max_emitted: int
+        self,
+        pool: PagePool,
+        *,
+        num_lanes: int,
+        max_prompt_rows: int,
+        max_width: int,
+        max_emitted: int,
+        feeding: Feeding = ONE_BY_ONE,
     ) -> None:
-        self.pool = pool
+        self.pool, self._feeding = pool, feeding
         self._max_prompt_rows = max_prompt_rows
         self._max_width, self._max_emitted = max_width, max_emitted
         self._free_lanes = list(range(num_lanes - 1, -1, -1))
@@ -95,8 +104,8 @@ class Scheduler:
         self.num_preemptions = 0
 
     def slots_needed(self, num_tokens: int) -> int:
-        """Slots of a sequence of `num_tokens` whose last token is pending, with its drafts and masks."""
-        return num_tokens - 1 + self._max_width
+        """Slots of a decoding sequence of `num_tokens` known ones, with its drafts and masks."""
+        return self._feeding.num_slots(num_tokens, self._max_width)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -106,12 +115,12 @@ class Scheduler:
         """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
         when pages are so short that results must come back first.
         """
-        schedule = Schedule()
+        schedule = Schedule(num_pending=self._feeding.num_pending)
         budget = self._max_prompt_rows
         is_stalled = False
         self._settle()
         for request in list(self.running):
-            if request.num_known + request.num_in_flight >= request.max_length:
+            if request.num_known + request.num_in_flight * self._feeding.num_pending >= request.max_length:
                 continue  # Every pass in flight brings a token: it is complete.
             had_pages = self.pool.num_owned(lane_of(request)) > 0
             if not had_pages and is_stalled:
@@ -139,6 +148,13 @@ class Scheduler:
             budget = self._feed(request, budget, schedule)
         return schedule
 
+    def book(self, request: Request, num_before: int) -> None:
+        """Results of a decoding pass are back; the request had `num_before` known tokens before it."""
+        request.num_in_flight -= 1
+        request.num_computed = self._feeding.num_stored(
+            request.num_computed, num_before=num_before, num_known=request.num_known
+        )
+
     def retire(self, request: Request) -> None:
         """Take a finished or aborted request out, wherever it is, and free what it holds."""
         if request.lane is None:
@@ -164,18 +180,19 @@ class Scheduler:
         self.pool.reset()
 
     def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
-        """Enter the request with as many known tokens as the prompt budget allows; returns what is left of
-        it.
+        """Enter the request with as many known tokens as the prompt budget allows, whole grains of them, of
+        which one is free; returns what is left of the budget.
         """
-        remaining = request.num_known - request.num_computed
-        if remaining > 1 and budget == 0:
+        grain = self._feeding.grain
+        remaining = self._feeding.num_due(request.num_known) - request.num_computed
+        if remaining > grain and budget == 0:
             return 0
-        num_feed = min(remaining, 1 + budget)
+        num_feed = min(remaining, grain + -(-budget // grain) * grain)
         schedule.requests.append(request)
         schedule.num_feed.append(num_feed)
         schedule.samples.append(num_feed == remaining)
-        schedule.num_known.append(self._longest(request) - remaining + num_feed)
-        return budget - (num_feed - 1)
+        schedule.num_known.append(self._feeding.num_due(self._longest(request)) - remaining + num_feed)
+        return max(0, budget - max(0, num_feed - grain))
 
     def _longest(self, request: Request) -> int:
         """Known tokens that the request may have by the time of its next pass."""
@@ -214,18 +231,19 @@ class Scheduler:
     def _sit(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
         """Pages for a sequence that has none, which begin with what the prefix cache knows of its tokens.
 
-        The last known token is fed in any case, for its logits. Of a page that is equal in part a copy is
-        made, so that the lane writes into pages of its own only.
+        The last known token's grain is fed in any case, for its logits. Of a page that is equal in part, in
+        whole grains, a copy is made, so that the lane writes into pages of its own only.
         """
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if cache is None:
             return self.pool.reserve(lane, num_slots)
-        most = request.num_known - 1
+        most = self._feeding.num_reusable(request.num_known)
         keys = self._page_keys(request, most // size)[: most // size]
         shared = cache.chain(keys)
         behind = len(shared) * size
         parent = keys[len(shared) - 1] if shared else cache.root
         source, num_equal = cache.nearest(parent, request.known_ids(behind, min(behind + size, most)))
+        num_equal = self._feeding.num_due(num_equal)
         if not self.pool.reserve(lane, num_slots, shared):
             return False
         if num_equal:
@@ -251,7 +269,8 @@ class Scheduler:
         """
         for b in range(num_shown, len(schedule.requests)):
             request = schedule.requests[b]
-            num_computed = request.num_computed + schedule.num_feed[b] - schedule.samples[b]
+            num_pending = schedule.samples[b] * schedule.num_pending
+            num_computed = request.num_computed + schedule.num_feed[b] - num_pending
             self._commit(request, num_computed, is_written=False)
         return len(schedule.requests)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.base import DECODERS, Batch, PictureName, plan_rows
+from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, plan_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -38,6 +38,7 @@ class ArDecoder:
     pictures: tuple[PictureName, ...] = (PictureName(stride=1, strategy="cold"),)
     widths: tuple[int, ...] = (1,)
     max_emitted = 1
+    feeding = ONE_BY_ONE
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
         self.config = config

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepOutcome, StepPlan
+from idlm.contracts import SamplingParams, StepOutcome, StepPlan
+from idlm.errors import UserError
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.table import SequenceTable
 from idlm.kernels.step_rows import pack_rows
@@ -22,15 +23,65 @@ from idlm.semantics import Semantics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """Which known tokens get their KV stored, in the numbers that scheduling counts with.
+
+    `grain`: they are stored in whole groups of so many, counted from the first token: of block diffusion a
+    block, whose rows see one another. What is left over rides among the decoding rows. `num_pending` 1: so
+    does the last known token, for its logits, hence every decoding pass emits, and stores what it emits but
+    for the last. 0: a decoding pass may emit nothing, and what it emits is stored by a later one.
+    """
+
+    grain: int = 1
+    num_pending: int = 1
+
+    def num_due(self, num_known: int) -> int:
+        """Known tokens that are stored before a pass decodes, or by it."""
+        return num_known // self.grain * self.grain
+
+    def num_reusable(self, num_known: int) -> int:
+        """Known tokens whose KV may come from elsewhere: the last one's group is fed, for its logits."""
+        return self.num_due(num_known - 1)
+
+    def num_slots(self, num_known: int, width: int) -> int:
+        """Slots of a sequence in a pass with `width` decoding rows."""
+        return self.num_due(num_known) - self.num_pending + width
+
+    def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
+        """Tokens stored for certain after a decoding pass made `num_before` known tokens `num_known`, if
+        `num_computed` were.
+        """
+        assert num_known >= num_before + self.num_pending, f"a pass decoded nothing: {num_known=}"
+        return num_known - 1 if self.num_pending else max(num_computed, self.num_due(num_before))
+
+    def check(self, params: SamplingParams) -> None:
+        """UserError IDLM-0449 where the log-probability of a token is asked for whose law is gone when it is
+        emitted.
+        """
+        if params.logprobs is not None and not self.num_pending:
+            raise UserError(
+                "IDLM-0449",
+                f"logprobs={params.logprobs}: block diffusion emits a block after several passes, each of "
+                "which has decided some of its tokens by a law of its own",
+                fix="leave logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
+            )
+
+
+ONE_BY_ONE = Feeding()
+"""Token-causal decoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Which sequences run in this pass and how much of each; made by the scheduler.
 
     Sequence b sits on `lanes_B[b]` and stores the next `num_feed_B[b]` known tokens behind its computed
-    ones. `samples_B[b]`: that reaches the pending token, so the pass also decodes for it. The rest is what
-    the host knows: upper bounds of `num_feed_B` and of the slots in use behind this pass's known tokens;
-    which of the decoder's pictures is used; `num_rows`, the rows to lay out, padding included (None: just
-    those that are fed, which the host then waits to read); whether anybody's law has tokens cut off; how
-    many likeliest tokens are reported for every token, None for no logprobs.
+    ones. `samples_B[b]`: those are all that are due, so the pass also decodes for it. Without a pending token
+    the host may then be late: the device knows what is due. The rest is what the host knows: upper bounds of
+    `num_feed_B` and of the slots in use behind this pass's known tokens; which of the decoder's pictures is
+    used; `num_rows`, the rows to lay out, padding included (None: just those that are fed, which the host
+    then waits to read); whether anybody's law has tokens cut off; how many likeliest tokens are reported for
+    every token, None for no logprobs.
     """
 
     lanes_B: Tensor
@@ -65,6 +116,7 @@ class Decoder(Protocol):
     widths: tuple[int, ...]
     max_emitted: int
     exactness: str
+    feeding: Feeding
 
     def __init__(self, config: Any, semantics: Semantics) -> None: ...
 
@@ -86,6 +138,13 @@ class Decoder(Protocol):
 
 
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
+
+
+def default_decoder(semantics: Semantics) -> str:
+    """The decoder that a checkpoint was made for."""
+    if semantics.causality == "block":
+        return "block"
+    return "isd" if semantics.stride > 1 else "ar"
 
 
 def plan_rows(

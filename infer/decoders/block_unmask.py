@@ -1,0 +1,130 @@
+"""Which masked positions of a block a denoising pass decides: strategies, each a small function of tensors.
+
+Names and rules as users of SDAR know them (arXiv 2510.06303 and its code), with two departures: quotas never
+exceed the masks that are left (there, they would overwrite the prompt), and `entropy_bounded` is written from
+its description. Ties go to the left. Static shapes, nothing waits for the device.
+Shapes: B sequences, W positions of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from idlm.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """A block's masks in one pass. `is_open_BW` (bool): those that may be decided; of each the probability of
+    the token that was drawn for it, and the entropy (nats) of the model's own law where a strategy asks for
+    it. `quota_B` int64 >= 1: how many are decided at least, if there are as many.
+    """
+
+    is_open_BW: Tensor
+    confidence_BW: Tensor
+    entropy_BW: Tensor | None
+    quota_B: Tensor
+
+
+class Unmasking(Protocol):
+    """Says which open masks are decided, at least one of every sequence that has any."""
+
+    needs_entropy: ClassVar[bool]
+
+    def __init__(self, *, threshold: float, entropy_bound: float) -> None: ...
+
+    def choose(self, masks: Masks) -> Tensor:
+        """Bool [B, W], a part of `is_open_BW`."""
+        ...
+
+
+UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)
+
+
+def ranks(keys_BW: Tensor, is_open_BW: Tensor) -> Tensor:
+    """How many open positions come before each: larger keys first, the left one of equal keys first.
+
+    By W * W comparisons: a sort is not stable everywhere, and W is small.
+    """
+    place_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
+    mine_BW1, other_B1W = keys_BW[:, :, None], keys_BW[:, None, :]
+    is_left_WW = place_W[None, :] < place_W[:, None]
+    is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
+    return (is_before_BWW & is_open_BW[:, None, :]).sum(-1)
+
+
+class _Strategy:
+    """Keeps what strategies may be set by."""
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __init__(self, *, threshold: float, entropy_bound: float) -> None:
+        self.threshold, self.entropy_bound = threshold, entropy_bound
+
+
+@UNMASKINGS.register("sequential")
+class Sequential(_Strategy):
+    """The leftmost."""
+
+    def choose(self, masks: Masks) -> Tensor:
+        """As many as the quota."""
+        return masks.is_open_BW & (masks.is_open_BW.long().cumsum(-1) <= masks.quota_B[:, None])
+
+
+@UNMASKINGS.register("low_confidence_static")
+class Static(_Strategy):
+    """The most confident; the others stay masked."""
+
+    def choose(self, masks: Masks) -> Tensor:
+        """As many as the quota."""
+        return masks.is_open_BW & (ranks(masks.confidence_BW, masks.is_open_BW) < masks.quota_B[:, None])
+
+
+@UNMASKINGS.register("low_confidence_dynamic")
+class Dynamic(Static):
+    """All whose confidence is above the threshold (strictly: 1 means one token per quota)."""
+
+    def choose(self, masks: Masks) -> Tensor:
+        """Where those are fewer than the quota, the most confident."""
+        passes_BW = masks.is_open_BW & (masks.confidence_BW > self.threshold)
+        least_B = torch.minimum(masks.quota_B, masks.is_open_BW.sum(-1))
+        return torch.where((passes_BW.sum(-1) >= least_B)[:, None], passes_BW, super().choose(masks))
+
+
+@UNMASKINGS.register("entropy_bounded")
+class EntropyBounded(_Strategy):
+    """The surest, as long as their entropies add up to less than the bound; one in any case."""
+
+    needs_entropy: ClassVar[bool] = True
+
+    def choose(self, masks: Masks) -> Tensor:
+        """Knows no quota."""
+        assert masks.entropy_BW is not None
+        is_open_BW = masks.is_open_BW
+        rank_BW = ranks(-masks.entropy_BW, is_open_BW)
+        is_counted_BWW = (rank_BW[:, None, :] <= rank_BW[:, :, None]) & is_open_BW[:, None, :]
+        sums_BW = torch.where(is_counted_BWW, masks.entropy_BW[:, None, :], 0.0).sum(-1)
+        return is_open_BW & ((sums_BW < self.entropy_bound) | (rank_BW == 0))
+
+
+def first_part(is_open_BW: Tensor, part_size: int) -> Tensor:
+    """Of the open positions those in the leftmost part that has any; parts are `part_size` positions."""
+    place_W = torch.arange(is_open_BW.shape[1], device=is_open_BW.device)
+    part_W = place_W // part_size
+    first_B = torch.where(is_open_BW, part_W, is_open_BW.shape[1]).amin(-1)
+    return is_open_BW & (part_W == first_B[:, None])
+
+
+@torch.inference_mode()
+def forbid(logits_XV: Tensor, token_id: int) -> None:
+    """Let no row predict the token: in place, by the least finite number."""
+    logits_XV[:, token_id] = torch.finfo(logits_XV.dtype).min
+
+
+def entropies(logits_XV: Tensor) -> Tensor:
+    """Entropy (nats, fp32) of the model's own law in each row."""
+    return torch.special.entr(logits_XV.float().softmax(-1)).sum(-1)

@@ -1,0 +1,230 @@
+"""Block diffusion in mixed batches against a slow reference decoder, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders.block_unmask import UNMASKINGS
+from idlm.semantics import Semantics
+from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.contracts.engines import MASK_ID, assert_idle, build_engine, greedy, prompts_of
+from tests.toy import write_toy_checkpoint
+
+SIZE = 4
+LENGTHS = (1, 3, 4, 5, 8, 11, 16, 30)
+SETTINGS = (
+    {"temperature": 0.0, "max_tokens": 12},
+    {"temperature": 1.0, "max_tokens": 10},
+    {"temperature": 0.8, "top_k": 5, "max_tokens": 13},
+    {"temperature": 1.2, "top_p": 0.8, "max_tokens": 1},
+    {"temperature": 0.0, "max_tokens": 9},
+    {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "max_tokens": 14},
+    {"temperature": 1.0, "max_tokens": 12},
+    {"temperature": 0.0, "max_tokens": 11},
+)
+"""One per prompt: three blocks, most of them."""
+STRATEGIES: list[dict[str, Any]] = [
+    {"strategy": "sequential"},
+    {"strategy": "low_confidence_static", "steps": 3},
+    {"strategy": "low_confidence_dynamic", "threshold": 0.5},
+    {"strategy": "entropy_bounded", "entropy_bound": 1.5},
+]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"graphs": "on"},
+    {"graphs": "on", "run_ahead": 4, "max_num_seqs": 3},
+    {"fused_commit": False, "run_ahead": 1, "prefix_cache": False},
+    {"num_pages": 16, "max_num_seqs": 5},
+]
+PROMPTS = prompts_of(LENGTHS, vocab_size=MASK_ID)
+
+
+def write_block_toy(directory: Path, *, shifted: bool, size: int = SIZE) -> Path:
+    write_toy_checkpoint(directory, architecture="Qwen2" if shifted else "Qwen3", sharpness=6.0)
+    meaning = Semantics(causality="block", logit_shift=shifted, block_size=size, mask_token_id=MASK_ID)
+    meaning.save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    return {
+        shifted: write_block_toy(tmp_path_factory.mktemp("toy"), shifted=shifted) for shifted in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(toys: dict[bool, Path]) -> Callable[[bool, dict[str, Any]], list[tuple[list[int], int]]]:
+    known: dict[str, list[tuple[list[int], int]]] = {}
+
+    def answers(shifted: bool, strategy: dict[str, Any]) -> list[tuple[list[int], int]]:
+        key = f"{shifted} {strategy}"
+        if key not in known:
+            fields = {**strategy, "part": strategy.get("sub_block_size")}
+            fields.pop("sub_block_size", None)
+            slow = SlowBlocks(toys[shifted], Rules(size=SIZE, mask=MASK_ID, shifted=shifted, **fields))
+            known[key] = [
+                slow.answer(prompt, Sampling(seed=seed, **setting))
+                for seed, (prompt, setting) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
+            ]
+        return known[key]
+
+    return answers
+
+
+def params_of() -> list[SamplingParams]:
+    return [
+        SamplingParams(seed=seed, ignore_eos=True, **setting)  # type: ignore[arg-type]
+        for seed, setting in enumerate(SETTINGS)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda options: options["strategy"])
+def test_mixed_batches_equal_a_slow_decoder(
+    toys: dict[bool, Path], expected: Any, strategy: dict[str, Any], way: dict[str, Any]
+) -> None:
+    engine = build_engine(toys[False], "block", **strategy, **way)
+    found = engine.generate(PROMPTS, params_of())
+    assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(False, strategy)]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[2], {"strategy": "low_confidence_static", "sub_block_size": 2}], ids=str
+)
+def test_shifted_blocks_begin_with_a_token_of_the_block_before(
+    toys: dict[bool, Path], expected: Any, strategy: dict[str, Any], way: dict[str, Any]
+) -> None:
+    engine = build_engine(toys[True], "block", **strategy, **way)
+    found = engine.generate(PROMPTS, params_of())
+    assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(True, strategy)]
+    assert_idle(engine)
+
+
+def test_every_strategy_is_compared() -> None:
+    assert sorted(options["strategy"] for options in STRATEGIES) == UNMASKINGS.names()
+
+
+def test_alone_is_as_in_company_and_passes_are_those_that_are_needed(
+    toys: dict[bool, Path], expected: Any
+) -> None:
+    strategy = STRATEGIES[2]
+    for fused in (True, False):
+        engine = build_engine(toys[False], "block", max_prompt_rows=64, fused_commit=fused, **strategy)
+        for prompt, params, (ids, num_passes) in zip(
+            PROMPTS, params_of(), expected(False, strategy), strict=True
+        ):
+            [found] = engine.generate([prompt], params)
+            assert list(found.token_ids) == ids
+            commits = (len(prompt) + len(ids) - 1) // SIZE - len(prompt) // SIZE
+            commits += len(prompt) >= SIZE
+            assert found.num_forwards == num_passes + (0 if fused else commits)
+
+
+def test_stops_are_trimmed_inside_a_block(toys: dict[bool, Path], expected: Any) -> None:
+    ids, _ = expected(False, STRATEGIES[0])[0]
+    stop = ids[5]
+    engine = build_engine(toys[False], "block", graphs="on", run_ahead=3, **STRATEGIES[0])
+    [found] = engine.generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, seed=0, max_tokens=12, stop_token_ids=(stop,))
+    )
+    assert list(found.token_ids) == ids[: ids.index(stop) + 1]
+    assert found.finish_reason == "stop"
+    assert_idle(engine)
+
+
+def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool, Path]) -> None:
+    prompt = PROMPTS[-1]
+    prompts = [prompt, prompt[:21], [*prompt[:14], *prompt[:5]], prompt]
+    plain = build_engine(toys[False], "block", prefix_cache=False).generate(prompts, greedy(max_tokens=9))
+    for page_size in (4, 8, 16):
+        engine = build_engine(toys[False], "block", page_size=page_size, max_num_seqs=1)
+        found = engine.generate(prompts, greedy(max_tokens=9))
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+        assert found[-1].num_cached_tokens == 28
+        assert_idle(engine)
+    # Pages that end inside a block cannot be told by their own tokens.
+    engine = build_engine(toys[False], "block", page_size=2)
+    assert engine.pool.cache is None
+    found = engine.generate(prompts, greedy(max_tokens=9))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+
+
+@pytest.mark.parametrize("way", [{}, {"graphs": "on", "run_ahead": 3}], ids=str)
+def test_aborts_leak_nothing_and_disturb_nobody(
+    toys: dict[bool, Path], expected: Any, way: dict[str, Any]
+) -> None:
+    engine = build_engine(toys[False], "block", num_pages=24, **STRATEGIES[2], **way)
+    done = {}
+    for round_ in range(3):
+        for number, (prompt, params) in enumerate(zip(PROMPTS, params_of(), strict=True)):
+            engine.add_request(f"{round_}-{number}", prompt, params)
+        step = 0
+        while engine.has_work:
+            if step % 2 == 0:
+                engine.abort(f"{round_}-{(step + round_) % len(PROMPTS)}")
+            done.update({e.request_id: e.completion for e in engine.step() if e.completion is not None})
+            step += 1
+        assert_idle(engine)
+    assert len(done) > len(PROMPTS)
+    for request_id, completion in done.items():
+        assert list(completion.token_ids) == expected(False, STRATEGIES[2])[int(request_id.split("-")[1])][0]
+
+
+def test_a_pass_that_fails_begins_its_blocks_anew(
+    toys: dict[bool, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(toys[False], "block", run_ahead=1, **STRATEGIES[1])
+    for number, (prompt, params) in enumerate(zip(PROMPTS, params_of(), strict=True)):
+        engine.add_request(str(number), prompt, params)
+    done: dict[str, Any] = {}
+    for step in range(200):
+        if step in (3, 6):
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    engine._worker, "launch", lambda schedule: (_ for _ in ()).throw(ValueError("x"))
+                )
+                with pytest.raises(ValueError, match="x"):
+                    engine.step()
+        done.update({e.request_id: e.completion for e in engine.step() if e.completion is not None})
+    answers = [list(done[str(number)].token_ids) for number in range(len(PROMPTS))]
+    assert answers == [ids for ids, _ in expected(False, STRATEGIES[1])]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"strategy": "best"}, "IDLM-0102"),
+        ({"steps": 5}, "IDLM-0451"),
+        ({"sub_block_size": 3}, "IDLM-0451"),
+        ({"threshold": 1.5}, "IDLM-0451"),
+        ({"confidence": "high"}, "IDLM-0451"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(toys: dict[bool, Path], options: dict[str, Any], code: str) -> None:
+    with pytest.raises(UserError, match=code):
+        build_engine(toys[False], "block", **options)
+
+
+def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
+    toys: dict[bool, Path], tmp_path: Path
+) -> None:
+    from idlm.infer.engine import Engine
+
+    engine = Engine.from_pretrained(toys[False], device="cpu", max_length=64)
+    assert engine.decoder.name == "block"
+    with pytest.raises(UserError, match="IDLM-0449"):
+        engine.generate([[1]], SamplingParams(logprobs=1))
+    write_toy_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="IDLM-0450"):
+        build_engine(tmp_path, "block")
