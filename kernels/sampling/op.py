@@ -190,7 +190,6 @@ def draw_drafts(
     verdict: Verdict,
     *,
     lanes_B: Tensor,
-    active_B: Tensor,
     uniforms_BJ: Tensor,
     drafts_ZJ: Tensor,
     layout_Z: Tensor,

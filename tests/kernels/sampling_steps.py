@@ -125,7 +125,7 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
         emit_and_draft(laws, state.store, verdict, **lanes, **held, uniforms_BA=uniforms_BA)
     else:
         emit(laws, state.store, verdict, **lanes, uniforms_B=uniforms_BA[:, 0])
-        draw_drafts(laws, verdict, **lanes, **held, active_B=state.active_B, uniforms_BJ=uniforms_BA[:, 1:])
+        draw_drafts(laws, verdict, **lanes, **held, uniforms_BJ=uniforms_BA[:, 1:])
     _check_verdict(drafted, verdict, p_XV, q_ZJV, uniforms_BD)
     put(state.store, state.lanes_B, laws, verdict.draft_rows_BJ, active_B=state.active_B)
     kept_ZJV = _stored(state, logits_XV.shape[1], tuning)
