@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepPlan
+from idlm.infer.build import EngineParts
 from idlm.infer.decoders import isd
 from idlm.infer.decoders.base import Batch, plan_rows
 from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import Tree
-from idlm.infer.engine import Engine
 from idlm.infer.graphs import StaticStep
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule, Scheduler, lane_of
 from idlm.infer.table import SequenceTable
+from idlm.infer.worker import Worker
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Laws, Verdict
 
@@ -345,28 +346,28 @@ def random_numbers_by_lane(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceTable, "uniforms", by_lane)
 
 
-def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[Engine, list[int]], None]) -> None:
-    original = Engine._seat
+def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[EngineParts, list[int]], None]) -> None:
+    original = Worker._seat
 
-    def seat(self: Engine, schedule: Schedule) -> None:
+    def seat(self: Worker, schedule: Schedule) -> None:
         original(self, schedule)
-        change(self, [lane_of(request) for request in schedule.preempted])
+        change(self.parts, [lane_of(request) for request in schedule.preempted])
 
-    patch.setattr(Engine, "_seat", seat)
+    patch.setattr(Worker, "_seat", seat)
 
 
 @fault("preempt")
 def preemption_drops_drafts_but_keeps_the_layout(patch: pytest.MonkeyPatch) -> None:
-    def drop(engine: Engine, lanes: list[int]) -> None:
-        engine.decoder.drafts_ZJ[lanes] = 0
+    def drop(parts: EngineParts, lanes: list[int]) -> None:
+        parts.decoder.drafts_ZJ[lanes] = 0
 
     _on_preemption(patch, drop)
 
 
 @fault("preempt", "tree")
 def preemption_restarts_the_random_stream(patch: pytest.MonkeyPatch) -> None:
-    def restart(engine: Engine, lanes: list[int]) -> None:
-        engine.table.steps_Z[lanes] = 0
+    def restart(parts: EngineParts, lanes: list[int]) -> None:
+        parts.table.steps_Z[lanes] = 0
 
     _on_preemption(patch, restart)
 
