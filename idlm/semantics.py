@@ -56,6 +56,14 @@ class Semantics:
             problems.append(f"gated={self.gated!r} is not true or false")
         if self.gated and not isinstance(self.base_identity, str):
             problems.append(f"gated=true needs the base_identity of the base, not {self.base_identity!r}")
+        if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 1):
+            problems.append(f"block_size={self.block_size!r} is not an integer above 0")
+        if self.causality == "block" and self.block_size is None:
+            problems.append("causality='block' needs a block_size")
+        if self.mask_token_id is not None and self.mask_token_id in self.stop_token_ids:
+            problems.append(
+                f"mask_token_id={self.mask_token_id} is one of stop_token_ids: the list is another model's"
+            )
         if self.stride > 1 and self.mask_token_id is None:
             problems.append(f"stride={self.stride} needs a mask_token_id")
         if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):

@@ -17,6 +17,7 @@ from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import ModelSpec, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
+from idlm.infer.models.moe import refuse
 from idlm.infer.parallel import Shards
 from idlm.kernels.linear import Fp8Weight, quantise_fp8
 
@@ -41,8 +42,11 @@ def check_device(device: torch.device, *, is_wanted: bool) -> None:
 def quantise(trunk: DenseTrunk) -> None:
     """Round this rank's projections to e4m3, one after another: meanwhile one of them exists twice, no more.
 
-    An `Fp8Weight` takes the parameter's place under its name; `Linears` take either.
+    An `Fp8Weight` takes the parameter's place under its name; `Linears` take either. UserError
+    IDLM-0617 of a model with experts.
     """
+    if trunk.spec.moe is not None:
+        refuse("weights=fp8 (allowed: auto)")
     for layer in trunk.layers:
         assert isinstance(layer, DenseLayer)
         for name in PROJECTIONS:

@@ -76,7 +76,8 @@ def load_model(
     config = read_json(directory / "config.json")
     architecture, family = _family(config)
     spec = family.spec(config)
-    refuse(spec, [] if adapter is None else ["an adapter"])
+    if spec.moe is not None and adapter is not None:
+        refuse("an adapter")
     given = semantics if adapter is None else adapter.semantics
     meaning = _semantics(directory, config, family, mask_token_id, given)
     _check_meaning(meaning, spec, directory, adapter)

@@ -9,6 +9,7 @@ expert, D width.
 from __future__ import annotations
 
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ class Experts(nn.Module):
         expert's.
         """
         experts_RC, weights_RC = self.route(x_RD, linears)
+        if x_RD.is_cuda and torch.cuda.is_current_stream_capturing():
+            refuse("graphs=on (allowed: off)")
         counts_E = experts_RC.flatten().bincount(minlength=self.moe.num_experts).tolist()
         by_expert = experts_RC.flatten().argsort(stable=True)
         rows, weights = by_expert // self.moe.num_chosen, weights_RC.flatten()[by_expert, None]
@@ -149,15 +152,14 @@ def make_trunk(
     if spec.moe is None:
         return DenseTrunk(spec, device=device, dtype=dtype, shards=shards)
     if shards.size > 1:
-        refuse(spec, [f"tensor_parallel={shards.size} (allowed: 1)"])
+        refuse(f"tensor_parallel={shards.size} (allowed: 1)")
     return MoeTrunk(spec, device=device, dtype=dtype)
 
 
-def refuse(spec: ModelSpec, problems: list[str]) -> None:
-    """UserError IDLM-0617 if a model with experts is asked for one of `problems`."""
-    if spec.moe is not None and problems:
-        raise UserError(
-            "IDLM-0617",
-            f"a model with experts does not go with {'; '.join(problems)}",
-            fix="leave these settings out",
-        )
+def refuse(problem: str) -> NoReturn:
+    """UserError IDLM-0617: what a model with experts is asked for and cannot do yet."""
+    raise UserError(
+        "IDLM-0617",
+        f"a model with experts does not go with {problem}",
+        fix="use the allowed setting named, or leave it out",
+    )
