@@ -5,9 +5,10 @@
 
 A tiny model of random weights, acceptance replayed, passes ahead, prefix cache, preemption. The books are
 checked every few passes and at the end: pages that nobody holds and that are not free are leaked.
-`shortages`: the n-th allocation on the device fails, n = 1, 2, .., and the next pass's first one too: that
-request must fail with a clear error, all others finish. An allocation is an operation of torch that returns
-new memory, counted by a dispatch mode; what Triton's kernels write was allocated by such operations.
+`shortages`: the n-th allocation on the device fails, n = 1, 2, .., which must cost nobody his answer; and
+then the next pass's first one too: one request must fail with a clear error, all others finish. An allocation
+is an operation of torch that returns new memory, counted by a dispatch mode; what Triton's kernels write was
+allocated by such operations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,13 +210,17 @@ def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
 
 
 class Shortage(TorchDispatchMode):
-    """The allocations with these numbers (from 1) fail on `device_type`; later ones may be added."""
+    """The allocations with these numbers (from 1) fail on `device_type`; may be entered anew."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, fails_at: Collection[int]) -> None:
         super().__init__()
-        self.device_type, self.num_seen = device_type, 0
-        self.fails_at: set[int] = set()
-        self.num_failed = 0
+        self.device_type, self.fails_at = device_type, fails_at
+        self.num_seen = self.num_failed = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have failed."""
+        return self.num_failed == len(self.fails_at)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -249,8 +254,7 @@ def survive(make: Callable[[], tuple[Engine, Replay]], number: int, *, twice: bo
     with replaying(replay):
         for k in range(SHORT_LOAD):
             engine.add_request(f"q{k}", arrivals.prompt(), arrivals.params())
-        with Shortage(engine.table.device.type) as shortage:
-            shortage.fails_at = {number, number + 1} if twice else {number}
+        with Shortage(engine.table.device.type, {number, number + 1} if twice else {number}):
             for _ in range(MOST_PASSES):
                 if not engine.has_work:
                     break

@@ -128,7 +128,8 @@ class Completion:
     """One finished answer.
 
     `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a
-    stop string. `finish_reason`: "stop", "length" or "abort". `num_cached_tokens` of the prompt were in the
+    stop string. `finish_reason`: "stop", "length", "abort" or "error" (then `error` says which, code
+    first, and tokens and text are what there was by then). `num_cached_tokens` of the prompt were in the
     prefix cache. `num_forwards` counts every forward pass that fed rows of this request, prompt included.
     `tested_by_position[j]` drafts at position j+1 were tested, `accepted_by_position[j]` of them accepted,
     none behind a stop; `acceptance_rate` is their ratio over all positions, None where nothing was tested.
@@ -148,6 +149,7 @@ class Completion:
     seed: int | None = None
     exactness: str = "exact"
     logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
 
     @property
     def tokens_per_forward(self) -> float:

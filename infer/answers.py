@@ -30,6 +30,7 @@ class Tally:
     num_forwards: int = 0
     num_tested: int = 0
     num_accepted: int = 0
+    num_failed: int = 0
     exactness: str = "exact"
 
     def add(self, done: Completion) -> None:
@@ -39,6 +40,7 @@ class Tally:
         self.num_forwards += done.num_forwards
         self.num_tested += sum(done.tested_by_position)
         self.num_accepted += sum(done.accepted_by_position)
+        self.num_failed += done.error is not None
         if done.exactness != "exact":
             self.exactness = done.exactness
 

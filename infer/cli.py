@@ -173,13 +173,16 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, sta
 
 
 def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateConfig) -> int:
-    """Answer every line; what is finished when a run is stopped is written as well."""
+    """Answer every line; what is finished when a run is stopped is written as well. Status 1 when some were
+    given up: their records have an `error`.
+    """
     start = time.perf_counter()
     earlier = _begun(config)
     run, tally = AnswerRun(engine, lines if earlier is None else earlier.missing), Tally()
     if config.output is None:
         for _, done in run:
             tally.add(done)
+            _report(done)
             print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
     else:
         go_on = "; give resume=true to go on with them" if config.input is not None else ""
@@ -187,13 +190,19 @@ def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateCon
             try:
                 for line, done in run:
                     tally.add(done)
+                    _report(done)
                     answers.write(as_record(line, done))
             finally:
                 for line, done in run.finished():
                     answers.write(as_record(line, done))
     if config.stats:
         print(tally.line(engine.decoder.name, time.perf_counter() - start), file=sys.stderr)
-    return 0
+    return int(tally.num_failed > 0)
+
+
+def _report(done: Completion) -> None:
+    if done.error is not None:
+        print(f"error {done.error}", file=sys.stderr)
 
 
 def _chat(engine: Engine, config: GenerateConfig) -> int:

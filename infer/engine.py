@@ -10,10 +10,9 @@ flight. With tensor parallelism all ranks have a worker, and rank 0 alone has an
 from __future__ import annotations
 
 import math
-import operator
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.build import EngineParts, EngineSettings
 from idlm.infer.flight import Emission, Flight
-from idlm.infer.request import Request, strip_stop_id
+from idlm.infer.request import Request, strip_stop_id, token_list
+from idlm.infer.shortage import LEAST_IN_A_ROW, given_up, is_shortage
 from idlm.infer.team import hire
 from idlm.infer.text import AnswerText
 from idlm.infer.worker import Worker
@@ -33,7 +33,7 @@ Prompt = str | Sequence[int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
     """News of one sample after a pass: newly committed tokens, newly readable text, and at the end the
-    completion.
+    completion; `error` where that is not the whole answer (IDLM-0448: memory was short).
     """
 
     request_id: str
@@ -41,6 +41,7 @@ class StreamEvent:
     token_ids: tuple[int, ...]
     text: str
     completion: Completion | None
+    error: UserError | None = None
 
 
 class Engine:
@@ -56,6 +57,8 @@ class Engine:
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
         self._flights: deque[Flight] = deque()
+        self._last_fed: list[Request] = []
+        self._num_shortages = 0
         self._num_added = 0
 
     @classmethod
@@ -86,16 +89,21 @@ class Engine:
         *,
         request_ids: Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Answers in the order of the prompts; `n` samples of a prompt stand next to each other."""
+        """Answers in the order of the prompts; `n` samples of a prompt stand next to each other.
+
+        Raises UserError IDLM-0448, and aborts the rest, when memory is too short for one of them; those who
+        want the other answers call `add_request` and `step`.
+        """
         keys = self._add_all(prompts, params, request_ids)
+        own = {request_id for request_id, _ in keys}
         done: dict[tuple[str, int], Completion] = {}
         try:
             while len(done) < len(keys):
-                for event in self._own_events(request_ids_of(keys)):
+                for event in self._own_events(own):
                     if event.completion is not None:
                         done[event.request_id, event.index] = event.completion
         except BaseException:
-            for request_id in request_ids_of(keys):
+            for request_id in own:
                 self.abort(request_id)
             raise
         return [done[key] for key in keys]
@@ -103,7 +111,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Events of one prompt as passes finish; closing the iterator aborts the request.
 
-        The request is checked and queued at once, before the first event is asked for.
+        The request is checked and queued at once, before the first event is asked for. UserError IDLM-0448:
+        memory is too short for it.
         """
         [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
         events = self._events_of(request_id, len(keys))
@@ -177,17 +186,57 @@ class Engine:
         self._pass()
         events = self._events
         self._events = [event for event in events if event.request_id not in request_ids]
-        return [event for event in events if event.request_id in request_ids]
+        own = [event for event in events if event.request_id in request_ids]
+        error = next((event.error for event in own if event.error is not None), None)
+        if error is not None:
+            raise error
+        return own
 
     def _pass(self) -> None:
-        """Launch a pass and book those that are back. A pass that fails is as if it had never begun."""
+        """Launch a pass and book those that are back. A pass that fails is as if it had never begun; where
+        memory was short, the next ones are smaller.
+        """
+        shortage = None
         try:
             is_launched = self._launch()
             self._book((self.settings.run_ahead or 0) if is_launched else 0)
-        except BaseException:
+        except BaseException as error:
             self._flights.clear()
             self.scheduler.requeue_all()
-            raise
+            if not is_shortage(error):
+                raise
+            shortage = str(error)
+        # Behind the `except`: its traceback holds the tensors of the pass.
+        if shortage is not None:
+            self._make_room(shortage)
+        elif is_launched:
+            self._num_shortages = 0
+            self.scheduler.restore_budget()
+
+    def _make_room(self, reason: str) -> None:
+        """Memory was short: have less prompt in the next pass, and from the second time in a row on one
+        request less, the youngest.
+        """
+        self._num_shortages += 1
+        self.scheduler.halve_budget()
+        self._worker.relieve()
+        youngest = next((one for one in reversed(self._last_fed) if one.finish_reason is None), None)
+        if self._num_shortages < LEAST_IN_A_ROW or youngest is None:
+            return
+        youngest.finish_reason = "error"
+        most_rows = self.settings.max_prompt_rows
+        error = given_up(youngest.request_id, self._num_shortages, reason, max_prompt_rows=most_rows)
+        text = self._texts[youngest].finish() if youngest in self._texts else ""
+        self._events.append(
+            StreamEvent(
+                request_id=youngest.request_id,
+                index=youngest.index,
+                token_ids=(),
+                text=text,
+                completion=self._finish(youngest, error),
+                error=error,
+            )
+        )
 
     def _launch(self) -> bool:
         """Send the next pass on its way; False when there is none."""
@@ -199,6 +248,7 @@ class Engine:
         assert schedule is not None, f"{len(self._flights)=}"
         if not schedule.requests:
             return False
+        self._last_fed = schedule.requests
         schedule.picture = self._pace.choose(len(schedule.requests))
         self._flights.append(Flight(schedule, self._worker))
         schedule.launched()
@@ -258,7 +308,7 @@ class Engine:
                 return token_ids[:count], text
         return token_ids, text
 
-    def _finish(self, request: Request) -> Completion:
+    def _finish(self, request: Request, error: UserError | None = None) -> Completion:
         self.scheduler.retire(request)
         samples = self._active[request.request_id]
         samples.remove(request)
@@ -271,7 +321,7 @@ class Engine:
         else:
             text = self._parts.decode(strip_stop_id(request.token_ids, request.stop_ids))
         is_lossy = self.settings.is_lossy or self.decoder.exactness != "exact" or request.params.tau > 0
-        return request.complete(text, "lossy" if is_lossy else "exact")
+        return request.complete(text, "lossy" if is_lossy else "exact", error=error)
 
     def _add_all(
         self,
@@ -325,14 +375,8 @@ class Engine:
             )
 
     def _prompt_ids(self, request_id: str, prompt: Prompt) -> list[int]:
-        num_rows = self._parts.model.spec.vocab_size
         known = self._parts.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_ids = _token_list(request_id, known, num_rows)
-        if not prompt_ids:
-            raise UserError(
-                "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
-            )
-        return prompt_ids
+        return token_list(request_id, known, self._parts.model.spec.vocab_size)
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
         """Longest prompt plus answer that context and pool allow."""
@@ -354,31 +398,3 @@ class Engine:
                 f"{math.ceil(needed / self.pool.page_size)} or more",
             )
         return longest
-
-
-def request_ids_of(keys: Sequence[tuple[str, int]]) -> set[str]:
-    """The requests that (request id, sample) pairs belong to."""
-    return {request_id for request_id, _ in keys}
-
-
-def _token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
-    """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too."""
-    if not isinstance(prompt, Iterable):
-        raise UserError(
-            "IDLM-0421",
-            f"request {request_id!r}: a prompt is text or a list of token ids, not {prompt!r}",
-            fix="give a string, or whole numbers from the checkpoint's tokenizer",
-        )
-    tokens = list(prompt)
-    bad = [token for token in tokens if not (_is_index(token) and 0 <= token < num_rows)]
-    if bad:
-        raise UserError(
-            "IDLM-0411",
-            f"request {request_id!r}: token ids {bad[:5]} are outside the vocabulary [0, {num_rows})",
-            fix="encode the prompt with the checkpoint's own tokenizer",
-        )
-    return [operator.index(token) for token in tokens]
-
-
-def _is_index(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)

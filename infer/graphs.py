@@ -25,6 +25,10 @@ FED_BLOCK_BUCKETS = (1, 4, 16, 64, 256)
 """The same in blocks, clean ones of answers included."""
 LEAST_SLOTS = 1024
 WARM_UP_PASSES = 2
+MOST_GRAPHS = 192
+"""Kept at a time: one picture and kind of sampling need 65 per context length (13 batches, 5 numbers of
+prompt rows). What a graph holds for itself, nodes and results, is not foreseen by the memory manager.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +44,17 @@ class PassShape:
 
 
 class StaticStep:
-    """A `Step` by schedule. Captures a graph when a shape is first seen (`captures`; needs a GPU)."""
+    """A `Step` by schedule. Captures a graph when a shape is first seen (`captures`; needs a GPU).
+
+    Of `MOST_GRAPHS` graphs the one that was not used for longest is given up for a new one; ranks that are
+    told the same passes give up the same.
+    """
 
     def __init__(self, step: Step, *, spare_lane: int, captures: bool) -> None:
         self._step, self._spare_lane, self._captures = step, spare_lane, captures
         self._device = step.table.device
         self._graphs: dict[PassShape, _Graph] = {}
+        """The one used last is the last one."""
         self._memory = torch.cuda.graph_pool_handle() if captures else None
 
     def __call__(self, schedule: Schedule) -> StepResult:
@@ -56,19 +65,32 @@ class StaticStep:
         columns = self._columns(schedule, shape.num_sequences)
         if not self._captures:
             return self._step(self._batch(shape, to_device(columns, self._device)))
-        if shape not in self._graphs:
-            self._graphs[shape] = self._capture(shape)
-        graph = self._graphs[shape]
+        graph = self._graph(shape)
         # In steady decoding nothing changes from pass to pass.
         if graph.columns != columns:
-            graph.columns = columns
             graph.columns_3B.copy_(to_device(columns, self._device), non_blocking=True)
+            graph.columns = columns
         graph.graph.replay()
         return graph.result
 
     def forget(self) -> None:
-        """Drop all graphs. What they hold of NCCL's communicators keeps those from being ended."""
+        """Drop all graphs and their memory. What they hold of NCCL's communicators keeps those from being
+        ended.
+        """
         self._graphs.clear()
+        if self._captures:
+            # A pool that no graph uses any more cannot be captured into again.
+            self._memory = torch.cuda.graph_pool_handle()
+
+    def _graph(self, shape: PassShape) -> _Graph:
+        """The shape's graph, kept or new."""
+        graph = self._graphs.pop(shape, None)
+        if graph is None:
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            graph = self._capture(shape)
+        self._graphs[shape] = graph
+        return graph
 
     def _columns(self, schedule: Schedule, num_sequences: int) -> Columns:
         """Lanes, tokens to feed and whether the pass decodes, three lists of B."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from idlm.contracts import Completion, SamplingParams, TokenLogprob
+from idlm.errors import UserError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,8 +70,8 @@ class Request:
             self.tested[position] += 1
             self.accepted[position] += position < num_accepted
 
-    def complete(self, text: str, exactness: str) -> Completion:
-        """The finished answer."""
+    def complete(self, text: str, exactness: str, *, error: UserError | None = None) -> Completion:
+        """The finished answer; with `error`, what there is of it."""
         assert self.finish_reason is not None, f"{self.request_id=}"
         return Completion(
             request_id=self.request_id,
@@ -84,9 +87,37 @@ class Request:
             seed=self.params.seed,
             exactness=exactness,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            error=None if error is None else f"{error.code}: {error.message}",
         )
 
 
 def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
     """The tokens that become text: all but a final stop id."""
     return token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids
+
+
+def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
+    """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too."""
+    if not isinstance(prompt, Iterable):
+        raise UserError(
+            "IDLM-0421",
+            f"request {request_id!r}: a prompt is text or a list of token ids, not {prompt!r}",
+            fix="give a string, or whole numbers from the checkpoint's tokenizer",
+        )
+    tokens = list(prompt)
+    bad = [token for token in tokens if not (_is_index(token) and 0 <= token < num_rows)]
+    if bad:
+        raise UserError(
+            "IDLM-0411",
+            f"request {request_id!r}: token ids {bad[:5]} are outside the vocabulary [0, {num_rows})",
+            fix="encode the prompt with the checkpoint's own tokenizer",
+        )
+    if not tokens:
+        raise UserError(
+            "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
+        )
+    return [operator.index(token) for token in tokens]
+
+
+def _is_index(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

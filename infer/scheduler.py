@@ -22,6 +22,8 @@ from idlm.infer.kv_cache import PagePool
 from idlm.infer.request import Request
 from idlm.infer.transfer import to_device
 
+PASSES_TO_RESTORE = 16
+
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
@@ -81,8 +83,8 @@ class Scheduler:
 
     Every running sequence gets its decoding rows in every pass (`max_width` at most, which emit
     `max_emitted` tokens at most); `max_prompt_rows` bounds the further prompt rows of all sequences
-    together. Passes may be scheduled before the results of earlier ones are known: then a sequence is as
-    long as it can be, and nobody is preempted.
+    together, less of them for a while after `halve_budget`. Passes may be scheduled before the results of
+    earlier ones are known: then a sequence is as long as it can be, and nobody is preempted.
     """
 
     def __init__(
@@ -96,7 +98,8 @@ class Scheduler:
         feeding: Feeding = ONE_BY_ONE,
     ) -> None:
         self.pool, self._feeding = pool, feeding
-        self._max_prompt_rows = max_prompt_rows
+        self._max_prompt_rows = self._prompt_budget = max_prompt_rows
+        self._num_good_passes = 0
         self._max_width, self._max_emitted = max_width, max_emitted
         self._free_lanes = list(range(num_lanes - 1, -1, -1))
         self.waiting: deque[Request] = deque()
@@ -116,7 +119,7 @@ class Scheduler:
         when pages are so short that results must come back first.
         """
         schedule = Schedule(num_pending=self._feeding.num_pending)
-        budget = self._max_prompt_rows
+        budget = self._prompt_budget
         is_stalled = False
         self._settle()
         for request in list(self.running):
@@ -178,6 +181,21 @@ class Scheduler:
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
         self.pool.reset()
+
+    def halve_budget(self) -> None:
+        """Feed half as many prompt rows from now on, one at least."""
+        self._prompt_budget = max(1, self._prompt_budget // 2)
+        self._num_good_passes = 0
+
+    def restore_budget(self) -> None:
+        """After a pass that went well: `PASSES_TO_RESTORE` of them double what is left of a budget that was
+        halved.
+        """
+        if self._prompt_budget == self._max_prompt_rows:
+            return
+        self._num_good_passes += 1
+        if self._num_good_passes % PASSES_TO_RESTORE == 0:
+            self._prompt_budget = min(2 * self._prompt_budget, self._max_prompt_rows)
 
     def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
         """Enter the request with as many known tokens as the prompt budget allows, whole grains of them, of

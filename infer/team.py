@@ -34,6 +34,7 @@ from idlm.infer.graphs import StaticStep
 from idlm.infer.orders import Channel, Message, pass_order
 from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.scheduler import Schedule
+from idlm.infer.shortage import is_shortage
 from idlm.infer.step import StepResult
 from idlm.infer.worker import Worker
 
@@ -43,6 +44,10 @@ SECONDS_BETWEEN_LOOKS = 1e-3
 SECONDS_TO_END = 3.0
 SECONDS_BETWEEN_WATCHES = 1.0
 SECONDS_TO_NOTICE = 5.0
+FIX_OF_A_SHORTAGE = (
+    "ranks cannot go on after a shortage: build a new engine with a lower max_prompt_rows, max_num_seqs or "
+    "num_pages"
+)
 
 
 class Team:
@@ -134,16 +139,20 @@ class Team:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """For what all ranks do in step. An error in the middle of it ends the team: others may wait for rank
-        0 there for ever. Raised is the failure of another rank, if that was the reason.
+        0 there for ever. Raised is the failure of another rank, if that was the reason; UserError IDLM-0428
+        when rank 0 is short of memory.
         """
         try:
             yield
         except BaseException as error:
             failure = self._reason_of(error)
-            if failure is None:
-                self._fail("IDLM-0428", f"the ranks were ended after an error on rank 0: {error!r}")
-                raise
-            raise failure from error
+            if failure is not None:
+                raise failure from error
+            fix = FIX_OF_A_SHORTAGE if is_shortage(error) else ""
+            self._fail("IDLM-0428", f"the ranks were ended after an error on rank 0: {error!r}", fix)
+            if is_shortage(error):
+                self.check()
+            raise
 
     def _reason_of(self, error: BaseException) -> UserError | None:
         if isinstance(error, UserError) or not isinstance(error, Exception):
@@ -219,6 +228,9 @@ class LeadWorker(Worker):
     def check(self) -> None:
         """See `Team.check`."""
         self.team.check()
+
+    def relieve(self) -> None:
+        """Graphs stay: ranks capture them together."""
 
     def close(self) -> None:
         """End the ranks that were started for this engine."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from idlm.infer.build import EngineParts, build
+from idlm.infer.graphs import StaticStep
 from idlm.infer.orders import Message, schedule_of
 from idlm.infer.parallel import Shards
 from idlm.infer.request import Request
@@ -37,6 +38,15 @@ class Worker:
 
     def check(self) -> None:
         """UserError when passes that are on their way cannot come back; alone, they always can."""
+
+    def relieve(self) -> None:
+        """After a pass that ran out of memory: give back what graphs and the allocator keep."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if isinstance(self.parts.step, StaticStep):
+            self.parts.step.forget()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """End what was started for this engine; alone, nothing was."""

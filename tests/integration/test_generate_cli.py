@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from idlm.infer.cli import generate
+from idlm.infer.scheduler import Schedule
+from idlm.infer.step import StepResult
+from idlm.infer.worker import Worker
 from idlm.tokens import encode_messages
 from tests.integration.command_lines import (
     AR,
@@ -99,6 +102,32 @@ def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) ->
     assert not output.with_name("out.jsonl.partial").exists()
 
 
+def test_a_request_that_is_given_up_is_reported_and_the_others_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    launch, num_passes = Worker.launch, 0
+
+    def launching(worker: Worker, schedule: Schedule) -> StepResult:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes <= 2:
+            raise torch.OutOfMemoryError("as it was told to")
+        return launch(worker, schedule)
+
+    expected = [answer(prompt) for prompt in PROMPTS[:3]]
+    monkeypatch.setattr(Worker, "launch", launching)
+    prompts = [word for prompt in PROMPTS[:3] for word in ("-p", prompt)]
+    assert generate([*BASE, *prompts, f"output={output}"]) == 1
+    assert "error IDLM-0448" in capsys.readouterr().err
+    records = read_lines(output)
+    assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
+    assert records[1]["error"].startswith("IDLM-0448")
+    for record, done in zip(records[::2], expected[::2], strict=True):
+        assert record["text"] == done.text
+        assert record["error"] is None
+
+
 def test_fields_of_a_record(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     assert generate([*BASE, "-p", PROMPTS[0], f"output={output}", "sampling.logprobs=2", "sampling.n=2"]) == 0
@@ -109,7 +138,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
         assert set(record) == {
             *("prompt", "request_id", "index", "text", "token_ids", "finish_reason", "num_prompt_tokens"),
             *("num_forwards", "accepted_by_position", "tested_by_position", "seed", "exactness", "logprobs"),
-            *("num_cached_tokens", "tokens_per_forward", "acceptance_rate"),
+            *("num_cached_tokens", "tokens_per_forward", "acceptance_rate", "error"),
         }
         assert record["text"] == done.text
         assert record["token_ids"] == list(done.token_ids)

@@ -45,8 +45,7 @@ def test_the_engine_survives_a_missing_allocation(number: int) -> None:
 
 
 def test_the_numbered_allocation_fails_and_no_other() -> None:
-    with soak.Shortage("cpu") as shortage:
-        shortage.fails_at = {3}
+    with soak.Shortage("cpu", {3}) as shortage:
         kept = [torch.zeros(2), torch.ones(2)]
         kept[0].add_(1)
         assert kept[0].view(2).tolist() == [1, 1]
@@ -54,3 +53,4 @@ def test_the_numbered_allocation_fails_and_no_other() -> None:
             torch.zeros(2)
         torch.zeros(2)
     assert shortage.num_failed == 1
+    assert shortage.is_over

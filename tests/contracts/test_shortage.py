@@ -1,0 +1,297 @@
+"""Memory that is short at any allocation of a pass: nobody's answer changes, or one request says why it has
+none; the engine lives and no page is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.soak import Shortage
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer import scheduler as schedulers
+from idlm.infer.engine import Engine, StreamEvent
+from idlm.infer.graphs import StaticStep
+from tests.contracts.engines import (
+    CYCLE,
+    assert_idle,
+    build_engine,
+    greedy,
+    prompts_of,
+    write_foreseeing_toy,
+)
+from tests.ranks import team_engine, team_of_threads
+
+DECODERS: list[tuple[str, dict[str, Any]]] = [
+    ("ar", {}),
+    ("isd", {"stride": 4, "on_rejection": "branch"}),
+]
+WAYS: list[dict[str, Any]] = [{}, {"graphs": "on", "run_ahead": 2}]
+LENGTHS = (3, 22, 9, 13, 5)
+MOST_PASSES = 400
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
+
+
+def _prompts() -> list[list[int]]:
+    """The first tokens of three are the same: the prefix cache has something to do."""
+    prompts = prompts_of(LENGTHS, vocab_size=CYCLE)
+    return [prompts[1][:12] + prompt if k % 2 else prompt for k, prompt in enumerate(prompts)]
+
+
+def _engine(checkpoint: Path, decoder: str, **options: Any) -> Engine:
+    return build_engine(checkpoint, decoder, max_num_seqs=4, **options)
+
+
+def _add(engine: Engine, max_tokens: int = 8) -> None:
+    for number, prompt in enumerate(_prompts()):
+        engine.add_request(str(number), prompt, greedy(max_tokens=max_tokens))
+
+
+def _drain(engine: Engine, shortage: Shortage | None = None) -> dict[str, Completion]:
+    """All answers; the books are checked after every pass."""
+    done: dict[str, Completion] = {}
+    for _ in range(MOST_PASSES):
+        if not engine.has_work:
+            assert shortage is None or shortage.is_over
+            return done
+        with contextlib.nullcontext() if shortage is None or shortage.is_over else shortage:
+            events = engine.step()
+        done |= {event.request_id: event.completion for event in events if event.completion is not None}
+        engine.pool.check()
+    raise AssertionError("the engine never comes to an end")
+
+
+def _check_survivors(found: dict[str, Completion], expected: dict[str, Completion]) -> list[Completion]:
+    """Whoever was not given up has the answer of an engine with enough memory; returns the others."""
+    assert found.keys() == expected.keys()
+    failed = []
+    for name, answer in found.items():
+        if answer.finish_reason == "error":
+            failed.append(answer)
+            assert answer.error is not None
+            assert answer.error.startswith("IDLM-0448")
+            assert name in answer.error
+            assert answer.token_ids == expected[name].token_ids[: len(answer.token_ids)]
+        else:
+            assert (answer.token_ids, answer.text) == (expected[name].token_ids, expected[name].text)
+            assert answer.error is None
+    return failed
+
+
+def _shortages_at_every_allocation(
+    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any], numbers: range
+) -> None:
+    engine = _engine(checkpoint, decoder, **options, **way)
+    _add(engine)
+    expected = _drain(engine)
+    for number in numbers:
+        for num_failing in (1, 2):
+            _add(engine)
+            found = _drain(engine, Shortage("cpu", set(range(number, number + num_failing))))
+            failed = _check_survivors(found, expected)
+            assert len(failed) == num_failing - 1, f"{number=}"
+            assert_idle(engine)
+            engine.pool.reset()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
+@pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=["ar", "isd"])
+def test_a_shortage_costs_nobody_his_answer_and_two_in_a_row_one_request(
+    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101, 24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
+@pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=["ar", "isd"])
+def test_a_shortage_at_each_of_a_hundred_allocations(
+    checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    """pytest -m slow tests/contracts/test_shortage.py"""
+    _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101))
+
+
+def _fail_passes(monkeypatch: pytest.MonkeyPatch, engine: Engine, fails: Any) -> list[int]:
+    """Passes for which `fails(rows)` run out of memory; returns the list of the rows of all passes."""
+    launch, sizes = engine._worker.launch, []
+
+    def launching(schedule: Any) -> Any:
+        sizes.append(sum(schedule.num_feed))
+        result = launch(schedule)
+        if fails(sizes[-1]):
+            raise torch.OutOfMemoryError("as it was told to")
+        return result
+
+    monkeypatch.setattr(engine._worker, "launch", launching)
+    return sizes
+
+
+def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that always holds; and later, when it does no more, the old pieces come back."""
+    monkeypatch.setattr(schedulers, "PASSES_TO_RESTORE", 4)
+    engine = _engine(checkpoint, "ar", max_prompt_rows=48)
+    _add(engine)
+    expected = _drain(engine)
+    engine.pool.reset()
+    most = 30
+    sizes = _fail_passes(monkeypatch, engine, lambda rows: rows > most)
+    _add(engine)
+    assert not _check_survivors(_drain(engine), expected)
+    assert max(sizes) > most
+    most, num_seen = 1000, len(sizes)
+    for _ in range(2):
+        _add(engine, max_tokens=30)
+        _drain(engine)
+        engine.pool.reset()
+    assert max(sizes[num_seen:]) > 48
+    assert engine.scheduler._prompt_budget == 48
+
+
+def test_memory_that_stays_short_ends_every_request_the_youngest_of_a_pass_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(checkpoint, "isd", stride=4)
+    with monkeypatch.context() as patch:
+        sizes = _fail_passes(patch, engine, lambda rows: True)
+        _add(engine)
+        found = _drain(engine)
+    assert {answer.finish_reason for answer in found.values()} == {"error"}
+    assert next(iter(found)) == "1", "the second pass, of a smaller budget, feeds nobody younger"
+    assert len(sizes) == len(LENGTHS) + 1
+    assert_idle(engine)
+    _add(engine)
+    assert {answer.finish_reason for answer in _drain(engine).values()} == {"length"}
+
+
+def test_generate_and_stream_raise_for_their_own_requests_only(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(checkpoint, "ar", max_prompt_rows=512)
+    short = {"passes": 0}
+
+    def fails(rows: int) -> bool:
+        short["passes"] -= 1
+        return short["passes"] >= 0
+
+    _fail_passes(monkeypatch, engine, fails)
+    engine.add_request("other", _prompts()[0], greedy(max_tokens=20))
+    short["passes"] = 2
+    with pytest.raises(UserError, match="IDLM-0448.*'r1'.*told to") as caught:
+        engine.generate(_prompts()[:2], greedy(max_tokens=4), request_ids=["r0", "r1"])
+    assert caught.value.__context__ is None, "its traceback would hold the tensors of the pass"
+    engine.step()
+    short["passes"] = 2
+    with pytest.raises(UserError, match="IDLM-0448"):
+        list(engine.stream(_prompts()[3], greedy(max_tokens=4)))
+    assert list(engine._active) == ["other"]
+    engine.step()
+    short["passes"] = 2
+    engine.add_request("young", _prompts()[2], SamplingParams(max_tokens=5, seed=1, n=2))
+    events: list[StreamEvent] = []
+    while engine.has_work:
+        events += engine.step()
+    [failed] = [event for event in events if event.error is not None]
+    assert (failed.request_id, failed.index) == ("young", 1)
+    ended = {(e.request_id, e.index): e.completion.finish_reason for e in events if e.completion is not None}
+    assert ended == {("other", 0): "length", ("young", 0): "length", ("young", 1): "error"}
+    assert_idle(engine)
+
+
+def test_other_errors_reach_the_caller(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But one that comes of giving up a capture, for which memory was short, is a shortage."""
+    engine = _engine(checkpoint, "ar")
+    launch = engine._worker.launch
+
+    def failing(schedule: Any) -> Any:
+        monkeypatch.setattr(engine._worker, "launch", launch)
+        raise RuntimeError("a kernel's")
+
+    monkeypatch.setattr(engine._worker, "launch", failing)
+    _add(engine)
+    with pytest.raises(RuntimeError, match="a kernel's"):
+        engine.step()
+
+    def abandoned(schedule: Any) -> Any:
+        monkeypatch.setattr(engine._worker, "launch", launch)
+        try:
+            raise torch.OutOfMemoryError("first")
+        finally:
+            raise RuntimeError("capture was not ended")
+
+    monkeypatch.setattr(engine._worker, "launch", abandoned)
+    assert engine.step() == []
+    assert {answer.finish_reason for answer in _drain(engine).values()} == {"length"}
+
+
+def test_ranks_end_and_say_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idlm.infer.team.SECONDS_FOR_A_REASON", 0.1)
+    with team_of_threads(2) as team:
+        engine = team_engine(team, checkpoint, "ar")
+        step = engine._parts.step
+        monkeypatch.setattr(type(step), "__call__", _short_on_rank_0(engine, type(step).__call__))
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"IDLM-0428.*OutOfMemoryError") as caught:
+                engine.generate([[1, 2, 3]], greedy(max_tokens=4))
+            assert "max_prompt_rows" in caught.value.fix
+
+
+def _short_on_rank_0(engine: Engine, call: Any) -> Any:
+    def stepping(step: Any, schedule: Any) -> Any:
+        if step is engine._parts.step:
+            # The other rank's thread should not wait for this one.
+            call(step, schedule)
+            raise torch.OutOfMemoryError("rank 0 is short")
+        return call(step, schedule)
+
+    return stepping
+
+
+class _Graph:
+    """What stands for a captured graph."""
+
+    def __init__(self, shape: Any) -> None:
+        self.graph, self.result, self.columns = self, shape, None
+        self.columns_3B = torch.empty(3, shape.num_sequences, dtype=torch.int64)
+
+    def replay(self) -> None:
+        """Nothing to do."""
+
+
+def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idlm.infer.graphs.MOST_GRAPHS", 3)
+    engine = _engine(checkpoint, "ar", graphs="on")
+    step = engine._parts.step
+    assert isinstance(step, StaticStep)
+    _add(engine)
+    schedule = engine.scheduler.next()
+    assert schedule is not None
+    captured: list[int] = []
+
+    def capture(self: StaticStep, shape: Any) -> _Graph:
+        assert len(self._graphs) < 3, "room is made before the capture"
+        captured.append(shape.picture)
+        return _Graph(shape)
+
+    monkeypatch.setattr(StaticStep, "_capture", capture)
+    monkeypatch.setattr(step, "_captures", True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    for picture in (0, 1, 2, 0, 3, 0, 1, 3, 0):
+        schedule.picture = picture
+        step(schedule)
+    assert captured == [0, 1, 2, 3, 1]
+    step.forget()
+    step(schedule)
+    assert captured == [0, 1, 2, 3, 1, 0]
