@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, plan_rows
+from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, check_causal, plan_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -41,6 +41,7 @@ class ArDecoder:
     feeding = ONE_BY_ONE
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
+        check_causal(semantics, self.name)
         self.config = config
 
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -140,6 +140,16 @@ class Decoder(Protocol):
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
 
 
+def check_causal(semantics: Semantics, decoder: str) -> None:
+    """UserError IDLM-0452 where rows see what is behind them: nothing else would show that."""
+    if semantics.causality != "causal":
+        raise UserError(
+            "IDLM-0452",
+            f"decoder {decoder} is token-causal; the checkpoint says causality={semantics.causality!r}",
+            fix="use decoder=block for a block-causal checkpoint, or correct idlm_config.json",
+        )
+
+
 def default_decoder(semantics: Semantics) -> str:
     """The decoder that a checkpoint was made for."""
     if semantics.causality == "block":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, plan_rows
+from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, check_causal, plan_rows
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -75,6 +75,7 @@ class IsdDecoder:
         )
 
     def _check(self, config: IsdConfig, semantics: Semantics) -> None:
+        check_causal(semantics, self.name)
         if not 1 <= self.stride <= MAX_STRIDE:
             raise UserError(
                 "IDLM-0402",

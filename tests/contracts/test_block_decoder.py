@@ -225,6 +225,9 @@ def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
     assert engine.decoder.name == "block"
     with pytest.raises(UserError, match="IDLM-0449"):
         engine.generate([[1]], SamplingParams(logprobs=1))
+    for causal in ("ar", "isd"):
+        with pytest.raises(UserError, match="IDLM-0452"):
+            build_engine(toys[False], causal)
     write_toy_checkpoint(tmp_path)
     with pytest.raises(UserError, match="IDLM-0450"):
         build_engine(tmp_path, "block")
