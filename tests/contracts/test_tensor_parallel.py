@@ -71,13 +71,15 @@ def _toy(directory: Path, architecture: str, **options: Any) -> Path:
     return directory
 
 
-def _check_parity(team: Team, checkpoint: Path, *, mask_token_id: int | None = None) -> None:
+def _check_parity(
+    team: Team, checkpoint: Path, decoders: Any = DECODERS, *, mask_token_id: int | None = None
+) -> None:
     prompts = prompts_of([1, 7, 30, 5])
-    for decoder, options, ways in DECODERS:
+    for decoder, options, ways in decoders:
         both = options if decoder == "ar" else {**options, "mask_token_id": mask_token_id}
-        expected = build_engine(checkpoint, decoder, **both).generate(prompts, greedy(max_tokens=10))
+        expected = build_engine(checkpoint, decoder, **both).generate(prompts, greedy(max_tokens=6))
         engine = team_engine(team, checkpoint, decoder, **both, **ways)
-        found = engine.generate(prompts, greedy(max_tokens=10))
+        found = engine.generate(prompts, greedy(max_tokens=6))
         assert [mine.token_ids for mine in found] == [one.token_ids for one in expected], options
         assert acceptance_of(found) == acceptance_of(expected)
         _compare(engine)
@@ -92,7 +94,7 @@ def _compare(engine: Engine) -> None:
 
 def test_greedy_answers_of_the_bundled_model(pair: Team) -> None:
     """Its head is its embedding."""
-    _check_parity(pair, TINY, mask_token_id=170)
+    _check_parity(pair, TINY, DECODERS[::2], mask_token_id=170)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
@@ -103,7 +105,7 @@ def test_greedy_answers_of_random_models(pair: Team, tmp_path: Path, architectur
 
 def test_four_ranks(tmp_path: Path) -> None:
     with team_of_threads(4) as team:
-        _check_parity(team, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4))
+        _check_parity(team, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4), DECODERS[::2])
 
 
 def test_an_adapter_is_divided_like_its_base(pair: Team, foreseeing: Path, tmp_path: Path) -> None:
@@ -153,9 +155,9 @@ def _requests(count: int, *, draws: bool) -> list[tuple[list[int], SamplingParam
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_tight_pool_aborts_and_shared_beginnings(pair: Team, foreseeing: Path, adaptive: bool) -> None:
     """The other rank keeps no books, and still has every page where it belongs. Rank 0 alone times passes."""
-    requests = _requests(40, draws=not adaptive)
+    requests = _requests(28, draws=not adaptive)
     options = {"stride": 4, "adaptive": adaptive}
-    tight = {"max_num_seqs": 8, "num_pages": 24, "max_length": 64}
+    tight = {"max_num_seqs": 8, "num_pages": 20, "max_length": 64}
     engine = team_engine(pair, foreseeing, "isd", **options, **tight, run_ahead=2)
     finished: dict[str, Completion] = {}
     for number, (prompt, params) in enumerate(requests):
@@ -173,7 +175,7 @@ def test_a_tight_pool_aborts_and_shared_beginnings(pair: Team, foreseeing: Path,
     assert engine.scheduler.num_preemptions > 0
     assert engine.pool.cache is not None
     assert min(engine.pool.cache.counts.num_hit_tokens, engine.pool.cache.counts.num_copied) > 0
-    assert 5 < len(finished) < 40
+    assert 5 < len(finished) < 28
     one = build_engine(foreseeing, "isd", **options, max_length=64).generate(*map(list, zip(*requests)))
     for request_id, found in finished.items():
         assert found.token_ids == one[int(request_id)].token_ids
