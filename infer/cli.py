@@ -22,6 +22,8 @@ from idlm.infer.config import GenerateConfig
 from idlm.infer.continuation import Begun, begun
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
+from idlm.infer.models.describe import description
+from idlm.infer.models.loader import read_outline
 from idlm.infer.output import answer_file, check_output, partial_path
 from idlm.infer.prompts import PromptLine, check_prompts, read_prompts, text_prompts
 from idlm.schema import show_default
@@ -41,6 +43,9 @@ def generate(arguments: list[str]) -> int:
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
+    if config.describe:
+        print(describe_model(config))
+        return 0
     if config.resume and _is_complete(config):
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
@@ -83,6 +88,26 @@ def describe_decoders() -> str:
     return "\n".join(lines)
 
 
+def describe_model(config: GenerateConfig) -> str:
+    """What `describe=true` prints."""
+    return "\n".join(
+        description(
+            read_outline(
+                _given(config.model),
+                dtype=config.dtype,
+                mask_token_id=config.mask_token_id,
+                base=config.base,
+            )
+        )
+    )
+
+
+def _given(model: str | None) -> str:
+    if model is None:
+        raise UserError("IDLM-0438", "no model given", fix="give model=PATH, a checkpoint directory")
+    return model
+
+
 def load_engine(
     model: str | None, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> Engine:
@@ -92,9 +117,7 @@ def load_engine(
         raise UserError(
             "IDLM-0441", f"decoder.{misplaced[0]} is no decoder option", fix=f"write {misplaced[0]}=VALUE"
         )
-    if model is None:
-        raise UserError("IDLM-0438", "no model given", fix="give model=PATH, a checkpoint directory")
-    return Engine.from_pretrained(model, decoder, **settings, **options)
+    return Engine.from_pretrained(_given(model), decoder, **settings, **options)
 
 
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:

@@ -89,6 +89,8 @@ class EngineConfig:
 class GenerateConfig(EngineConfig):
     """`idlm-generate`."""
 
+    describe: bool = _help("print what is understood of the checkpoint, load nothing, answer nothing", False)
+
     model: str | None = _help("checkpoint directory", None)
     prompt: list[str] = field(default_factory=list, metadata={"help": "prompts; also -p TEXT"})
     input: str | None = _help("JSON lines with prompt, prompt_ids or messages (and id, sampling)", None)

@@ -17,8 +17,8 @@ from idlm.checkpoint import read_json, recover, verify
 from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
-from idlm.infer.models.base import FAMILIES, Family, ModelSpec
-from idlm.infer.models.dense import DenseTrunk, weight_targets
+from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
+from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
 from idlm.infer.models.fp8 import read_kv_scales, scale_names
 from idlm.infer.models.moe import make_trunk, refuse
 from idlm.infer.parallel import ALONE, Shards
@@ -54,6 +54,24 @@ class LoadedModel:
     kv_scales: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A checkpoint whose files fit together, before memory is taken. `targets` are on the meta device;
+    `ignored`: tensors of the files that are not read, on purpose.
+    """
+
+    directory: Path
+    adapter: Adapter | None
+    architecture: str
+    names: TensorNames
+    spec: ModelSpec
+    semantics: Semantics
+    dtype: torch.dtype
+    files: dict[str, Path]
+    targets: dict[str, WeightTarget]
+    ignored: tuple[str, ...]
+
+
 def load_model(
     path: str | Path,
     *,
@@ -71,6 +89,38 @@ def load_model(
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
     (IDLM-0302, 0303, 0600 to 0617); nothing is loaded in part.
     """
+    outline = read_outline(
+        path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
+    )
+    spec, names, files = outline.spec, outline.names, outline.files
+    kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
+    trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
+    weights.copy(weight_targets(trunk, names), files)
+    if outline.adapter is not None:
+        add_adapter(trunk, outline.adapter, names)
+    return LoadedModel(
+        trunk=trunk.eval(),
+        spec=spec,
+        local=shards.local(spec),
+        semantics=outline.semantics,
+        architecture=outline.architecture,
+        dtype=outline.dtype,
+        device=torch.device(device),
+        directory=outline.directory,
+        kv_scales=kv_scales,
+    )
+
+
+def read_outline(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    mask_token_id: int | None = None,
+    semantics: Semantics | None = None,
+    base: str | Path | None = None,
+    shards: Shards = ALONE,
+) -> Outline:
+    """Everything that `load_model` checks before it takes memory, with its errors."""
     directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
     config = read_json(directory / "config.json")
@@ -88,29 +138,23 @@ def load_model(
         # transformers as well trusts the weights over the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
     resolved_dtype = _dtype(dtype, config, files, names.embed)
-    ignored = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
+    known = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
+    ignored = {name for name in files if name in known or name.endswith("rotary_emb.inv_freq")}
     # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
-    outline = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
-    weights.check(
-        weight_targets(outline, names),
-        files,
-        lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
-    )
-    kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
-    trunk = make_trunk(spec, device=torch.device(device), dtype=resolved_dtype, shards=shards)
-    weights.copy(weight_targets(trunk, names), files)
-    if adapter is not None:
-        add_adapter(trunk, adapter, names)
-    return LoadedModel(
-        trunk=trunk.eval(),
-        spec=spec,
-        local=shards.local(spec),
-        semantics=meaning,
-        architecture=architecture,
-        dtype=resolved_dtype,
-        device=torch.device(device),
+    empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
+    targets = weight_targets(empty, names)
+    weights.check(targets, files, lambda name: name in ignored)
+    return Outline(
         directory=directory,
-        kv_scales=kv_scales,
+        adapter=adapter,
+        architecture=architecture,
+        names=names,
+        spec=spec,
+        semantics=meaning,
+        dtype=resolved_dtype,
+        files=files,
+        targets=targets,
+        ignored=tuple(sorted(ignored)),
     )
 
 
@@ -183,7 +227,8 @@ def _semantics(
             f"{directory} does not say how it decodes: {family.unknown_semantics}",
             fix=f"add {SEMANTICS_FILE} beside config.json, for an I-DLM model "
             '{"causality": "causal", "logit_shift": true, "mask_token_id": 151669, "stride": 4}, for an SDAR '
-            'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669}; '
+            'model {"causality": "block", "logit_shift": false, "block_size": 4, "mask_token_id": 151669, '
+            '"stop_token_ids": [151643, 151645]}; '
             "or pass semantics=Semantics(...)",
         )
     if given is None:

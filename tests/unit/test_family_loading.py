@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from idlm.errors import UserError
-from idlm.infer.models import fp8
+from idlm.infer.cli import generate
+from idlm.infer.models import fp8, weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import weight_targets
 from idlm.infer.models.loader import load_model
@@ -266,3 +267,29 @@ def test_what_a_model_with_experts_cannot_do_yet_is_refused(tmp_path: Path) -> N
         with pytest.raises(UserError) as caught:
             attempt()
         assert caught.value.code == "IDLM-0617"
+
+
+def test_describe_says_what_was_understood_without_reading_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM")
+    stored = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.0.attention.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(stored | extra, tmp_path / "model.safetensors")
+    monkeypatch.setattr(weights, "copy", None)
+    assert generate([f"model={tmp_path}", "describe=true"]) == 0
+    told = capsys.readouterr().out
+    numbers = sum(tensor.numel() for tensor in stored.values())
+    for words in (
+        "LLaDA2MoeModelLM (llada2)",
+        "from the family",
+        "causality='block'",
+        "block_size=32",
+        "dtype=float32",
+        "rotary_dim=8",
+        "num_experts=12",
+        f"{len(stored)} read, {numbers:,} numbers",
+        "ignored     model.layers.0.attention.rotary_emb.inv_freq",
+        "in 9 tensors",
+    ):
+        assert words in told, words
