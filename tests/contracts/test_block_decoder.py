@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.block_unmask import UNMASKINGS
+from idlm.infer.decoders import block
+from idlm.infer.decoders.base import Batch, Feeding
+from idlm.infer.decoders.block import BlockConfig, BlockDecoder
+from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks, entropies
+from idlm.infer.table import SequenceTable
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, greedy, prompts_of
@@ -96,6 +101,27 @@ def test_mixed_batches_equal_a_slow_decoder(
     assert_idle(engine)
 
 
+def test_the_host_knows_what_a_pass_has_stored_once_its_results_are_back() -> None:
+    feeding = Feeding(grain=4, num_pending=0)
+    # A tail of the prompt, then two blocks whose results come at once.
+    assert feeding.num_stored(0, num_before=6, num_known=8) == 4
+    assert feeding.num_stored(4, num_before=8, num_known=12) == 8
+    # A pass on its way stores the last one; one that decided too few emits nothing.
+    assert feeding.num_stored(12, num_before=12, num_known=12) == 12
+    assert feeding.num_stored(12, num_before=11, num_known=12) == 12
+
+
+def test_pages_run_out_while_blocks_are_on_their_way(toys: dict[bool, Path], expected: Any) -> None:
+    strategy = {"strategy": "low_confidence_static", "steps": 1}
+    engine = build_engine(
+        toys[False], "block", **strategy, run_ahead=4, num_pages=14, max_prompt_rows=1, max_num_seqs=6
+    )
+    found = engine.generate(PROMPTS, params_of())
+    assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(False, strategy)]
+    assert engine.scheduler.num_preemptions
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 @pytest.mark.parametrize(
     "strategy", [STRATEGIES[2], {"strategy": "low_confidence_static", "sub_block_size": 2}], ids=str
@@ -111,6 +137,46 @@ def test_shifted_blocks_begin_with_a_token_of_the_block_before(
 
 def test_every_strategy_is_compared() -> None:
     assert sorted(options["strategy"] for options in STRATEGIES) == UNMASKINGS.names()
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("name", UNMASKINGS.names())
+def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
+    """On the meta device there are none: whoever waited for one, or made a shape of one, would raise."""
+    device, num_sequences = torch.device("meta"), 3
+    config = BlockConfig(strategy=name, sub_block_size=2)
+    meaning = Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID)
+    decoder = BlockDecoder(config, meaning)
+    decoder.allocate(8, 48, dtype=torch.float32, device=device)
+    table = SequenceTable(8, 64, device)
+    ints_B = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+    batch = Batch(
+        lanes_B=ints_B,
+        num_feed_B=ints_B,
+        samples_B=ints_B > 0,
+        max_feed=9,
+        max_known=32,
+        num_rows=num_sequences * SIZE + 8,
+        filters=False,
+    )
+    plan = decoder.plan(table, batch)
+    assert len(plan.token_ids_R) == batch.num_rows
+    masks = Masks(
+        is_open_BW=torch.zeros(num_sequences, SIZE, dtype=torch.bool, device=device),
+        confidence_BW=torch.zeros(num_sequences, SIZE, dtype=torch.float64, device=device),
+        entropy_BW=entropies(torch.zeros(num_sequences * SIZE, 48, device=device)).view(-1, SIZE),
+        quota_B=ints_B,
+    )
+    assert decoder._strategy.choose(masks).shape == masks.is_open_BW.shape
+    with pytest.MonkeyPatch.context() as patch:
+        # Plain laws may look: on a GPU they are kernels.
+        patch.setattr(block, "row_laws", lambda *_, **__: None)
+        patch.setattr(SequenceTable, "laws", lambda *_: None)
+        patch.setattr(block, "draw", lambda _, rows, uniforms: torch.zeros_like(rows))
+        patch.setattr(block, "probability", lambda _, rows, tokens: rows.double())
+        logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
+        outcome = decoder.advance(table, batch, plan, logits_XV)
+    assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 
 def test_alone_is_as_in_company_and_passes_are_those_that_are_needed(
