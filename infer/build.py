@@ -193,7 +193,7 @@ def _assemble(
     )
     table = SequenceTable(num_lanes, max_length, device)
     attention = _attention(settings, model, kv_dtype)
-    settings = _resolve_graphs(settings, attention, device)
+    settings = _resolve_graphs(settings, attention, model)
     set_deterministic(model, settings.deterministic)
     runner = Runner(model, cache, pool, attention=attention)
     return EngineParts(
@@ -240,16 +240,16 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
     )
 
 
-def _resolve_graphs(settings: EngineSettings, attention: str, device: torch.device) -> EngineSettings:
+def _resolve_graphs(settings: EngineSettings, attention: str, model: LoadedModel) -> EngineSettings:
     """`graphs` as "on" or "off", and `run_ahead` as a number."""
-    is_cuda = device.type == "cuda"
-    graphs = settings.graphs
+    is_cuda, graphs = model.device.type == "cuda", settings.graphs
+    waits = "experts" if model.spec.moe is not None else f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
-        graphs = "on" if is_cuda and attention == "triton" else "off"
-    if graphs == "on" and is_cuda and attention != "triton":
+        graphs = "on" if is_cuda and not waits else "off"
+    if graphs == "on" and is_cuda and waits:
         raise UserError(
             "IDLM-0424",
-            f"graphs=on captures kernels that never wait for the host; attention={attention} would wait",
+            f"graphs=on captures kernels that never wait for the host; {waits} would wait",
             fix="give attention=triton, or graphs=off",
         )
     ahead = 4 if is_cuda and graphs == "on" else 0

@@ -15,9 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from idlm.contracts import SamplingParams
 from idlm.infer.models.loader import load_model
 from idlm.infer.models.moe import MoeLayer
 from idlm.semantics import Semantics
+from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks
+from tests.contracts.engines import build_engine
 from tests.numerics import llada2_reference
 from tests.numerics.test_model_parity import VOCAB, PagedSession, save_reference
 
@@ -150,6 +153,36 @@ def test_prefill_denoising_and_commit_equal_the_reference(family: str, tmp_path:
     decoding.feed([[] if done else block for block, done in zip(clean, is_done, strict=True)])
     decoding.feed([masks] * len(prompts), nothing)
     decoding.feed([draw(BLOCK, 70 + number) for number in range(len(prompts))])
+
+
+class SlowReference(SlowBlocks):
+    """The slow decoder on any of the references."""
+
+    def __init__(self, reference: Logits, rules: Rules) -> None:
+        self.reference, self.rules = reference, rules
+
+    def _logits(self, ids: list[int]) -> list[list[float]]:
+        logits_LV = self.reference(ids, BLOCK).clone()
+        logits_LV[:, MASK] = NEVER
+        rows: list[list[float]] = logits_LV.tolist()
+        return rows
+
+
+@pytest.mark.parametrize("family", ["sdar_moe", "fast_dllm", "llada2"])
+def test_an_engine_generates_what_a_slow_decoder_does(family: str, tmp_path: Path) -> None:
+    reference = FAMILIES[family](tmp_path)
+    is_shifted = family == "fast_dllm"
+    meaning = Semantics(causality="block", logit_shift=is_shifted, block_size=BLOCK, mask_token_id=MASK)
+    meaning.save(tmp_path)
+    strategy = "low_confidence_dynamic"
+    slow = SlowReference(reference, Rules(size=BLOCK, mask=MASK, shifted=is_shifted, strategy=strategy))
+    prompts = [draw(length, seed) for seed, length in enumerate((2 * BLOCK + 1, BLOCK, BLOCK - 1))]
+    engine = build_engine(tmp_path, "block", strategy=strategy)
+    most = 3 * BLOCK
+    found = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+    expected = [slow.answer(prompt, Sampling(temperature=0.0, max_tokens=most))[0] for prompt in prompts]
+    assert [list(answer.token_ids) for answer in found] == expected
+    assert len({tuple(answer) for answer in expected}) > 1
 
 
 def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tmp_path: Path) -> None:
