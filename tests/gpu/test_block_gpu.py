@@ -1,0 +1,37 @@
+"""Decoder `block` in CUDA graphs against the CPU, which is compared with a slow reference in tests/contracts.
+
+python -m pytest tests/gpu/test_block_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.decoders.block_unmask import UNMASKINGS
+from tests.contracts.engines import assert_idle, build_engine
+from tests.contracts.test_block_decoder import PROMPTS, params_of, write_block_toy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+WAYS: list[dict[str, Any]] = [{"graphs": "off"}, {}, {"max_num_seqs": 3}, {"fused_commit": False}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("strategy", UNMASKINGS.names())
+@pytest.mark.parametrize(("size", "shifted"), [(4, False), (4, True), (32, False)])
+def test_graphs_give_the_tokens_of_a_cpu(
+    tmp_path: Path, size: int, shifted: bool, strategy: str, way: dict[str, Any]
+) -> None:
+    directory = write_block_toy(tmp_path, shifted=shifted, size=size)
+    options = {"strategy": strategy, "threshold": 0.5, "entropy_bound": 1.5}
+    expected = build_engine(directory, "block", **options).generate(PROMPTS, params_of())
+    engine = build_engine(directory, "block", device="cuda", **options, **way)
+    found = engine.generate(PROMPTS, params_of())
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert_idle(engine)
