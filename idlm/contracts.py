@@ -133,7 +133,8 @@ class Completion:
     prefix cache. `num_forwards` counts every forward pass that fed rows of this request, prompt included.
     `tested_by_position[j]` drafts at position j+1 were tested, `accepted_by_position[j]` of them accepted,
     none behind a stop; `acceptance_rate` is their ratio over all positions, None where nothing was tested.
-    `exactness`: "exact" (the answer has the AR model's law) or "lossy".
+    `exactness`: "exact" (the answer has the law that its decoder stands for: the AR model's for ar and isd,
+    that of the unmasking itself for block) or "lossy".
     """
 
     request_id: str

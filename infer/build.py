@@ -209,7 +209,7 @@ def _assemble(
             num_lanes=settings.max_num_seqs,
             max_prompt_rows=settings.max_prompt_rows,
             max_width=max(decoder.widths),
-            max_emitted=decoder.max_emitted,
+            max_emitted=max(picture.stride for picture in decoder.pictures),
             feeding=decoder.feeding,
         ),
         pace=FixedPace() if len(decoder.pictures) == 1 else AdaptivePace(decoder.pictures, decoder.widths),

@@ -37,7 +37,6 @@ class ArDecoder:
     exactness = "exact"
     pictures: tuple[PictureName, ...] = (PictureName(stride=1, strategy="cold"),)
     widths: tuple[int, ...] = (1,)
-    max_emitted = 1
     feeding = ONE_BY_ONE
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:

@@ -114,7 +114,6 @@ class Decoder(Protocol):
     Config: ClassVar[type]
     pictures: tuple[PictureName, ...]
     widths: tuple[int, ...]
-    max_emitted: int
     exactness: str
     feeding: Feeding
 

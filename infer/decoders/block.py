@@ -79,7 +79,6 @@ class BlockDecoder:
         )
         self.pictures: tuple[PictureName, ...] = (PictureName(stride=size, strategy=config.strategy),)
         self.widths: tuple[int, ...] = (size,)
-        self.max_emitted = size
         self.feeding = Feeding(grain=size, num_pending=0)
 
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -53,7 +53,6 @@ class IsdDecoder:
         self.stride = semantics.stride if config.stride is None else config.stride
         self._check(config, semantics)
         self.config = config
-        self.max_emitted = self.stride
         self.num_masks = self.stride - 1
         self.exactness = "exact" if config.acceptance == "exact" else "lossy"
         self._mask_token_id = semantics.mask_token_id or 0
