@@ -124,15 +124,14 @@ def _plain(
     low, high = qk_RYH.chunk(2, dim=-1)
     qk_RYH = torch.cat((low * cos_R1h - high * sin_R1h, high * cos_R1h + low * sin_R1h), dim=-1)
     num_heads = num_rotated - num_kv_heads
-    is_written_R = slot_mapping_R >= 0
-    slots = slot_mapping_R[is_written_R]
-    fresh = (qk_RYH[:, num_heads:], rows_RJH[:, num_rotated:])
+    slots, fresh = slot_mapping_R, (qk_RYH[:, num_heads:], rows_RJH[:, num_rotated:])
+    if bool((slot_mapping_R < 0).any()):
+        is_written_R = slot_mapping_R >= 0
+        slots, fresh = slot_mapping_R[is_written_R], (fresh[0][is_written_R], fresh[1][is_written_R])
     for cache_SKH, rows_RKH, scale_K in zip((k_cache_SKH, v_cache_SKH), fresh, scales, strict=True):
-        written = rows_RKH[is_written_R].float()
-        if scale_K is not None:
-            written = written / scale_K[:, None]
+        written = rows_RKH if scale_K is None else rows_RKH.float() / scale_K[:, None]
         if cache_SKH.dtype == FP8:
-            written = written.clamp(-LARGEST_FP8, LARGEST_FP8)
+            written = written.float().clamp(-LARGEST_FP8, LARGEST_FP8)
         cache_SKH[slots] = written.to(cache_SKH.dtype)
     qkv_RJH[:, :num_heads] = qk_RYH[:, :num_heads]
     return qkv_RJH[:, :num_heads]
