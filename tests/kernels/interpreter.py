@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run_interpreted(name: str) -> None:
-    """All checks of tests/kernels/`name`; skipped where Triton is not installed."""
+def run_interpreted(name: str, *selection: str, timeout_s: float | None = 300, **variables: str) -> None:
+    """All checks of tests/kernels/`name`, or pytest's `selection` of them; skipped where Triton is not
+    installed. `variables` are set in the environment.
+    """
     pytest.importorskip("triton")
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{name}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{name}", *selection],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | settings | variables,
         capture_output=True,
         text=True,
+        timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout, done.stdout[-4000:]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,9 +12,8 @@ from idlm.kernels.linear_cross_entropy import (
     linear_overlap,
     token_nll,
 )
+from tests.kernels.interpreter import run_interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = "tests/kernels/interpreted_linear_cross_entropy.py"
 SHAPES = [(0, 8, 4), (1, 1, 1), (1, 33, 5), (63, 64, 8), (130, 101, 16), (300, 257, 7)]
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -153,14 +147,4 @@ def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) 
 
 def test_the_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("interpreted_linear_cross_entropy.py")

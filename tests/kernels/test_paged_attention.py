@@ -6,7 +6,6 @@ The torch path has tests/unit/test_paged_attention.py, the GPU tests/gpu/test_pa
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import re
 import subprocess
@@ -26,6 +25,7 @@ from idlm.kernels.paged_attention import (
     plan_attention,
     problems,
 )
+from tests.kernels.interpreter import run_interpreted
 from tests.kernels.paged_attention_cases import (
     SCALE,
     build,
@@ -38,30 +38,19 @@ from tests.kernels.paged_attention_cases import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = "tests/kernels/interpreted_paged_attention.py"
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 MAX_SHARED_BYTES = 227 * 1024
 
 
-def interpret(*selection: str, **variables: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED, *selection]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout) and "skipped" not in done.stdout
-
-
 def test_the_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    interpret()
+    run_interpreted("interpreted_paged_attention.py")
 
 
 @pytest.mark.slow
 def test_many_random_steps_in_the_interpreter() -> None:
     """python -m pytest tests/kernels/test_paged_attention.py -m slow"""
-    pytest.importorskip("triton")
-    interpret("-k", "random_steps", RANDOM_STEPS="100")
+    run_interpreted("interpreted_paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100")
 
 
 def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int) -> Any:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +27,10 @@ from idlm.kernels.sampling import (
 from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
 from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from idlm.sampling import Warp, to_law
+from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sampling_cases import check_laws, make_case, whole_law
 from tests.kernels.sampling_steps import run_steps
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = "tests/kernels/interpreted_sampling.py"
 CPU = torch.device("cpu")
 QWEN3_VOCABULARY = 151_936
 
@@ -212,17 +207,7 @@ def test_uniform_numbers_are_those_of_the_core() -> None:
 
 def test_the_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERPRETED],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("interpreted_sampling.py")
 
 
 class Recorder:
