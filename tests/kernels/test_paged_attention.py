@@ -50,7 +50,9 @@ def test_the_kernels_in_the_interpreter() -> None:
 @pytest.mark.slow
 def test_many_random_steps_in_the_interpreter() -> None:
     """python -m pytest tests/kernels/test_paged_attention.py -m slow"""
-    run_interpreted("interpreted_paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100")
+    run_interpreted(
+        "interpreted_paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100"
+    )
 
 
 def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int) -> Any:
