@@ -121,7 +121,8 @@ class SlowBlocks:
             sure = [place for place in places if confidence[place] > rules.threshold]
             return sure if len(sure) >= quota else by_confidence[:quota]
         assert rules.strategy == "entropy_bounded"
-        chosen, total = [], 0.0
+        chosen: list[int] = []
+        total = 0.0
         for place in sorted(places, key=lambda place: entropy[place]):
             total += entropy[place]
             if chosen and total >= rules.entropy_bound:
@@ -147,7 +148,8 @@ def law_of(row: list[float], sampling: Sampling) -> list[float]:
         order = order[: sampling.top_k]
     kept = set(order)
     law = softmax([value if i in kept else NEVER for i, value in enumerate(scaled)])
-    mass, nucleus = 0.0, set()
+    mass = 0.0
+    nucleus: set[int] = set()
     for i in order:
         if mass >= sampling.top_p and nucleus:
             break
