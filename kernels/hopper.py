@@ -1,4 +1,4 @@
-"""What GPUs from Hopper on can do for a chain of short kernels."""
+"""Where the kernels of an op run, and what GPUs from Hopper on can do for a chain of short ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HOPPER = (9, 0)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs kernels on a CPU, which is settled when they are imported."""
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether an op on this tensor is a kernel's: on a GPU, or in Triton's interpreter."""
+    return x.is_cuda or INTERPRETED
 
 
 @cache
@@ -16,12 +24,11 @@ def has_pdl(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one that it waits for has ended (programmatic dependent
     launch). Triton's interpreter knows nothing of it.
     """
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return device.type == "cuda" and not is_interpreted and torch.cuda.get_device_capability(device) >= HOPPER
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= HOPPER
 
 
 def rounds_as_written() -> dict[str, Any]:
     """Launch options of a kernel that rounds between a product and a sum: Triton's compiler would otherwise
     fuse both into one operation with one rounding. The interpreter does not know the option.
     """
-    return {} if os.environ.get("TRITON_INTERPRET") == "1" else {"enable_fp_fusion": False}
+    return {} if INTERPRETED else {"enable_fp_fusion": False}

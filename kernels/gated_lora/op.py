@@ -5,13 +5,12 @@ R rows, E output width, F half of it for a SwiGLU, r rank, P parts of the projec
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from idlm.kernels.hopper import runs_kernels
+
 MAX_PARTS = 3
 
 
@@ -30,7 +29,7 @@ def expand_add(
     of each part in turn, of any content in other rows.
     """
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
-    if _runs_kernels(y_RE):
+    if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.launch import run_expand
 
         run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling)
@@ -42,7 +41,7 @@ def expand_swiglu(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *
     """silu(gate) * up of what `expand_add` would make of the parts gate and up, [R, F]; `y_RE` stays."""
     sizes = (y_RE.shape[1] // 2,) * 2
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
-    if _runs_kernels(y_RE):
+    if runs_kernels(y_RE):
         from idlm.kernels.gated_lora.launch import run_expand
 
         out_RF = y_RE.new_empty(len(y_RE), sizes[0])
@@ -65,7 +64,3 @@ def _check(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, sizes: t
     assert h_RX.shape == (len(y_RE), len(sizes) * b_Er.shape[1]), f"{h_RX.shape=} {sizes=} {b_Er.shape=}"
     assert y_RE.stride(1) == b_Er.stride(1) == h_RX.stride(1) == 1, f"{y_RE.stride()=} {h_RX.stride()=}"
     assert is_mask_R.dtype == torch.bool and len(is_mask_R) == len(y_RE), f"{is_mask_R.shape=}"
-
-
-def _runs_kernels(x: Tensor) -> bool:
-    return x.is_cuda or INTERPRETED

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 from torch import Tensor
 
+from idlm.kernels.hopper import INTERPRETED
 from idlm.kernels.linear.kernel import linear_kernel
 from idlm.kernels.linear.launch import Launch, Workspace, make_workspace, num_splits, workspace_size
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run(

@@ -5,19 +5,18 @@ R rows, D input width, E output width, F half of it for a SwiGLU.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from idlm.kernels.hopper import runs_kernels
 from idlm.kernels.linear.fp8 import Fp8Weight
 
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch, Workspace
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,7 +35,7 @@ def linear(
     other stream uses meanwhile; without one it allocates its own.
     """
     _check(x_RD, weight_ED, bias_E)
-    if launch is None or not _runs_kernels(x_RD):
+    if launch is None or not _takes(x_RD):
         return _library(x_RD, weight_ED, bias_E, out_RE)
     from idlm.kernels.linear.kernel_run import run
 
@@ -68,7 +67,7 @@ def linear_swiglu(
     """
     _check(x_RD, weight_ED, bias_E)
     width = weight_ED.shape[0] // 2
-    if launch is None or not _runs_kernels(x_RD):
+    if launch is None or not _takes(x_RD):
         gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
         result_RF = F.silu(gate_RF) * up_RF
         return result_RF if out_RF is None else out_RF.copy_(result_RF)
@@ -107,8 +106,9 @@ def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
     return weight_ED, None
 
 
-def _runs_kernels(x_RD: Tensor) -> bool:
-    return (x_RD.is_cuda or INTERPRETED) and x_RD.dtype in DTYPES
+def _takes(x_RD: Tensor) -> bool:
+    """Whether our kernel knows the dtype, and runs where the tensor is."""
+    return runs_kernels(x_RD) and x_RD.dtype in DTYPES
 
 
 def _check(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, bias_E: Tensor | None) -> None:

@@ -13,14 +13,13 @@ B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head 
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import triton
 
-from idlm.kernels.hopper import has_pdl
+from idlm.kernels.hopper import INTERPRETED, has_pdl
 from idlm.kernels.paged_attention.kernel import attend_kernel, combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
 from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
@@ -29,7 +28,6 @@ RECORD = 32
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED_MULTIPROCESSORS = 6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn

@@ -6,16 +6,14 @@ S physical KV slots.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl
+from idlm.kernels.hopper import has_pdl, runs_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 
@@ -35,7 +33,7 @@ class Rope:
 def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, dtype: torch.dtype) -> Rope:
     """The rows' rotations, for all layers of a pass in `dtype`."""
     tables = None
-    if not _runs_kernels(positions_R):
+    if not runs_kernels(positions_R):
         angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
         tables = ((angles_R1h.cos() * scaling).to(dtype), (angles_R1h.sin() * scaling).to(dtype))
     return Rope(positions_R=positions_R, inv_freq_h=inv_freq_h, scaling=scaling, tables=tables)
@@ -69,7 +67,7 @@ def qkv_rope_cache(
     assert qkv_RJH.stride(2) == k_cache_SKH.stride(2) == v_cache_SKH.stride(2) == 1, f"{qkv_RJH.stride()=}"
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
     assert bias_JH is None or bias_JH.is_contiguous(), f"{bias_JH=}"
-    if not _runs_kernels(qkv_RJH):
+    if not runs_kernels(qkv_RJH):
         assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
         return _plain(
             qkv_RJH,
@@ -97,10 +95,6 @@ def qkv_rope_cache(
         pdl=has_pdl(qkv_RJH.device) if pdl is None else pdl,
     )
     return qkv_RJH[:, :num_heads]
-
-
-def _runs_kernels(x: Tensor) -> bool:
-    return x.is_cuda or INTERPRETED
 
 
 def _plain(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from idlm.kernels.hopper import has_pdl, runs_kernels
 
 
 def add_rms_norm(
@@ -29,7 +25,7 @@ def add_rms_norm(
     """
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
-    if x_RD.is_cuda or INTERPRETED:
+    if runs_kernels(x_RD):
         from idlm.kernels.rms_norm.kernel import run
 
         normed_RD = x_RD.new_empty(x_RD.shape)

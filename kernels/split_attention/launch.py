@@ -6,7 +6,6 @@ B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from idlm.kernels.hopper import INTERPRETED
 from idlm.kernels.split_attention.kernel import (
     backward_kernel,
     finish_kernel,
@@ -25,7 +25,6 @@ from idlm.kernels.split_attention.visibility import TILE_ROWS, Visibility
 LOG2_E = 1.4426950408889634
 FINISH_BLOCK = 4096
 PREPARE_ROWS = 64
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,17 +6,16 @@ B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from idlm.kernels.hopper import INTERPRETED
 from idlm.kernels.split_attention.reference import split_attention_reference
 from idlm.kernels.split_attention.visibility import Visibility, from_tensors
 
 MAX_HEAD_DIM = 256
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def split_attention(

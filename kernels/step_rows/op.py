@@ -7,13 +7,13 @@ widest layout, J drafts, A tokens that a pass can emit, P pages of the longest s
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from idlm.kernels.hopper import runs_kernels
+
 MASK = -1
 """Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
 
@@ -77,7 +77,7 @@ def pack_rows(
     """
     if num_rows is None:
         num_rows = int(_cu_rows(lanes, table, lanes_B, num_feed_B, wants_B)[0][-1])
-    if _runs_kernels(lanes_B):
+    if runs_kernels(lanes_B):
         from idlm.kernels.step_rows.kernel import run_pack_rows
 
         return run_pack_rows(
@@ -154,7 +154,7 @@ def map_slots(
     block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, *, page_size: int
 ) -> Tensor:
     """Physical slot of each row, [R]; -1 for padding rows."""
-    if _runs_kernels(slots_R):
+    if runs_kernels(slots_R):
         from idlm.kernels.step_rows.kernel import run_map_slots
 
         return run_map_slots(block_table_BP, sequence_R, slots_R, cu_rows_B1, page_size)
@@ -177,7 +177,7 @@ def commit(
 
     What is emitted behind the last column but one is dropped. A lane that occurs twice has nothing to commit.
     """
-    if _runs_kernels(lanes_B):
+    if runs_kernels(lanes_B):
         from idlm.kernels.step_rows.kernel import run_commit
 
         run_commit(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B)
@@ -192,7 +192,3 @@ def commit(
     lanes.num_known_Z[lanes_B] = known_B + num_emitted_B
     lanes.num_computed_Z[lanes_B] += num_computed_B
     steps_Z[lanes_B] += (num_emitted_B > 0).long()
-
-
-def _runs_kernels(x: Tensor) -> bool:
-    return x.is_cuda or INTERPRETED

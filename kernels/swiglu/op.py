@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from idlm.kernels.hopper import has_pdl, runs_kernels
 
 
 def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool | None = None) -> Tensor:
@@ -18,7 +14,7 @@ def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool |
     `block`, `warps` and `pdl` (None: where the device can) are launch parameters.
     """
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
-    if gate_up_RE.is_cuda or INTERPRETED:
+    if runs_kernels(gate_up_RE):
         from idlm.kernels.swiglu.kernel import run
 
         out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
