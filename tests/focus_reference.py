@@ -1,0 +1,333 @@
+"""FOCUS as slow as can be, from the paper (section 4, Algorithm 1, appendix E) and the choices that
+`infer/accelerators/focus.py` states: one block, one pass, plain Python; then whole generations of one request
+over a transformer whose keys and values lie in a dictionary by layer and position.
+
+Nothing of the engine is imported. N query heads, K KV heads, H head dim, D width, W positions of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, invert, law_of, softmax, uniform
+
+Rows = dict[int, Tensor]
+"""By place in the block, the queries [N, H] or keys [K, H] of one layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FocusRules:
+    """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
+    `mean`: of decoded tokens, over the passes of the "block" or of the whole "request".
+    """
+
+    size: int
+    alpha: float = 1.5
+    over: str = "masked"
+    mean: str = "block"
+    freezes: bool = True
+
+
+@dataclass(kw_only=True)
+class BlockState:
+    """What is remembered from pass to pass of a block; `earlier` of blocks before: decoded tokens, passes."""
+
+    frozen: set[int] = field(default_factory=set)
+    processed: set[int] = field(default_factory=set)
+    num_passes: int = 0
+    num_decoded: int = 0
+    earlier: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Of one pass: which places of the block go on behind layer 1, the budget K, the first place that nobody
+    may see from the attention of layer 1 on, and what it was decided by.
+    """
+
+    kept: tuple[int, ...]
+    budget: int
+    limit: int
+    deltas: dict[int, float]
+
+
+def fed_places(state: BlockState, rules: FocusRules) -> list[int]:
+    """Section 4.3: frozen tokens are not computed again."""
+    return [place for place in range(rules.size) if place not in state.frozen]
+
+
+def importance(queries: Rows, keys: Rows, scale: float) -> dict[int, float]:
+    """Equations 2 and 15: scores along the keys, the largest of three neighbours, softmax; then the sum over
+    queries and heads.
+    """
+    columns = sorted(keys)
+    total = dict.fromkeys(columns, 0.0)
+    for _, q_NH in sorted(queries.items()):
+        group = len(q_NH) // len(keys[columns[0]])
+        for head, q_H in enumerate(q_NH.double()):
+            scores = [float(q_H @ keys[place][head // group].double()) * scale for place in columns]
+            pooled = [max(scores[max(0, n - 1) : n + 2]) for n in range(len(scores))]
+            for place, weight in zip(columns, softmax(pooled), strict=True):
+                total[place] += weight
+    return total
+
+
+def budget(
+    state: BlockState, deltas: dict[int, float], masked: list[int], rules: FocusRules
+) -> tuple[int, float]:
+    """Equations 4 and 5, the threshold being mean + std (appendix E.2.2): K, and the threshold."""
+    sum_decoded, num_passes = state.num_decoded, state.num_passes
+    if rules.mean == "request":
+        sum_decoded, num_passes = sum_decoded + state.earlier[0], num_passes + state.earlier[1]
+    average = max(1.0, sum_decoded / num_passes) if num_passes else 1.0
+    centre = sum(deltas[place] for place in masked) / len(masked)
+    spread = math.sqrt(sum((deltas[place] - centre) ** 2 for place in masked) / len(masked))
+    num_strong = sum(deltas[place] >= centre + spread for place in masked)
+    return min(rules.size, max(math.ceil(rules.alpha * average), num_strong)), centre + spread
+
+
+def select(
+    state: BlockState,
+    masked: list[int],
+    may_be_decided: list[int],
+    layers: tuple[tuple[Rows, Rows], tuple[Rows, Rows]],
+    scale: float,
+    rules: FocusRules,
+) -> Selection:
+    """Equation 3 and section 4.2. `layers`: queries and keys of layers 0 and 1, of all that is fed (and, of
+    keys, of what is frozen); only masks that `may_be_decided` in this pass are candidates.
+    """
+    fed = fed_places(state, rules)
+    assert set(may_be_decided) <= set(masked) <= set(fed)
+    found = []
+    for queries, keys in layers:
+        chosen = masked if rules.over == "masked" else list(range(rules.size))
+        found.append(
+            importance(
+                {place: queries[place] for place in chosen if place in fed},
+                {place: keys[place] for place in chosen},
+                scale,
+            )
+        )
+    deltas = {place: found[1][place] - found[0][place] for place in masked}
+    number, _ = budget(state, deltas, masked, rules)
+    if len(masked) <= number:
+        return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
+    best = sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number]
+    kept = {place for place in fed if place not in masked} | set(best)
+    kept |= {place - 1 for place in best if place - 1 in masked}
+    kept |= {place for place in masked if place < max(kept) and place not in state.processed}
+    return Selection(
+        kept=tuple(sorted(kept)),
+        budget=number,
+        limit=max(kept | state.processed) + 1,
+        deltas=deltas,
+    )
+
+
+def note(
+    state: BlockState, masked: list[int], selection: Selection, num_decoded: int, rules: FocusRules
+) -> None:
+    """After a pass with these masks: a token that was decoded by then, as was its right neighbour, has now
+    been computed once more. The last token of a block has no neighbour to wait for.
+    """
+    for place in fed_places(state, rules):
+        is_ready = place == rules.size - 1 or place + 1 not in masked
+        if rules.freezes and place not in masked and is_ready:
+            assert place in selection.kept
+            state.frozen.add(place)
+    state.processed |= set(selection.kept)
+    state.num_passes += 1
+    state.num_decoded += num_decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One denoising pass. `keys`: by layer and place of the block what the cache holds behind it."""
+
+    number: int
+    fed: tuple[int, ...]
+    selection: Selection
+    decided: dict[int, int]
+    keys: dict[tuple[int, int], Tensor]
+    values: dict[tuple[int, int], Tensor]
+
+
+class SlowFocus(SlowBlocks):
+    """A model, the rules of its blocks, and FOCUS."""
+
+    def __init__(self, directory: Path, rules: Rules, focus: FocusRules) -> None:
+        super().__init__(directory, rules)
+        self.focus = focus
+        config = self.model.config
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.keys: dict[tuple[int, int], Tensor] = {}
+        self.values: dict[tuple[int, int], Tensor] = {}
+        self.passes: list[Pass] = []
+        self.num_commits = 0
+
+    @torch.no_grad()
+    def answer(self, prompt: list[int], sampling: Sampling) -> tuple[list[int], int]:
+        """As the base class; `passes` are its denoising passes, `keys` and `values` all that is stored."""
+        size, known = self.rules.size, list(prompt)
+        self.keys, self.values, self.passes, self.num_commits = {}, {}, [], 0
+        earlier = (0, 0)
+        last_row = None
+        for start in range(0, len(known) // size * size, size):
+            last_row = self._clean(known[start : start + size], start)
+        while True:
+            state = BlockState(earlier=earlier)
+            work = self._denoise(known, sampling, state, last_row)
+            earlier = earlier[0] + state.num_decoded, earlier[1] + state.num_passes
+            start = len(known) // size * size
+            for token in work[len(known) - start :]:
+                known.append(token)
+                if token in sampling.stops or len(known) - len(prompt) >= sampling.max_tokens:
+                    return known[len(prompt) :], len(self.passes)
+            last_row = self._clean(work, start)
+
+    def _clean(self, tokens: list[int], start: int) -> list[float]:
+        """Store a block without masks, in full; returns the last row's logits."""
+        places = list(range(self.rules.size))
+        hidden = self._embed(tokens)
+        for layer in range(len(self.model.model.layers)):
+            hidden = self._layer(layer, hidden, places, start, limit=self.rules.size)
+        self.num_commits += 1
+        return self._head(hidden)[-1]
+
+    def _denoise(
+        self, known: list[int], sampling: Sampling, state: BlockState, last_row: list[float] | None
+    ) -> list[int]:
+        rules, size = self.rules, self.rules.size
+        number, start = len(known) // size, len(known) // size * size
+        work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
+        if rules.shifted and len(known) == start:
+            assert last_row is not None
+            work[0] = invert(law_of(last_row, sampling), uniform(sampling.seed, 0, number << 16, 0))
+        while None in work:
+            masked = [place for place in range(size) if work[place] is None]
+            part = rules.part or size
+            decidable = [place for place in masked if place // part == masked[0] // part]
+            fed = fed_places(state, self.focus)
+            logits, selection = self._thinned(work, fed, masked, decidable, start, state)
+            rows = {place + rules.shifted: row for place, row in logits.items()}
+            decided = self._decide({p: rows[p] for p in decidable if p in rows}, sampling, number, state)
+            for place, token in decided.items():
+                work[place] = token
+            note(state, masked, selection, len(decided), self.focus)
+            layers = range(len(self.model.model.layers))
+            inside = [(layer, place) for layer in layers for place in range(size)]
+            self.passes.append(
+                Pass(
+                    number=number,
+                    fed=tuple(fed),
+                    selection=selection,
+                    decided=decided,
+                    keys={(n, p): self.keys[n, start + p] for n, p in inside if (n, start + p) in self.keys},
+                    values={
+                        (n, p): self.values[n, start + p] for n, p in inside if (n, start + p) in self.values
+                    },
+                )
+            )
+        return [token for token in work if token is not None]
+
+    def _decide(
+        self, rows: dict[int, list[float]], sampling: Sampling, number: int, state: BlockState
+    ) -> dict[int, int]:
+        """Of the places that there are logits for, by the strategy."""
+        drawn, confidence, entropy = {}, {}, {}
+        for place, row in rows.items():
+            law, own = law_of(row, sampling), softmax(row)
+            step = (number << 16) + 1 + state.num_passes
+            drawn[place] = invert(law, uniform(sampling.seed, 0, step, place))
+            confidence[place] = (own if sampling.temperature == 0 else law)[drawn[place]]
+            entropy[place] = -sum(p * math.log(p) for p in own if p > 0)
+        return {place: drawn[place] for place in self._choose(confidence, entropy, state.num_passes)}
+
+    def _thinned(
+        self,
+        work: list[int | None],
+        fed: list[int],
+        masked: list[int],
+        decidable: list[int],
+        start: int,
+        state: BlockState,
+    ) -> tuple[dict[int, list[float]], Selection]:
+        """Algorithm 1: logits by place of the rows that are left, and which those are."""
+        tokens = [self.rules.mask if work[place] is None else work[place] for place in fed]
+        hidden = self._embed(tokens)
+        queries0 = self._store(0, hidden, fed, start)
+        hidden = self._rest(0, hidden, queries0, start, limit=self.rules.size)
+        queries1 = self._store(1, hidden, fed, start)
+        layers = tuple(
+            (
+                dict(zip(fed, queries, strict=True)),
+                {place: self.keys[number, start + place] for place in range(self.rules.size)},
+            )
+            for number, queries in enumerate((queries0, queries1))
+        )
+        scale = self.head_dim**-0.5
+        selection = select(state, masked, decidable, layers, scale, self.focus)  # type: ignore[arg-type]
+        left = [fed.index(place) for place in selection.kept]
+        hidden = self._rest(1, hidden[left], queries1[left], start, limit=selection.limit)
+        for number in range(2, len(self.model.model.layers)):
+            hidden = self._layer(number, hidden, list(selection.kept), start, limit=selection.limit)
+        return dict(zip(selection.kept, self._head(hidden), strict=True)), selection
+
+    def _embed(self, tokens: list[Any]) -> Tensor:
+        hidden: Tensor = self.model.model.embed_tokens(torch.tensor(tokens))
+        return hidden
+
+    def _head(self, hidden: Tensor) -> list[list[float]]:
+        logits = self.model.lm_head(self.model.model.norm(hidden))
+        logits[:, self.rules.mask] = NEVER
+        rows: list[list[float]] = logits.tolist()
+        return rows
+
+    def _layer(self, number: int, hidden: Tensor, places: list[int], start: int, *, limit: int) -> Tensor:
+        queries = self._store(number, hidden, places, start)
+        return self._rest(number, hidden, queries, start, limit=limit)
+
+    def _store(self, number: int, hidden: Tensor, places: list[int], start: int) -> Tensor:
+        """Queries [rows, N, H] of a layer; its keys and values are stored."""
+        layer = self.model.model.layers[number]
+        block, normed = layer.self_attn, layer.input_layernorm(hidden)
+        q, k, v = (
+            projection(normed).view(len(places), -1, self.head_dim)
+            for projection in (block.q_proj, block.k_proj, block.v_proj)
+        )
+        if hasattr(block, "q_norm"):
+            q, k = block.q_norm(q), block.k_norm(k)
+        positions = torch.tensor([[start + place for place in places]])
+        cos, sin = (table[0][:, None] for table in self.model.model.rotary_emb(hidden[None], positions))
+        q, k = (x * cos + _turned(x) * sin for x in (q, k))
+        for row, place in enumerate(places):
+            self.keys[number, start + place] = k[row].clone()
+            self.values[number, start + place] = v[row].clone()
+        queries: Tensor = q
+        return queries
+
+    def _rest(self, number: int, hidden: Tensor, queries: Tensor, start: int, *, limit: int) -> Tensor:
+        """Attention to all positions before `start + limit`, then the feed-forward part."""
+        layer = self.model.model.layers[number]
+        keys = torch.stack([self.keys[number, position] for position in range(start + limit)])
+        values = torch.stack([self.values[number, position] for position in range(start + limit)])
+        group = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        scores = torch.einsum("rnh,lnh->nrl", queries, keys) * self.head_dim**-0.5
+        mixed = torch.einsum("nrl,lnh->rnh", scores.softmax(dim=-1), values).flatten(1)
+        hidden = hidden + layer.self_attn.o_proj(mixed)
+        out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return out
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The rotary embedding's other half."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
