@@ -165,6 +165,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksInWork:
+    """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
+    is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
+    some or all of them. `num_passes_B` passes have decided something of the block before this one, of the
+    `num_steps_B` that its quota allots it; some strategies need fewer.
+    """
+
+    starts_B: Tensor
+    num_passes_B: Tensor
+    num_steps_B: Tensor
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What ONE forward pass is fed, over all sequences of a batch, as plain data.
 
@@ -178,7 +192,8 @@ class StepPlan:
     wanted rows say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored.
     `advances_B` (bool): its fed tokens become computed ones; False for a sequence that is as long as it may
     get. All other tensors int64, all on the engine's device; `max_rows` and `max_slots` are upper bounds that
-    the host knows.
+    the host knows. `work`: of block diffusion. `has_logits_X` (bool) comes with the logits: False for a
+    wanted row that an accelerator dropped, whose logits mean nothing; None: no row was dropped.
     """
 
     lanes_B: Tensor
@@ -197,6 +212,8 @@ class StepPlan:
     advances_B: Tensor
     max_rows: int
     max_slots: int
+    work: BlocksInWork | None = None
+    has_logits_X: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
