@@ -7,7 +7,7 @@ J tokens a pass can emit for one sequence.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ class SamplingParams:
     `top_k` 0, `top_p` 1 and `min_p` 0 are off. `tau` relaxes acceptance to min(1, (1+tau) p/q) and makes
     the answer lossy. `seed` None draws a fresh one. `logprobs` k returns the log-probability (model's own
     law, before temperature) of each token with those of the k likeliest. `n` samples come back as n
-    completions.
+    completions. `decoder_options`: what this request has otherwise than the engine's decoder, by the names of
+    its options (block: threshold, edit_threshold, entropy_bound, steps; ar, isd: none).
     """
 
     temperature: float = 1.0
@@ -40,6 +41,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     tau: float = 0.0
+    decoder_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -86,6 +88,10 @@ class SamplingParams:
             (
                 f"tau={self.tau!r} must be a finite number >= 0 (0 is exact)",
                 not (_is_number(self.tau) and self.tau >= 0),
+            ),
+            (
+                f"decoder_options={self.decoder_options!r} must be a dict of names",
+                not (isinstance(self.decoder_options, dict) and all(map(_is_text, self.decoder_options))),
             ),
         ]
 

@@ -31,6 +31,10 @@ class SamplingConfig:
     logprobs: int | None = _help("also return log-probabilities, with this many alternatives", None)
     n: int = _help("answers per prompt", 1)
     tau: float = _help("relaxed acceptance (lossy); 0 is exact", 0.0)
+    decoder_options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "options of the decoder that a request may set (block: threshold, ...)"},
+    )
 
     def params(self, **changes: Any) -> SamplingParams:
         """The engine's form, with single settings replaced."""

@@ -139,6 +139,7 @@ class Engine:
         self._check_new(request_id)
         params = params or SamplingParams()
         self.decoder.feeding.check(params)
+        self.decoder.configure(params.decoder_options)
         prompt_ids = self._prompt_ids(request_id, prompt)
         params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._parts.eos_ids))
@@ -338,13 +339,10 @@ class Engine:
                 fix="give a list: generate([prompt], ...)",
             )
         settings = (
-            [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+            list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         )
-        ids = (
-            list(request_ids)
-            if request_ids is not None
-            else [f"r{self._num_added + i}" for i in range(len(prompts))]
-        )
+        fresh = [f"r{self._num_added + i}" for i in range(len(prompts))]
+        ids = fresh if request_ids is None else list(request_ids)
         if not len(prompts) == len(settings) == len(ids):
             raise UserError(
                 "IDLM-0408",

@@ -17,7 +17,7 @@ from idlm.infer.scheduler import Schedule, lane_of
 
 Message = dict[str, Any]
 LENGTH = struct.Struct("<Q")
-PARAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "tau")
+PARAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "tau", "decoder_options")
 """The sampling settings that a device sees."""
 
 

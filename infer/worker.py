@@ -70,9 +70,12 @@ class Worker:
                 steps=[request.num_steps for request in seated],
                 computed=[request.num_computed for request in seated],
             )
-            parts.decoder.seat(lanes)
-        for request in (*schedule.preempted, *schedule.resumed):
+            parts.decoder.seat(lanes, [request.params.decoder_options for request in seated])
+        rewound = (*schedule.preempted, *schedule.resumed)
+        for request in rewound:
             parts.table.rewind(lane_of(request), request.num_computed)
+        if rewound:
+            parts.decoder.rewind([lane_of(request) for request in rewound])
         parts.runner.copy_pages(schedule.copies)
 
 

@@ -8,14 +8,23 @@ Shapes: B sequences (each wants one row), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
-from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, check_causal, plan_rows
+from idlm.infer.decoders.base import (
+    DECODERS,
+    ONE_BY_ONE,
+    Batch,
+    PictureName,
+    check_causal,
+    plan_rows,
+    request_config,
+)
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -43,12 +52,19 @@ class ArDecoder:
         check_causal(semantics, self.name)
         self.config = config
 
+    def configure(self, options: Mapping[str, Any]) -> ArConfig:
+        """Requests have no options of their own."""
+        return request_config(self.name, self.config, options)
+
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """One layout, a single row; nothing per lane."""
         self._picture = Picture(layouts("cold", num_masks=0, max_drafts=0), device)
 
-    def seat(self, lanes: list[int]) -> None:
+    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to reset."""
+
+    def rewind(self, lanes: list[int]) -> None:
+        """Nothing to go back on."""
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """The known tokens that are not computed yet, and nothing behind them."""

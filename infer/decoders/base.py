@@ -7,12 +7,15 @@ J masks.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from idlm import schema
 from idlm.contracts import SamplingParams, StepOutcome, StepPlan
 from idlm.errors import UserError
 from idlm.infer.decoders.layout import Picture
@@ -20,6 +23,7 @@ from idlm.infer.table import SequenceTable
 from idlm.kernels.step_rows import pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
+from idlm.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +123,22 @@ class Decoder(Protocol):
 
     def __init__(self, config: Any, semantics: Semantics) -> None: ...
 
+    def configure(self, options: Mapping[str, Any]) -> Any:
+        """The decoder's Config for a request with `decoder_options`; UserError IDLM-0453 for options that a
+        request cannot set, or not to this.
+        """
+        ...
+
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Make the decoder's own per-lane state; `dtype` is that of the logits."""
         ...
 
-    def seat(self, lanes: list[int]) -> None:
-        """Reset the decoder's state of lanes on which new sequences sit down."""
+    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+        """Reset the decoder's state of lanes on which new sequences sit down, with `decoder_options`."""
+        ...
+
+    def rewind(self, lanes: list[int]) -> None:
+        """Of these lanes the cache holds nothing any more, or just known tokens that are computed."""
         ...
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
@@ -137,6 +151,26 @@ class Decoder(Protocol):
 
 
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
+
+
+def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:
+    """`config` with a request's options, each of the type that it must be; see `Decoder.configure`."""
+    unknown = [name for name in options if name not in allowed]
+    problems = [
+        f"decoder_options.{name} is nothing that a request can set of decoder {decoder}"
+        f"{did_you_mean(name, allowed)}"
+        for name in unknown
+    ]
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if not problems:
+        config = schema.build(type(config), {**values, **options}, problems, "decoder_options.")
+    if problems:
+        raise UserError(
+            "IDLM-0453",
+            "; ".join(problems),
+            fix=f"use {', '.join(allowed)}" if allowed else "leave decoder_options out",
+        )
+    return config
 
 
 def check_causal(semantics: Semantics, decoder: str) -> None:

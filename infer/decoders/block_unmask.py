@@ -21,21 +21,22 @@ from idlm.registry import Registry
 class Masks:
     """A block's masks in one pass. `is_open_BW` (bool): those that may be decided; of each the probability of
     the token that was drawn for it, and the entropy (nats) of the model's own law where a strategy asks for
-    it. `quota_B` int64 >= 1: how many are decided at least, if there are as many.
+    it. `quota_B` int64 >= 1: how many are decided at least, if there are as many. `threshold_B` and
+    `entropy_bound_B` (nats), fp64: the requests' own.
     """
 
     is_open_BW: Tensor
     confidence_BW: Tensor
     entropy_BW: Tensor | None
     quota_B: Tensor
+    threshold_B: Tensor
+    entropy_bound_B: Tensor
 
 
 class Unmasking(Protocol):
     """Says which open masks are decided, at least one of every sequence that has any."""
 
     needs_entropy: ClassVar[bool]
-
-    def __init__(self, *, threshold: float, entropy_bound: float) -> None: ...
 
     def choose(self, masks: Masks) -> Tensor:
         """Bool [B, W], a part of `is_open_BW`."""
@@ -57,18 +58,11 @@ def ranks(keys_BW: Tensor, is_open_BW: Tensor) -> Tensor:
     return (is_before_BWW & is_open_BW[:, None, :]).sum(-1)
 
 
-class _Strategy:
-    """Keeps what strategies may be set by."""
+@UNMASKINGS.register("sequential")
+class Sequential:
+    """The leftmost."""
 
     needs_entropy: ClassVar[bool] = False
-
-    def __init__(self, *, threshold: float, entropy_bound: float) -> None:
-        self.threshold, self.entropy_bound = threshold, entropy_bound
-
-
-@UNMASKINGS.register("sequential")
-class Sequential(_Strategy):
-    """The leftmost."""
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
@@ -76,8 +70,10 @@ class Sequential(_Strategy):
 
 
 @UNMASKINGS.register("low_confidence_static")
-class Static(_Strategy):
+class Static:
     """The most confident; the others stay masked."""
+
+    needs_entropy: ClassVar[bool] = False
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
@@ -90,13 +86,13 @@ class Dynamic(Static):
 
     def choose(self, masks: Masks) -> Tensor:
         """Where those are fewer than the quota, the most confident."""
-        passes_BW = masks.is_open_BW & (masks.confidence_BW > self.threshold)
+        passes_BW = masks.is_open_BW & (masks.confidence_BW > masks.threshold_B[:, None])
         least_B = torch.minimum(masks.quota_B, masks.is_open_BW.sum(-1))
         return torch.where((passes_BW.sum(-1) >= least_B)[:, None], passes_BW, super().choose(masks))
 
 
 @UNMASKINGS.register("entropy_bounded")
-class EntropyBounded(_Strategy):
+class EntropyBounded:
     """The surest, as long as their entropies add up to less than the bound; one in any case."""
 
     needs_entropy: ClassVar[bool] = True
@@ -108,7 +104,7 @@ class EntropyBounded(_Strategy):
         rank_BW = ranks(-masks.entropy_BW, is_open_BW)
         is_counted_BWW = (rank_BW[:, None, :] <= rank_BW[:, :, None]) & is_open_BW[:, None, :]
         sums_BW = torch.where(is_counted_BWW, masks.entropy_BW[:, None, :], 0.0).sum(-1)
-        return is_open_BW & ((sums_BW < self.entropy_bound) | (rank_BW == 0))
+        return is_open_BW & ((sums_BW < masks.entropy_bound_B[:, None]) | (rank_BW == 0))
 
 
 def first_part(is_open_BW: Tensor, part_size: int) -> Tensor:

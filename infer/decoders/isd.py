@@ -9,15 +9,24 @@ Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, ONE_BY_ONE, Batch, PictureName, check_causal, plan_rows
+from idlm.infer.decoders.base import (
+    DECODERS,
+    ONE_BY_ONE,
+    Batch,
+    PictureName,
+    check_causal,
+    plan_rows,
+    request_config,
+)
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
@@ -100,6 +109,10 @@ class IsdDecoder:
                 stacklevel=3,
             )
 
+    def configure(self, options: Mapping[str, Any]) -> IsdConfig:
+        """Requests have no options of their own."""
+        return request_config(self.name, self.config, options)
+
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Per lane: stock, drafts and the laws they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [Picture(pictured, device) for pictured in self._layouts]
@@ -108,9 +121,12 @@ class IsdDecoder:
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
         self.draft_laws = draft_laws(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
-    def seat(self, lanes: list[int]) -> None:
+    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have no drafts."""
         self.stock_Z[lanes] = 0
+
+    def rewind(self, lanes: list[int]) -> None:
+        """Drafts and their laws need no cache."""
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of its picture."""

@@ -166,6 +166,8 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
         confidence_BW=torch.zeros(num_sequences, SIZE, dtype=torch.float64, device=device),
         entropy_BW=entropies(torch.zeros(num_sequences * SIZE, 48, device=device)).view(-1, SIZE),
         quota_B=ints_B,
+        threshold_B=ints_B.double(),
+        entropy_bound_B=ints_B.double(),
     )
     assert decoder._strategy.choose(masks).shape == masks.is_open_BW.shape
     with pytest.MonkeyPatch.context() as patch:
