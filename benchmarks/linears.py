@@ -241,7 +241,7 @@ def _gemm(bench: Bench, name: str, rows: int) -> None:
 def _short(launch: Launch) -> str:
     """A launch in a few letters."""
     tile = f"{launch.block_e}x{launch.block_r}x{launch.block_d}"
-    wait = f"p{launch.prefetch}" if launch.pdl else "-"
+    wait = "p" if launch.pdl else "-"
     return f"{tile}/s{launch.splits}w{launch.warps}g{launch.stages}{wait}"
 
 
@@ -254,7 +254,7 @@ def _fixed(bench: Bench) -> None:
         weights = _weights(E, D, gated)
         for rows in FIXED_ROWS:
             x_RD = torch.randn(rows, D, device="cuda", dtype=BF16)
-            launch = replace(fixed_launch(rows, E, D, BF16, gated=gated), pdl=True, prefetch=128)
+            launch = replace(fixed_launch(rows, E, D, BF16, gated=gated), pdl=True)
             agrees = agrees and _is_right(bench, weights[0], launch, gated, x_RD)
             times = [_time(bench, weights, choice, gated, x_RD) for choice in (launch, None)]
             case = {"op": "fixed", "shape": name, "rows": rows}
@@ -309,10 +309,7 @@ def _step(bench: Bench, rows: int) -> None:
         F.linear(x_RD, head)
 
     def ours(pdl: bool) -> None:
-        best = {
-            name: None if launch is None else replace(launch, pdl=pdl, prefetch=launch.prefetch * pdl)
-            for name, launch in picked.items()
-        }
+        best = {name: None if launch is None else replace(launch, pdl=pdl) for name, launch in picked.items()}
         for qkv, o, gate_up, down in layers:
             linear(x_RD, qkv, launch=best["qkv"], workspace=space)
             hidden_RD = linear(o_RD, o, launch=best["o"], workspace=space)

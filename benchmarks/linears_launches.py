@@ -24,8 +24,7 @@ class Shape:
 
 def shortlist(shape: Shape, *, full: bool) -> list[Launch]:
     """Candidates with programs near two or three for each multiprocessor; `full` keeps all."""
-    found = [replace(launch, pdl=pdl, prefetch=0) for launch in _candidates(shape) for pdl in (False, True)]
-    found += [replace(launch, prefetch=2 * launch.block_d) for launch in found if launch.pdl]
+    found = [replace(launch, pdl=pdl) for pdl in (False, True) for launch in _candidates(shape)]
     if full:
         return found
     kept = []
@@ -34,7 +33,7 @@ def shortlist(shape: Shape, *, full: bool) -> list[Launch]:
         most = (112 if launch.block_r < 128 else 140) << 10
         is_deep = 40 << 10 <= launch.shared_bytes(2, gated=shape.gated) <= most
         is_useful = 190 <= programs <= 420 or (programs > 420 and launch.splits == 1)
-        if is_deep and is_useful and (launch.pdl == (launch.prefetch > 0)) and launch.stages == 4:
+        if is_deep and is_useful and launch.stages == 4:
             kept.append(launch)
     return kept or found[:4]
 

@@ -25,19 +25,6 @@ def _first_column(split, splits, D):
 
 
 @triton.jit
-def _prefetch(p_rows, num_bytes):
-    """Ask for the first bytes of every row of a tile in the L2 cache; nobody waits."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [p_rows.to(tl.int64), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _product(
     p_x,
     p_w,
@@ -142,7 +129,6 @@ def linear_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of rows and outputs, over one split of the columns or (SERIAL) over all of them in turn.
@@ -165,15 +151,6 @@ def linear_kernel(
         p_up += up_offset
     p_x = x_RD + row[:, None] * stride_x + o_column[None, :]
     if PDL:
-        # Weights do not depend on the kernel before, so their first bytes travel while it still runs.
-        if PREFETCH > 0:
-            ITEM: tl.constexpr = w_ED.dtype.element_ty.primitive_bitwidth // 8
-            first = _first_column(split, splits, D)
-            count = tl.minimum(PREFETCH, _first_column(split + 1, splits, D) - first)
-            num_bytes = tl.full([BLOCK_E], 0, tl.int32) + tl.minimum(count, D - first) * ITEM
-            _prefetch(p_row + first, num_bytes)
-            if GATED:
-                _prefetch(p_row + up_offset + first, num_bytes)
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)

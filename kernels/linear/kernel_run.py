@@ -37,9 +37,6 @@ def run(
         partials, counters = workspace.partials, workspace.counters
         assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
     block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
-    is_even = D % block_d == 0
-    # A bulk prefetch takes addresses and sizes in multiples of 16 bytes.
-    is_aligned = all(number * weight_ED.element_size() % 16 == 0 for number in (D, weight_ED.stride(0)))
     programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
     linear_kernel[(programs * (1 if launch.serial else splits),)](
         x_RD,
@@ -60,7 +57,7 @@ def run(
         GATED=gated,
         SCALED=scale_E is not None,
         HAS_BIAS=bias_E is not None,
-        EVEN_D=is_even,
+        EVEN_D=D % block_d == 0,
         MANY=splits > 1 and not launch.serial,
         SERIAL=launch.serial,
         BLOCK_E=launch.block_e,
@@ -68,7 +65,6 @@ def run(
         BLOCK_D=block_d,
         STAGES=launch.stages,
         PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
-        PREFETCH=launch.prefetch if is_even and is_aligned else 0,
         PDL=launch.pdl and not INTERPRETED,
         num_warps=launch.warps,
         **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),

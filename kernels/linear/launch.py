@@ -46,8 +46,6 @@ class Launch:
     stages: int = 4
     pdl: bool = False
     """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
-    prefetch: int = 0
-    """Columns of every weight row that are asked for before that wait (pdl only)."""
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""

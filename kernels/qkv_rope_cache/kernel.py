@@ -1,6 +1,6 @@
 """The Triton kernel between the fused projection and attention: one program per row and group of heads.
 
-Rounds step by step where transformers does, so that bf16 equals it: bias, norm, weight, cos and sin, both
+Rounds step by step where transformers does, so that bf16 equals it: norm, weight, cos and sin, both
 products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim, h half of it, S KV slots.
 """
 
@@ -46,7 +46,6 @@ def _store_cache(p, low, high, mask, scale, HALF: tl.constexpr, IS_FP8: tl.const
 @triton.jit
 def qkv_rope_cache_kernel(
     qkv_RJH,
-    bias_JH,
     qk_norm_YH,
     positions_R,
     slot_mapping_R,
@@ -67,7 +66,6 @@ def qkv_rope_cache_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -90,9 +88,6 @@ def qkv_rope_cache_kernel(
     dtype = qkv_RJH.dtype.element_ty
     p_qkv = qkv_RJH + row * stride_row + head[:, None] * stride_head + o_half[None, :]
     low, high = _halves(p_qkv, mask, HALF)
-    if HAS_BIAS:
-        bias_low, bias_high = _halves(bias_JH + head[:, None] * (2 * HALF) + o_half[None, :], mask, HALF)
-        low, high = _round(low + bias_low, dtype), _round(high + bias_high, dtype)
     new_low, new_high = low, high
     if HAS_NORM:
         p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
@@ -132,7 +127,6 @@ def run(
     *,
     rope: Rope,
     slot_mapping_R: Tensor,
-    bias_JH: Tensor | None,
     qk_norm_YH: Tensor | None,
     norm_eps: float,
     scales: tuple[Tensor | None, Tensor | None],
@@ -149,7 +143,6 @@ def run(
     if num_rows:
         qkv_rope_cache_kernel[(num_rows * groups,)](
             qkv_RJH,
-            qkv_RJH if bias_JH is None else bias_JH,
             qkv_RJH if qk_norm_YH is None else qk_norm_YH,
             rope.positions_R,
             slot_mapping_R,
@@ -170,7 +163,6 @@ def run(
             N=fused_heads - 2 * num_kv_heads,
             K=num_kv_heads,
             HALF=head_dim // 2,
-            HAS_BIAS=bias_JH is not None,
             HAS_NORM=qk_norm_YH is not None,
             HAS_SCALE=k_scale_K is not None,
             IS_FP8=k_cache_SKH.dtype == torch.float8_e4m3fn,

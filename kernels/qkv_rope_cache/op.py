@@ -46,7 +46,6 @@ def qkv_rope_cache(
     *,
     rope: Rope,
     slot_mapping_R: Tensor,
-    bias_JH: Tensor | None = None,
     qk_norm_YH: Tensor | None = None,
     norm_eps: float = 1e-6,
     k_scale_K: Tensor | None = None,
@@ -66,7 +65,6 @@ def qkv_rope_cache(
     assert num_heads > 0 and qkv_RJH.shape[2] % 2 == 0, f"{qkv_RJH.shape=} {k_cache_SKH.shape=}"
     assert qkv_RJH.stride(2) == k_cache_SKH.stride(2) == v_cache_SKH.stride(2) == 1, f"{qkv_RJH.stride()=}"
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
-    assert bias_JH is None or bias_JH.is_contiguous(), f"{bias_JH=}"
     if not runs_kernels(qkv_RJH):
         assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
         return _plain(
@@ -75,7 +73,6 @@ def qkv_rope_cache(
             v_cache_SKH,
             rope.tables,
             slot_mapping_R,
-            bias_JH,
             None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
             (k_scale_K, v_scale_K),
         )
@@ -86,7 +83,6 @@ def qkv_rope_cache(
         (k_cache_SKH, v_cache_SKH),
         rope=rope,
         slot_mapping_R=slot_mapping_R,
-        bias_JH=bias_JH,
         qk_norm_YH=qk_norm_YH,
         norm_eps=norm_eps,
         scales=(k_scale_K, v_scale_K),
@@ -103,22 +99,20 @@ def _plain(
     v_cache_SKH: Tensor,
     tables: tuple[Tensor, Tensor],
     slot_mapping_R: Tensor,
-    bias_JH: Tensor | None,
     qk_norm: tuple[Tensor, float] | None,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """The same in plain torch, rounding where the kernel does."""
     num_kv_heads, dtype = k_cache_SKH.shape[1], qkv_RJH.dtype
     num_rotated = qkv_RJH.shape[1] - num_kv_heads
-    rows_RJH = qkv_RJH if bias_JH is None else qkv_RJH + bias_JH
-    qk_RYH = rows_RJH[:, :num_rotated]
+    qk_RYH = qkv_RJH[:, :num_rotated]
     if qk_norm is not None:
         qk_RYH = F.rms_norm(qk_RYH.float(), qk_RYH.shape[-1:], eps=qk_norm[1]).to(dtype) * qk_norm[0]
     cos_R1h, sin_R1h = tables
     low, high = qk_RYH.chunk(2, dim=-1)
     qk_RYH = torch.cat((low * cos_R1h - high * sin_R1h, high * cos_R1h + low * sin_R1h), dim=-1)
     num_heads = num_rotated - num_kv_heads
-    slots, fresh = slot_mapping_R, (qk_RYH[:, num_heads:], rows_RJH[:, num_rotated:])
+    slots, fresh = slot_mapping_R, (qk_RYH[:, num_heads:], qkv_RJH[:, num_rotated:])
     if bool((slot_mapping_R < 0).any()):
         is_written_R = slot_mapping_R >= 0
         slots, fresh = slot_mapping_R[is_written_R], (fresh[0][is_written_R], fresh[1][is_written_R])

@@ -18,7 +18,6 @@ def qkv_rope_cache_reference(
     slot_mapping_R: Tensor,
     inv_freq_h: Tensor,
     rope_scaling: float = 1.0,
-    bias_JH: Tensor | None = None,
     qk_norm_YH: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> Tensor:
@@ -27,8 +26,6 @@ def qkv_rope_cache_reference(
     num_kv_heads = k_cache_SKH.shape[1]
     rotated = qkv_RJH.shape[1] - num_kv_heads
     rows = qkv_RJH.to(dtype)
-    if bias_JH is not None:
-        rows = rows + bias_JH.to(dtype)
     qk_RYH, v_RKH = rows[:, :rotated], rows[:, rotated:]
     if qk_norm_YH is not None:
         size_RY1 = qk_RYH.square().mean(dim=-1, keepdim=True)

@@ -110,7 +110,7 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
     space = make_workspace(torch.device("cuda"), num_floats=1 << 22, num_tiles=4096)
 
     def chain(pdl: bool) -> torch.Tensor:
-        launch = Launch(splits=4, pdl=pdl, prefetch=128)
+        launch = Launch(splits=4, pdl=pdl)
         hidden, _ = add_rms_norm(x, None, norm, eps=1e-6, pdl=pdl)
         qkv = linear(hidden, qkv_w, launch=launch, workspace=space)
         low = linear(hidden, lora[0], launch=launch, workspace=space)
@@ -141,7 +141,7 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
 
 
 def test_every_choice_of_the_sweep_is_right() -> None:
-    """Tiles, splits, warps, stages and prefetch of benchmarks/linears.py on one odd shape."""
+    """Tiles, splits, warps and stages of benchmarks/linears.py on one odd shape."""
     torch.manual_seed(0)
     x, weight = randn(50, 1000), randn(300, 1000, scale=0.03)
     true = x.double() @ weight.double().T
@@ -156,7 +156,6 @@ def test_every_choice_of_the_sweep_is_right() -> None:
             warps=warps,
             stages=stages,
             pdl=pdl,
-            prefetch=block_d,
         )
         error = float((linear(x, weight, launch=launch).double() - true).norm())
         assert error <= 1.1 * library, launch

@@ -87,7 +87,7 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
         v_scale_K=scales[1],
     )
     angles = (positions[:, None].float() * inv_freq)[:, None]
-    q_plain = _plain(rows, *plain, (angles.cos(), angles.sin()), slots, None, None, scales)
+    q_plain = _plain(rows, *plain, (angles.cos(), angles.sin()), slots, None, scales)
     torch.testing.assert_close(q, q_plain)
     for mine, theirs in zip(found, plain, strict=True):
         mine, theirs = mine.float(), theirs.float()

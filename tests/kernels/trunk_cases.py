@@ -119,8 +119,8 @@ def check_swiglu(draw: Draw) -> None:
 
 def check_qkv_rope_cache(draw: Draw) -> None:
     # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
-    heads, kv_heads, per_program, has_bias, has_norm = draw.random.choice(
-        [(4, 2, 4, False, True), (14, 2, 4, True, False), (3, 1, 1, False, False), (1, 1, 1, True, True)]
+    heads, kv_heads, per_program, has_norm = draw.random.choice(
+        [(4, 2, 4, True), (14, 2, 4, False), (3, 1, 1, False), (1, 1, 1, True)]
     )
     head_dim, rows = draw.size(16, 32, 64, 96, 128), draw.num_rows
     fused = heads + 2 * kv_heads
@@ -135,7 +135,6 @@ def check_qkv_rope_cache(draw: Draw) -> None:
     scaling = draw.random.choice([1.0, 1.2])
     options = {
         "slot_mapping_R": slots,
-        "bias_JH": draw.tensor(fused, head_dim) if has_bias else None,
         "qk_norm_YH": draw.tensor(heads + kv_heads, head_dim) if has_norm else None,
     }
     shape = (num_slots, kv_heads, head_dim)
@@ -149,7 +148,7 @@ def check_qkv_rope_cache(draw: Draw) -> None:
     q = qkv_rope_cache(qkv, *caches, rope=rope, heads_per_program=per_program, **options)
     assert q.data_ptr() == qkv.data_ptr()
     assert torch.equal(qkv[:, heads:].nan_to_num(), before[:, heads:].nan_to_num())
-    # Bias, norm, tables and rotation round one after the other, up to five times, here and in transformers.
+    # Norm, tables and rotation round one after the other, up to four times, here and in transformers.
     for name, found, exactly in zip(("q", "k", "v"), (q[:-1], *caches), (true[:-1], *exact), strict=True):
         assert torch.equal(found.isnan(), exactly.isnan()), name
         found, exactly = found.nan_to_num(), exactly.nan_to_num()
