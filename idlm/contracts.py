@@ -1,7 +1,7 @@
 """Plain data that crosses module borders: what a caller asks for, what a pass is fed, what comes back.
 
 Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
-J tokens a pass can emit for one sequence.
+J tokens a pass can emit for one sequence, W places of a block.
 """
 
 from __future__ import annotations
@@ -174,11 +174,13 @@ class Completion:
 class BlocksInWork:
     """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
     is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
-    some or all of them. `num_passes_B` passes have decided something of the block before this one, of the
-    `num_steps_B` that its quota allots it; some strategies need fewer.
+    some or all of them. `open_BW` (bool): its masks that this pass may decide, if their wanted rows have
+    logits. `num_passes_B` passes have decided something of the block before this one, of the `num_steps_B`
+    that its quota allots it; some strategies need fewer.
     """
 
     starts_B: Tensor
+    open_BW: Tensor
     num_passes_B: Tensor
     num_steps_B: Tensor
     size: int

@@ -112,13 +112,15 @@ class BlockDecoder:
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the block in work."""
         lanes_B, size = batch.lanes_B, self.shape.size
+        plan, known_B = pack_blocks(table, batch, self.blocks, self.shape), table.num_known_Z[lanes_B]
         work = BlocksInWork(
-            starts_B=table.num_known_Z[lanes_B] // size * size,
+            starts_B=known_B // size * size,
+            open_BW=self._open(known_B, plan),
             num_passes_B=self.blocks.num_passes_Z[lanes_B],
             num_steps_B=self.options.steps_Z[lanes_B],
             size=size,
         )
-        return replace(pack_blocks(table, batch, self.blocks, self.shape), work=work)
+        return replace(plan, work=work)
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Draw a token for every open mask, decide some, and emit the blocks that are clean by that."""
@@ -153,23 +155,31 @@ class BlockDecoder:
             token_ids_BJ=emitted_BW, num_emitted_B=num_emitted_B, num_accepted_B=none_B, num_tested_B=none_B
         )
 
+    def _open(self, known_B: Tensor, plan: StepPlan) -> Tensor:
+        """Masks that this pass may decide, bool [B, W], if all its wanted rows have logits."""
+        place_W = torch.arange(self.shape.size, device=known_B.device)
+        is_fixed_BW = place_W < (known_B % self.shape.size)[:, None]
+        open_BW = plan.samples_B[:, None] & ~is_fixed_BW & ~self.blocks.is_decided_ZW[plan.lanes_B]
+        # The last row of a stored block predicts one place, no other row does anything then.
+        open_BW &= ~self._opens(plan)[:, None] | (place_W == 0)
+        part_size = self.config.sub_block_size
+        return open_BW if part_size is None else first_part(open_BW, part_size)
+
+    def _opens(self, plan: StepPlan) -> Tensor:
+        """Who decides the first place of a shifted block, bool [B]."""
+        return (plan.num_feed_B > 0) & self.shape.shifted
+
     def _places(self, known_B: Tensor, plan: StepPlan) -> _Places:
         """What this pass may do where."""
-        size, shifted = self.shape.size, self.shape.shifted
-        place_W = torch.arange(size, device=known_B.device)
-        fixed_BW = place_W < (known_B % size)[:, None]
-        decided_BW = self.blocks.is_decided_ZW[plan.lanes_B]
-        # The last row of a stored block predicts one place, no other row does anything then.
-        opens_B = (plan.num_feed_B > 0) & shifted
-        open_BW = plan.samples_B[:, None] & ~fixed_BW & ~decided_BW
-        open_BW &= ~opens_B[:, None] | (place_W == 0)
-        editable_BW = None
+        assert plan.work is not None
+        place_W = torch.arange(self.shape.size, device=known_B.device)
+        fixed_BW = place_W < (known_B % self.shape.size)[:, None]
+        decided_BW, opens_B = self.blocks.is_decided_ZW[plan.lanes_B], self._opens(plan)
+        open_BW, editable_BW = plan.work.open_BW, None
         if self._edits:
             # Inside a shifted block no row predicts the first place.
-            has_row_W = place_W >= int(shifted)
+            has_row_W = place_W >= int(self.shape.shifted)
             editable_BW = (plan.samples_B & ~opens_B)[:, None] & decided_BW & ~fixed_BW & has_row_W
-        if self.config.sub_block_size is not None:
-            open_BW = first_part(open_BW, self.config.sub_block_size)
         if plan.has_logits_X is not None:
             has_logits_BW = plan.has_logits_X.view(open_BW.shape)
             open_BW = open_BW & has_logits_BW
