@@ -15,12 +15,12 @@ from torch import Tensor
 from idlm.semantics import Semantics
 from idlm.train.curriculum import Stage
 from idlm.train.layout import Sample, SampleRows, clean_rows, no_rows
-from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, Terms
+from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, OneTerm, Terms, one_term
 
 
 @OBJECTIVES.register("ar")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Autoregressive:
+class Autoregressive(OneTerm):
     """`mask_region=response` trains response tokens only, `all` every token."""
 
     mask_token_id: int | None
@@ -61,16 +61,4 @@ class Autoregressive:
         coefficients: Tensor | None,
         want_overlap: bool,
     ) -> Terms:
-        index_M = batch["clean_index"]
-        labels_M = batch["labels"].flatten()[index_M]
-        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
-        if coefficients is None:
-            return Terms(sums=head.nll(hidden_MD, labels_M).sum().reshape(1))
-        loss, nll_M = head.loss(hidden_MD, labels_M, coefficients.expand(len(index_M)))
-        return Terms(sums=nll_M.sum().reshape(1), loss=loss)
-
-    def needs_means(self, stage: Stage) -> bool:
-        return False
-
-    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        return torch.ones(1)
+        return one_term(head, hidden_BTD, batch, batch["clean_index"], coefficients=coefficients)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from idlm.kernels.linear_cross_entropy import linear_cross_entropy, linear_overlap, token_nll
@@ -131,6 +132,38 @@ class Objective(Protocol):
 
     def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
         """Weight of each term, float32 [num_terms]; `means`: global means, given where `needs_means`."""
+
+
+class OneTerm:
+    """Of an objective with one term: that is the loss, at any stage."""
+
+    __slots__ = ()
+
+    def needs_means(self, stage: Stage) -> bool:
+        return False
+
+    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        return torch.ones(1)
+
+
+def one_term(
+    head: Head,
+    hidden_BTD: Tensor,
+    batch: Batch,
+    index_M: Tensor,
+    *,
+    weights_M: Tensor | float = 1.0,
+    coefficients: Tensor | None,
+) -> Terms:
+    """The one term of an objective: weight * nll, summed over rows `index_M` of the flattened batch."""
+    labels_M = batch["labels"].flatten()[index_M]
+    hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
+    loss = None
+    if coefficients is None:
+        nll_M = head.nll(hidden_MD, labels_M)
+    else:
+        loss, nll_M = head.loss(hidden_MD, labels_M, (coefficients * weights_M).expand(len(index_M)))
+    return Terms(sums=(weights_M * nll_M).sum().reshape(1), loss=loss)
 
 
 class ObjectiveFactory(Protocol):

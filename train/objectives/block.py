@@ -23,7 +23,7 @@ from torch import Tensor
 from idlm.semantics import Semantics
 from idlm.train.curriculum import Stage
 from idlm.train.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, Terms
+from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, OneTerm, Terms, one_term
 
 LOWEST_RATE = CERTAIN // 1000
 """Rates are uniform above it: 1/p stays finite."""
@@ -31,7 +31,7 @@ LOWEST_RATE = CERTAIN // 1000
 
 @OBJECTIVES.register("block")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockDiffusion:
+class BlockDiffusion(OneTerm):
     """The one term is `mask`, in nats per target: an estimate of the NELBO."""
 
     mask_token_id: int
@@ -130,19 +130,8 @@ class BlockDiffusion:
         want_overlap: bool,
     ) -> Terms:
         index_M = batch["noisy_index"]
-        labels_M = batch["labels"].flatten()[index_M]
         weights_M = CERTAIN / batch["mask_rates"].flatten()[index_M].float()
-        hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
-        if coefficients is None:
-            return Terms(sums=(weights_M * head.nll(hidden_MD, labels_M)).sum().reshape(1))
-        loss, nll_M = head.loss(hidden_MD, labels_M, coefficients * weights_M)
-        return Terms(sums=(weights_M * nll_M).sum().reshape(1), loss=loss)
-
-    def needs_means(self, stage: Stage) -> bool:
-        return False
-
-    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        return torch.ones(1)
+        return one_term(head, hidden_BTD, batch, index_M, weights_M=weights_M, coefficients=coefficients)
 
 
 def _context_rows(sample: Sample, block_size: int) -> Rows:
