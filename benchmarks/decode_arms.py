@@ -115,7 +115,7 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = 
                     seats.remove((seat, measured))
         found |= {measured.arm.name: measured for _, measured in seats if measured.passes}
         del seats
-        _forget(bench)
+        forget(bench.model.device)
     for measured in found.values():
         _note(bench, measured, has_rows=has_rows)
     return found
@@ -160,9 +160,10 @@ def _free(bench: Bench) -> float:
     return torch.cuda.mem_get_info()[0] if bench.model.device.type == "cuda" else 1e9
 
 
-def _forget(bench: Bench) -> None:
+def forget(device: torch.device) -> None:
+    """Give back what nobody refers to any more."""
     gc.collect()
-    if bench.model.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -285,7 +286,7 @@ def host(bench: Bench) -> None:
             case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
             bench.add(case, "gpu_idle_share", cost.idle_share, "share")
             bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
-            _forget(bench)
+            forget(bench.model.device)
 
 
 def adapter(bench: Bench) -> None:

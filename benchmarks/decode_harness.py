@@ -78,8 +78,10 @@ SAMPLING = {
 MAX_STRIDE = 32
 
 
-def random_model(name: str, *, device: str, dtype: torch.dtype) -> LoadedModel:
-    """The trunk of `MODELS[name]`, made on the device: matrices normal with variance 1 / columns, norms 1."""
+def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int | None = None) -> LoadedModel:
+    """The trunk of `MODELS[name]`, made on the device: matrices normal with variance 1 / columns, norms 1.
+    With `block_size` a block-causal one, else one that was converted for strides up to `MAX_STRIDE`.
+    """
     config = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
@@ -97,11 +99,14 @@ def random_model(name: str, *, device: str, dtype: torch.dtype) -> LoadedModel:
             weight.data.zero_()
         else:
             weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+    mask_id = spec.vocab_size - 1
     return LoadedModel(
         trunk=trunk,
         spec=spec,
         local=spec,
-        semantics=Semantics(mask_token_id=spec.vocab_size - 1, stride=MAX_STRIDE),
+        semantics=Semantics(mask_token_id=mask_id, stride=MAX_STRIDE)
+        if block_size is None
+        else Semantics(mask_token_id=mask_id, causality="block", block_size=block_size, logit_shift=False),
         architecture="Qwen3ForCausalLM",
         dtype=dtype,
         device=torch.device(device),
@@ -206,10 +211,15 @@ class Seats:
         lanes = load.concurrency + 1
         self.replay = Replay(trace, lanes, device) if trace is not None and is_replayed else None
         dice = torch.Generator().manual_seed(load.concurrency)
-        # The context, and the pending token behind it.
-        shape = (load.concurrency, load.context + 1)
-        self._prompts = torch.randint(0, model.spec.vocab_size - 1, shape, generator=dice).tolist()
+        self._prompts = [
+            torch.randint(0, model.spec.vocab_size - 1, (length,), generator=dice).tolist()
+            for length in self._lengths()
+        ]
         self._num_rounds = 0
+
+    def _lengths(self) -> list[int]:
+        """Of the prompts: the context, and the pending token behind it."""
+        return [self.load.context + 1] * self.load.concurrency
 
     @property
     def warm_up_tokens(self) -> int:
@@ -235,12 +245,14 @@ class Seats:
             into.passes.append(self.num_passes() - before)
             self.leave()
 
-    def sit(self) -> None:
+    def sit(self, *, max_tokens: int = 1 << 20) -> None:
         """Everybody sits down with a context that counts as computed."""
-        params = replace(self.load.sampling, max_tokens=1 << 20, ignore_eos=True, seed=self._num_rounds)
+        params = replace(self.load.sampling, max_tokens=max_tokens, ignore_eos=True, seed=self._num_rounds)
+        feeding = self.engine.decoder.feeding
         for number, prompt in enumerate(self._prompts):
             self.engine.add_request(f"{self._num_rounds}-{number}", prompt, params)
-            self.engine.scheduler.waiting[-1].num_computed = len(prompt) - 1
+            num_computed = feeding.num_due(len(prompt)) - feeding.num_pending
+            self.engine.scheduler.waiting[-1].num_computed = num_computed
         self._num_rounds += 1
 
     def leave(self) -> None:
@@ -343,17 +355,20 @@ def floor_ms(model: LoadedModel, load: Load, bytes_per_second: float) -> float:
     return 1e3 * (num_bytes + num_slots * slot_bytes(model)) / bytes_per_second
 
 
-def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int) -> float:
-    """All linears of a pass by stock `F.linear`, replayed as one graph."""
-    weights = weights_of(model)
+def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
+    """All linears of a pass by stock `F.linear`, replayed as one graph. `num_head_rows`: rows whose logits
+    are wanted, None for all.
+    """
+    *weights, head = weights_of(model)
     inputs_RD = {
         width: torch.randn(num_rows, width, device=model.device, dtype=model.dtype)
-        for width in {weight.shape[1] for weight in weights}
+        for width in {weight.shape[1] for weight in (*weights, head)}
     }
 
     def library() -> None:
         for weight in weights:
             F.linear(inputs_RD[weight.shape[1]], weight)
+        F.linear(inputs_RD[head.shape[1]][:num_head_rows], head)
 
     if model.device.type == "cuda":
         return Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([library]) / 1e3

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
+from benchmarks.stream import matmul_rate
 from idlm import command
 from idlm.errors import UserError
 from idlm.kernels.linear_cross_entropy import MAX_LOGITS_BYTES, linear_cross_entropy
@@ -234,13 +235,6 @@ def timed(run: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-
-
-def matmul_rate() -> float:
-    """FLOP/s of a bfloat16 product of 8192^3, the median of several."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = [timed(lambda: a @ b) for _ in range(20)]
-    return 2 * 8192**3 / (statistics.median(times[5:]) / 1e3)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Times of graph replays, and the read-only stream of the same process that they are compared with."""
+"""Times of graph replays, and what they are compared with: read-only stream and matrix product of the same
+process.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ import torch
 STREAM_BYTES = 4 << 30
 CPU_STREAM_BYTES = 64 << 20
 STREAM_ROUNDS = 9
+MATMUL_SIZE = 8192
+CPU_MATMUL_SIZE = 256
+MATMUL_REPEATS = 20
 LEAST_US = 3000.0
 """A graph holds so much work that its own launch does not count."""
 
@@ -23,6 +28,27 @@ def stream_rate(*, rounds: int = STREAM_ROUNDS, device: str = "cuda") -> float:
     if not buffer.is_cuda:
         return num_bytes / statistics.median(_seconds(buffer.sum) for _ in range(rounds))
     return num_bytes / (Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([buffer.sum]) * 1e-6)
+
+
+def matmul_rate(*, device: str = "cuda") -> float:
+    """FLOP/s of a large bf16 product of random matrices, the median of several: the machine's own ceiling."""
+    is_cuda = device.startswith("cuda")
+    size = MATMUL_SIZE if is_cuda else CPU_MATMUL_SIZE
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = [
+        _device_seconds(lambda: a @ b) if is_cuda else _seconds(lambda: a @ b) for _ in range(MATMUL_REPEATS)
+    ]
+    # The first ones find the clock and the library's choice unsettled.
+    return 2 * size**3 / statistics.median(seconds[MATMUL_REPEATS // 4 :])
+
+
+def _device_seconds(call: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _seconds(call: Callable[[], Any]) -> float:

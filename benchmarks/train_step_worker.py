@@ -17,6 +17,7 @@ from torch import distributed as dist
 from transformers import PrinterCallback, TrainerCallback
 
 from benchmarks.packed_text import TextSource
+from benchmarks.stream import matmul_rate
 from idlm.compose import compose
 from idlm.train import pipeline
 from idlm.train.config import TrainConfig
@@ -27,8 +28,6 @@ from idlm.train.run_plan import estimate_run
 from idlm.train.trainer import IdlmTrainer
 
 WARM_STEPS = 2
-MATMUL_SIZE = 8192
-MATMUL_REPEATS = 20
 LEARNT_STEPS = 1_000_000
 """The schedule's length: the learning rate of the measured steps must not be that of a run's end."""
 
@@ -53,21 +52,6 @@ class _Clock(TrainerCallback):
         return control
 
 
-def matmul_rate(device: torch.device) -> float:
-    """bf16 FLOP/s of an 8192^3 product on random data, the median of several: the machine's own ceiling."""
-    assert device.type == "cuda", f"{device=}: this is measured on GPUs"
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = []
-    for _ in range(MATMUL_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return 2 * MATMUL_SIZE**3 / sorted(seconds)[MATMUL_REPEATS // 2]
-
-
 def main() -> int:
     """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`."""
     target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
@@ -81,7 +65,7 @@ def main() -> int:
     )
     args.max_steps = WARM_STEPS + num_steps
     args.save_strategy = "no"
-    rate = matmul_rate(args.device) if args.device.type == "cuda" else 1.0
+    rate = matmul_rate(device=str(args.device)) if args.device.type == "cuda" else 1.0
     clock = _Clock(ends=[])
     trainer = IdlmTrainer(
         model=prepared.model,

@@ -1,0 +1,203 @@
+"""An engine that decodes by block diffusion in steady state, every sequence at a step of its own block, and a
+replayed trace of how many positions each pass decides.
+
+Random weights decide one position a pass, or all at once. So which positions are decided is left to the real
+strategy (the most confident first), and how many is read from a trace by lane, block and pass: every arm sees
+the same one, however its passes are laid out. Everything else runs as it is. Reading the trace costs a few
+small launches per pass, which count against us.
+Shapes: Z lanes, B sequences, S passes of the trace, R rows, X rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decode_harness import Arm, Load, Measured, Seats
+from benchmarks.decode_replay import STEP_BETWEEN_LANES
+from benchmarks.decode_trace import Trace
+from idlm.infer.decoders.block import BlockDecoder
+from idlm.infer.decoders.block_unmask import Masks
+from idlm.infer.models.loader import LoadedModel
+from idlm.infer.scheduler import lane_of
+
+WARM_UP_PASSES = 8
+ALL_THE_SAME = 1.0
+"""No confidence is above this threshold, so that the quota alone says how many are decided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockArm(Arm):
+    """Full blocks of `stride` positions. `fused`: a clean block is stored by the pass that begins another."""
+
+    decoder: str = "block"
+    strategy: str = "low_confidence_dynamic"
+    stride: int = 32
+    fused: bool = True
+
+    def decoder_options(self) -> dict[str, Any]:
+        """Any threshold would do: nothing is decided by it, but it is looked at."""
+        return {"strategy": self.strategy, "threshold": ALL_THE_SAME, "fused_commit": self.fused}
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockMeasured(Measured):
+    """`rows`: numbers of rows that passes were laid out with, padding included."""
+
+    rows: set[int] = field(default_factory=set)
+
+    def rows_per_pass(self) -> float:
+        """That are no padding: blocks in work, and clean blocks that are stored, as many as are emitted."""
+        work = self.load.concurrency * self.width
+        return work + sum(self.tokens) / sum(self.passes)
+
+
+class UnmaskReplay:
+    """A trace on a device. As a strategy it passes the trace's quota on to the real one."""
+
+    def __init__(self, trace: Trace, decoder: BlockDecoder, device: torch.device) -> None:
+        self.num_S = 1 + torch.tensor(trace.accepted, dtype=torch.int64, device=device)
+        self._decoder, self._strategy = decoder, decoder._strategy
+        self.needs_entropy = decoder._strategy.needs_entropy
+        self.quota_B: Tensor | None = None
+        self.rows: set[int] = set()
+
+    def install(self) -> None:
+        """Have the decoder ask here how many positions of each sequence to decide."""
+        original = self._decoder.advance
+
+        def advance(table: Any, batch: Any, plan: Any, logits_XV: Tensor) -> Any:
+            lanes_B = plan.lanes_B
+            block_B = table.num_known_Z[lanes_B] // self._decoder.shape.size
+            passes_B = self._decoder.blocks.num_passes_Z[lanes_B]
+            self.quota_B = self.num_S[self._place(lanes_B, block_B, passes_B)]
+            self.rows.add(len(plan.token_ids_R))
+            return original(table, batch, plan, logits_XV)
+
+        self._decoder.advance = advance  # type: ignore[method-assign]
+        self._decoder._strategy = self  # type: ignore[assignment]
+
+    def choose(self, masks: Masks) -> Tensor:
+        """The real strategy's choice, of so many."""
+        assert self.quota_B is not None
+        return self._strategy.choose(replace(masks, quota_B=self.quota_B))
+
+    def _place(self, lane: Any, block: Any, num_passes: Any) -> Any:
+        """Where the trace says what this pass decides, of tensors and of plain integers."""
+        size = self._decoder.shape.size
+        return (STEP_BETWEEN_LANES * lane + size * block + num_passes) % len(self.num_S)
+
+    def passes_of(self, lane: int, block: int, num_open: int) -> int:
+        """Denoising passes that the trace takes for a block with so many masks."""
+        num_passes = 0
+        while num_open > 0:
+            num_open -= int(self.num_S[self._place(lane, block, num_passes)])
+            num_passes += 1
+        return num_passes
+
+
+class BlockSeats(Seats):
+    """`load.num_tokens` of each sequence is room, not a goal: rounds are so many passes."""
+
+    def __init__(self, model: LoadedModel, arm: BlockArm, load: Load, trace: Trace, num_passes: int) -> None:
+        self._num_passes = num_passes
+        super().__init__(model, arm, load, None)
+        decoder = self.engine.decoder
+        assert isinstance(decoder, BlockDecoder)
+        self.unmasking = UnmaskReplay(trace, decoder, model.device)
+        self.unmasking.install()
+
+    def _lengths(self) -> list[int]:
+        """The context, and fixed tokens of the first block: a different number of each, so that blocks end in
+        different passes from the start.
+        """
+        size, num = self.arm.stride, self.load.concurrency
+        assert self.load.context % size == 0, f"{self.load.context=} is no multiple of the block {size}"
+        return [self.load.context + number * size // num for number in range(num)]
+
+    def settle(self) -> None:
+        """Seats are taken and the first passes over."""
+        self.sit()
+        self.run_passes(WARM_UP_PASSES)
+        self.drain()
+
+    def measure(self, into: Measured) -> None:
+        """One round: seats taken, warmed up, then timed from and to an empty queue of passes."""
+        assert isinstance(into, BlockMeasured)
+        with self._toggles():
+            self.settle()
+            before = self.num_passes()
+            begun = time.perf_counter()
+            num_tokens = self.run_passes(self._num_passes) + self.drain()
+            seconds = time.perf_counter() - begun
+            into.seconds.append(seconds)
+            into.tokens.append(num_tokens)
+            into.passes.append(self.num_passes() - before)
+            into.rows |= self.unmasking.rows
+            self.leave()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What whole answers took: passes of all sequences, as many as the trace says, tokens, seconds."""
+
+    num_passes: int
+    num_expected: int
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Of a sequence."""
+        return self.num_tokens / self.num_passes
+
+    @property
+    def expected_tokens_per_forward(self) -> float:
+        """By the trace."""
+        return self.num_tokens / self.num_expected
+
+
+def whole_answers(model: LoadedModel, arm: BlockArm, load: Load, trace: Trace) -> Answers:
+    """Decode `load.num_tokens` of every sequence, behind a round of one block that captures the graphs."""
+    seats = BlockSeats(model, arm, load, trace, num_passes=0)
+    with seats._toggles():
+        _answers(seats, arm.stride)
+        return _answers(seats, load.num_tokens)
+
+
+def _answers(seats: BlockSeats, max_tokens: int) -> Answers:
+    seats.sit(max_tokens=max_tokens)
+    expected, passes, tokens = 0, 0, 0
+    begun = time.perf_counter()
+    while seats.engine.has_work:
+        events = seats.engine.step()
+        if not expected:
+            expected = sum(
+                _expected(seats, lane_of(request), len(request.prompt_ids), max_tokens)
+                for request in seats.engine.scheduler.running
+            )
+        for event in events:
+            if event.completion is not None:
+                passes += event.completion.num_forwards
+                tokens += len(event.completion.token_ids)
+    seconds = time.perf_counter() - begun
+    return Answers(num_passes=passes, num_expected=expected, num_tokens=tokens, seconds=seconds)
+
+
+def _expected(seats: BlockSeats, lane: int, num_known: int, num_left: int) -> int:
+    """Passes of an answer of `num_left` tokens on a lane, by the trace; without fused commits one more for
+    every block but the last, which nobody stores.
+    """
+    arm, num_passes = seats.arm, 0
+    assert isinstance(arm, BlockArm)
+    while num_left > 0:
+        block, num_fixed = divmod(num_known, arm.stride)
+        num_open = arm.stride - num_fixed
+        num_passes += seats.unmasking.passes_of(lane, block, num_open)
+        num_known, num_left = num_known + num_open, num_left - num_open
+        num_passes += num_left > 0 and not arm.fused
+    return num_passes
