@@ -41,10 +41,16 @@ class Rules:
     threshold: float = 0.9
     entropy_bound: float = 0.35
     part: int | None = None
+    edit: float | None = None
+    edit_passes: int = 16
+    reuses: bool = False
 
 
 class SlowBlocks:
-    """A model and rules."""
+    """A model and rules. Counts edits, and rows of blocks that are not clean yet."""
+
+    num_edits = 0
+    num_rows = 0
 
     def __init__(self, directory: Path, rules: Rules) -> None:
         import transformers
@@ -56,7 +62,7 @@ class SlowBlocks:
 
     def answer(self, prompt: list[int], sampling: Sampling) -> tuple[list[int], int]:
         """Emitted tokens, cut at a stop or the limit, and the denoising passes that took."""
-        size, known, num_passes = self.rules.size, list(prompt), 0
+        known, num_passes = list(prompt), 0
         while True:
             block, used = self._block(known, sampling)
             num_passes += used
@@ -64,14 +70,38 @@ class SlowBlocks:
                 known.append(token)
                 if token in sampling.stops or len(known) - len(prompt) >= sampling.max_tokens:
                     return known[len(prompt) :], num_passes
-            assert len(known) % size == 0
+            assert len(known) % self.rules.size == 0
 
     @torch.no_grad()
     def _logits(self, ids: list[int]) -> list[list[float]]:
         block = torch.arange(len(ids)) // self.rules.size
         allowed = block[None, :] <= block[:, None]
         mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[None, None]
-        logits = self.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
+        output = self.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=self.rules.reuses)
+        if self.rules.reuses:
+            self.held = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+        return self._as_rows(output.logits[0])
+
+    @torch.no_grad()
+    def _part_logits(self, ids: list[int], first: int) -> list[list[float]]:
+        """Of `ids` at `first`, beside the keys and values that the last whole pass left of other places."""
+        import transformers
+
+        cache, length = transformers.DynamicCache(), self.held[0][0].shape[2]
+        places = torch.arange(first, first + len(ids))
+        others = [place for place in range(length) if place not in places]
+        for number, (keys, values) in enumerate(self.held):
+            cache.update(keys[:, :, others], values[:, :, others], number)
+        output = self.model(
+            input_ids=torch.tensor([ids]),
+            position_ids=places[None],
+            attention_mask=torch.zeros(1, 1, len(ids), length),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return self._as_rows(output.logits[0])
+
+    def _as_rows(self, logits: torch.Tensor) -> list[list[float]]:
         logits[:, self.rules.mask] = NEVER
         rows: list[list[float]] = logits.tolist()
         return rows
@@ -81,29 +111,59 @@ class SlowBlocks:
         rules, size = self.rules, self.rules.size
         number = len(known) // size
         start = number * size
+        prompt_places = range(len(known) - start)
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
             law = law_of(self._logits(known)[-1], sampling)
             work[0] = invert(law, uniform(sampling.seed, 0, number << 16, 0))
-        num_passes = 0
-        while None in work:
-            ids = known[:start] + [rules.mask if token is None else token for token in work]
-            rows = self._logits(ids)[start:]
-            if rules.shifted:
-                rows = [rows[0], *rows[:-1]]
-            drawn, confidence, entropy = {}, {}, {}
-            for place in (j for j in range(size) if work[j] is None):
-                law = law_of(rows[place], sampling)
-                step = (number << 16) + 1 + num_passes
-                drawn[place] = invert(law, uniform(sampling.seed, 0, step, place))
-                own = softmax(rows[place])
+        num_passes = num_clean = 0
+        self.whole_part = -1
+        while None in work or rules.edit is not None:
+            rows = self._rows_of(known[:start], work)
+            drawn, confidence, entropy, edits = {}, {}, {}, {}
+            for place, row in rows.items():
+                law, own = law_of(row, sampling), softmax(row)
                 judge = own if sampling.temperature == 0 else law
-                confidence[place] = judge[drawn[place]]
-                entropy[place] = -sum(p * math.log(p) for p in own if p > 0)
-            for place in self._choose(confidence, entropy, num_passes):
+                if work[place] is None:
+                    step = (number << 16) + 1 + num_passes
+                    drawn[place] = invert(law, uniform(sampling.seed, 0, step, place))
+                    confidence[place] = judge[drawn[place]]
+                    entropy[place] = -sum(p * math.log(p) for p in own if p > 0)
+                elif rules.edit is not None and place not in prompt_places:
+                    best = row.index(max(row))
+                    if best != work[place] and judge[best] > rules.edit:
+                        edits[place] = best
+            began_clean = None not in work
+            for place in [] if began_clean else self._choose(confidence, entropy, num_passes):
                 work[place] = drawn[place]
+            for place, token in edits.items():
+                work[place] = token
+            self.num_edits += len(edits)
             num_passes += 1
+            num_clean += began_clean
+            if began_clean and (not edits or num_clean == rules.edit_passes):
+                break
         return [token for token in work[len(known) - start :] if token is not None], num_passes
+
+    def _rows_of(self, before: list[int], work: list[int | None]) -> dict[int, list[float]]:
+        """The row that predicts each place, as far as one does."""
+        rules, start = self.rules, len(before)
+        first, last = 0, rules.size
+        if rules.reuses:
+            assert rules.part is not None
+            masked = work.index(None)
+            part = masked // rules.part
+            starts_masked = masked % rules.part == 0
+            if part == self.whole_part and not (rules.shifted and starts_masked):
+                first, last = part * rules.part, (part + 1) * rules.part
+            self.whole_part = part
+        ids = [rules.mask if token is None else token for token in work[first:last]]
+        is_whole = len(ids) == rules.size
+        self.num_rows += len(ids)
+        logits = self._logits(before + ids)[start:] if is_whole else self._part_logits(ids, start + first)
+        # The row before the first one is of no use: there, a shifted place is never masked.
+        places = range(first + 1, last) if rules.shifted else range(first, last)
+        return dict(zip(places, logits, strict=False))
 
     def _choose(self, confidence: dict[int, float], entropy: dict[int, float], step: int) -> list[int]:
         rules = self.rules

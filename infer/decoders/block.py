@@ -195,7 +195,7 @@ class BlockDecoder:
     def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor) -> Tensor:
         """Whether no further edits are due, bool [B]; counts passes that began without a mask."""
         lanes_B, blocks = plan.lanes_B, self.blocks
-        began_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW).all(-1)
+        began_clean_B = plan.samples_B & ~places.opens_B & (places.decided_BW | places.fixed_BW).all(-1)
         num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B
         is_last_B = ~edited_BW.any(-1) | (num_clean_B >= self.config.max_edit_passes)
         has_none_B = self.options.edit_threshold_Z[lanes_B] >= NO_EDITS
