@@ -148,7 +148,14 @@ def launch_of(step: Step, *, fixed: bool) -> Any:
     """The launch parameters that the back end would choose."""
     from idlm.kernels.paged_attention.launch import choose_launch
 
-    return choose_launch(step.shape, max_rows=step.rows.max_rows, deterministic=fixed)
+    return choose_launch(
+        step.shape,
+        max_rows=step.rows.max_rows,
+        num_rows=len(step.q_RNH),
+        max_slots=step.rows.max_slots,
+        num_sequences=len(step.rows.block_table),
+        deterministic=fixed,
+    )
 
 
 def captured(attend: Attend) -> torch.cuda.CUDAGraph:

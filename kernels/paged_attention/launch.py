@@ -106,9 +106,17 @@ def problems(
 
 
 def choose_launch(
-    shape: HeadShape, *, max_rows: int, num_rows: int | None = None, deterministic: bool = False
+    shape: HeadShape,
+    *,
+    max_rows: int,
+    num_rows: int | None = None,
+    max_slots: int = 0,
+    num_sequences: int = 1,
+    multiprocessors: int = 132,
+    deterministic: bool = False,
 ) -> Launch:
-    """Tile and pipeline for the heads, by the rows of a sequence and of all (None: there is one sequence).
+    """Tile and pipeline for the heads, by the rows of a sequence and of all (None: there is one sequence),
+    and by how many slots there are to walk.
 
     `deterministic`: what a row's bits depend on is the same whatever is in the batch.
     """
@@ -121,16 +129,19 @@ def choose_launch(
     packed = max_rows * shape.group
     # Deterministic rows come from one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
+    num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, 2 * block_n)
+    # One program with twice the bytes on their way hides latency better than two, if each has work.
+    is_long = block_m == 16 and block_n == 64 and num_blocks >= 2 * multiprocessors and not deterministic
     combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
     return Launch(
         block_m=max(block_m, group),
-        block_n=block_n,
+        block_n=2 * block_n if is_long else block_n,
         warps=8 if group > 64 and not is_wide else 4,
         stages=2 if is_wide else 3,
         min_blocks=1,
-        programs_per_sm=1 if deterministic else 2,
-        split_slots=2 * block_n if deterministic else 0,
-        octave=8,
+        programs_per_sm=1 if is_long else 2,
+        split_slots=block_n if deterministic else 0,
+        octave=16,
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
@@ -148,7 +159,15 @@ def plan(
     num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
     device = rows.cu_rows.device
     if launch is None:
-        chosen = choose_launch(shape, max_rows=rows.max_rows, num_rows=num_rows, deterministic=deterministic)
+        chosen = choose_launch(
+            shape,
+            max_rows=rows.max_rows,
+            num_rows=num_rows,
+            max_slots=rows.max_slots,
+            num_sequences=num_sequences,
+            multiprocessors=num_multiprocessors(device),
+            deterministic=deterministic,
+        )
         launch = replace(chosen, pdl=has_pdl(device))
     assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"

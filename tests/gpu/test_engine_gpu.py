@@ -89,11 +89,13 @@ def test_quantised_weights_leave_their_memory_to_the_cache(converted: Path) -> N
     trunk = load_model(converted, device="cuda").trunk
     for layer in trunk.layers:
         layer.down = torch.nn.Parameter(weight.data.clone(), requires_grad=False)
+    del layer
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
+    before = torch.cuda.memory_reserved()
     quantise(trunk)
-    freed = torch.cuda.mem_get_info()[0] - before
-    assert freed >= 0.9 * len(trunk.layers) * weight.nbytes / 2
+    freed = before - torch.cuda.memory_reserved()
+    # Two quantised weights take the memory of one; the first and the last may have no other half.
+    assert freed >= (len(trunk.layers) / 2 - 1) * weight.nbytes
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())

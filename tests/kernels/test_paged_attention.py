@@ -83,14 +83,17 @@ def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int)
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize(("max_rows", "deterministic"), [(7, False), (1, True)])
-def test_the_walk_compiles_for_hopper(max_rows: int, deterministic: bool) -> None:
-    """Copies of 16 bytes, several blocks ahead, and two programs on a multiprocessor."""
+@pytest.mark.parametrize(
+    ("max_rows", "max_slots", "deterministic"), [(7, 2048, False), (1, 65536, False), (1, 2048, True)]
+)
+def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, deterministic: bool) -> None:
+    """Copies of 16 bytes, several blocks ahead, and room for the programs of a multiprocessor."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel
     from idlm.kernels.paged_attention.launch import RECORD, choose_launch
 
-    launch = choose_launch(QWEN3_8B, max_rows=max_rows, deterministic=deterministic)
+    launch = choose_launch(QWEN3_8B, max_rows=max_rows, max_slots=max_slots, deterministic=deterministic)
+    assert launch.programs_per_sm == (1 if max_slots > 2048 else 2)
     constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False}
     constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.stages}
     constants |= {"SPLIT_BLOCKS": launch.split_slots // launch.block_n, "LAST_ADDS": False, "SUM_STAGES": 2}
