@@ -109,20 +109,23 @@ def test_edits_equal_a_slow_decoder(
     assert_idle(engine)
 
 
-def test_trap_25_edits_change_answers_and_never_a_prompt(toys: dict[bool, Path]) -> None:
+def test_trap_25_edits_change_answers_and_never_a_prompt(
+    toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every prompt ends inside a block, and every token of the block is rewritten where it can be."""
     prompts = prompts_of((SIZE - 1, SIZE + 3, 1), seed=3)
     params = SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True)
     plain = build_engine(toys[False], "block", threshold=0.0).generate(prompts, params)
     engine = build_engine(toys[False], "block", threshold=0.0, edit_threshold=0.0)
-    forward, fed = engine._step.step.runner.forward, []  # type: ignore[union-attr]
+    runner, fed = engine._parts.runner, list[tuple[int, int, int]]()
+    forward = runner.forward
 
     def watched(plan: Any) -> Any:
         rows = zip(plan.sequence_R.tolist(), plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True)
         fed.extend((plan.lanes_B[sequence].item(), slot, token) for sequence, slot, token in rows)
         return forward(plan)
 
-    engine._step.step.runner.forward = watched  # type: ignore[union-attr, method-assign]
+    monkeypatch.setattr(runner, "forward", watched)
     edited = engine.generate(prompts, params)
     assert ids_of(edited) != ids_of(plain)
     lanes = {lane for lane, _, _ in fed}
@@ -183,7 +186,7 @@ def test_a_dual_cache_computes_no_rows_but_those_of_the_part(
     ids, _ = slow[True].answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))
     engine = build_engine(toys[True], "block", max_prompt_rows=64, **options)
     num_rows = 0
-    runner = engine._step.step.runner  # type: ignore[union-attr]
+    runner = engine._parts.runner
     forward = runner.forward
 
     def counted(plan: Any) -> Any:
