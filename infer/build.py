@@ -243,7 +243,7 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
 def _resolve_graphs(settings: EngineSettings, attention: str, model: LoadedModel) -> EngineSettings:
     """`graphs` as "on" or "off", and `run_ahead` as a number."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
-    waits = "experts" if model.spec.moe is not None else f"attention={attention}" * (attention != "triton")
+    waits = f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
         graphs = "on" if is_cuda and not waits else "off"
     if graphs == "on" and is_cuda and waits:

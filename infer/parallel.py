@@ -1,7 +1,8 @@
 """Tensor parallelism: which part of a model a rank holds, and the two collectives that put results together.
 
-Attention heads and the hidden units of each MLP are divided among ranks (Megatron-LM, arXiv 1909.08053,
-section 3), so a layer needs two sums; the head's vocabulary rows are divided too and its logits gathered.
+Attention heads, hidden units of each MLP and experts are divided among ranks (Megatron-LM, arXiv
+1909.08053, section 3), so a layer needs two sums; the head's vocabulary rows are divided too and its
+logits gathered.
 All ranks sample alike only if they hold the same bits. A gather copies. A sum is made once per element and
 then copied: rings (gloo's default; NCCL's, with its trees) reduce each part on one rank, in one order, and
 hand it round. `Team.compare` looks every so often whether it has been so.
@@ -32,13 +33,18 @@ class Shards:
     control: dist.ProcessGroup | None = None
 
     def local(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of one rank's layers; UserError IDLM-0423 where heads or hidden units do not divide."""
+        """The spec of one rank's layers; UserError IDLM-0423 where heads, hidden units or experts do not
+        divide. `moe` stays that of the whole model: every rank chooses from all experts.
+        """
+        moe = spec.moe
         odd = [
             f"{name}={value}"
             for name, value in (
                 ("num_heads", spec.num_heads),
                 ("num_kv_heads", spec.num_kv_heads),
                 ("ffn_width", spec.ffn_width),
+                ("num_experts", 0 if moe is None else moe.num_experts),
+                ("shared_ffn_width", 0 if moe is None else moe.shared_ffn_width),
             )
             if value % self.size
         ]

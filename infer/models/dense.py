@@ -108,8 +108,8 @@ class Layer(nn.Module):
         """Where tensors go that belong to no projection and are no norm."""
         return {}
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
-        """What is added to the residual last, [R, D]."""
+    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
+        """What is added to the residual last, [R, D]; of padding rows (negative slot) anything finite."""
         raise AssertionError(f"{type(self)} is no whole layer")
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
@@ -160,7 +160,7 @@ class Layer(nn.Module):
         o_RE = kv.attend(number, q_RNH).reshape(len(x_RD), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
-        return self.feed_forward(normed_RD, rows), residual_RD
+        return self.feed_forward(normed_RD, rows, kv.slot_mapping_R), residual_RD
 
 
 class DenseLayer(Layer):
@@ -188,7 +188,7 @@ class DenseLayer(Layer):
             "down": ((names.down,), (self.spec.width,), self.down, self.down_bias),
         }
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """down(silu(gate) * up) of all rows."""
         return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears)
 
@@ -327,17 +327,21 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
-    """Targets of one module that holds all query heads, then all key heads, then all value heads."""
-    spec = layer.spec
-    assert layer.shards.size == 1, "a fused projection is not divided among ranks"
-    rotated, order = spec.num_heads + spec.num_kv_heads, head_order(spec)
-    rows_JH = torch.arange(len(layer.qkv)).view(-1, spec.head_dim)
+    """Targets of one module that holds all query heads, then all key heads, then all value heads. Its rows
+    are read as a whole, of which a rank keeps those of its heads.
+    """
+    spec, size = layer.spec, layer.shards.size
+    kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    rotated, order = sum(kinds[:2]), head_order(spec)
+    rows_JH = torch.arange(len(layer.qkv) * size).view(-1, spec.head_dim)
+    by_kind = rows_JH.split([heads * size for heads in kinds])
+    rows_JH = torch.cat([rows[layer.shards.part(len(rows))] for rows in by_kind])
     if order is not None:
         rows_JH = torch.cat((rows_JH[:rotated, order], rows_JH[rotated:]))
-    order = None if order is None else rows_JH.flatten()
+    order = None if order is None and size == 1 else rows_JH.flatten()
     both = {f"{module}.weight": layer.qkv, f"{module}.bias": layer.qkv_bias}
     return {
-        name: WeightTarget(view=view, shape=tuple(view.shape), order=order)
+        name: WeightTarget(view=view, shape=(len(view) * size, *view.shape[1:]), order=order)
         for name, view in both.items()
         if view is not None
     }

@@ -141,7 +141,9 @@ def read_outline(
     known = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
     ignored = {name for name in files if name in known or name.endswith("rotary_emb.inv_freq")}
     # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
-    empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype, shards=shards)
+    # And all of them: what is of no use to one rank is of use to another.
+    shards.local(spec)
+    empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
     targets = weight_targets(empty, names)
     weights.check(targets, files, lambda name: name in ignored)
     return Outline(

@@ -1,9 +1,8 @@
 """The trunk with experts: every layer but the dense ones sends a row through a few of many feed-forwards.
 
-In plain torch, expert after expert: it waits for the host once per layer to learn how many rows each has. So
-no CUDA graph holds it, and ranks do not share it yet.
-R rows fed this pass, E experts, G groups of experts, C chosen experts, S rows of one expert, F ffn of an
-expert, D width.
+The arithmetic is in kernels/experts. Ranks share the experts by number and the shared expert by hidden units,
+so that a layer needs one sum; each has the whole router and routes every row alike.
+D width, E experts of this rank, F ffn of an expert.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ from idlm.infer.models.dense import (
     target_of,
 )
 from idlm.infer.parallel import ALONE, Shards
+from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.linear import Linears
-
-LEAST_SUM = 1e-20
-BEST_OF_GROUP = 2
-"""How many of a group's scores count for it."""
 
 
 class Experts(nn.Module):
@@ -38,83 +34,76 @@ class Experts(nn.Module):
     close together; gate and up rows of an expert are stacked.
     """
 
-    def __init__(self, moe: MoeSpec, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, moe: MoeSpec, width: int, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
+    ) -> None:
         super().__init__()
-        self.moe, num = moe, moe.num_experts
+        self.moe, self.shards = moe, shards
+        self.here = shards.part(moe.num_experts)
+        self.routing = Routing(
+            num_chosen=moe.num_chosen,
+            score=moe.score,
+            is_normalised=moe.is_normalised,
+            scaling=moe.scaling,
+            num_groups=moe.num_groups,
+            num_chosen_groups=moe.num_chosen_groups,
+        )
         wide = torch.promote_types(dtype, torch.float32)
         empty = partial(empty_weight, device=device, dtype=dtype)
         is_sigmoid = moe.score == "sigmoid"
-        self.router = empty_weight(num, width, device=device, dtype=wide if is_sigmoid else dtype)
-        self.router_bias = empty_weight(num, device=device, dtype=wide) if moe.has_bias else None
+        self.router = empty_weight(moe.num_experts, width, device=device, dtype=wide if is_sigmoid else dtype)
+        self.router_bias = empty_weight(moe.num_experts, device=device, dtype=wide) if moe.has_bias else None
+        num = self.here.stop - self.here.start
         self.gate_up = empty(num, 2 * moe.ffn_width, width)
         self.down = empty(num, width, moe.ffn_width)
-        shared = moe.shared_ffn_width
+        shared = moe.shared_ffn_width // shards.size
         self.shared_gate_up = empty(2 * shared, width) if shared else None
         self.shared_down = empty(width, shared) if shared else None
 
-    def forward(self, x_RD: Tensor, linears: Linears) -> Tensor:
+    def forward(self, x_RD: Tensor, linears: Linears, slot_mapping_R: Tensor | None = None) -> Tensor:
         """The weighted sum of the chosen experts' outputs, in fp32 and in order of experts, plus the shared
-        expert's.
+        expert's. Rows whose slot is negative are padding: they reach no expert.
         """
-        experts_RC, weights_RC = self.route(x_RD, linears)
-        if x_RD.is_cuda and torch.cuda.is_current_stream_capturing():
-            refuse("graphs=on (allowed: off)")
-        counts_E = experts_RC.flatten().bincount(minlength=self.moe.num_experts).tolist()
-        by_expert = experts_RC.flatten().argsort(stable=True)
-        rows, weights = by_expert // self.moe.num_chosen, weights_RC.flatten()[by_expert, None]
-        out_RD = torch.zeros_like(x_RD, dtype=weights.dtype)
-        for number, (rows_S, weights_S1) in enumerate(
-            zip(rows.split(counts_E), weights.split(counts_E), strict=True)
-        ):
-            if len(rows_S):
-                hidden_SF = linears.swiglu(x_RD[rows_S], self.gate_up[number])
-                out_SD = linears.linear(hidden_SF, self.down[number])
-                out_RD.index_add_(0, rows_S, out_SD * weights_S1)
+        experts_RC, weights_RC = self.route(x_RD, linears, slot_mapping_R)
+        shared_RD = None
         if self.shared_gate_up is not None and self.shared_down is not None:
-            out_RD += linears.linear(linears.swiglu(x_RD, self.shared_gate_up), self.shared_down)
-        return out_RD.to(x_RD.dtype)
+            shared_RD = linears.linear(linears.swiglu(x_RD, self.shared_gate_up), self.shared_down)
+        out_RD = experts(
+            x_RD,
+            self.gate_up,
+            self.down,
+            experts_RC,
+            weights_RC,
+            first=self.here.start,
+            num_choices=self.moe.num_experts,
+            shared_RD=shared_RD,
+        )
+        return self.shards.sum(out_RD)
 
-    def route(self, x_RD: Tensor, linears: Linears) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_RD: Tensor, linears: Linears, slot_mapping_R: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The chosen experts of each row and their weights (fp32), both [R, C]."""
-        moe = self.moe
         logits_RE = linears.linear(x_RD.to(self.router.dtype), self.router)
-        wide_RE = logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32))
-        scores_RE = wide_RE.softmax(dim=-1) if moe.score == "softmax" else wide_RE.sigmoid()
-        chosen_RE = scores_RE if self.router_bias is None else scores_RE + self.router_bias
-        if moe.num_chosen_groups < moe.num_groups:
-            chosen_RE = self._in_best_groups(chosen_RE)
-        experts_RC = chosen_RE.topk(moe.num_chosen, dim=-1).indices
-        weights_RC = scores_RE.gather(1, experts_RC)
-        if moe.is_normalised:
-            weights_RC = weights_RC / (weights_RC.sum(dim=-1, keepdim=True) + LEAST_SUM)
-        # Rounded once to the router's dtype, as the reference does.
-        return experts_RC, (weights_RC * moe.scaling).to(self.router.dtype).to(scores_RE.dtype)
-
-    def _in_best_groups(self, chosen_RE: Tensor) -> Tensor:
-        """-inf outside the groups whose best scores have the largest sums."""
-        moe = self.moe
-        grouped_RGx = chosen_RE.view(len(chosen_RE), moe.num_groups, -1)
-        sums_RG = grouped_RGx.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
-        best = sums_RG.topk(moe.num_chosen_groups, dim=-1).indices
-        is_out_RG = torch.ones_like(sums_RG, dtype=torch.bool).scatter_(1, best, False)
-        return grouped_RGx.masked_fill(is_out_RG[:, :, None], float("-inf")).view_as(chosen_RE)
+        return route(logits_RE, self.routing, bias_X=self.router_bias, slots_R=slot_mapping_R)
 
     def targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-        """Where the tensors of layer `number` go."""
-        found: dict[str, Tensor] = {names.router.format(number): self.router}
+        """Where the tensors of layer `number` go; those of other ranks' experts go nowhere."""
+        found: dict[str, WeightTarget] = {names.router.format(number): target_of(self.router)}
         if self.router_bias is not None:
-            found[names.router_bias.format(number)] = self.router_bias
-        for expert in range(self.moe.num_experts):
-            gate_FD, up_FD = self.gate_up[expert].chunk(2)
-            found[names.expert_gate.format(number, expert)] = gate_FD
-            found[names.expert_up.format(number, expert)] = up_FD
-            found[names.expert_down.format(number, expert)] = self.down[expert]
+            found[names.router_bias.format(number)] = target_of(self.router_bias)
+        for expert in range(self.here.start, self.here.stop):
+            gate_up_FD, down_DF = (stack[expert - self.here.start] for stack in (self.gate_up, self.down))
+            gate_FD, up_FD = gate_up_FD.chunk(2)
+            found[names.expert_gate.format(number, expert)] = target_of(gate_FD)
+            found[names.expert_up.format(number, expert)] = target_of(up_FD)
+            found[names.expert_down.format(number, expert)] = target_of(down_DF)
         if self.shared_gate_up is not None and self.shared_down is not None:
             gate_FD, up_FD = self.shared_gate_up.chunk(2)
-            found[names.shared_gate.format(number)] = gate_FD
-            found[names.shared_up.format(number)] = up_FD
-            found[names.shared_down.format(number)] = self.shared_down
-        return {name: target_of(view) for name, view in found.items()}
+            found[names.shared_gate.format(number)] = target_of(gate_FD, self.shards)
+            found[names.shared_up.format(number)] = target_of(up_FD, self.shards)
+            found[names.shared_down.format(number)] = target_of(self.shared_down, self.shards, axis=1)
+        return found
 
 
 class MoeLayer(Layer):
@@ -125,15 +114,15 @@ class MoeLayer(Layer):
     ) -> None:
         super().__init__(spec, device, dtype, shards)
         assert spec.moe is not None
-        self.mlp = Experts(spec.moe, spec.width, device, dtype)
+        self.mlp = Experts(spec.moe, spec.width, device, dtype, shards)
 
     def further_targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
         """Those of router and experts."""
         return self.mlp.targets(number, names)
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """What the chosen experts make of each row."""
-        return self.mlp(normed_RD, rows.linears)
+        return self.mlp(normed_RD, rows.linears, slot_mapping_R)
 
 
 class MoeTrunk(DenseTrunk):
@@ -148,12 +137,9 @@ class MoeTrunk(DenseTrunk):
 def make_trunk(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
 ) -> DenseTrunk:
-    """An empty trunk of the kind that the spec asks for; UserError IDLM-0617: experts among several ranks."""
-    if spec.moe is None:
-        return DenseTrunk(spec, device=device, dtype=dtype, shards=shards)
-    if shards.size > 1:
-        refuse(f"tensor_parallel={shards.size} (allowed: 1)")
-    return MoeTrunk(spec, device=device, dtype=dtype)
+    """An empty trunk of the kind that the spec asks for; UserError IDLM-0423 where it cannot be divided."""
+    kind = DenseTrunk if spec.moe is None else MoeTrunk
+    return kind(spec, device=device, dtype=dtype, shards=shards)
 
 
 def refuse(problem: str) -> NoReturn:

@@ -1,0 +1,149 @@
+"""The Triton kernel of grouped products: y^T = W x^T of one expert's rows, tile by tile.
+
+The weight is the M side of the matrix instruction, as in kernels/linear, so few rows cost few padded ones. A
+program walks all columns from the first to the last: the bits of a row depend on no tile and no neighbour.
+Contract in README.md. P pairs of a row and an expert, sorted by expert, T tiles, IN columns, OUT outputs.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _product(
+    p_x,
+    p_w,
+    p_up,
+    m_row,
+    IN,
+    TWICE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """W x^T [BLOCK_M, BLOCK_R] in fp32, and that of the up rows when TWICE."""
+    acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    o_column = tl.arange(0, BLOCK_I)
+    for column in tl.range(0, IN, BLOCK_I, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(p_x + column, mask=m_row[:, None], other=0.0)
+            w = tl.load(p_w + column)
+        else:
+            m_column = (column + o_column < IN)[None, :]
+            x = tl.load(p_x + column, mask=m_row[:, None] & m_column, other=0.0)
+            w = tl.load(p_w + column, mask=m_column, other=0.0)
+        acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+        if TWICE:
+            if EVEN:
+                up = tl.load(p_up + column)
+            else:
+                up = tl.load(p_up + column, mask=m_column, other=0.0)
+            acc_up = tl.dot(up, x.T, acc_up, input_precision=PRECISION)
+    return acc, acc_up
+
+
+@triton.jit
+def grouped_kernel(
+    x,
+    w,
+    y,
+    tiles_T4,
+    order_P,
+    experts_P,
+    first,
+    num_experts,
+    IN,
+    OUT,
+    stride_x,
+    stride_expert,
+    stride_w,
+    stride_y,
+    CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    STACKED: tl.constexpr,
+    ALONE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile of an expert's pairs and of outputs.
+
+    GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
+    gate before up, and the output is silu(gate) * up; STACKED makes both by one product of twice as many
+    weight rows. Else it is `x` that is sorted, and the output is put at its pair's place. ALONE: there is one
+    row, so that every pair is a tile and no plan is read.
+    """
+    tiles_o = tl.cdiv(OUT, BLOCK_O)
+    tile = tl.program_id(0) // tiles_o
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if ALONE:
+        begin = tile
+        end = tile + 1
+        expert = tl.load(experts_P + tile).to(tl.int32) - first
+        expert = tl.where(expert < num_experts, expert, -1)
+    else:
+        expert = tl.load(tiles_T4 + tile * 4)
+        begin = tl.load(tiles_T4 + tile * 4 + 1)
+        end = tl.load(tiles_T4 + tile * 4 + 2)
+    if expert < 0:
+        return
+    sorted_R = begin + tl.arange(0, BLOCK_R)
+    m_row = sorted_R < end
+    pair_R = sorted_R if ALONE else tl.load(order_P + sorted_R, mask=m_row, other=0)
+    row_x = pair_R // CHOSEN if GATED else sorted_R
+    row_y = sorted_R if GATED else pair_R
+    o = tl.program_id(0) % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    o_column = tl.arange(0, BLOCK_I)
+    p_expert = w + expert.to(tl.int64) * stride_expert
+    # Rows behind the last output are read as the last one: cheaper than a mask, and never stored.
+    row_w = tl.minimum(o, OUT - 1)
+    p_x = x + row_x.to(tl.int64)[:, None] * stride_x + o_column[None, :]
+    if STACKED:
+        o_stacked = tl.arange(0, 2 * BLOCK_O)
+        row_w = tl.minimum(tl.program_id(0) % tiles_o * BLOCK_O + o_stacked % BLOCK_O, OUT - 1)
+        row_w += o_stacked // BLOCK_O * OUT
+    p_w = p_expert + row_w[:, None] * stride_w + o_column[None, :]
+    p_up = p_w + OUT * stride_w if GATED and not STACKED else p_w
+    acc, acc_up = _product(
+        p_x,
+        p_w,
+        p_up,
+        m_row,
+        IN,
+        GATED and not STACKED,
+        EVEN,
+        2 * BLOCK_O if STACKED else BLOCK_O,
+        BLOCK_R,
+        BLOCK_I,
+        STAGES,
+        PRECISION,
+    )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    dtype = y.dtype.element_ty
+    # Every step rounds as the separate torch ops do.
+    out = acc.to(dtype)
+    if GATED:
+        if STACKED:
+            pairs = tl.permute(tl.reshape(out, (2, BLOCK_O, BLOCK_R)), (1, 2, 0))
+            out, up = tl.split(pairs)
+        else:
+            up = acc_up.to(dtype)
+        gate = out.to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        out = (gate * up.to(tl.float32)).to(dtype)
+    p_y = y + row_y.to(tl.int64)[:, None] * stride_y + o[None, :]
+    tl.store(p_y, out.T, mask=m_row[:, None] & (o < OUT)[None, :])

@@ -1,0 +1,160 @@
+"""Routing of rows to experts, and the experts: Triton kernels on a GPU, plain torch elsewhere. Contract in
+README.md.
+
+R rows, E experts that are here, X experts that rows choose from, C chosen experts, G groups, S rows of one
+expert, D width, F ffn of an expert.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from idlm.kernels.experts.reference import LEAST_SUM
+from idlm.kernels.hopper import has_pdl
+
+if TYPE_CHECKING:
+    from idlm.kernels.experts.launch import Launch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BEST_OF_GROUP = 2
+"""How many of a group's scores count for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How rows choose. `is_normalised`: the weights of the chosen are divided by their sum."""
+
+    num_chosen: int
+    score: Literal["softmax", "sigmoid"]
+    is_normalised: bool
+    scaling: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+
+
+def route(
+    logits_RX: Tensor,
+    routing: Routing,
+    *,
+    bias_X: Tensor | None = None,
+    slots_R: Tensor | None = None,
+    pdl: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The chosen experts of each row (integers) and their weights, fp32 (fp64 of fp64), both [R, C].
+
+    Scores are made in fp32; `bias_X` counts where experts are chosen, not in a weight; weights are rounded
+    once to the dtype of the logits, as the published routers do. A row whose slot is negative is padding: its
+    experts are -1, its weights unspecified.
+    """
+    assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
+    assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
+    if _runs_kernels(logits_RX):
+        from idlm.kernels.experts.kernel_run import run_route
+
+        pdl = has_pdl(logits_RX.device) if pdl is None else pdl
+        return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, pdl=pdl)
+    wide_RX = logits_RX.to(torch.promote_types(logits_RX.dtype, torch.float32))
+    scores_RX = wide_RX.softmax(dim=-1) if routing.score == "softmax" else wide_RX.sigmoid()
+    quality_RX = scores_RX if bias_X is None else scores_RX + bias_X
+    if routing.num_chosen_groups < routing.num_groups:
+        quality_RX = _in_best_groups(quality_RX, routing)
+    experts_RC = quality_RX.topk(routing.num_chosen, dim=-1).indices
+    weights_RC = scores_RX.gather(1, experts_RC)
+    if routing.is_normalised:
+        weights_RC = weights_RC / (weights_RC.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    weights_RC = (weights_RC * routing.scaling).to(logits_RX.dtype).to(scores_RX.dtype)
+    if slots_R is not None:
+        experts_RC = experts_RC.masked_fill(slots_R[:, None] < 0, -1)
+    return experts_RC, weights_RC
+
+
+def experts(
+    x_RD: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    experts_RC: Tensor,
+    weights_RC: Tensor,
+    *,
+    first: int = 0,
+    num_choices: int | None = None,
+    shared_RD: Tensor | None = None,
+    launch: Launch | None = None,
+    pdl: bool | None = None,
+) -> Tensor:
+    """The weighted sum of the chosen experts' outputs plus `shared_RD`, [R, D] in the dtype of `x_RD`.
+
+    Here are experts `first` and following, `gate_up_EFD` with the gate's F rows before the up projection's
+    [E, 2F, D], `down_EDF` [E, D, F]; others, of `num_choices` in all, add nothing. Rows whose
+    experts are -1 (padding) give 0, whatever they hold. No row has an expert twice. `launch` None: by rule.
+    """
+    assert x_RD.stride(1) == 1 and gate_up_EFD.stride(2) == down_EDF.stride(2) == 1, "columns not contiguous"
+    assert x_RD.shape[1] == gate_up_EFD.shape[2] == down_EDF.shape[1], f"{x_RD.shape=} {gate_up_EFD.shape=}"
+    assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2], f"{gate_up_EFD.shape=} {down_EDF.shape=}"
+    weights = (gate_up_EFD, down_EDF)
+    if _runs_kernels(x_RD):
+        from idlm.kernels.experts.kernel_run import run_experts
+
+        return run_experts(
+            x_RD,
+            weights,
+            (experts_RC, weights_RC),
+            first=first,
+            shared_RD=shared_RD,
+            launch=launch or _launch(x_RD, experts_RC, num_choices or len(down_EDF)),
+            pdl=has_pdl(x_RD.device) if pdl is None else pdl,
+        )
+    return _plain(x_RD, weights, (experts_RC, weights_RC), first, shared_RD)
+
+
+def _launch(x_RD: Tensor, experts_RC: Tensor, num_choices: int) -> Launch:
+    from idlm.kernels.experts.launch import choose
+
+    return choose(len(experts_RC), experts_RC.shape[1], num_choices, x_RD.dtype)
+
+
+def _plain(
+    x_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    chosen: tuple[Tensor, Tensor],
+    first: int,
+    shared_RD: Tensor | None,
+) -> Tensor:
+    """Expert after expert; the sum is in fp32 and in order of experts."""
+    (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
+    num_experts = len(down_EDF)
+    is_here_RC = (experts_RC >= first) & (experts_RC < first + num_experts)
+    local = torch.where(is_here_RC, experts_RC - first, num_experts).flatten()
+    counts = local.bincount(minlength=num_experts + 1).tolist()
+    by_expert = local.argsort(stable=True)
+    rows, factors = by_expert // experts_RC.shape[1], weights_RC.flatten()[by_expert, None]
+    out_RD = torch.zeros_like(x_RD, dtype=weights_RC.dtype)
+    for number, (rows_S, factors_S1) in enumerate(
+        zip(rows.split(counts), factors.split(counts), strict=True)
+    ):
+        if len(rows_S) and number < num_experts:
+            gate_SF, up_SF = F.linear(x_RD[rows_S], gate_up_EFD[number]).chunk(2, dim=-1)
+            out_SD = F.linear(F.silu(gate_SF) * up_SF, down_EDF[number])
+            out_RD.index_add_(0, rows_S, out_SD * factors_S1)
+    if shared_RD is not None:
+        out_RD += shared_RD.masked_fill(experts_RC[:, :1] < 0, 0)
+    return out_RD.to(x_RD.dtype)
+
+
+def _in_best_groups(quality_RX: Tensor, routing: Routing) -> Tensor:
+    """-inf outside the groups whose best scores have the largest sums."""
+    grouped_RGx = quality_RX.view(len(quality_RX), routing.num_groups, -1)
+    sums_RG = grouped_RGx.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
+    best = sums_RG.topk(routing.num_chosen_groups, dim=-1).indices
+    is_out_RG = torch.ones_like(sums_RG, dtype=torch.bool).scatter_(1, best, False)
+    return grouped_RGx.masked_fill(is_out_RG[:, :, None], float("-inf")).view_as(quality_RX)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return (x.is_cuda or INTERPRETED) and x.dtype in DTYPES

@@ -1,0 +1,73 @@
+"""The definition of both ops, row by row, in fp32 or, for fp64 input, fp64. Formula in README.md.
+
+R rows, E experts, C chosen experts, G groups, D width, F ffn of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from idlm.kernels.experts.op import Routing
+
+LEAST_SUM = 1e-20
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def route_reference(
+    logits_RE: Tensor, routing: Routing, *, bias_E: Tensor | None = None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Per row the numbers of the chosen experts, rising, and their weights; not rounded."""
+    experts, weights = [], []
+    for logits_E in logits_RE.to(_wide(logits_RE.dtype)):
+        scores = (logits_E.softmax(dim=0) if routing.score == "softmax" else logits_E.sigmoid()).tolist()
+        added = [0.0] * len(scores) if bias_E is None else bias_E.tolist()
+        quality = [score + bias for score, bias in zip(scores, added, strict=True)]
+        size = len(scores) // routing.num_groups
+        sums = []
+        for group in range(routing.num_groups):
+            best = sorted(quality[group * size : (group + 1) * size], reverse=True)
+            sums.append(sum(best[:2]))
+        groups = sorted(range(routing.num_groups), key=lambda group: -sums[group])
+        groups = groups[: routing.num_chosen_groups]
+        allowed = [expert for expert in range(len(scores)) if expert // size in groups]
+        chosen = sorted(sorted(allowed, key=lambda expert: -quality[expert])[: routing.num_chosen])
+        total = sum(scores[expert] for expert in chosen) + LEAST_SUM if routing.is_normalised else 1.0
+        experts.append(chosen)
+        weights.append([scores[expert] / total * routing.scaling for expert in chosen])
+    return experts, weights
+
+
+def experts_reference(
+    x_RD: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    experts_RC: Tensor,
+    weights_RC: Tensor,
+    *,
+    first: int = 0,
+    shared_RD: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum of the chosen experts that are here, plus the shared one's output [R, D], not rounded.
+    A row whose experts are -1 is 0.
+    """
+    dtype = _wide(x_RD.dtype)
+    out_RD = torch.zeros(x_RD.shape, dtype=dtype, device=x_RD.device)
+    for row, chosen in enumerate(experts_RC.tolist()):
+        if min(chosen) < 0:
+            continue
+        for number, expert in enumerate(chosen):
+            if first <= expert < first + len(down_EDF):
+                gate_up_FD, down_DF = gate_up_EFD[expert - first], down_EDF[expert - first]
+                gate_F, up_F = (gate_up_FD.to(dtype) @ x_RD[row].to(dtype)).chunk(2)
+                hidden_F = gate_F * torch.sigmoid(gate_F) * up_F
+                out_RD[row] += weights_RC[row, number].to(dtype) * (down_DF.to(dtype) @ hidden_F)
+        if shared_RD is not None:
+            out_RD[row] += shared_RD[row].to(dtype)
+    return out_RD

@@ -1,0 +1,83 @@
+"""Ranks share the experts of a model: the greedy answers of one rank, and nobody reads another's experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.models import weights
+from idlm.infer.models.loader import load_model
+from idlm.infer.models.moe import MoeLayer
+from idlm.infer.parallel import Shards
+from tests.contracts.engines import assert_idle, build_engine, greedy
+from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada2_bare, sdar_moe
+from tests.ranks import team_engine, team_of_threads
+
+AS_ON_A_GPU = {"graphs": "on", "run_ahead": 3}
+WRITERS = {"sdar_moe": sdar_moe, "llada2": llada2, "llada2_bare": llada2_bare}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _prompts() -> list[list[int]]:
+    lengths = (2 * BLOCK + 1, BLOCK, BLOCK - 1, 1)
+    return [[(7 * place + 5 * number) % MASK for place in range(n)] for number, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
+    """A softmax router; and groups, a shared expert and a fused projection that is put in another order."""
+    WRITERS[family](tmp_path)
+    options: dict[str, Any] = {"strategy": "low_confidence_dynamic"}
+    expected = build_engine(tmp_path, "block", **options).generate(_prompts(), greedy(max_tokens=8))
+    assert len({tuple(answer.token_ids) for answer in expected}) > 1
+    with team_of_threads(2) as team:
+        engine = team_engine(team, tmp_path, "block", **options, **AS_ON_A_GPU)
+        found = engine.generate(_prompts(), greedy(max_tokens=8))
+        assert_idle(engine)
+        engine.close()
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+
+
+@pytest.mark.parametrize("family", ["sdar_moe", "llada2"])
+def test_a_rank_reads_its_own_experts_and_no_other(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WRITERS[family](tmp_path)
+    whole = load_model(tmp_path, device="cpu")
+    layer = whole.trunk.layers[-1]
+    assert isinstance(layer, MoeLayer)
+    read: list[set[str]] = []
+    copy = weights.copy
+
+    def counting(targets: Any, files: Any) -> None:
+        read.append({name for name in targets if ".experts." in name})
+        copy(targets, files)
+
+    monkeypatch.setattr(weights, "copy", counting)
+    parts = []
+    for rank in range(2):
+        mine = load_model(tmp_path, device="cpu", shards=Shards(rank=rank, size=2)).trunk.layers[-1]
+        assert isinstance(mine, MoeLayer)
+        parts.append(mine.mlp)
+        assert torch.equal(mine.mlp.router, layer.mlp.router)
+    assert not read[0] & read[1] and len(read[0]) == len(read[1]) > 0
+    for name in ("gate_up", "down"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(layer.mlp, name))
+
+
+def test_a_layer_of_experts_makes_one_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llada2(tmp_path)
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Shards, "sum", lambda self, partial: calls.append(tuple(partial.shape)) or partial)
+    model = load_model(tmp_path, device="cpu", shards=Shards(rank=1, size=2))
+    layer = model.trunk.layers[-1]
+    assert isinstance(layer, MoeLayer)
+    layer.mlp(torch.randn(3, model.spec.width), model.trunk.linears)
+    assert calls == [(3, model.spec.width)]
