@@ -15,6 +15,7 @@ import torch
 
 from idlm import command
 from idlm.compose import compose, describe
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.answers import figures
 from idlm.infer.cli import HELP_FLAGS, describe_decoders, load_engine
@@ -35,12 +36,14 @@ def run_evaluation(arguments: list[str]) -> int:
     config = compose("eval", EvaluateConfig, rest)
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
-    name, evaluation = _evaluate(config, decoder, options, task, samples)
+    params = config.sampling.params()
+    name, evaluation = _evaluate(config, (decoder, options), task, samples, params)
     results = {name: evaluation}
     if config.baseline == name:
         print(f"baseline={name} is the decoder itself: nothing beside it", file=sys.stderr)
     elif config.baseline is not None:
-        baseline, evaluation = _evaluate(config, config.baseline, {}, task, samples)
+        params = dataclasses.replace(params, decoder_options={})
+        baseline, evaluation = _evaluate(config, (config.baseline, {}), task, samples, params)
         results = {baseline: evaluation, **results}
     print(table(results))
     if config.output is not None:
@@ -61,15 +64,17 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
 
 def _evaluate(
     config: EvaluateConfig,
-    decoder: str | None,
-    options: dict[str, Any],
+    decoder: tuple[str | None, dict[str, Any]],
     task: Task,
     samples: Sequence[TaskSample],
+    params: SamplingParams,
 ) -> tuple[str, Evaluation]:
-    """One decoder's name and figures. Its memory is free again afterwards: the next engine sizes its own."""
-    engine = load_engine(config.model, decoder, config.options(), options)
+    """Name and figures of a decoder (name, options). Its memory is free again afterwards: the next engine
+    sizes its own.
+    """
+    engine = load_engine(config.model, decoder[0], config.options(), decoder[1])
     try:
-        name, result = engine.decoder.name, evaluate(engine, task, samples, config.sampling.params())
+        name, result = engine.decoder.name, evaluate(engine, task, samples, params)
     finally:
         engine.close()
     del engine

@@ -12,9 +12,12 @@ import pytest
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli import generate
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.test_block_decoder import PROMPTS, SETTINGS, params_of, write_block_toy
+from tests.integration.command_lines import read_lines, write_lines
+from tests.ranks import team_engine, team_of_threads
 
 SIZE, PART = 8, 4
 WAYS: list[dict[str, Any]] = [
@@ -210,7 +213,7 @@ def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
         {"edit_threshold": 1.0, "threshold": 0.6},
         {"steps": 2},
         {"steps": 3, "threshold": 0.95},
-        {"edit_threshold": None},
+        {"edit_threshold": 0.9},
     ]
     params = [
         dataclasses.replace(one, decoder_options=mine) for one, mine in zip(params_of(), options, strict=True)
@@ -226,10 +229,46 @@ def test_requests_have_options_of_their_own(
     params, options = mixed_params()
     found = engine.generate(PROMPTS, params)
     for number, (answer, mine) in enumerate(zip(found, options, strict=True)):
-        changes = {"mode": "quality", **{key: value for key, value in mine.items() if value is not None}}
-        expected, _ = expect_one(slow[False], rules_of(changes), number)
+        expected, _ = expect_one(slow[False], rules_of({"mode": "quality", **mine}), number)
         assert list(answer.token_ids) == expected, mine
     assert_idle(engine)
+
+
+def test_ranks_are_told_the_options_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
+    params, options = mixed_params()
+    with team_of_threads(2) as team:
+        engine = team_engine(team, toys[False], "block", mode="quality", graphs="on", run_ahead=2)
+        found = engine.generate(PROMPTS, params)
+        engine._worker.compare()  # type: ignore[attr-defined]
+        assert_idle(engine)
+        engine.close()
+    assert ids_of(found) == [
+        expect_one(slow[False], rules_of({"mode": "quality", **mine}), number)[0]
+        for number, mine in enumerate(options)
+    ]
+
+
+def test_lines_of_a_file_have_options_of_their_own(
+    toys: dict[bool, Path], slow: dict[bool, SlowBlocks], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = [{}, {"threshold": 0.3}, {"steps": 2}]
+    lines = [
+        {"prompt_ids": PROMPTS[0], "sampling": {"decoder_options": mine} if mine else {}} for mine in asked
+    ]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    output = tmp_path / "out.jsonl"
+    common = [f"model={toys[False]}", "device=cpu", "dtype=float32", "max_length=64", f"input={source}"]
+    common += ["sampling.temperature=0", "sampling.max_tokens=12", "sampling.ignore_eos=true"]
+    assert generate([*common, f"output={output}", "sampling.decoder_options.threshold=0.6"]) == 0
+    expected = []
+    for mine in ({"threshold": 0.6}, *asked[1:]):
+        slow[False].rules = rules_of(mine)
+        expected.append(slow[False].answer(PROMPTS[0], Sampling(temperature=0))[0])
+    assert [record["token_ids"] for record in read_lines(output)] == expected
+    write_lines(source, [{"prompt_ids": PROMPTS[0], "sampling": {"decoder_options": {"treshold": 1}}}])
+    with pytest.raises(UserError, match=r"in\.jsonl:1: decoder_options\.treshold") as caught:
+        generate([*common, f"output={tmp_path / 'none.jsonl'}"])
+    assert caught.value.code == "IDLM-0453"
 
 
 def test_entropy_bounds_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
