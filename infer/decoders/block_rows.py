@@ -157,13 +157,15 @@ def fed_places(
 
 
 def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) -> Tensor:
-    """Who feeds the block in work. Blocks that the host has not counted go by the order of sequences."""
+    """Who feeds the block in work. Blocks that the host has not counted go by the order of sequences, into
+    the room of those, too, that it has counted and that are stored.
+    """
     if shape.shifted or not shape.fuses:
         return wants_B & (feed_B == 0)
     if batch.num_rows is None:
         return wants_B
     uncounted_B = (feed_B - batch.num_feed_B).clamp(min=0)
-    room = batch.num_rows - len(wants_B) * shape.size - batch.num_feed_B.sum()
+    room = batch.num_rows - len(wants_B) * shape.size - torch.minimum(feed_B, batch.num_feed_B).sum()
     return wants_B & ((uncounted_B == 0) | (uncounted_B.cumsum(0) <= room))
 
 
