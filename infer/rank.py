@@ -1,7 +1,8 @@
 """A rank other than rank 0: a process that builds its part of an engine and then does what it is told.
 
-Started by `team.Team`, never by hand; its one argument is the socket to rank 0. It ends when that socket is
-closed, at once and wherever it is, so that nothing outlives rank 0, however rank 0 ends.
+Started by `team.Team`, never by hand; its arguments are the socket to rank 0 and the id of that process. It
+ends when the socket is closed or the process gone, at once and wherever it is, so that nothing outlives rank
+0, however and whenever that ends.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ SECONDS_BETWEEN_LOOKS = 1.0
 ENDED, FAILED = 0, 1
 
 
-def main(argument: str) -> None:
+def main(connection: str, parent: str) -> None:
     """Never returns."""
-    channel = Channel(socket.socket(fileno=int(argument)))
+    channel = Channel(socket.socket(fileno=int(connection)))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, inbox, os.getppid()), daemon=True).start()
+    threading.Thread(target=_listen, args=(channel, inbox, int(parent)), daemon=True).start()
     try:
         hello = inbox.get()
         # What takes seconds to load comes after the watch has begun.
@@ -54,7 +55,9 @@ def describe(error: BaseException) -> Message:
 
 
 def _listen(channel: Channel, inbox: queue.SimpleQueue[Message], parent: int) -> None:
-    """Pass messages on; end the process with rank 0, even where a copy of its socket lives on."""
+    """Pass messages on; end the process with rank 0, even where a copy of its socket lives on, and even if
+    rank 0 was gone before this process could look for it.
+    """
     while os.getppid() == parent:
         if channel.has_news(SECONDS_BETWEEN_LOOKS):
             message = channel.receive()
@@ -65,4 +68,4 @@ def _listen(channel: Channel, inbox: queue.SimpleQueue[Message], parent: int) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

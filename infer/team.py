@@ -324,9 +324,10 @@ def _check_place(size: int, device: torch.device) -> None:
 
 def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Channel, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
+    module = ["-m", "idlm.infer.rank", str(theirs.fileno()), str(os.getpid())]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-m", "idlm.infer.rank", str(theirs.fileno())],
+            [sys.executable, "-P", "-W", "ignore", *module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # Answers belong to rank 0's standard output.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,6 +135,15 @@ def test_no_rank_outlives_a_killed_rank_0(toy: Path) -> None:
         assert not _is_gone(ranks[0])
         command.kill()
     _wait_until_gone(ranks)
+
+
+def test_a_rank_ends_whose_rank_0_was_gone_before_it_began() -> None:
+    """Though somebody else still has the other end of its socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arguments = [sys.executable, "-P", "-m", "idlm.infer.rank", str(theirs.fileno()), "1"]
+        with subprocess.Popen(arguments, pass_fds=[theirs.fileno()]) as process:
+            assert process.wait(PATIENCE) == 0
 
 
 def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
