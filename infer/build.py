@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 
-from idlm import schema
 from idlm.checkpoint import read_json
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack, stack_of
+from idlm.infer.accelerators.base import Place
 from idlm.infer.decoders.base import DECODERS, Decoder, default_decoder
 from idlm.infer.graphs import StaticStep
 from idlm.infer.kv_cache import KVCache, PagePool
@@ -25,58 +25,14 @@ from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.runner import Runner, head_shape, set_deterministic
 from idlm.infer.scheduler import Schedule, Scheduler
+from idlm.infer.settings import EngineSettings, check_options, decoder_config
 from idlm.infer.step import EagerStep, Step, StepResult
 from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
-from idlm.kernels.paged_attention import BACKENDS
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
-from idlm.suggest import did_you_mean
+from idlm.log import get_logger
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Everything about an engine that is neither checkpoint nor decoder.
-
-    `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
-    `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
-    decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
-    overrides the checkpoint's. `run_ahead`: passes that may be launched before the results of earlier ones
-    are read; None: 4 with CUDA graphs, else 0. `prefix_cache`: keep the KV of finished and preempted
-    sequences, and let equal beginnings share it, as long as nobody needs the pages. `graphs`: "on" pads
-    passes to a few static shapes and captures each in a CUDA graph (on a CPU they are only padded); "auto"
-    does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the logits of a row have
-    the same bits whatever else is in the batch, and however many rows the pass has (GPU only).
-    `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` and `kv_cache`: "fp8" halves
-    the bytes of projections, and of keys and values (e4m3; lossy, and answers say so); "auto" is `dtype`.
-    """
-
-    device: str = "auto"
-    dtype: str = "auto"
-    mask_token_id: int | None = None
-    base: str | None = None
-    accelerators: tuple[str, ...] = ()
-    memory: str = "caching"
-    max_num_seqs: int = 64
-    max_length: int | None = None
-    max_prompt_rows: int = 1024
-    page_size: int = 16
-    num_pages: int | None = None
-    run_ahead: int | None = None
-    prefix_cache: bool = True
-    graphs: Literal["auto", "on", "off"] = "auto"
-    attention: str = "auto"
-    deterministic: bool = False
-    tensor_parallel: int = 1
-    weights: Literal["auto", "fp8"] = "auto"
-    kv_cache: Literal["auto", "fp8"] = "auto"
-    template: Literal["auto", "none"] = "auto"
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether the law is not that of the checkpoint, whatever the decoder does."""
-        return "fp8" in (self.weights, self.kv_cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +49,13 @@ class EngineParts:
     scheduler: Scheduler
     pace: Pace
     runner: Runner
+    stack: AcceleratorStack
     step: Callable[[Schedule], StepResult]
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether answers have another law than the checkpoint and its decoding stand for."""
+        return self.settings.is_lossy or self.stack.is_lossy or self.decoder.exactness != "exact"
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt, through the chat template where the tokenizer has one."""
@@ -114,16 +76,6 @@ class EngineParts:
     def detokenizer(self) -> IncrementalDetokenizer:
         """A fresh incremental decoder."""
         return Detokenizer(self.tokenizer)
-
-
-def check_options(decoder: str | None, options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
-    """The fields of `EngineSettings` and the options of the decoder's Config, told apart by name. A misspelt
-    one is known before gigabytes of weights are read.
-    """
-    settings, decoder_options = _split_options(options)
-    if decoder is not None:
-        _decoder_config(DECODERS.get(decoder), decoder_options)
-    return settings, decoder_options
 
 
 def build(
@@ -148,12 +100,15 @@ def build(
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
     chosen = DECODERS.get(decoder or default_decoder(model.semantics))
-    decoder_object = chosen(_decoder_config(chosen, decoder_options), model.semantics)
+    config = decoder_config(chosen, decoder_options)
+    decoder_object = chosen(config, model.semantics)
     tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.spec.vocab_size)
     settings = dataclasses.replace(settings, max_length=_max_length(settings, model))
-    return _assemble(settings, model, tokenizer, decoder_object, _eos_ids(model, tokenizer), shards)
+    stack = _stack(settings, model, decoder_object, dataclasses.asdict(config))
+    eos_ids = _eos_ids(model, tokenizer)
+    return _assemble(settings, model, tokenizer, decoder_object, eos_ids, shards, stack)
 
 
 def _assemble(
@@ -163,39 +118,30 @@ def _assemble(
     decoder: Decoder,
     eos_ids: tuple[int, ...],
     shards: Shards = ALONE,
+    stack: AcceleratorStack = NO_ACCELERATORS,
 ) -> EngineParts:
-    spec, max_length = model.spec, settings.max_length
-    assert max_length is not None
+    assert settings.max_length is not None
     device, dtype = model.trunk.embed.device, model.trunk.embed.dtype
-    kv_dtype = torch.float8_e4m3fn if settings.kv_cache == "fp8" else dtype
-    # One lane more than anybody sits on: for the padding of passes of static shape.
-    num_lanes = settings.max_num_seqs + 1
-    decoder.allocate(num_lanes, spec.vocab_size, dtype=dtype, device=device)
-    max_slots = decoder.feeding.num_slots(max_length, max(decoder.widths))
-    lane_pages = -(-max_slots // settings.page_size)
-    slot_bytes = 2 * spec.num_layers * model.local.num_kv_heads * spec.head_dim * kv_dtype.itemsize
-    page_bytes, max_pages = slot_bytes * settings.page_size, lane_pages * settings.max_num_seqs
-    demand = KVDemand(page_bytes=page_bytes, max_pages=max_pages, device=device)
-    num_pages = settings.num_pages or shards.least(MEMORY_MANAGERS.get(settings.memory)().num_pages(demand))
-    pool = PagePool(
-        num_pages=num_pages,
-        page_size=settings.page_size,
-        num_lanes=num_lanes,
-        max_slots=max_slots,
-        device=device,
-        cache=_prefix_cache(settings, model, decoder.feeding.grain),
-    )
+    num_lanes, kv_dtype = _num_lanes(settings), _kv_dtype(settings, model)
+    decoder.allocate(num_lanes, model.spec.vocab_size, dtype=dtype, device=device)
+    pool = _pool(settings, model, decoder, stack, shards)
+    stack.allocate_pages(pool.num_pages)
     cache = KVCache(
-        (spec.num_layers, num_pages * settings.page_size, model.local.num_kv_heads, spec.head_dim),
+        (
+            model.spec.num_layers,
+            pool.num_pages * pool.page_size,
+            model.local.num_kv_heads,
+            model.spec.head_dim,
+        ),
         dtype=kv_dtype,
         device=device,
         scales=None if kv_dtype == dtype else model.kv_scales,
     )
-    table = SequenceTable(num_lanes, max_length, device)
+    table = SequenceTable(num_lanes, settings.max_length, device)
     attention = _attention(settings, model, kv_dtype)
-    settings = _resolve_graphs(settings, attention, model)
+    settings = _resolve_graphs(settings, attention, model, stack.eager)
     set_deterministic(model, settings.deterministic)
-    runner = Runner(model, cache, pool, attention=attention)
+    runner = Runner(model, cache, pool, attention=attention, stack=stack)
     return EngineParts(
         settings=settings,
         model=model,
@@ -214,7 +160,71 @@ def _assemble(
         ),
         pace=FixedPace() if len(decoder.pictures) == 1 else AdaptivePace(decoder.pictures, decoder.widths),
         runner=runner,
+        stack=stack,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
+    )
+
+
+def _num_lanes(settings: EngineSettings) -> int:
+    """One more than anybody sits on: for the padding of passes of static shape."""
+    return settings.max_num_seqs + 1
+
+
+def _kv_dtype(settings: EngineSettings, model: LoadedModel) -> torch.dtype:
+    return torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype
+
+
+def _max_slots(settings: EngineSettings, decoder: Decoder) -> int:
+    assert settings.max_length is not None
+    return decoder.feeding.num_slots(settings.max_length, max(decoder.widths))
+
+
+def _stack(
+    settings: EngineSettings, model: LoadedModel, decoder: Decoder, options: dict[str, Any]
+) -> AcceleratorStack:
+    """The accelerators asked for; `options` are those of the decoder."""
+    feeding, local = decoder.feeding, model.local
+    place = Place(
+        decoder=decoder.name,
+        decoder_options=options,
+        block_size=None if feeding.num_pending else feeding.grain,
+        is_shifted=model.semantics.logit_shift,
+        num_layers=local.num_layers,
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        dtype=model.dtype,
+        kv_dtype=_kv_dtype(settings, model),
+        num_lanes=_num_lanes(settings),
+        max_slots=_max_slots(settings, decoder),
+        page_size=settings.page_size,
+        device=model.device,
+        tensor_parallel=settings.tensor_parallel,
+        deterministic=settings.deterministic,
+        graphs=settings.graphs,
+    )
+    return stack_of(settings.accelerators, place)
+
+
+def _pool(
+    settings: EngineSettings, model: LoadedModel, decoder: Decoder, stack: AcceleratorStack, shards: Shards
+) -> PagePool:
+    """As many pages as the memory manager decides; accelerators make their lanes' state before."""
+    spec, max_slots = model.local, _max_slots(settings, decoder)
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
+    demand = KVDemand(
+        page_bytes=kv_bytes * settings.page_size + stack.allocate(),
+        max_pages=-(-max_slots // settings.page_size) * settings.max_num_seqs,
+        device=model.device,
+    )
+    manager = MEMORY_MANAGERS.get(settings.memory)()
+    return PagePool(
+        num_pages=settings.num_pages or shards.least(manager.num_pages(demand)),
+        page_size=settings.page_size,
+        num_lanes=_num_lanes(settings),
+        max_slots=max_slots,
+        device=model.device,
+        cache=_prefix_cache(settings, model, decoder.feeding.grain),
     )
 
 
@@ -240,12 +250,16 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
     )
 
 
-def _resolve_graphs(settings: EngineSettings, attention: str, model: LoadedModel) -> EngineSettings:
-    """`graphs` as "on" or "off", and `run_ahead` as a number."""
+def _resolve_graphs(
+    settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
+) -> EngineSettings:
+    """`graphs` as "on" or "off", and `run_ahead` as a number. `eager`: accelerators that no graph holds."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
-    waits = f"attention={attention}" * (attention != "triton")
+    waits = "experts" if model.spec.moe is not None else f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
-        graphs = "on" if is_cuda and not waits else "off"
+        graphs = "on" if is_cuda and not waits and not eager else "off"
+        if is_cuda and not waits and eager:
+            get_logger(__name__).info("graphs=off: accelerator %s goes with none", ", ".join(eager))
     if graphs == "on" and is_cuda and waits:
         raise UserError(
             "IDLM-0424",
@@ -275,77 +289,6 @@ def _prefix_cache(settings: EngineSettings, model: LoadedModel, grain: int) -> P
         return None
     place = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
     return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.page_size)
-
-
-def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
-    names = {field.name for field in dataclasses.fields(EngineSettings)}
-    mine = {key: value for key, value in options.items() if key in names}
-    if isinstance(mine.get("dtype"), torch.dtype):
-        mine["dtype"] = str(mine["dtype"]).removeprefix("torch.")
-    for name in ("device", "base"):
-        if mine.get(name) is not None:
-            mine[name] = str(mine[name])
-    if "accelerators" in mine:
-        given = mine["accelerators"]
-        mine["accelerators"] = (given,) if isinstance(given, str) else tuple(given)
-    settings = EngineSettings(**mine)
-    _check_settings(settings)
-    return settings, {key: value for key, value in options.items() if key not in names}
-
-
-def _check_settings(settings: EngineSettings) -> None:
-    problems = [
-        f"{name}={value!r} must be an integer >= {least}"
-        for name, value, least in (
-            ("max_num_seqs", settings.max_num_seqs, 1),
-            ("max_prompt_rows", settings.max_prompt_rows, 1),
-            ("page_size", settings.page_size, 1),
-            ("tensor_parallel", settings.tensor_parallel, 1),
-            ("run_ahead", 0 if settings.run_ahead is None else settings.run_ahead, 0),
-            ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
-            ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
-        )
-        if not isinstance(value, int) or value < least
-    ]
-    if settings.deterministic is True and settings.tensor_parallel not in (1, 2):
-        problems.append(
-            f"deterministic=true with tensor_parallel={settings.tensor_parallel}: the order of sums over "
-            "more than two ranks depends on the batch (allowed: 1 and 2)"
-        )
-    for name, hint in get_type_hints(EngineSettings).items():
-        given = getattr(settings, name)
-        if get_origin(hint) is Literal and given not in get_args(hint):
-            problems.append(f"{name}={given!r} must be one of {', '.join(get_args(hint))}")
-        if hint is bool and not isinstance(given, bool):
-            problems.append(f"{name}={given!r} must be true or false")
-    if settings.attention not in ("auto", *BACKENDS):
-        problems.append(
-            f"attention={settings.attention!r} is not one of auto, {', '.join(BACKENDS)}"
-            f"{did_you_mean(settings.attention, BACKENDS)}"
-        )
-    if problems:
-        raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
-    MEMORY_MANAGERS.get(settings.memory)
-    for name in settings.accelerators:
-        ACCELERATORS.get(name)
-
-
-def _decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
-    known = [field.name for field in dataclasses.fields(chosen.Config)]
-    engine = [field.name for field in dataclasses.fields(EngineSettings)]
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        hints = ", ".join(f"{key!r}{did_you_mean(key, [*known, *engine])}" for key in unknown)
-        raise UserError(
-            "IDLM-0416",
-            f"unknown option {hints}",
-            fix=f"decoder {chosen.name!r} takes {known or 'no options'}; the engine takes {engine}",
-        )
-    problems: list[str] = []
-    config = schema.build(chosen.Config, options, problems, "decoder.")
-    if problems:
-        raise UserError("IDLM-0416", "; ".join(problems), fix=f"correct the options of {chosen.name!r}")
-    return config
 
 
 def resolve_device(device: str) -> torch.device:

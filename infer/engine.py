@@ -19,9 +19,10 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.build import EngineParts, EngineSettings
+from idlm.infer.build import EngineParts
 from idlm.infer.flight import Emission, Flight
 from idlm.infer.request import Request, strip_stop_id, token_list
+from idlm.infer.settings import EngineSettings
 from idlm.infer.shortage import LEAST_IN_A_ROW, given_up, is_shortage
 from idlm.infer.team import hire
 from idlm.infer.text import AnswerText
@@ -321,7 +322,7 @@ class Engine:
             text = answer.text
         else:
             text = self._parts.decode(strip_stop_id(request.token_ids, request.stop_ids))
-        is_lossy = self.settings.is_lossy or self.decoder.exactness != "exact" or request.params.tau > 0
+        is_lossy = self._parts.is_lossy or request.params.tau > 0
         return request.complete(text, "lossy" if is_lossy else "exact", error=error)
 
     def _add_all(

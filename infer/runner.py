@@ -1,5 +1,5 @@
 """One forward pass: StepPlan in, logits of the wanted rows out. The only file that joins model, KV cache and
-kernel.
+kernel; `thinned.py` does so for passes that accelerators thin.
 
 Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, V vocabulary.
 """
@@ -8,30 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from idlm.contracts import StepPlan
 from idlm.errors import UserError
+from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.models.moe import refuse
 from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, paged_attention, plan_attention
 from idlm.kernels.step_rows import map_slots
 
 
 class Runner:
-    """Model and cache of one device."""
+    """Model and cache of one device, and the accelerators between them."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, pool: PagePool, *, attention: str) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        pool: PagePool,
+        *,
+        attention: str,
+        stack: AcceleratorStack = NO_ACCELERATORS,
+    ) -> None:
         self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
+        self._stack = stack
         self._heads = head_shape(model, cache.keys.dtype)
         self._scale = model.spec.head_dim**-0.5
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Tensor:
-        """Logits [X, V] of `plan.logit_rows_X`, in the model's dtype; writes the KV of every fed row.
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Logits [X, V] of `plan.logit_rows_X`, in the model's dtype, and which of these rows have any (bool
+        [X]; None: all); writes the KV of every fed row.
 
         In each layer all of it is stored before any row attends: a sequence may share pages that another one
         fills in this very pass.
@@ -39,6 +52,34 @@ class Runner:
         page_size = self.pool.page_size
         num_pages = self.pool.pages_for(plan.max_slots)
         block_table_BP = self.pool.block_table_ZP[plan.lanes_B, :num_pages]
+        slot_mapping_R = map_slots(
+            block_table_BP, plan.sequence_R, plan.slots_R, plan.cu_rows_B1, page_size=page_size
+        )
+        make_plan = partial(self._plan_attention, block_table_BP)
+        thinned = self._stack.begin(
+            plan,
+            self._cache,
+            block_table_BP=block_table_BP,
+            page_size=page_size,
+            slot_mapping_R=slot_mapping_R,
+            scale=self._scale,
+            make_plan=make_plan,
+        )
+        if thinned is not None:
+            fed = thinned.plan
+            hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, thinned, fed.is_mask_R)
+            thinned.finish()
+            rows_X, has_logits_X = thinned.wanted(plan.logit_rows_X)
+            return self._trunk.logits(hidden_RD[rows_X]), has_logits_X
+        kv = PagedKV(
+            cache=self._cache, slot_mapping_R=slot_mapping_R, plan=make_plan(plan), scale=self._scale
+        )
+        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
+        return self._trunk.logits(hidden_RD[plan.logit_rows_X]), None
+
+    def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
+        """What exact attention of the plan's rows needs in all layers."""
+        page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
             block_table=block_table_BP,
@@ -50,20 +91,13 @@ class Runner:
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
         )
         deterministic = self._trunk.linears.deterministic
-        kv = PagedKV(
-            cache=self._cache,
-            slot_mapping_R=map_slots(
-                block_table_BP, plan.sequence_R, plan.slots_R, plan.cu_rows_B1, page_size=page_size
-            ),
-            plan=plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic),
-            scale=self._scale,
-        )
-        hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
-        return self._trunk.logits(hidden_RD[plan.logit_rows_X])
+        return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of pages (from, to), before whatever pass comes next."""
         self._cache.copy_pages(copies, self.pool.page_size)
+        if copies:
+            self._stack.copy_pages(copies)
 
 
 def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
@@ -79,8 +113,10 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
 
 def set_deterministic(model: LoadedModel, value: bool) -> None:
     """Compute the model so that a row's bits depend on the row alone, or as fast as can be. UserError
-    IDLM-0443 on a GPU whose matrix products cannot do the former.
+    IDLM-0443 on a GPU whose matrix products cannot do the former, IDLM-0617 of a model with experts.
     """
+    if value and model.spec.moe is not None:
+        refuse("deterministic=true (allowed: false)")
     if value and not check_rows_agree(model.device, model.dtype):
         raise UserError(
             "IDLM-0443",
@@ -109,6 +145,10 @@ class PagedKV:
         if self.cache.scales is None:
             return None, None
         return self.cache.scales[0, number], self.cache.scales[1, number]
+
+    def keep_rows(self, number: int, q_RNH: Tensor) -> None:
+        """Nothing is dropped."""
+        return
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""

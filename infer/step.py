@@ -6,7 +6,7 @@ Shapes: B sequences, J tokens a pass can emit, K likeliest tokens, X wanted rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class Step:
     def __call__(self, batch: Batch) -> StepResult:
         """Feed `batch`, commit what comes of it into the table, and report."""
         plan = self.decoder.plan(self.table, batch)
-        logits_XV = self.runner.forward(plan)
+        logits_XV, has_logits_X = self.runner.forward(plan)
+        plan = replace(plan, has_logits_X=has_logits_X)
         outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
         counts_B3 = torch.stack((outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B), dim=1)
         counts_BJ = torch.cat((counts_B3, outcome.token_ids_BJ), dim=1)

@@ -71,11 +71,14 @@ class Worker:
                 computed=[request.num_computed for request in seated],
             )
             parts.decoder.seat(lanes, [request.params.decoder_options for request in seated])
+            parts.stack.reset(lanes)
         rewound = (*schedule.preempted, *schedule.resumed)
         for request in rewound:
             parts.table.rewind(lane_of(request), request.num_computed)
         if rewound:
-            parts.decoder.rewind([lane_of(request) for request in rewound])
+            lanes = [lane_of(request) for request in rewound]
+            parts.decoder.rewind(lanes)
+            parts.stack.reset(lanes)
         parts.runner.copy_pages(schedule.copies)
 
 

@@ -105,7 +105,7 @@ class KVAccess(Protocol):
 
     @property
     def slot_mapping_R(self) -> Tensor:
-        """Physical slot of each row, -1 for padding: it is not stored, and nobody reads what comes of it."""
+        """Physical slot of each row, -1 for a row that is not stored."""
         ...
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +114,12 @@ class KVAccess(Protocol):
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
         """By KV head [K], what keys and values are divided by when they are written; None is 1."""
+        ...
+
+    def keep_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
+        """The rows that go on, by number [I], once the layer's keys and values are stored; None: all. From
+        then on, rows are those, `slot_mapping_R` too.
+        """
         ...
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -108,8 +108,8 @@ class Layer(nn.Module):
         """Where tensors go that belong to no projection and are no norm."""
         return {}
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """What is added to the residual last, [R, D]; of padding rows (negative slot) anything finite."""
+    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+        """What is added to the residual last, [R, D]."""
         raise AssertionError(f"{type(self)} is no whole layer")
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
@@ -140,8 +140,10 @@ class Layer(nn.Module):
         number: int,
         rows: Rows,
         kv: KVAccess,
-    ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the residual, and the residual, which is overwritten."""
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """What is to be added to the residual, and the residual, which is overwritten; of the rows that go on
+        from here.
+        """
         spec = self.spec
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
         qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
@@ -157,10 +159,13 @@ class Layer(nn.Module):
             k_scale_K=k_scale_K,
             v_scale_K=v_scale_K,
         )
-        o_RE = kv.attend(number, q_RNH).reshape(len(x_RD), -1)
+        kept_I = kv.keep_rows(number, q_RNH)
+        if kept_I is not None:
+            q_RNH, residual_RD, rows = q_RNH[kept_I], residual_RD[kept_I], rows.narrowed(kept_I)
+        o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
-        return self.feed_forward(normed_RD, rows, kv.slot_mapping_R), residual_RD
+        return self.feed_forward(normed_RD, rows), residual_RD, rows
 
 
 class DenseLayer(Layer):
@@ -188,7 +193,7 @@ class DenseLayer(Layer):
             "down": ((names.down,), (self.spec.width,), self.down, self.down_bias),
         }
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
+    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
         """down(silu(gate) * up) of all rows."""
         return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears)
 
@@ -207,6 +212,16 @@ class Rows:
     rope: Rope
     gate_R: Tensor | None
     linears: Linears
+
+    def narrowed(self, rows_I: Tensor) -> Rows:
+        """The same of some rows."""
+        tables = self.rope.tables
+        rope = replace(
+            self.rope,
+            positions_R=self.rope.positions_R[rows_I],
+            tables=None if tables is None else (tables[0][rows_I], tables[1][rows_I]),
+        )
+        return replace(self, rope=rope, gate_R=None if self.gate_R is None else self.gate_R[rows_I])
 
 
 class DenseTrunk(nn.Module):
@@ -249,7 +264,7 @@ class DenseTrunk(nn.Module):
         rows = Rows(rope=rope, gate_R=gate_R, linears=self.linears)
         x_RD, residual_RD = self._embed(token_ids_R, gate_R), None
         for index, layer in enumerate(self.layers):
-            x_RD, residual_RD = layer(x_RD, residual_RD, index, rows, kv)
+            x_RD, residual_RD, rows = layer(x_RD, residual_RD, index, rows, kv)
         return add_rms_norm(x_RD, residual_RD, self.final_norm, eps=self.spec.norm_eps)[0]
 
     def logits(self, hidden_XD: Tensor) -> Tensor:

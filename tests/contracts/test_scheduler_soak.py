@@ -195,7 +195,7 @@ def test_an_exception_in_the_middle_of_generate_leaves_nothing_behind(
     expected = [c.token_ids for c in engine.generate(prompts, params)]
     forward, calls = engine._parts.runner.forward, []
 
-    def failing(plan: object) -> torch.Tensor:
+    def failing(plan: object) -> tuple[torch.Tensor, None]:
         calls.append(plan)
         if len(calls) == 4:
             raise RuntimeError("device lost")

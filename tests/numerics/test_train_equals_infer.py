@@ -193,7 +193,7 @@ class Replay:
             filters=False,
         )
         plan = self.engine.decoder.plan(self.engine.table, batch)
-        logits_XV = self.engine._parts.runner.forward(plan)
+        logits_XV, _ = self.engine._parts.runner.forward(plan)
         for lane in lanes:
             computed[lane] += feed[lane]
             self.engine.table.num_computed_Z[lane] += feed[lane]

@@ -1,0 +1,179 @@
+"""The accelerators of an engine: chosen by name, refused with every reason, and asked together in a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from idlm import schema
+from idlm.contracts import StepPlan
+from idlm.errors import UserError
+from idlm.infer.accelerators.base import (
+    ACCELERATORS,
+    Accelerator,
+    KVAccelerator,
+    Place,
+    RowsAccelerator,
+)
+from idlm.infer.accelerators.view import PassView, rows_by_place
+from idlm.infer.kv_cache import KVCache
+from idlm.infer.thinned import ThinnedKV
+from idlm.kernels.paged_attention import Plan
+from idlm.suggest import did_you_mean
+
+Given = Mapping[str, Mapping[str, Any]]
+"""Options by name of accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceleratorStack:
+    """One a side, at most. Neither side is there in an engine without accelerators."""
+
+    kv: KVAccelerator | None = None
+    rows: RowsAccelerator | None = None
+
+    @property
+    def members(self) -> list[Accelerator]:
+        """Those that are there."""
+        return [each for each in (self.kv, self.rows) if each is not None]
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether answers have another law than the decoder's own."""
+        return any(each.exactness == "lossy" for each in self.members)
+
+    @property
+    def eager(self) -> list[str]:
+        """Names of those whose passes no graph can hold."""
+        return [each.name for each in self.members if not each.is_static]
+
+    def allocate(self) -> int:
+        """Make the state of lanes; returns the bytes that each KV page will take beside keys and values."""
+        for each in self.members:
+            each.allocate()
+        return sum(each.page_bytes() for each in self.members)
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """Make the state of pages."""
+        for each in self.members:
+            each.allocate_pages(num_pages)
+
+    @torch.inference_mode()
+    def reset(self, lanes: list[int]) -> None:
+        """Forget the blocks of these lanes."""
+        for each in self.members:
+            each.reset(lanes)
+
+    @torch.inference_mode()
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """The KV of pages was copied (from, to)."""
+        for each in self.members:
+            each.copy_pages(copies)
+
+    def begin(
+        self,
+        plan: StepPlan,
+        cache: KVCache,
+        *,
+        block_table_BP: Tensor,
+        page_size: int,
+        slot_mapping_R: Tensor,
+        scale: float,
+        make_plan: Callable[[StepPlan], Plan],
+    ) -> ThinnedKV | None:
+        """The pass as it is thinned; None: it is not. `make_plan` plans exact attention of some rows."""
+        if not self.members or plan.work is None:
+            return None
+        rows_BW = rows_by_place(plan, plan.work)
+        is_fed_BW = rows_BW >= 0
+        is_mask_BW = torch.zeros_like(is_fed_BW)
+        if plan.is_mask_R is not None:
+            is_mask_BW = is_fed_BW & plan.is_mask_R[rows_BW.clamp(min=0)]
+        is_working_B = is_fed_BW.any(dim=-1)
+        view = PassView(
+            plan=plan,
+            work=plan.work,
+            cache=cache,
+            block_table_BP=block_table_BP,
+            page_size=page_size,
+            scale=scale,
+            rows_BW=rows_BW,
+            is_working_B=is_working_B,
+            is_mask_BW=is_mask_BW,
+            needs_all_rows_B=torch.zeros_like(is_working_B),
+        )
+        kv = None if self.kv is None else self.kv.begin(view)
+        if kv is not None and kv.needs_all_rows_B is not None:
+            view.needs_all_rows_B = kv.needs_all_rows_B
+        rows = None if self.rows is None else self.rows.begin(view)
+        if kv is None and rows is None:
+            return None
+        return ThinnedKV(plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan)
+
+
+NO_ACCELERATORS = AcceleratorStack()
+
+
+def as_options(given: Any) -> dict[str, dict[str, Any]]:
+    """Options by name, from what a caller may write: a name, several, or options by name."""
+    if isinstance(given, str):
+        return {given: {}}
+    if isinstance(given, Mapping):
+        return {str(name): dict(options or {}) for name, options in given.items()}
+    names = list(given)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(
+            "IDLM-0461", f"accelerators={names} names {', '.join(twice)} twice", fix="name each once"
+        )
+    return {name: {} for name in names}
+
+
+def accelerator_configs(given: Given) -> dict[str, Any]:
+    """Each accelerator's Config; UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
+    problems: list[str] = []
+    configs = {}
+    for name, options in given.items():
+        kind = ACCELERATORS.get(name).Config
+        known = [field.name for field in dataclasses.fields(kind)]
+        unknown = [key for key in options if key not in known]
+        problems += [
+            f"accelerator.{name}.{key} is no option of it{did_you_mean(key, known)} (it takes "
+            f"{', '.join(known) or 'none'})"
+            for key in unknown
+        ]
+        if not unknown:
+            configs[name] = schema.build(kind, dict(options), problems, f"accelerator.{name}.")
+    if problems:
+        raise UserError("IDLM-0461", "; ".join(problems), fix="correct the accelerator options named")
+    return configs
+
+
+def stack_of(given: Given, place: Place) -> AcceleratorStack:
+    """The accelerators for an engine; UserError IDLM-0460 with every reason why they do not go with it or
+    with one another.
+    """
+    made = [ACCELERATORS.get(name)(config, place) for name, config in accelerator_configs(given).items()]
+    reasons = [f"{each.name}: {', '.join(found)}" for each in made if (found := each.problems())]
+    sides: dict[str, list[str]] = {}
+    for each in made:
+        sides.setdefault(each.side, []).append(each.name)
+    reasons += [
+        f"{' and '.join(names)} are both of the {side} side (allowed: one of each side)"
+        for side, names in sides.items()
+        if len(names) > 1
+    ]
+    if reasons:
+        raise UserError(
+            "IDLM-0460",
+            f"accelerator={list(given)} cannot be had in this engine: {'; '.join(reasons)}",
+            fix="change what is named to what is allowed, or leave the accelerator out",
+        )
+    kv = next((each for each in made if isinstance(each, KVAccelerator)), None)
+    rows = next((each for each in made if isinstance(each, RowsAccelerator)), None)
+    return AcceleratorStack(kv=kv, rows=rows)

@@ -1,0 +1,30 @@
+"""Thins nothing: the contract at its plainest, and a name for what all others are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
+from idlm.infer.accelerators.view import PassView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactConfig:
+    """Nothing to set."""
+
+
+@ACCELERATORS.register("exact")
+class Exact(KVAccelerator):
+    """Every row sees every slot below its limit; goes with everything."""
+
+    name: ClassVar[str] = "exact"
+    Config: ClassVar[type] = ExactConfig
+    exactness: ClassVar[Literal["exact", "lossy"]] = "exact"
+    is_static: ClassVar[bool] = True
+    needs_blocks: ClassVar[bool] = False
+    shards: ClassVar[bool] = True
+
+    def begin(self, view: PassView) -> None:
+        """No pass differs from one without accelerators."""
+        return
