@@ -255,7 +255,7 @@ def _resolve_graphs(
 ) -> EngineSettings:
     """`graphs` as "on" or "off", and `run_ahead` as a number. `eager`: accelerators that no graph holds."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
-    waits = "experts" if model.spec.moe is not None else f"attention={attention}" * (attention != "triton")
+    waits = f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
         graphs = "on" if is_cuda and not waits and not eager else "off"
         if is_cuda and not waits and eager:

@@ -18,7 +18,6 @@ from idlm.errors import UserError
 from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
-from idlm.infer.models.moe import refuse
 from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, paged_attention, plan_attention
 from idlm.kernels.step_rows import map_slots
@@ -113,10 +112,8 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
 
 def set_deterministic(model: LoadedModel, value: bool) -> None:
     """Compute the model so that a row's bits depend on the row alone, or as fast as can be. UserError
-    IDLM-0443 on a GPU whose matrix products cannot do the former, IDLM-0617 of a model with experts.
+    IDLM-0443 on a GPU whose matrix products cannot do the former.
     """
-    if value and model.spec.moe is not None:
-        refuse("deterministic=true (allowed: false)")
     if value and not check_rows_agree(model.device, model.dtype):
         raise UserError(
             "IDLM-0443",

@@ -105,7 +105,7 @@ class KVAccess(Protocol):
 
     @property
     def slot_mapping_R(self) -> Tensor:
-        """Physical slot of each row, -1 for a row that is not stored."""
+        """Physical slot of each row, -1 for padding: it is not stored, and nobody reads what comes of it."""
         ...
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

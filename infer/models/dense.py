@@ -108,8 +108,8 @@ class Layer(nn.Module):
         """Where tensors go that belong to no projection and are no norm."""
         return {}
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
-        """What is added to the residual last, [R, D]."""
+    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
+        """What is added to the residual last, [R, D]; of padding rows (negative slot) anything finite."""
         raise AssertionError(f"{type(self)} is no whole layer")
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
@@ -165,7 +165,7 @@ class Layer(nn.Module):
         o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
-        return self.feed_forward(normed_RD, rows), residual_RD, rows
+        return self.feed_forward(normed_RD, rows, kv.slot_mapping_R), residual_RD, rows
 
 
 class DenseLayer(Layer):
@@ -193,7 +193,7 @@ class DenseLayer(Layer):
             "down": ((names.down,), (self.spec.width,), self.down, self.down_bias),
         }
 
-    def feed_forward(self, normed_RD: Tensor, rows: Rows) -> Tensor:
+    def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """down(silu(gate) * up) of all rows."""
         return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears)
 
