@@ -126,7 +126,7 @@ def test_pages_run_out_while_blocks_are_on_their_way(toys: dict[bool, Path], exp
 @pytest.mark.parametrize(
     "strategy", [STRATEGIES[2], {"strategy": "low_confidence_static", "sub_block_size": 2}], ids=str
 )
-def test_shifted_blocks_begin_with_a_token_of_the_block_before(
+def test_trap_04_shifted_blocks_begin_with_a_token_of_the_block_before(
     toys: dict[bool, Path], expected: Any, strategy: dict[str, Any], way: dict[str, Any]
 ) -> None:
     engine = build_engine(toys[True], "block", **strategy, **way)
@@ -181,7 +181,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 
-def test_alone_is_as_in_company_and_passes_are_those_that_are_needed(
+def test_trap_27_alone_is_as_in_company_and_passes_are_those_that_are_needed(
     toys: dict[bool, Path], expected: Any
 ) -> None:
     strategy = STRATEGIES[2]

@@ -157,7 +157,7 @@ def test_the_mask_id_in_a_prompt_is_text(foreseeing: tuple[Path, Path]) -> None:
         assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
 
 
-def test_an_adapter_on_all_rows_is_noticed(
+def test_trap_21_an_adapter_on_all_rows_is_noticed(
     random_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power: the known fault, LoRA on clean tokens, changes the answers."""

@@ -107,7 +107,7 @@ def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str)
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
+def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
     """Power: the argmax-draft rule fails the very check that the exact rule passes, by many decades."""
     engine = build_engine(law_toy, "isd", stride=stride, on_rejection="cold", acceptance="published")
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
-from idlm.tokens import encode_messages, load_tokenizer, render_conversation
+from idlm.tokens import encode_messages, encode_prompt, load_tokenizer, render_conversation
 from idlm.train.data.base import Encoder, without_thinking
 
 SPECIAL = [
@@ -50,6 +50,16 @@ LLAMA3 = """
 {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+LLADA2 = """
+{{- '<role>SYSTEM</role>' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+{{- 'detailed thinking off<|role_end|>' }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<role>HUMAN</role>' + m.content + '<|role_end|>' }}
+{%- elif m.role == 'assistant' %}{{- '<role>ASSISTANT</role>' + m.content + '<|role_end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<role>ASSISTANT</role>' }}{%- endif %}
 """
 CHATML = """
 {%- for m in messages %}
@@ -238,3 +248,19 @@ def test_strip_removes_the_thoughts_of_other_fields(directory) -> None:
         encoder = Encoder(tokenizer, mask_token_id=None, use_chat_template=True, thinking=thinking)
         (sample,) = encoder.messages(messages, origin="here")
         assert ("3 + 4" in tokenizer.decode(sample.token_ids)) == is_kept
+
+
+def test_trap_28_prompts_think_as_the_checkpoints_own_template_says(directory) -> None:
+    """Thinking is on by Qwen3's template, where I-DLM's figures were taken, and off by LLaDA2's: the engine
+    renders the template's default, and nothing is put in behind it.
+    """
+    tokenizer = tokenizer_with(directory, "qwen3")
+    asked = encode_prompt(tokenizer, "so the sum")
+    assert tokenizer.decode(asked) == "<|im_start|>user\nso the sum<|im_end|>\n<|im_start|>assistant\n"
+    off = encode_prompt(tokenizer, "so the sum", enable_thinking=False)
+    assert tokenizer.decode(off[len(asked) :]) == "<think>\n\n</think>\n\n"
+    tokenizer.chat_template = LLADA2
+    assert tokenizer.decode(encode_prompt(tokenizer, "so the sum")) == (
+        "<role>SYSTEM</role>detailed thinking off<|role_end|>"
+        "<role>HUMAN</role>so the sum<|role_end|><role>ASSISTANT</role>"
+    )

@@ -72,14 +72,22 @@ def test_trap_01_sdar_does_not_load_until_somebody_says_how_it_decodes(
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    ["LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel", "DreamForCausalLM", "BailingMoeV2ForCausalLM"],
+    ("architecture", "model_type", "words"),
+    [
+        ("LLaDAModelLM", "llada", "LLaDA-8B"),
+        ("LLaDAMoEModelLM", "llada", "LLaDA-MoE"),
+        ("DreamModel", "Dream", "Dream"),
+        ("DreamForCausalLM", "Dream", "known are"),
+        ("BailingMoeV2ForCausalLM", "llada2_moe", "known are"),
+    ],
 )
-def test_traps_02_and_24_the_architecture_decides_and_unknown_ones_are_refused(
-    architecture: str, tmp_path: Path
+def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refused(
+    architecture: str, model_type: str, words: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type="llada")
-    refused(tmp_path, "IDLM-0601", architecture, "LLaDA2MoeModelLM")
+    """LLaDA-8B, LLaDA-MoE and Dream by name: what decodes whole canvases has traps of its own."""
+    write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type=model_type)
+    full = ("full diffusion",) if words != "known are" else ()
+    refused(tmp_path, "IDLM-0601", architecture, words, "LLaDA2MoeModelLM", *full)
 
 
 @pytest.mark.parametrize(
