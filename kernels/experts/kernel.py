@@ -50,7 +50,7 @@ def _product(
     return acc, acc_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_experts", "num_chosen"])
 def grouped_kernel(
     x,
     w,
@@ -60,13 +60,13 @@ def grouped_kernel(
     experts_P,
     first,
     num_experts,
+    num_chosen,
     IN,
     OUT,
     stride_x,
     stride_expert,
     stride_w,
     stride_y,
-    CHOSEN: tl.constexpr,
     GATED: tl.constexpr,
     STACKED: tl.constexpr,
     ALONE: tl.constexpr,
@@ -103,7 +103,7 @@ def grouped_kernel(
     sorted_R = begin + tl.arange(0, BLOCK_R)
     m_row = sorted_R < end
     pair_R = sorted_R if ALONE else tl.load(order_P + sorted_R, mask=m_row, other=0)
-    row_x = pair_R // CHOSEN if GATED else sorted_R
+    row_x = pair_R // num_chosen if GATED else sorted_R
     row_y = sorted_R if GATED else pair_R
     o = tl.program_id(0) % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
     o_column = tl.arange(0, BLOCK_I)

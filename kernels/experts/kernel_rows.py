@@ -109,7 +109,7 @@ def route_kernel(
     tl.store(weights_RC + row * CHOSEN + at, weights, mask=is_chosen)
 
 
-@triton.jit(do_not_specialize=["P", "T"])
+@triton.jit(do_not_specialize=["P", "T", "first", "num_experts"])
 def plan_kernel(
     experts_P,
     order_P,
@@ -165,7 +165,7 @@ def plan_kernel(
             begin += tl.sum(is_mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_experts"])
 def combine_kernel(
     y_PD,
     experts_RC,

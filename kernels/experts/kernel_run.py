@@ -115,7 +115,7 @@ def _plan(
     tiles = num_tiles(num_pairs, num_experts, block_r)
     tiles_T4 = torch.empty(tiles, 4, dtype=torch.int32, device=experts_RC.device)
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=experts_RC.device)
-    block_p = min(PLAN_PAIRS, max(32, triton.next_power_of_2(num_pairs)))
+    block_p = min(PLAN_PAIRS, max(128, triton.next_power_of_2(num_pairs)))
     plan_kernel[(num_experts,)](
         experts_RC,
         order_P,
@@ -159,13 +159,13 @@ def _grouped(
         experts_RC,
         first,
         len(weight),
+        experts_RC.shape[1],
         IN,
         OUT,
         x.stride(0),
         weight.stride(0),
         weight.stride(1),
         y.stride(0),
-        CHOSEN=experts_RC.shape[1],
         GATED=gated,
         STACKED=tile.stacked,
         ALONE=plan is None,
