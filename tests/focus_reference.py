@@ -2,12 +2,14 @@
 `infer/accelerators/focus.py` states: one block, one pass, plain Python; then whole generations of one request
 over a transformer whose keys and values lie in a dictionary by layer and position.
 
-Nothing of the engine is imported. N query heads, K KV heads, H head dim, D width, W positions of a block.
+Nothing of the engine is imported. I queries and J keys of a block, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,19 +65,17 @@ def fed_places(state: BlockState, rules: FocusRules) -> list[int]:
 
 
 def importance(queries: Rows, keys: Rows, scale: float) -> dict[int, float]:
-    """Equations 2 and 15: scores along the keys, the largest of three neighbours, softmax; then the sum over
+    """Equations 2 and 15: scores, the largest of three neighbouring keys, softmax over keys; then summed over
     queries and heads.
     """
     columns = sorted(keys)
-    total = dict.fromkeys(columns, 0.0)
-    for _, q_NH in sorted(queries.items()):
-        group = len(q_NH) // len(keys[columns[0]])
-        for head, q_H in enumerate(q_NH.double()):
-            scores = [float(q_H @ keys[place][head // group].double()) * scale for place in columns]
-            pooled = [max(scores[max(0, n - 1) : n + 2]) for n in range(len(scores))]
-            for place, weight in zip(columns, softmax(pooled), strict=True):
-                total[place] += weight
-    return total
+    q_INH = torch.stack([queries[place] for place in sorted(queries)]).double()
+    k_JKH = torch.stack([keys[place] for place in columns]).double()
+    k_JNH = k_JKH.repeat_interleave(q_INH.shape[1] // k_JKH.shape[1], dim=1)
+    scores_INJ = torch.einsum("inh,jnh->inj", q_INH, k_JNH) * scale
+    pooled = [scores_INJ[..., max(0, n - 1) : n + 2].amax(-1) for n in range(len(columns))]
+    weights_INJ = torch.stack(pooled, dim=-1).softmax(dim=-1)
+    return dict(zip(columns, weights_INJ.sum(dim=(0, 1)).tolist(), strict=True))
 
 
 def budget(
@@ -170,21 +170,24 @@ class SlowFocus(SlowBlocks):
         self.keys: dict[tuple[int, int], Tensor] = {}
         self.values: dict[tuple[int, int], Tensor] = {}
         self.passes: list[Pass] = []
-        self.num_commits = 0
+        self.losses: Collection[int] = ()
 
     @torch.no_grad()
-    def answer(self, prompt: list[int], sampling: Sampling) -> tuple[list[int], int]:
-        """As the base class; `passes` are its denoising passes, `keys` and `values` all that is stored."""
+    def answer(
+        self, prompt: list[int], sampling: Sampling, *, losses: Collection[int] = ()
+    ) -> tuple[list[int], int]:
+        """As the base class; `passes` are its denoising passes, `keys` and `values` all that is stored.
+        Before the passes numbered in `losses` the sequence lost its KV.
+        """
         size, known = self.rules.size, list(prompt)
-        self.keys, self.values, self.passes, self.num_commits = {}, {}, [], 0
+        self.keys, self.values, self.passes, self.losses = {}, {}, [], losses
         earlier = (0, 0)
         last_row = None
         for start in range(0, len(known) // size * size, size):
             last_row = self._clean(known[start : start + size], start)
         while True:
-            state = BlockState(earlier=earlier)
-            work = self._denoise(known, sampling, state, last_row)
-            earlier = earlier[0] + state.num_decoded, earlier[1] + state.num_passes
+            work, state = self._denoise(known, sampling, BlockState(earlier=earlier), last_row)
+            earlier = state.earlier[0] + state.num_decoded, state.earlier[1] + state.num_passes
             start = len(known) // size * size
             for token in work[len(known) - start :]:
                 known.append(token)
@@ -198,13 +201,14 @@ class SlowFocus(SlowBlocks):
         hidden = self._embed(tokens)
         for layer in range(len(self.model.model.layers)):
             hidden = self._layer(layer, hidden, places, start, limit=self.rules.size)
-        self.num_commits += 1
         return self._head(hidden)[-1]
 
     def _denoise(
         self, known: list[int], sampling: Sampling, state: BlockState, last_row: list[float] | None
-    ) -> list[int]:
+    ) -> tuple[list[int], BlockState]:
+        """The block in which `known` ends, complete, and what is remembered of it."""
         rules, size = self.rules, self.rules.size
+        begun = len(self.passes)
         number, start = len(known) // size, len(known) // size * size
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
@@ -212,12 +216,20 @@ class SlowFocus(SlowBlocks):
             work[0] = invert(law_of(last_row, sampling), uniform(sampling.seed, 0, number << 16, 0))
         while None in work:
             masked = [place for place in range(size) if work[place] is None]
+            if len(self.passes) in self.losses:
+                # What was decided stays; keys and values of blocks before are computed again, the same.
+                state = BlockState()
+                for layer, place in itertools.product(range(len(self.model.model.layers)), range(size)):
+                    self.keys.pop((layer, start + place), None)
+                    self.values.pop((layer, start + place), None)
             part = rules.part or size
             decidable = [place for place in masked if place // part == masked[0] // part]
             fed = fed_places(state, self.focus)
             logits, selection = self._thinned(work, fed, masked, decidable, start, state)
             rows = {place + rules.shifted: row for place, row in logits.items()}
-            decided = self._decide({p: rows[p] for p in decidable if p in rows}, sampling, number, state)
+            decided = self._decide(
+                {p: rows[p] for p in decidable if p in rows}, sampling, number, len(self.passes) - begun
+            )
             for place, token in decided.items():
                 work[place] = token
             note(state, masked, selection, len(decided), self.focus)
@@ -235,20 +247,19 @@ class SlowFocus(SlowBlocks):
                     },
                 )
             )
-        return [token for token in work if token is not None]
+        return [token for token in work if token is not None], state
 
     def _decide(
-        self, rows: dict[int, list[float]], sampling: Sampling, number: int, state: BlockState
+        self, rows: dict[int, list[float]], sampling: Sampling, number: int, step: int
     ) -> dict[int, int]:
         """Of the places that there are logits for, by the strategy."""
         drawn, confidence, entropy = {}, {}, {}
         for place, row in rows.items():
             law, own = law_of(row, sampling), softmax(row)
-            step = (number << 16) + 1 + state.num_passes
-            drawn[place] = invert(law, uniform(sampling.seed, 0, step, place))
+            drawn[place] = invert(law, uniform(sampling.seed, 0, (number << 16) + 1 + step, place))
             confidence[place] = (own if sampling.temperature == 0 else law)[drawn[place]]
             entropy[place] = -sum(p * math.log(p) for p in own if p > 0)
-        return {place: drawn[place] for place in self._choose(confidence, entropy, state.num_passes)}
+        return {place: drawn[place] for place in self._choose(confidence, entropy, step)}
 
     def _thinned(
         self,

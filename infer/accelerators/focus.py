@@ -1,0 +1,263 @@
+"""FOCUS (rows side): of a block in work only the masks that look decodable go on behind layer 1.
+
+What shows them is that they gain attention from layer 0 to layer 1 (section 3). How many go on follows from
+how many were decoded before and how many stand out; with each goes its predecessor, and whatever lies to its
+left without keys and values yet (section 4, Algorithm 1). Decoded tokens are frozen once their right
+neighbours are decoded. Where paper and code (appendix E) differ it is as in the code, but see `Focus`.
+B sequences, R rows still fed, W places of a block, N query heads, K KV heads, H head dim, Z lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, Kept, RowsAccelerator, RowsPass
+from idlm.infer.accelerators.view import PassView
+
+LAST_LAYER = 1
+"""Whose attention is looked at, and behind whose queries and keys rows are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FocusConfig:
+    """`alpha`: as many masks go on as were decoded in a pass on average, times this, and at least those whose
+    gain is a standard deviation above the mean. `importance`: attention is summed among the "masked" tokens
+    (the paper's code) or the whole "block" (equation 2). `mean`: decoded tokens are averaged over the passes
+    of the "block" or of the whole "request". `intra_block_cache`: freeze decoded tokens.
+    """
+
+    alpha: float = 1.5
+    importance: Literal["masked", "block"] = "masked"
+    mean: Literal["block", "request"] = "block"
+    intra_block_cache: bool = True
+
+
+def importance(
+    q_BWNH: Tensor, k_BWKH: Tensor, *, queries_BW: Tensor, keys_BW: Tensor, scale: float
+) -> Tensor:
+    """The attention that keys get from queries, [B, W], 0 at what is no key (equations 2 and 15).
+
+    Neighbours, of which the largest score counts, are those in the list of keys. What is neither may be NaN.
+    """
+    # Keys move to the front, in order.
+    order_BW = (~keys_BW).to(torch.uint8).argsort(dim=1, stable=True)
+    sequence_B1 = torch.arange(len(order_BW), device=order_BW.device)[:, None]
+    is_key_BW = keys_BW.gather(1, order_BW)
+    k_BWKH = torch.where(is_key_BW[:, :, None, None], k_BWKH[sequence_B1, order_BW], 0.0)
+    q_BWNH = torch.where(queries_BW[:, :, None, None], q_BWNH, 0.0)
+    k_BWNH = k_BWKH.repeat_interleave(q_BWNH.shape[2] // k_BWKH.shape[2], dim=2)
+    scores_BNWW = q_BWNH.transpose(1, 2) @ k_BWNH.permute(0, 2, 3, 1) * scale
+    least = torch.finfo(torch.float32).min
+    scores_BNWW = scores_BNWW.masked_fill(~is_key_BW[:, None, None], least)
+    padded = F.pad(scores_BNWW, (1, 1), value=least)
+    pooled_BNWW = torch.maximum(torch.maximum(padded[..., :-2], scores_BNWW), padded[..., 2:])
+    pooled_BNWW = pooled_BNWW.masked_fill(~is_key_BW[:, None, None], float("-inf"))
+    # A sequence without keys has no row to speak of.
+    weights_BNWW = pooled_BNWW.softmax(dim=-1).nan_to_num(0.0) * queries_BW[:, None, :, None]
+    found_BW = weights_BNWW.sum(dim=(1, 2))
+    return torch.zeros_like(found_BW).scatter(1, order_BW, found_BW)
+
+
+def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alpha: float) -> Tensor:
+    """K of each sequence (equations 4 and 5, the threshold being mean + std of the masks' gains), int64 [B].
+
+    `mean_decoded_B` fp64, so that its multiples round as they do on paper.
+    """
+    size = masked_BW.shape[1]
+    count_B1 = masked_BW.sum(dim=1, keepdim=True).clamp(min=1)
+    mean_B1 = torch.where(masked_BW, deltas_BW, 0.0).sum(dim=1, keepdim=True) / count_B1
+    squares_BW = torch.where(masked_BW, (deltas_BW - mean_B1) ** 2, 0.0)
+    std_B1 = (squares_BW.sum(dim=1, keepdim=True) / count_B1).sqrt()
+    num_strong_B = (masked_BW & (deltas_BW >= mean_B1 + std_B1)).sum(dim=1)
+    by_history_B = (alpha * mean_decoded_B).ceil().clamp(max=size).long()
+    return torch.maximum(by_history_B, num_strong_B)
+
+
+def best(deltas_BW: Tensor, open_BW: Tensor, num_B: Tensor) -> Tensor:
+    """The `num_B` largest of the open places, the left one of equals, bool [B, W].
+
+    By W * W comparisons: a sort is not stable everywhere, and W is small.
+    """
+    place_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
+    mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
+    is_left_WW = place_W[None, :] < place_W[:, None]
+    is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
+    ranks_BW = (is_before_BWW & open_BW[:, None, :]).sum(dim=-1)
+    return open_BW & (ranks_BW < num_B[:, None])
+
+
+def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
+    """What goes on with the chosen masks: fed tokens that are none, each one's predecessor, and placeholders:
+    masks on the left of any of these that no layer knows yet.
+    """
+    place_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
+    kept_BW = chosen_BW | (fed_BW & ~masked_BW)
+    kept_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))
+    last_B1 = torch.where(kept_BW, place_W, -1).amax(dim=1, keepdim=True)
+    return kept_BW | (masked_BW & ~processed_BW & (place_W < last_B1))
+
+
+class Memory:
+    """By lane. Of the block in work: which places are frozen, which have keys and values in all layers, how
+    many masks it began with and how many passes it has had. Of the blocks before: tokens decoded, and passes.
+    """
+
+    def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
+        shape = (num_lanes, block_size)
+        self.blocks = BlockMemory(num_lanes, device)
+        self.frozen_ZW, self.processed_ZW = torch.zeros(2, *shape, dtype=torch.bool, device=device)
+        self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z = torch.zeros(
+            4, num_lanes, dtype=torch.int64, device=device
+        )
+
+    def reset(self, lanes: list[int]) -> None:
+        """Forget."""
+        self.blocks.reset(lanes)
+        for column in (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z):
+            column[lanes] = 0
+
+    def turn(self, view: PassView, mine_B: Tensor) -> None:
+        """Where a block is new, begin with it; its predecessor's masks are all decoded."""
+        lanes_B, new_B = view.plan.lanes_B, mine_B & ~self.blocks.knows(view)
+        self.earlier_decoded_Z[lanes_B] += torch.where(new_B, self.num_masks_Z[lanes_B], 0)
+        self.earlier_passes_Z[lanes_B] += torch.where(new_B, self.num_passes_Z[lanes_B], 0)
+        num_masks_B = view.is_mask_BW.sum(dim=1)
+        self.num_masks_Z[lanes_B] = torch.where(new_B, num_masks_B, self.num_masks_Z[lanes_B])
+        self.num_passes_Z[lanes_B] = torch.where(new_B, 0, self.num_passes_Z[lanes_B])
+        for flags_ZW in (self.frozen_ZW, self.processed_ZW):
+            flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B[:, None]
+        self.blocks.claim(view, new_B)
+
+    def mean_decoded(self, view: PassView, *, of_request: bool) -> Tensor:
+        """Tokens that passes have decoded on average, at least 1, fp64 [B]; 1 before the first pass."""
+        lanes_B = view.plan.lanes_B
+        sum_B = self.num_masks_Z[lanes_B] - view.is_mask_BW.sum(dim=1)
+        count_B = self.num_passes_Z[lanes_B]
+        if of_request:
+            sum_B = sum_B + self.earlier_decoded_Z[lanes_B]
+            count_B = count_B + self.earlier_passes_Z[lanes_B]
+        return (sum_B.double() / count_B.clamp(min=1)).clamp(min=1.0)
+
+
+class FocusPass(RowsPass):
+    """One pass, over the blocks of `mine_B` (bool). `budget_B` int64: K of each sequence, once known."""
+
+    def __init__(self, view: PassView, config: FocusConfig, memory: Memory, mine_B: Tensor) -> None:
+        super().__init__(view)
+        self._config, self._memory, self._mine_B = config, memory, mine_B
+        self._mean_decoded_B = memory.mean_decoded(view, of_request=config.mean == "request")
+        self._first_BW: Tensor | None = None
+        self.budget_B: Tensor | None = None
+
+    def fed_rows(self) -> Kept | None:
+        """All but frozen tokens."""
+        lanes_B = self.view.plan.lanes_B
+        frozen_BW = self._memory.frozen_ZW[lanes_B] & self._mine_B[:, None]
+        return Kept(keep_R=by_row(~frozen_BW, self.view.rows_BW, len(self.view.plan.slots_R), other=True))
+
+    def keep_rows(self, layer: int, q_RNH: Tensor) -> Kept | None:
+        """Look at layer 0, decide in layer 1."""
+        if layer > LAST_LAYER:
+            return None
+        view, masked_BW = self.view, self.view.is_mask_BW
+        keys_BW = masked_BW if self._config.importance == "masked" else torch.ones_like(masked_BW)
+        sequences_B = torch.arange(len(masked_BW), device=masked_BW.device)
+        found_BW = importance(
+            view.queries(q_RNH, sequences_B),
+            view.keys(layer, view.block_slots(sequences_B), sequences_B),
+            queries_BW=keys_BW & (view.rows_BW >= 0),
+            keys_BW=keys_BW,
+            scale=view.scale,
+        )
+        if self._first_BW is None:
+            self._first_BW = found_BW
+            return None
+        kept_BW, ends_B = self._choose(found_BW - self._first_BW)
+        limits_BW = (view.work.starts_B + ends_B)[:, None].expand_as(kept_BW)
+        return Kept(
+            keep_R=by_row(kept_BW, view.rows_BW, len(q_RNH), other=True),
+            limits_R=by_row(limits_BW, view.rows_BW, len(q_RNH), other=torch.iinfo(torch.int64).max),
+        )
+
+    def finish(self) -> None:
+        """What was kept has keys and values in all layers now, and what is settled is frozen."""
+        view, lanes_B, mine_B1 = self.view, self.view.plan.lanes_B, self._mine_B[:, None]
+        self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
+        self._memory.num_passes_Z[lanes_B] += self._mine_B
+        if self._config.intra_block_cache:
+            is_decided_BW = ~view.is_mask_BW
+            right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
+            self._memory.frozen_ZW[lanes_B] |= is_decided_BW & right_BW & mine_B1
+
+    def _choose(self, deltas_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of the blocks that go on, bool [B, W], and how many of a block's first places they see,
+        int64 [B].
+        """
+        view, masked_BW = self.view, self.view.is_mask_BW
+        fed_BW, processed_BW = view.rows_BW >= 0, self._memory.processed_ZW[view.plan.lanes_B]
+        self.budget_B = budgets(deltas_BW, masked_BW, self._mean_decoded_B, alpha=self._config.alpha)
+        evicts_B = self._mine_B & ~view.needs_all_rows_B & (masked_BW.sum(dim=1) > self.budget_B)
+        chosen_BW = best(deltas_BW, view.work.open_BW & masked_BW, self.budget_B)
+        context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
+        kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
+        place_W = torch.arange(view.work.size, device=masked_BW.device)
+        ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
+        return kept_BW, torch.where(evicts_B, ends_B, view.work.size)
+
+
+@ACCELERATORS.register("focus")
+class Focus(RowsAccelerator):
+    """Departures from paper and code: where a pass may decide some masks only (sub-blocks), the best are
+    looked for among those. Clean blocks are stored from all their rows, frozen ones too, and blocks without
+    masks (LLaDA2.1's edits) are fed whole. `importance="block"` has no queries of frozen tokens to sum over.
+    From the attention of layer 1 on, rows see their block up to the last place that has been processed in it,
+    as in the code. Who lost its KV begins its block anew, with a full pass. Sums are in fp32, in a fixed
+    order.
+    """
+
+    name: ClassVar[str] = "focus"
+    Config: ClassVar[type] = FocusConfig
+
+    def problems(self) -> list[str]:
+        """Options out of range, too few layers, or a decoder that keeps old keys and values itself."""
+        found, alpha = super().problems(), self.config.alpha
+        if not 1 <= alpha < float("inf"):
+            found.append(f"alpha={alpha!r} is not a finite number >= 1")
+        if self.place.num_layers <= LAST_LAYER:
+            found.append(
+                f"it compares two layers, the model has {self.place.num_layers} (allowed: 2 and more)"
+            )
+        if self.place.deterministic:
+            found.append("deterministic=true, but products over blocks depend on the batch (allowed: false)")
+        if self.place.decoder_options.get("dual_cache"):
+            found.append("decoder.dual_cache=true leaves rows of the block out as well (allowed: false)")
+        return found
+
+    def allocate(self) -> None:
+        """Each lane's memory of its block."""
+        place = self.place
+        assert place.block_size is not None
+        self.memory = Memory(place.num_lanes, place.block_size, place.device)
+
+    def reset(self, lanes: list[int]) -> None:
+        """Forget."""
+        self.memory.reset(lanes)
+
+    def begin(self, view: PassView) -> FocusPass:
+        """Blocks that are fed whole and have masks are thinned."""
+        mine_B = (view.rows_BW >= 0).all(dim=1) & view.is_mask_BW.any(dim=1)
+        self.memory.turn(view, mine_B)
+        return FocusPass(view, self.config, self.memory, mine_B)
+
+
+def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
+    """What is said of a row's place in its block [R]; `other` for rows of no block in work."""
+    # Places that are not fed go to one row behind the others, which is cut off.
+    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
+    said_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
+    return said_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
