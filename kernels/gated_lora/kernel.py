@@ -35,13 +35,13 @@ def _gain(
 ):
     """round(scaling * round(B h)) of MASK rows [BLOCK_R, BLOCK_E], 0 in others; `b`: the first columns."""
     h = tl.load(p_h + k[None, :], mask=is_mask[:, None] & (k < rank)[None, :], other=0.0)
-    acc = tl.dot(b, h.T, input_precision=PRECISION)
+    acc = tl.dot(h, b.T, input_precision=PRECISION)
     for first in range(BLOCK_K, rank, BLOCK_K):
         more = first + k
         b = _rows_of_b(b_Er, e, m_e, more, rank, stride_b)
         h = tl.load(p_h + more[None, :], mask=is_mask[:, None] & (more < rank)[None, :], other=0.0)
-        acc = tl.dot(b, h.T, acc, input_precision=PRECISION)
-    return (acc.T.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
+        acc = tl.dot(h, b.T, acc, input_precision=PRECISION)
+    return (acc.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -98,18 +98,21 @@ def expand_kernel(
         return
     dtype = y_RE.dtype.element_ty
     p_h = h_RX + row[:, None] * stride_h + part * rank
-    gain = _gain(b, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, PRECISION)
     p_y = y_RE + row[:, None] * stride_y + e[None, :]
     mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
-    y = (tl.load(p_y, mask=mask, other=0.0).to(tl.float32) + gain).to(dtype)
+    # Before the products: what is added to is then on its way meanwhile.
+    y = tl.load(p_y, mask=mask, other=0.0).to(tl.float32)
+    up = y
+    if GATED:
+        up = tl.load(p_y + size_0, mask=mask, other=0.0).to(tl.float32)
+    y += _gain(b, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, PRECISION)
     if not GATED:
-        tl.store(p_y, y, mask=mask)
+        tl.store(p_y, y.to(dtype), mask=mask)
     else:
-        up_e = size_0 + e
-        gain = _gain(
-            b_up, p_h + rank, b_Er, up_e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, PRECISION
-        )
-        up = (tl.load(p_y + size_0, mask=mask, other=0.0).to(tl.float32) + gain).to(dtype).to(tl.float32)
-        gate = y.to(tl.float32)
+        p_h += rank
+        e += size_0
+        up += _gain(b_up, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, PRECISION)
+        gate = y.to(dtype).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        tl.store(out_RF + row[:, None] * stride_out + e[None, :], (silu * up).to(dtype), mask=mask)
+        product = (silu * up.to(dtype).to(tl.float32)).to(dtype)
+        tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], product, mask=mask)
