@@ -81,10 +81,10 @@ def run_experts(
     out_RD = x_RD.new_empty(num_rows, D)
     if num_rows == 0:
         return out_RD
-    plan = _plan(experts_RC, first, num_experts, launch.block_r, pdl)
+    plan = plan_tiles(experts_RC, first, num_experts, launch.block_r, pdl)
     hidden_PF, y_PD = x_RD.new_empty(experts_RC.numel(), F), x_RD.new_empty(experts_RC.numel(), D)
-    _grouped(x_RD, gate_up_EFD, hidden_PF, plan, experts_RC, first, launch.block_r, launch.gate_up, pdl, True)
-    _grouped(hidden_PF, down_EDF, y_PD, plan, experts_RC, first, launch.block_r, launch.down, pdl, False)
+    grouped(x_RD, gate_up_EFD, hidden_PF, plan, experts_RC, first, launch.block_r, launch.gate_up, pdl, True)
+    grouped(hidden_PF, down_EDF, y_PD, plan, experts_RC, first, launch.block_r, launch.down, pdl, False)
     block = min(COMBINE_COLUMNS, triton.next_power_of_2(D))
     combine_kernel[(num_rows * triton.cdiv(D, block),)](
         y_PD,
@@ -105,7 +105,7 @@ def run_experts(
     return out_RD
 
 
-def _plan(
+def plan_tiles(
     experts_RC: Tensor, first: int, num_experts: int, block_r: int, pdl: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Tiles [T, 4] and the pairs in order of experts [P]; one row needs none: its experts all differ."""
@@ -133,7 +133,7 @@ def _plan(
     return tiles_T4, order_P
 
 
-def _grouped(
+def grouped(
     x: Tensor,
     weight: Tensor,
     y: Tensor,

@@ -60,6 +60,13 @@ def route(
 
         pdl = has_pdl(logits_RX.device) if pdl is None else pdl
         return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, pdl=pdl)
+    return plain_route(logits_RX, routing, bias_X, slots_R)
+
+
+def plain_route(
+    logits_RX: Tensor, routing: Routing, bias_X: Tensor | None = None, slots_R: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`route` in torch ops."""
     wide_RX = logits_RX.to(torch.promote_types(logits_RX.dtype, torch.float32))
     scores_RX = wide_RX.softmax(dim=-1) if routing.score == "softmax" else wide_RX.sigmoid()
     quality_RX = scores_RX if bias_X is None else scores_RX + bias_X
@@ -110,7 +117,7 @@ def experts(
             launch=launch or _launch(x_RD, experts_RC, num_choices or len(down_EDF)),
             pdl=has_pdl(x_RD.device) if pdl is None else pdl,
         )
-    return _plain(x_RD, weights, (experts_RC, weights_RC), first, shared_RD)
+    return plain_experts(x_RD, weights, (experts_RC, weights_RC), first, shared_RD)
 
 
 def _launch(x_RD: Tensor, experts_RC: Tensor, num_choices: int) -> Launch:
@@ -119,14 +126,14 @@ def _launch(x_RD: Tensor, experts_RC: Tensor, num_choices: int) -> Launch:
     return choose(len(experts_RC), experts_RC.shape[1], num_choices, x_RD.dtype)
 
 
-def _plain(
+def plain_experts(
     x_RD: Tensor,
     weights: tuple[Tensor, Tensor],
     chosen: tuple[Tensor, Tensor],
-    first: int,
-    shared_RD: Tensor | None,
+    first: int = 0,
+    shared_RD: Tensor | None = None,
 ) -> Tensor:
-    """Expert after expert; the sum is in fp32 and in order of experts."""
+    """`experts` expert after expert; the sum is in fp32 and in order of experts."""
     (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
     num_experts = len(down_EDF)
     is_here_RC = (experts_RC >= first) & (experts_RC < first + num_experts)

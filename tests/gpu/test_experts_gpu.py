@@ -54,7 +54,7 @@ class Layer:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        draw = {"device": "cuda", "dtype": torch.bfloat16}
+        draw: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         self.x = torch.randn(600, 2048, **draw)
         self.logits = torch.randn(600, 128, **draw)
         self.gate_up = torch.randn(128, 2 * 768, 2048, **draw) * 2048**-0.5

@@ -175,7 +175,7 @@ def check_experts(case: Case, launch: Launch | None = None) -> None:
 
 def plainly(given: tuple[Tensor, ...], first: int, shared_RD: Tensor | None) -> Tensor:
     """The plain path, wherever the tensors lie."""
-    from idlm.kernels.experts.op import _plain
+    from idlm.kernels.experts.op import plain_experts
 
     x_RD, gate_up_EFD, down_EDF, experts_RC, weights_RC = given
-    return _plain(x_RD, (gate_up_EFD, down_EDF), (experts_RC, weights_RC), first, shared_RD)
+    return plain_experts(x_RD, (gate_up_EFD, down_EDF), (experts_RC, weights_RC), first, shared_RD)
