@@ -19,6 +19,8 @@ THRESHOLD: tl.constexpr = tl.constexpr(2)
 TIE: tl.constexpr = tl.constexpr(3)
 MASS: tl.constexpr = tl.constexpr(4)
 BEST: tl.constexpr = tl.constexpr(5)
+OWN_MASS: tl.constexpr = tl.constexpr(6)
+ENTROPY: tl.constexpr = tl.constexpr(7)
 NUM_NUMBERS: tl.constexpr = tl.constexpr(8)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -39,6 +41,12 @@ def scale_of(temperature):
     """log2(e) / temperature, fp64; finite in fp32 for any temperature; greedy has that of 1."""
     is_greedy = temperature == 0
     return tl.minimum(1.0 / tl.where(is_greedy, 1.0, temperature) * LOG2_E, 1e38)
+
+
+@triton.jit
+def own_scale():
+    """That of temperature 1."""
+    return tl.full((), LOG2_E, tl.float64)
 
 
 @triton.jit
@@ -112,17 +120,27 @@ def stats_kernel(
     p_lanes,
     p_max,
     p_masses,
+    p_own,
+    p_moments,
     row_stride,
     num_tokens,
     num_chunks,
     num_tiles,
     rows_per_lane,
+    forbidden,
+    LOWEST: tl.constexpr,
     HAS_LANES: tl.constexpr,
+    FORBIDS: tl.constexpr,
+    OWN: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest logit of each of TILE chunks of one row, and the chunk's weight relative to it."""
+    """Largest logit of each of TILE chunks of one row, and the chunk's weight relative to it.
+
+    FORBIDS: the logit of token `forbidden` becomes LOWEST, in memory too. OWN: also the weight, and the sum
+    of weight times logit, relative to the largest, at temperature 1.
+    """
     wait_for_previous(PDL)
     i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
@@ -131,9 +149,22 @@ def stats_kernel(
     o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     p_token = p_logits + i_row * row_stride + o_token
     b_values = tl.load(p_token, mask=o_token < num_tokens, other=float("-inf"))
+    if FORBIDS:
+        lowest = tl.full((), LOWEST, tl.float32).to(b_values.dtype)
+        b_values = tl.where(o_token == forbidden, lowest, b_values)
+        is_mine = forbidden // (TILE * CHUNK) == i_tile
+        tl.store(p_logits + i_row * row_stride + forbidden, lowest, mask=is_mine)
     b_max = tl.max(b_values.to(tl.float32), 1)
-    b_mass = tl.sum(weight(b_values, b_max[:, None], scale), 1)
+    b_weight = weight(b_values, b_max[:, None], scale)
+    b_mass = tl.sum(b_weight, 1)
     o_chunk = o_chunk.to(tl.int64)
+    if OWN:
+        if scale != own_scale():
+            b_weight = weight(b_values, b_max[:, None], own_scale())
+        b_moment = tl.where(b_weight > 0, b_weight * (b_values.to(tl.float32) - b_max[:, None]), 0.0)
+        p_chunk = i_row * num_chunks + o_chunk
+        tl.store(p_own + p_chunk, tl.sum(b_weight, 1), mask=o_chunk < num_chunks)
+        tl.store(p_moments + p_chunk, tl.sum(b_moment, 1), mask=o_chunk < num_chunks)
     tl.store(p_max + i_row * num_chunks + o_chunk, b_max, mask=o_chunk < num_chunks)
     tl.store(p_masses + i_row * num_chunks + o_chunk, b_mass, mask=o_chunk < num_chunks)
 
@@ -227,6 +258,52 @@ def draw_kernel(
 
 
 @triton.jit
+def judged_kernel(
+    p_logits,
+    p_numbers,
+    p_masses,
+    p_uniforms,
+    p_temperature,
+    p_lanes,
+    p_takes_best,
+    p_out,
+    p_confidence,
+    row_stride,
+    num_tokens,
+    num_chunks,
+    rows_per_lane,
+    HAS_LANES: tl.constexpr,
+    HAS_BEST: tl.constexpr,
+    ALWAYS_OWN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token of one row, drawn or the best, and its probability by the row's law or by the model's own."""
+    wait_for_previous(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    p_row, p_row_numbers = p_logits + i_row * row_stride, p_numbers + i_row * NUM_NUMBERS
+    takes_best = 0
+    if HAS_BEST:
+        takes_best = tl.load(p_takes_best + i_row).to(tl.int32)
+    token = tl.load(p_row_numbers + BEST).to(tl.int32)
+    if takes_best == 0:
+        p_chunks = p_masses + i_row * num_chunks
+        uniform = tl.load(p_uniforms + i_row)
+        token = draw_token(p_row, p_row_numbers, p_chunks, uniform, num_tokens, num_chunks, CHUNK, CHUNKS)
+    value = tl.load(p_row + token)
+    mass = tl.load(p_row_numbers + MASS)
+    share = kept_weight(value, token, p_row_numbers)
+    is_own = tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)) == 0
+    if is_own | ALWAYS_OWN:
+        mass = tl.load(p_row_numbers + OWN_MASS)
+        share = weight(value, tl.load(p_row_numbers + MAX).to(tl.float32), own_scale())
+    tl.store(p_out + i_row, token.to(tl.int64))
+    share = tl.where(mass > 0, share.to(tl.float64) / tl.where(mass > 0, mass, 1.0), 0.0)
+    tl.store(p_confidence + i_row, share)
+
+
+@triton.jit
 def uniforms_kernel(
     p_seeds,
     p_samples,
@@ -235,6 +312,7 @@ def uniforms_kernel(
     p_out,
     num_draws,
     HAS_LANES: tl.constexpr,
+    STEP_BY_LANE: tl.constexpr,
     DRAWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -244,7 +322,7 @@ def uniforms_kernel(
     lane = i_sequence
     if HAS_LANES:
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
-    step = tl.load(p_steps + lane)
+    step = tl.load(p_steps + (lane if STEP_BY_LANE else i_sequence))
     o_draw = tl.arange(0, DRAWS)
     b_zero = tl.zeros([DRAWS], tl.uint32)
     b_word, _, _, _ = tl.philox(

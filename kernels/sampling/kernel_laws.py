@@ -14,13 +14,16 @@ import triton.language as tl
 from idlm.kernels.sampling.kernel import (
     ANY_ID,
     BEST,
+    ENTROPY,
     MASS,
     MAX,
     NUM_NUMBERS,
+    OWN_MASS,
     SCALE,
     THRESHOLD,
     TIE,
     is_filtered,
+    own_scale,
     scale_of,
     setting_of,
     wait_for_previous,
@@ -217,6 +220,8 @@ def law_kernel(
     p_lanes,
     p_max,
     p_masses,
+    p_own,
+    p_moments,
     p_numbers,
     p_chunks,
     p_ties,
@@ -226,6 +231,7 @@ def law_kernel(
     num_chunks,
     rows_per_lane,
     HAS_LANES: tl.constexpr,
+    OWN: tl.constexpr,
     FILTERS: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
     LIST: tl.constexpr,
@@ -308,6 +314,16 @@ def law_kernel(
             )  # fmt: skip
     tl.store(p_masses + o_chunk, b_mass, mask=m_chunk)
     p_row_numbers = p_numbers + i_row * NUM_NUMBERS
+    if OWN:
+        b_own = tl.load(p_own + i_row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
+        b_moment = tl.load(p_moments + i_row * num_chunks + o_chunk, mask=m_chunk, other=0.0)
+        b_share = weight(b_max, largest, own_scale())
+        b_below = tl.where(b_share > 0, b_max - largest, 0.0)
+        own = tl.sum((b_own * b_share).to(tl.float64), 0)
+        moment = tl.sum(((b_moment + b_own * b_below) * b_share).to(tl.float64), 0)
+        tl.store(p_row_numbers + OWN_MASS, own)
+        # In nats: log of the mass, less the mean logit, both relative to the largest.
+        tl.store(p_row_numbers + ENTROPY, tl.log(own) - moment / own)
     tl.store(p_row_numbers + MAX, largest.to(tl.float64))
     tl.store(p_row_numbers + SCALE, scale)
     tl.store(p_row_numbers + THRESHOLD, threshold.to(tl.float64))

@@ -61,6 +61,8 @@ def row_laws(
     *,
     filters: bool,
     tuning: Tuning,
+    forbidden_id: int | None = None,
+    own: bool = False,
 ) -> RowLaws:
     """Numbers of every row's law; `settings`: temperature, top_k, top_p, min_p, per row or per lane."""
     num_rows, num_tokens = logits_XV.shape
@@ -77,17 +79,24 @@ def row_laws(
     lanes = settings[1] if lanes_B is None else lanes_B
     has_lanes = {"HAS_LANES": lanes_B is not None}
     max_XC = torch.empty_like(laws.masses_XC)
+    own_XC, moments_XC = torch.empty(2, *max_XC.shape, device=device) if own else (max_XC, max_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         logits_XV,
         settings[0],
         lanes,
         max_XC,
         laws.masses_XC,
+        own_XC,
+        moments_XC,
         logits_XV.stride(0),
         num_tokens,
         shape.num_chunks,
         shape.num_tiles,
         rows_per_lane,
+        -1 if forbidden_id is None else forbidden_id,
+        LOWEST=torch.finfo(logits_XV.dtype).min,
+        FORBIDS=forbidden_id is not None,
+        OWN=own,
         **has_lanes,
         TILE=shape.tile,
         CHUNK=shape.chunk,
@@ -99,6 +108,8 @@ def row_laws(
         lanes,
         max_XC,
         laws.masses_XC,
+        own_XC,
+        moments_XC,
         laws.numbers_XF,
         *(_scratch(laws) if filters else (max_XC, max_XC, max_XC)),
         logits_XV.stride(0),
@@ -107,6 +118,7 @@ def row_laws(
         rows_per_lane,
         **has_lanes,
         **_search_options(laws, shape),
+        OWN=own,
         FILTERS=filters,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
@@ -183,13 +195,54 @@ def draw(laws: RowLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     return out_B
 
 
+def judged_draws(
+    laws: RowLaws,
+    uniforms_X: Tensor,
+    temperature: Tensor,
+    lanes_B: Tensor | None,
+    takes_best_X: Tensor | None,
+    *,
+    always_own: bool,
+) -> tuple[Tensor, Tensor]:
+    """Tokens and their probabilities [X]."""
+    num_rows, num_tokens = laws.logits_XV.shape
+    shape, device = Shape(num_tokens, laws.tuning), laws.logits_XV.device
+    ids_X = torch.empty(num_rows, dtype=torch.int64, device=device)
+    confidence_X = torch.empty(num_rows, dtype=torch.float64, device=device)
+    if num_rows:
+        kernel.judged_kernel[(num_rows,)](
+            laws.logits_XV,
+            laws.numbers_XF,
+            laws.masses_XC,
+            uniforms_X,
+            temperature,
+            ids_X if lanes_B is None else lanes_B,
+            ids_X if takes_best_X is None else takes_best_X,
+            ids_X,
+            confidence_X,
+            laws.logits_XV.stride(0),
+            num_tokens,
+            shape.num_chunks,
+            1 if lanes_B is None else num_rows // len(lanes_B),
+            HAS_LANES=lanes_B is not None,
+            HAS_BEST=takes_best_X is not None,
+            ALWAYS_OWN=always_own,
+            CHUNK=shape.chunk,
+            CHUNKS=shape.chunks,
+            **shape.narrow,
+        )
+    return ids_X, confidence_X
+
+
 def uniforms(
     seeds_Z: Tensor,
     samples_Z: Tensor,
-    steps_Z: Tensor,
+    steps: Tensor,
     lanes_B: Tensor | None,
     num_draws: int,
     tuning: Tuning,
+    *,
+    steps_by_lane: bool = True,
 ) -> Tensor:
     """Philox numbers [B, num_draws], fp64."""
     num_sequences = len(seeds_Z if lanes_B is None else lanes_B)
@@ -198,11 +251,12 @@ def uniforms(
         kernel.uniforms_kernel[(num_sequences,)](
             seeds_Z,
             samples_Z,
-            steps_Z,
+            steps,
             seeds_Z if lanes_B is None else lanes_B,
             out_BD,
             num_draws,
             HAS_LANES=lanes_B is not None,
+            STEP_BY_LANE=steps_by_lane,
             DRAWS=triton.next_power_of_2(num_draws),
             **options(tuning, warps=1),
         )

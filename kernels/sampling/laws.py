@@ -50,7 +50,8 @@ class RowLaws:
 
     Token i is kept iff l_i > threshold or l_i = threshold and i <= tie_id; its probability is then
     2^((l_i - max) * scale) / mass. `numbers_XF` fp64: max, scale = log2(e) / temperature, threshold, tie_id,
-    mass, id of the largest logit, two spare. `masses_XC` fp32: kept mass of each chunk.
+    mass, id of the largest logit; where laws know the model's own, its mass and entropy (nats).
+    `masses_XC` fp32: kept mass of each chunk.
     """
 
     logits_XV: Tensor
@@ -78,12 +79,27 @@ class RowLaws:
         """Sum of the kept weights exp((l - max) / temperature)."""
         return self.numbers_XF[:, 4]
 
+    @property
+    def entropy_X(self) -> Tensor:
+        """Of the model's own law."""
+        return self.numbers_XF[:, 7]
+
+    def __len__(self) -> int:
+        return len(self.numbers_XF)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainLaws:
-    """Laws as probabilities, fp64."""
+    """Laws as probabilities, fp64. `own_XV`: the model's own, `best_X`: its likeliest token (None: nobody
+    asked).
+    """
 
     law_XV: Tensor
+    own_XV: Tensor | None = None
+    best_X: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.law_XV)
 
 
 Laws = RowLaws | PlainLaws

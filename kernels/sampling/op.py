@@ -44,6 +44,8 @@ def row_laws(
     *,
     filters: bool,
     lanes_B: Tensor | None = None,
+    forbidden_id: int | None = None,
+    own: bool = False,
     tuning: Tuning = TUNING,
 ) -> Laws:
     """The law of every row of `logits_XV` (fp32, bf16 or fp16; a row is contiguous).
@@ -51,17 +53,23 @@ def row_laws(
     Settings are per row, or, with `lanes_B`, per lane: the rows of sequence b, X / B of them, follow one
     another and obey the settings of lane `lanes_B[b]`. temperature, top_p and min_p fp64, top_k int64 (0:
     off); temperature 0 is the argmax (lowest id) and ignores the rest. `filters=False` promises that no row
-    uses top_k, top_p or min_p. The result refers to `logits_XV`.
+    uses top_k, top_p or min_p. The result refers to `logits_XV`. `forbidden_id`: a token that no row may
+    draw; its logits become the least finite number. `own`: the laws also know each row at temperature 1 with
+    nothing cut off, for `judged_draws` and `entropy`.
     """
     num_rows, num_tokens = logits_XV.shape
     assert num_tokens <= MAX_VOCABULARY and logits_XV.stride(1) == 1, f"{logits_XV.shape=}"
     assert lanes_B is None or num_rows % max(1, len(lanes_B)) == 0, f"{num_rows=} {lanes_B.shape=}"
     settings = (temperature, top_k, top_p, min_p)
     if not has_kernels(logits_XV.device):
-        return plain.row_laws(logits_XV, settings, lanes_B, filters=filters)
+        return plain.row_laws(
+            logits_XV, settings, lanes_B, filters=filters, forbidden_id=forbidden_id, own=own
+        )
     from idlm.kernels.sampling import launch
 
-    return launch.row_laws(logits_XV, settings, lanes_B, filters=filters, tuning=tuning)
+    return launch.row_laws(
+        logits_XV, settings, lanes_B, filters=filters, tuning=tuning, forbidden_id=forbidden_id, own=own
+    )
 
 
 def probability(laws: Laws, rows: Tensor, token_ids: Tensor) -> Tensor:
@@ -81,6 +89,34 @@ def draw(laws: Laws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     from idlm.kernels.sampling import launch
 
     return launch.draw(laws, rows_B, uniforms_B)
+
+
+def judged_draws(
+    laws: Laws,
+    uniforms_X: Tensor,
+    temperature: Tensor,
+    *,
+    lanes_B: Tensor | None = None,
+    takes_best_X: Tensor | None = None,
+    always_own: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A token (int64 [X]) of every row and how sure it is (fp64 [X]); the laws know their own (`own`).
+
+    By inversion of a number in (0, 1), or the likeliest (lowest id) where `takes_best_X` (bool). How sure:
+    its probability under the row's law, or under the model's own where the row is greedy (the settings are
+    those of `row_laws`), or always.
+    """
+    assert len(uniforms_X) == len(laws) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
+    if isinstance(laws, PlainLaws):
+        return plain.judged_draws(laws, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
+    from idlm.kernels.sampling import launch
+
+    return launch.judged_draws(laws, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
+
+
+def entropy(laws: Laws) -> Tensor:
+    """Entropy (nats, fp64 [X]) of every row at temperature 1 with nothing cut off; laws that know it."""
+    return plain.entropy(laws) if isinstance(laws, PlainLaws) else laws.entropy_X
 
 
 def draft_laws(
@@ -247,16 +283,19 @@ def uniforms(
     num_draws: int,
     *,
     lanes_B: Tensor | None = None,
+    steps_by_lane: bool = True,
     tuning: Tuning = TUNING,
 ) -> Tensor:
     """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 of (seed, sample, step, draw), int64 tensors.
 
-    One entry per sequence, or, with `lanes_B`, per lane. The same on every device.
+    One entry per sequence, or, with `lanes_B`, per lane, but for the steps if they are not `steps_by_lane`.
+    The same on every device.
     """
     if not has_kernels(seeds.device):
         if lanes_B is not None:
-            seeds, samples, steps = seeds[lanes_B], samples[lanes_B], steps[lanes_B]
+            seeds, samples = seeds[lanes_B], samples[lanes_B]
+            steps = steps[lanes_B] if steps_by_lane else steps
         return philox.uniforms(seeds, samples, steps, num_draws)
     from idlm.kernels.sampling import launch
 
-    return launch.uniforms(seeds, samples, steps, lanes_B, num_draws, tuning)
+    return launch.uniforms(seeds, samples, steps, lanes_B, num_draws, tuning, steps_by_lane=steps_by_lane)

@@ -17,8 +17,25 @@ def row_laws(
     lanes_B: Tensor | None,
     *,
     filters: bool,
+    forbidden_id: int | None = None,
+    own: bool = False,
 ) -> PlainLaws:
     """fp64 laws; a filter that no row uses costs nothing."""
+    if forbidden_id is not None:
+        logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
+    law_XV = _laws(logits_XV, settings, lanes_B, filters=filters)
+    if not own:
+        return PlainLaws(law_XV=law_XV)
+    return PlainLaws(law_XV=law_XV, own_XV=logits_XV.double().softmax(-1), best_X=logits_XV.argmax(-1))
+
+
+def _laws(
+    logits_XV: Tensor,
+    settings: tuple[Tensor, Tensor, Tensor, Tensor],
+    lanes_B: Tensor | None,
+    *,
+    filters: bool,
+) -> Tensor:
     num_rows = len(logits_XV)
     if lanes_B is not None:
         repeats = num_rows // max(1, len(lanes_B))
@@ -26,7 +43,7 @@ def row_laws(
         settings = (settings[0][lanes_X], settings[1][lanes_X], settings[2][lanes_X], settings[3][lanes_X])
     temperature_X, top_k_X, top_p_X, min_p_X = settings
     if num_rows == 0:
-        return PlainLaws(law_XV=logits_XV.double())
+        return logits_XV.double()
     temperatures = set(temperature_X.tolist())
     has_greedy = 0.0 in temperatures
     # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
@@ -49,7 +66,7 @@ def row_laws(
         best_X1 = logits_XV.argmax(-1, keepdim=True)
         one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, best_X1, 1.0)
         law_XV = torch.where((temperature_X == 0)[:, None], one_hot_XV, law_XV)
-    return PlainLaws(law_XV=law_XV)
+    return law_XV
 
 
 def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> None:
@@ -81,6 +98,34 @@ def probability(laws: PlainLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
 def draw(laws: PlainLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """Tokens [B]; 0 for row -1."""
     return torch.where(rows_B >= 0, _invert(laws.law_XV[rows_B.clamp(min=0)], uniforms_B), 0)
+
+
+def judged_draws(
+    laws: PlainLaws,
+    uniforms_X: Tensor,
+    temperature: Tensor,
+    lanes_B: Tensor | None,
+    takes_best_X: Tensor | None,
+    *,
+    always_own: bool,
+) -> tuple[Tensor, Tensor]:
+    """Tokens and their probabilities [X]."""
+    assert laws.own_XV is not None and laws.best_X is not None, "laws that do not know the model's own"
+    if lanes_B is not None:
+        temperature = temperature[lanes_B].repeat_interleave(len(laws) // max(1, len(lanes_B)))
+    ids_X = _invert(laws.law_XV, uniforms_X)
+    if takes_best_X is not None:
+        ids_X = torch.where(takes_best_X, laws.best_X, ids_X)
+    is_own_X = (temperature == 0) | always_own
+    places_X1 = ids_X[:, None]
+    law_X, own_X = laws.law_XV.gather(1, places_X1)[:, 0], laws.own_XV.gather(1, places_X1)[:, 0]
+    return ids_X, torch.where(is_own_X, own_X, law_X)
+
+
+def entropy(laws: PlainLaws) -> Tensor:
+    """Nats, fp64 [X]."""
+    assert laws.own_XV is not None, "laws that do not know the model's own"
+    return torch.special.entr(laws.own_XV).sum(-1)
 
 
 def _invert(law_MV: Tensor, uniforms_M: Tensor) -> Tensor:

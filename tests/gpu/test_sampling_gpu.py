@@ -13,7 +13,15 @@ from torch import Tensor
 
 from idlm.kernels.sampling import RowLaws, Tuning, draw, plain, probability, row_laws, uniforms
 from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
-from tests.kernels.sampling_cases import Case, check_draws, check_laws, make_case, poisoned, whole_law
+from tests.kernels.sampling_cases import (
+    Case,
+    check_draws,
+    check_judged,
+    check_laws,
+    make_case,
+    poisoned,
+    whole_law,
+)
 from tests.kernels.sampling_steps import run_steps
 
 pytestmark = [
@@ -55,6 +63,16 @@ def test_random_laws_and_draws(seed: int) -> None:
     draw_from = random.Random(seed)
     for _ in range(CASES_PER_SEED):
         check_case(draw_from)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_judged_draws(seed: int) -> None:
+    draw_from = random.Random(seed)
+    num_tokens = VOCABULARIES[seed % len(VOCABULARIES)]
+    for _ in range(CASES_PER_SEED):
+        num_rows = draw_from.choice([2, 8, 32]) if num_tokens < 50_000 else 2
+        tuning = draw_from.choice(TUNINGS)
+        check_judged(draw_from, num_rows, num_tokens, device="cuda", tuning=tuning)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -9,7 +9,15 @@ import torch
 
 from idlm.kernels.sampling import RowLaws, Tuning, draw, law_reference, op, row_laws, uniforms
 from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
-from tests.kernels.sampling_cases import Case, check_draws, check_laws, make_case, poisoned, whole_law
+from tests.kernels.sampling_cases import (
+    Case,
+    check_draws,
+    check_judged,
+    check_laws,
+    make_case,
+    poisoned,
+    whole_law,
+)
 from tests.kernels.sampling_steps import run_steps
 
 SMALL = Tuning(chunk=32, tile=4, capacity=64, group=2, sample=64, step=128)
@@ -53,6 +61,14 @@ def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
         uniforms_X = torch.full((6,), uniform, dtype=torch.float64)
         check_draws(draw(laws, torch.arange(6), uniforms_X), law_XV, uniforms_X)
     assert draw(laws, torch.tensor([-1, 2]), torch.tensor([0.5, 0.5]).double())[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 4, CRAMPED), (300, 6, SMALL), (2, 4, SMALL)]
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_judged_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
+    check_judged(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -99,3 +115,5 @@ def test_uniform_numbers_are_those_of_the_core() -> None:
     lanes = torch.tensor([2, 0, 2])
     expected = uniforms_of_core(seeds[lanes], samples[lanes], steps[lanes], 7)
     assert torch.equal(uniforms(seeds, samples, steps, 7, lanes_B=lanes), expected)
+    of_sequences = uniforms(seeds, samples, steps[lanes], 7, lanes_B=lanes, steps_by_lane=False)
+    assert torch.equal(of_sequences, expected)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import Laws, LayoutTables, probability
+from idlm.kernels.sampling import Laws, LayoutTables, entropy, judged_draws, probability, row_laws
 
 Settings = tuple[Tensor, Tensor, Tensor, Tensor]
 Oracle = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -138,6 +139,54 @@ def check_draws(token_ids_M: Tensor, law_MV: Tensor, uniforms_M: Tensor) -> None
     mass_M = law_MV.gather(-1, ids_M1)[:, 0]
     assert (mass_M > 0).all()
     assert ((uniforms_M <= upto_M + SLACK) & (uniforms_M >= upto_M - mass_M - SLACK)).all()
+
+
+def check_judged(draw: random.Random, num_rows: int, num_tokens: int, *, device: str, **options: Any) -> None:
+    """Tokens that are drawn or the best, how sure they are, and entropies, with one token forbidden.
+
+    `options`: of `row_laws`. Two rows to a sequence, the last two of them padding.
+    """
+    case = make_case(draw, num_rows, num_tokens, device=device)
+    forbidden = draw.randrange(num_tokens)
+    fed_XV = poisoned(case.logits_XV, padding_rows=2)
+    lanes_B = torch.arange(len(fed_XV) // 2, device=device).flip(0)
+    settings = tuple(torch.cat([column, column[:1]])[: len(lanes_B)] for column in case.settings)
+    laws = row_laws(
+        fed_XV,
+        *settings,
+        filters=True,
+        lanes_B=lanes_B,
+        forbidden_id=forbidden,
+        own=True,
+        **options,
+    )
+    allowed_XV = case.logits_XV.clone()
+    allowed_XV[:, forbidden] = torch.finfo(allowed_XV.dtype).min
+    assert torch.equal(fed_XV[:num_rows], allowed_XV)
+    law_XV = whole_law(laws, num_rows, num_tokens, device=device)
+    own_XV = allowed_XV.double().softmax(-1)
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    uniforms_X = torch.rand(len(fed_XV), dtype=torch.float64, generator=generator).to(device)
+    takes_best_X = (torch.rand(len(fed_XV), generator=generator) < 0.3).to(device)
+    always_own = draw.random() < 0.3
+    ids_X, confidence_X = judged_draws(
+        laws,
+        uniforms_X,
+        settings[0],
+        lanes_B=lanes_B,
+        takes_best_X=takes_best_X,
+        always_own=always_own,
+    )
+    assert ((ids_X >= 0) & (ids_X < num_tokens)).all()
+    ids_X, is_best_X = ids_X[:num_rows], takes_best_X[:num_rows]
+    assert torch.equal(ids_X[is_best_X], allowed_XV.argmax(-1)[is_best_X])
+    check_draws(ids_X[~is_best_X], law_XV[~is_best_X], uniforms_X[:num_rows][~is_best_X])
+    greedy_X = (settings[0] == 0)[lanes_B].repeat_interleave(2)[:num_rows]
+    judge_XV = torch.where((greedy_X | always_own)[:, None], own_XV, law_XV)
+    expected_X = judge_XV.gather(1, ids_X[:, None])[:, 0]
+    torch.testing.assert_close(confidence_X[:num_rows], expected_X, atol=SLACK, rtol=SLACK)
+    entropy_X = torch.special.entr(own_XV).sum(-1)
+    torch.testing.assert_close(entropy(laws)[:num_rows], entropy_X, atol=1e-5, rtol=1e-5)
 
 
 def random_tables(draw: random.Random, num_masks: int, width: int, *, device: str = "cpu") -> LayoutTables:

@@ -17,6 +17,7 @@ from idlm.kernels.sampling import (
     draw,
     draw_reference,
     emit_and_draft,
+    judged_draws,
     law_reference,
     op,
     put,
@@ -28,7 +29,7 @@ from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
 from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from idlm.sampling import Warp, to_law
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sampling_cases import check_laws, make_case, whole_law
+from tests.kernels.sampling_cases import check_judged, check_laws, make_case, whole_law
 from tests.kernels.sampling_steps import run_steps
 
 CPU = torch.device("cpu")
@@ -78,6 +79,11 @@ def test_draws_are_those_of_the_definition() -> None:
     expected = [draw_reference(law, u) for law, u in zip(law_XV.tolist(), uniforms_X.tolist(), strict=True)]
     assert ids_X.tolist() == expected
     assert draw(PlainLaws(law_XV=law_XV), torch.full((2,), -1), uniforms_X[:2]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_judged_draws(seed: int) -> None:
+    check_judged(random.Random(seed), 2 * (seed % 4 + 1), [2, 11, 37][seed % 3], device="cpu")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -235,7 +241,10 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
     logits_XV = torch.empty(7, QWEN3_VOCABULARY, dtype=dtype)
     settings = (floats, ints, floats, floats)
     uniforms_BD = uniforms(ints, ints, ints, 7, lanes_B=lanes_B, tuning=tuning)
-    row_laws(logits_XV, *settings, filters=False, lanes_B=lanes_B, tuning=tuning)
+    judges = row_laws(
+        logits_XV, *settings, filters=False, lanes_B=lanes_B, tuning=tuning, forbidden_id=5, own=True
+    )
+    judged_draws(judges, uniforms_BD[0], floats, lanes_B=lanes_B)
     laws = row_laws(logits_XV, *settings, filters=True, lanes_B=lanes_B, tuning=tuning)
     store = draft_laws(2, 3, QWEN3_VOCABULARY, dtype=dtype, device=CPU)
     tables = LayoutTables(
@@ -297,8 +306,8 @@ def test_every_launch_of_a_step_compiles_for_hopper(
 ) -> None:
     pytest.importorskip("triton")
     launches = launches_of_a_step(monkeypatch, dtype)
-    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 9
-    variants = {(launch[0], launch[2].get("FILTERS")): launch for launch in launches}
+    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 10
+    variants = {(launch[0], launch[2].get("FILTERS"), launch[2].get("OWN")): launch for launch in launches}
     for kernel, arguments, options in variants.values():
         ptx = compiled(kernel, arguments, options).asm["ptx"]
         if not options["PDL"]:
