@@ -323,7 +323,7 @@ def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
 
 @fault("repeat")
 def drafts_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(IsdDecoder, "seat", lambda self, lanes: None)
+    patch.setattr(IsdDecoder, "seat", lambda self, *_: None)
 
 
 @fault("repeat", "branch")
