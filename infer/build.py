@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
+
+PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,11 @@ def build(
     tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.spec.vocab_size)
-    settings = dataclasses.replace(settings, max_length=_max_length(settings, model))
+    settings = dataclasses.replace(
+        settings,
+        max_length=_max_length(settings, model),
+        page_size=_page_size(settings, decoder_object.feeding.grain),
+    )
     stack = _stack(settings, model, decoder_object, dataclasses.asdict(config))
     eos_ids = _eos_ids(model, tokenizer)
     return _assemble(settings, model, tokenizer, decoder_object, eos_ids, shards, stack)
@@ -197,7 +204,7 @@ def _stack(
         kv_dtype=_kv_dtype(settings, model),
         num_lanes=_num_lanes(settings),
         max_slots=_max_slots(settings, decoder),
-        page_size=settings.page_size,
+        page_size=settings.slots_per_page,
         device=model.device,
         tensor_parallel=settings.tensor_parallel,
         deterministic=settings.deterministic,
@@ -213,14 +220,14 @@ def _pool(
     spec, max_slots = model.local, _max_slots(settings, decoder)
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
     demand = KVDemand(
-        page_bytes=kv_bytes * settings.page_size + stack.allocate(),
-        max_pages=-(-max_slots // settings.page_size) * settings.max_num_seqs,
+        page_bytes=kv_bytes * settings.slots_per_page + stack.allocate(),
+        max_pages=-(-max_slots // settings.slots_per_page) * settings.max_num_seqs,
         device=model.device,
     )
     manager = MEMORY_MANAGERS.get(settings.memory)()
     return PagePool(
         num_pages=settings.num_pages or shards.least(manager.num_pages(demand)),
-        page_size=settings.page_size,
+        page_size=settings.slots_per_page,
         num_lanes=_num_lanes(settings),
         max_slots=max_slots,
         device=model.device,
@@ -236,7 +243,7 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
         reasons[name] = attention_problems(
             name,
             head_shape(model, kv_dtype),
-            page_size=settings.page_size,
+            page_size=settings.slots_per_page,
             device=model.device,
             deterministic=settings.deterministic,
         )
@@ -283,12 +290,26 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
 def _prefix_cache(settings: EngineSettings, model: LoadedModel, grain: int) -> PrefixCache | None:
     """An index of its own for every engine: all that KV depends on beside the tokens is the same in it.
 
-    None as well where a page ends inside a block: its KV depends on tokens behind it.
+    None as well where a page ends inside a block: its KV depends on tokens behind it (`_page_size` says so).
     """
-    if not settings.prefix_cache or settings.page_size % grain:
+    if not settings.prefix_cache or settings.slots_per_page % grain:
         return None
     place = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
-    return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.page_size)
+    return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.slots_per_page)
+
+
+def _page_size(settings: EngineSettings, grain: int) -> int:
+    """Slots of a page: those asked for, or the fewest whole blocks of `grain` that make up `PAGE_SIZE`."""
+    page_size = settings.page_size
+    if page_size is None:
+        return -(-PAGE_SIZE // grain) * grain
+    if settings.prefix_cache and page_size % grain:
+        warnings.warn(
+            f"page_size={page_size} ends inside a block of {grain}, so that no KV can be shared: the prefix "
+            f"cache is off; give page_size={-(-page_size // grain) * grain}, or prefix_cache=false",
+            stacklevel=4,
+        )
+    return page_size
 
 
 def resolve_device(device: str) -> torch.device:

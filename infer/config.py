@@ -59,7 +59,7 @@ class EngineConfig:
     max_num_seqs: int = _help("sequences that run at once", 64)
     max_length: int | None = _help("prompt and answer together; null is the model's context", None)
     max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
-    page_size: int = _help("slots of a KV page", 16)
+    page_size: int | None = _help("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
     prefix_cache: bool = _help("share the KV of equal beginnings, and keep it for later", True)
     run_ahead: int | None = _help(

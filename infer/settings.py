@@ -25,17 +25,18 @@ class EngineSettings:
     """Everything about an engine that is neither checkpoint nor decoder.
 
     `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
-    `max_length`: prompt and answer, None for the model's context. `num_pages` None lets the memory manager
-    decide. `max_prompt_rows`: prompt tokens that one pass stores besides decoding. `mask_token_id`
-    overrides the checkpoint's. `accelerators`: their options by name; names alone will do. `run_ahead`:
-    passes that may be launched before the results of earlier ones are read; None: 4 with CUDA graphs, else 0.
-    `prefix_cache`: keep the KV of finished and preempted sequences, and let equal beginnings share it, as
-    long as nobody needs the pages. `graphs`: "on" pads passes to a few static shapes and captures each in a
-    CUDA graph (on a CPU they are only padded); "auto" does so on a GPU. `attention`: the back end of paged
-    attention. `deterministic`: the logits of a row have the same bits whatever else is in the batch, and
-    however many rows the pass has (GPU only). `tensor_parallel`: GPUs (on a CPU, processes) that share the
-    model. `weights` and `kv_cache`: "fp8" halves the bytes of projections, and of keys and values (e4m3;
-    lossy, and answers say so); "auto" is `dtype`.
+    `max_length`: prompt and answer, None for the model's context. `page_size`: slots of a KV page; None: 16,
+    or as many more as whole blocks take. `num_pages` None lets the memory manager decide. `max_prompt_rows`:
+    prompt tokens that one pass stores besides decoding. `mask_token_id` overrides the checkpoint's.
+    `accelerators`: their options by name; names alone will do. `run_ahead`: passes that may be launched
+    before the results of earlier ones are read; None: 4 with CUDA graphs, else 0. `prefix_cache`: keep the KV
+    of finished and preempted sequences, and let equal beginnings share it, as long as nobody needs the pages.
+    `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU they are
+    only padded); "auto" does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the
+    logits of a row have the same bits whatever else is in the batch, and however many rows the pass has (GPU
+    only). `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` and `kv_cache`: "fp8"
+    halves the bytes of projections, and of keys and values (e4m3; lossy, and answers say so); "auto" is
+    `dtype`.
     """
 
     device: str = "auto"
@@ -47,7 +48,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_length: int | None = None
     max_prompt_rows: int = 1024
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     run_ahead: int | None = None
     prefix_cache: bool = True
@@ -58,6 +59,12 @@ class EngineSettings:
     weights: Literal["auto", "fp8"] = "auto"
     kv_cache: Literal["auto", "fp8"] = "auto"
     template: Literal["auto", "none"] = "auto"
+
+    @property
+    def slots_per_page(self) -> int:
+        """`page_size` of an engine that is built."""
+        assert self.page_size is not None
+        return self.page_size
 
     @property
     def is_lossy(self) -> bool:
@@ -96,7 +103,7 @@ def _check_settings(settings: EngineSettings) -> None:
         for name, value, least in (
             ("max_num_seqs", settings.max_num_seqs, 1),
             ("max_prompt_rows", settings.max_prompt_rows, 1),
-            ("page_size", settings.page_size, 1),
+            ("page_size", 1 if settings.page_size is None else settings.page_size, 1),
             ("tensor_parallel", settings.tensor_parallel, 1),
             ("run_ahead", 0 if settings.run_ahead is None else settings.run_ahead, 0),
             ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),

@@ -15,10 +15,11 @@ from idlm.infer.decoders import block
 from idlm.infer.decoders.base import Batch, Feeding
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks, entropies
+from idlm.infer.engine import Engine
 from idlm.infer.table import SequenceTable
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
-from tests.contracts.engines import MASK_ID, assert_idle, build_engine, greedy, prompts_of
+from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of
 from tests.toy import write_toy_checkpoint
 
 SIZE = 4
@@ -220,10 +221,22 @@ def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool,
         assert found[-1].num_cached_tokens == 28
         assert_idle(engine)
     # Pages that end inside a block cannot be told by their own tokens.
-    engine = build_engine(toys[False], "block", page_size=2)
+    with pytest.warns(UserWarning, match=r"page_size=6 ends inside a block of 4.*give page_size=8"):
+        engine = Engine.from_pretrained(toys[False], **PLACE, max_length=64, page_size=6)
     assert engine.pool.cache is None
     found = engine.generate(prompts, greedy(max_tokens=9))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+
+
+@pytest.mark.parametrize(("size", "page_size"), [(1, 16), (4, 16), (6, 18), (24, 24), (32, 32)])
+def test_pages_hold_whole_blocks_unless_told_otherwise(tmp_path: Path, size: int, page_size: int) -> None:
+    directory = write_block_toy(tmp_path, shifted=False, size=size)
+    engine = Engine.from_pretrained(directory, **PLACE, max_length=128, max_num_seqs=1)
+    assert (engine.settings.page_size, engine.pool.page_size) == (page_size, page_size)
+    prompt = prompts_of([100])[0]
+    first, again = (engine.generate([prompt], greedy(max_tokens=3))[0] for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert again.num_cached_tokens == 100 // page_size * page_size
 
 
 @pytest.mark.parametrize("way", [{}, {"graphs": "on", "run_ahead": 3}], ids=str)
@@ -287,8 +300,6 @@ def test_bad_options_are_named(toys: dict[bool, Path], options: dict[str, Any], 
 def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
     toys: dict[bool, Path], tmp_path: Path
 ) -> None:
-    from idlm.infer.engine import Engine
-
     engine = Engine.from_pretrained(toys[False], device="cpu", max_length=64)
     assert engine.decoder.name == "block"
     with pytest.raises(UserError, match="IDLM-0449"):

@@ -13,6 +13,7 @@ import pytest
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli import generate
+from idlm.infer.engine import Engine
 from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.test_block_decoder import PROMPTS, SETTINGS, params_of, write_block_toy
@@ -24,7 +25,7 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"graphs": "on", "run_ahead": 3},
     {"fused_commit": False, "prefix_cache": False, "max_num_seqs": 3},
-    {"num_pages": 18, "max_num_seqs": 6, "run_ahead": 2},
+    {"num_pages": 9, "max_num_seqs": 6, "run_ahead": 2},
 ]
 EDITS: list[dict[str, Any]] = [
     {"mode": "quality"},
@@ -44,6 +45,10 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
         shifted: write_block_toy(tmp_path_factory.mktemp("toy"), shifted=shifted, size=SIZE)
         for shifted in (False, True)
     }
+
+
+def build_block(directory: Path, **options: Any) -> Engine:
+    return build_engine(directory, "block", page_size=SIZE, **options)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def test_edits_equal_a_slow_decoder(
 ) -> None:
     expected = expect(slow[shifted], rules_of(options, shifted=shifted))
     assert expected != expect(slow[shifted], rules_of({**options, "edit_threshold": 1.0}, shifted=shifted))
-    engine = build_engine(toys[shifted], "block", **options, **way)
+    engine = build_block(toys[shifted], **options, **way)
     found = engine.generate(PROMPTS, params_of())
     assert ids_of(found) == [ids for ids, _ in expected]
     assert {answer.exactness for answer in found} == {"exact"}
@@ -118,8 +123,8 @@ def test_trap_25_edits_change_answers_and_never_a_prompt(
     """Every prompt ends inside a block, and every token of the block is rewritten where it can be."""
     prompts = prompts_of((SIZE - 1, SIZE + 3, 1), seed=3)
     params = SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True)
-    plain = build_engine(toys[False], "block", threshold=0.0).generate(prompts, params)
-    engine = build_engine(toys[False], "block", threshold=0.0, edit_threshold=0.0)
+    plain = build_block(toys[False], threshold=0.0).generate(prompts, params)
+    engine = build_block(toys[False], threshold=0.0, edit_threshold=0.0)
     runner, fed = engine._parts.runner, list[tuple[int, int, int]]()
     forward = runner.forward
 
@@ -139,7 +144,7 @@ def test_trap_25_edits_change_answers_and_never_a_prompt(
 
 def test_trap_27_a_sequence_ends_its_edits_by_itself(toys: dict[bool, Path]) -> None:
     """Alone as in company, in the same number of passes of its own."""
-    engine = build_engine(toys[False], "block", max_prompt_rows=64, prefix_cache=False, **EDITS[0])
+    engine = build_block(toys[False], max_prompt_rows=64, prefix_cache=False, **EDITS[0])
     prompts, settings = PROMPTS[::3], params_of()[::3]
     together = engine.generate(prompts, settings)
     for prompt, params, one in zip(prompts, settings, together, strict=True):
@@ -151,7 +156,7 @@ def test_trap_27_a_sequence_ends_its_edits_by_itself(toys: dict[bool, Path]) -> 
 def test_passes_of_edits_are_those_that_are_needed(
     toys: dict[bool, Path], slow: dict[bool, SlowBlocks]
 ) -> None:
-    engine = build_engine(toys[False], "block", max_prompt_rows=64, **EDITS[1])
+    engine = build_block(toys[False], max_prompt_rows=64, **EDITS[1])
     expected = expect(slow[False], rules_of(EDITS[1]))
     for prompt, params, (ids, num_passes) in zip(PROMPTS, params_of(), expected, strict=True):
         [found] = engine.generate([prompt], params)
@@ -173,7 +178,7 @@ def test_a_dual_cache_equals_a_slow_one(
     reusing = {**options, "dual_cache": True}
     expected = expect(slow[shifted], rules_of(reusing, shifted=shifted))
     assert expected != expect(slow[shifted], rules_of(options, shifted=shifted))
-    engine = build_engine(toys[shifted], "block", **reusing, **way)
+    engine = build_block(toys[shifted], **reusing, **way)
     found = engine.generate(PROMPTS, params_of())
     assert ids_of(found) == [ids for ids, _ in expected]
     assert {answer.exactness for answer in found} == {"lossy"}
@@ -187,7 +192,7 @@ def test_a_dual_cache_computes_no_rows_but_those_of_the_part(
     slow[True].rules, slow[True].num_rows = rules_of(options, shifted=True), 0
     prompt = PROMPTS[5]
     ids, _ = slow[True].answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))
-    engine = build_engine(toys[True], "block", max_prompt_rows=64, **options)
+    engine = build_block(toys[True], max_prompt_rows=64, **options)
     num_rows = 0
     runner = engine._parts.runner
     forward = runner.forward
@@ -225,7 +230,7 @@ def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
 def test_requests_have_options_of_their_own(
     toys: dict[bool, Path], slow: dict[bool, SlowBlocks], way: dict[str, Any]
 ) -> None:
-    engine = build_engine(toys[False], "block", mode="quality", **way)
+    engine = build_block(toys[False], mode="quality", **way)
     params, options = mixed_params()
     found = engine.generate(PROMPTS, params)
     for number, (answer, mine) in enumerate(zip(found, options, strict=True)):
@@ -272,7 +277,7 @@ def test_lines_of_a_file_have_options_of_their_own(
 
 
 def test_entropy_bounds_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
-    engine = build_engine(toys[False], "block", strategy="entropy_bounded", max_prompt_rows=64)
+    engine = build_block(toys[False], strategy="entropy_bounded", max_prompt_rows=64)
     passes = []
     for bound in (0.0, 4.0, 100.0):
         params = SamplingParams(
@@ -305,7 +310,7 @@ def test_entropy_bounds_of_requests(toys: dict[bool, Path], slow: dict[bool, Slo
 def test_options_that_a_request_cannot_have_are_refused(
     toys: dict[bool, Path], built: dict[str, Any], options: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    engine = build_engine(toys[False], "block", **built)
+    engine = build_block(toys[False], **built)
     with pytest.raises(UserError) as caught:
         engine.generate([[1, 2], [3]], [SamplingParams(), SamplingParams(decoder_options=options)])
     assert caught.value.code == "IDLM-0453"
@@ -327,5 +332,5 @@ def test_options_that_a_request_cannot_have_are_refused(
 )
 def test_options_at_odds_are_refused(toys: dict[bool, Path], options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        build_engine(toys[False], "block", **options)
+        build_block(toys[False], **options)
     assert caught.value.code in ("IDLM-0451", "IDLM-0416")
