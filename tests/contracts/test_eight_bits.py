@@ -53,11 +53,6 @@ WEIGHTS = "model.safetensors"
 pytestmark = pytest.mark.filterwarnings("ignore:stride")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)

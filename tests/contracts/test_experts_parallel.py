@@ -20,11 +20,6 @@ AS_ON_A_GPU = {"graphs": "on", "run_ahead": 3}
 WRITERS = {"sdar_moe": sdar_moe, "llada2": llada2, "llada2_bare": llada2_bare}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def _prompts() -> list[list[int]]:
     lengths = (2 * BLOCK + 1, BLOCK, BLOCK - 1, 1)
     return [[(7 * place + 5 * number) % MASK for place in range(n)] for number, n in enumerate(lengths)]

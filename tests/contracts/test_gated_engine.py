@@ -36,11 +36,6 @@ OUTSIDE = 10_000
 """A mask id that the base's embedding has no row for."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A base that foresees by itself, and an adapter small enough to spoil only some of its drafts."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from idlm.infer.decoders.rejection import STRATEGIES
 from tests.contracts.engines import (
@@ -35,11 +34,6 @@ def _lengths(stride: int) -> list[int]:
     """One token; exactly 2N-1 and its neighbours; chunked prompts, with a last chunk of exactly 2N-1 rows."""
     width = 2 * stride - 1
     return [1, width, 2 * stride, width - 1, 30, 1 + MAX_PROMPT_ROWS + width, 2, 5, 17, 3, 9, 4, 25, 7, 1, 11]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,6 @@ ROOMY = {"page_size": PAGE, "max_num_seqs": 8, "max_prompt_rows": 7}
 TIGHT = {**ROOMY, "num_pages": 26}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)

@@ -38,7 +38,6 @@ MOST_PASSES = 400
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_foreseeing_toy(tmp_path_factory.mktemp("foreseeing"), num_steps=60)
 
 

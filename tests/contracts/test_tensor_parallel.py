@@ -49,11 +49,6 @@ DECODERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 pytestmark = pytest.mark.filterwarnings("ignore:stride")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Team]:
     with team_of_threads(2) as team:

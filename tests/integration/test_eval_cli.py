@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -17,11 +16,6 @@ from idlm.tasks import TASKS
 from tests.integration.command_lines import ISD, MODEL, interrupt_after, read_lines, reference
 
 BASE = [*MODEL, "sampling.temperature=0", "sampling.max_tokens=100", "num=3"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _rows(out: str) -> dict[str, list[str]]:

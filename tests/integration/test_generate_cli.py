@@ -34,11 +34,6 @@ PROMPTS = [f"Lea has {number} shells. Lea finds {number + 1}." for number in ran
 BASE = [*MODEL, *AR, *GREEDY]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("form", [["-p", PROMPTS[0]], ["--prompt", PROMPTS[0]], [f"--prompt={PROMPTS[0]}"]])
 def test_a_prompt_is_answered_on_standard_output(form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert generate([*BASE, *form]) == 0

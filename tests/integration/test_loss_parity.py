@@ -31,14 +31,6 @@ STAGES = [(2, 0.2)] * 5 + [(3, 0.2)] * 5 + [(4, None)] * 10
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[str, str]]:
     """Prompt and response of samples so alike in length that two of them, and never three, share a row."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from idlm.errors import UserError
 from idlm.infer.cli import generate
@@ -24,14 +23,6 @@ from idlm.train.data.base import SOURCES, Encoder
 from tests.integration.command_lines import AR, MODEL, TINY, interrupt_after, read_lines, write_lines
 
 PLAIN = [*MODEL, *AR, "sampling.seed=1", "stats=false"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompts(num: int) -> list[str]:

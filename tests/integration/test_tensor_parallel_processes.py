@@ -28,11 +28,6 @@ PROMPT = "Lea has 9 shells. Lea finds 4."
 COMMAND = [sys.executable, "-m", "idlm.infer.cli", "tensor_parallel=2"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_converted_toy(tmp_path_factory.mktemp("toy"))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from idlm.checkpoint import verify
 from idlm.semantics import Semantics
 from idlm.train import cli
-from idlm.train.trainer import IdlmTrainer
+from tests.integration.stopped_runs import assert_same_weights, ctrl_c_after
 
 BASE = Path(__file__).parents[2] / "recipes/assets/tiny_ar"
 
@@ -42,27 +38,15 @@ def losses_of(output: Path) -> list[tuple[int, float, list[float]]]:
     return [(one["step"], one["mask_loss"], one["acceptance"]) for one in map(json.loads, lines)]
 
 
-def test_a_run_resumes_bitwise_and_exports_what_it_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_bitwise_and_exports_what_it_means(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert cli.main(arguments(whole)) == 0
-    plain = IdlmTrainer.training_step
-
-    def interrupted(self: IdlmTrainer, *args: object) -> torch.Tensor:
-        if self.state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(IdlmTrainer, "training_step", interrupted)
-    assert cli.main(arguments(stopped)) == 130
-    monkeypatch.setattr(IdlmTrainer, "training_step", plain)
+    with ctrl_c_after(2):
+        assert cli.main(arguments(stopped)) == 130
     assert cli.main([*arguments(stopped), "resume=auto"]) == 0
     assert losses_of(stopped) == losses_of(whole)
     assert [acceptance for _, _, acceptance in losses_of(whole)] == [[]] * len(losses_of(whole))
-    first, second = (load_file(output / "model.safetensors") for output in (whole, stopped))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert_same_weights(whole / "model.safetensors", stopped / "model.safetensors")
     for directory, block_size in ((whole / "stages" / "1-stride-2", 2), (whole, 4)):
         verify(directory)
         semantics = Semantics.load(directory)

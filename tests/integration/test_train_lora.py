@@ -5,9 +5,7 @@ base's answers.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,21 +24,13 @@ from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.base_model import create_base
-from idlm.train.trainer import IdlmTrainer
+from tests.integration.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.integration.test_train_tiny import arguments, metrics_of
 from tests.tiny_training import tiny_config
 
 STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 3}]"
 PROMPTS = ["Lea has 9 shells. Lea wins 3. How many shells does Lea have?", "Tom has 4 books."]
 """Texts of the task, for answers of a model that has learnt nothing."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_base(directory: Path, family: str, *, spare_rows: bool) -> Path:
@@ -153,25 +143,13 @@ def test_two_ranks_train_the_same_adapter(
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
-def test_a_stopped_run_resumes_bitwise(
-    finished: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_resumes_bitwise(finished: Path, base: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    plain = IdlmTrainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, *args)
-
-    monkeypatch.setattr(IdlmTrainer, "training_step", interrupted)
-    assert cli.main(lora_arguments(base, output)) == 130
-    monkeypatch.setattr(IdlmTrainer, "training_step", plain)
+    with ctrl_c_after(2):
+        assert cli.main(lora_arguments(base, output)) == 130
     assert cli.main([*lora_arguments(base, output), "resume=auto"]) == 0
     assert metrics_of(output) == metrics_of(finished)
-    whole, resumed = load_file(finished / WEIGHTS_FILE), load_file(output / WEIGHTS_FILE)
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert_same_weights(finished / WEIGHTS_FILE, output / WEIGHTS_FILE)
 
 
 def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:

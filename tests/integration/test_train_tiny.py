@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,20 +29,13 @@ from idlm.train.layout import IGNORE_LABEL
 from idlm.train.model import BodyAndHead
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.trainer import IdlmTrainer
+from tests.integration.stopped_runs import assert_same_weights, ctrl_c_after
 from tests.tiny_training import tiny_config
 
 STAGES = (
     "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
     "{stride: 4, steps: 5, clean_weight: auto}]"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -141,53 +133,29 @@ def test_metrics_follow_the_curriculum(finished: Path) -> None:
 
 
 def test_a_stopped_run_resumes_bitwise(
-    finished: Path,
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    finished: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    plain = IdlmTrainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, *args)
-
-    monkeypatch.setattr(IdlmTrainer, "training_step", interrupted)
-    assert cli.main(arguments(base, output)) == 130
+    with ctrl_c_after(5):
+        assert cli.main(arguments(base, output)) == 130
     assert not (output / "config.json").exists(), "an unfinished run must not look like a checkpoint"
     verify(output / "run" / "checkpoint-6")
     told = capsys.readouterr().out
     assert "step 6" in told
     assert told.rstrip().endswith("resume=auto")
-    monkeypatch.setattr(IdlmTrainer, "training_step", plain)
     assert cli.main([*arguments(base, output), "resume=auto"]) == 0
     assert metrics_of(output) == metrics_of(finished)
-    whole, resumed = load_file(finished / "model.safetensors"), load_file(output / "model.safetensors")
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert_same_weights(finished / "model.safetensors", output / "model.safetensors")
     kept = sorted(path.name for path in (output / "run").glob("checkpoint-*"))
     assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
 
 
-def test_balance_by_the_previous_step_resumes_bitwise(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_balance_by_the_previous_step_resumes_bitwise(base: Path, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     settings = {"train.balance": "previous"}
     assert cli.main(arguments(base, whole, **settings)) == 0
-    plain = IdlmTrainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, *args)
-
-    monkeypatch.setattr(IdlmTrainer, "training_step", interrupted)
-    assert cli.main(arguments(base, stopped, **settings)) == 130
-    monkeypatch.setattr(IdlmTrainer, "training_step", plain)
+    with ctrl_c_after(6):
+        assert cli.main(arguments(base, stopped, **settings)) == 130
     assert cli.main([*arguments(base, stopped, **settings), "resume=auto"]) == 0
     records = metrics_of(whole)
     assert metrics_of(stopped) == records

@@ -30,14 +30,6 @@ TOLERANCE = 1e-5
 ONE = torch.ones(1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def objective_of(mask_region: str = "response", *, max_stride: int = 8) -> BlockDiffusion:
     return BlockDiffusion(
         mask_token_id=MASK, mask_region=mask_region, max_stride=max_stride, stop_token_ids=(STOP,)

@@ -22,11 +22,6 @@ MASK_ID, VOCAB = 47, 48
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 64}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
