@@ -106,8 +106,10 @@ class BlockDecoder:
         self.options.seat(lanes, configs, block_size=self.shape.size)
 
     def rewind(self, lanes: list[int]) -> None:
-        """What was decided stays; the whole block is fed again."""
-        self.blocks.whole_part_Z[lanes] = -1
+        """Their blocks begin anew, and come out the same: what parts of a block or an accelerator have kept
+        of earlier passes is gone.
+        """
+        self.blocks.reset(lanes)
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the block in work."""

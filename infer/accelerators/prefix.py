@@ -1,0 +1,126 @@
+"""What kv-side accelerators of one kind share: rank the slots before a block by the attention that its
+queries pay to them, and keep the best of them per layer and KV head for the rest of the block.
+
+b sequences, W places of a block, S slots of the longest prefix, C listed slots, N query heads, K KV heads,
+G = N / K, H head dim, L layers that are thinned, Z lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.infer.accelerators.base import BlockMemory, KVPass, Place
+from idlm.infer.accelerators.view import PassView
+
+NOT_LISTED = -1
+MOST_NUMBERS = 1 << 27
+"""Scores, or numbers of keys, that are held at a time."""
+
+
+def shares(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_slots: int) -> Tensor:
+    """Attention to the first `num_slots` slots [b, K, S]: each query's scores softmaxed over the slots before
+    its block, averaged over the queries of a KV head that are fed, G heads at W places. 0 elsewhere.
+    """
+    is_fed_bW = view.rows_BW[sequences_b] >= 0
+    slots_S = torch.arange(num_slots, device=q_RNH.device)
+    is_before_bS = slots_S < view.work.starts_B[sequences_b, None]
+    k_bSKH = view.keys(layer, slots_S.expand(len(sequences_b), -1), sequences_b)
+    q_bWNH = view.queries(q_RNH, sequences_b)
+    q_bWKGH = q_bWNH.unflatten(2, (k_bSKH.shape[2], -1))
+    # What was never written may be NaN.
+    k_bSKH = torch.where(is_before_bS[:, :, None, None], k_bSKH, 0)
+    scores_bKGWS = torch.einsum("bwkgh,bskh->bkgws", q_bWKGH, k_bSKH) * view.scale
+    scores_bKGWS = scores_bKGWS.masked_fill(~is_before_bS[:, None, None, None], float("-inf"))
+    # A block at slot 0 has nothing before it: its softmax is NaN.
+    is_counted_bWS = is_fed_bW[:, :, None] & is_before_bS[:, None]
+    shares_bKGWS = torch.where(is_counted_bWS[:, None, None], scores_bKGWS.softmax(dim=-1), 0)
+    num_queries_b = is_fed_bW.sum(-1).clamp(min=1) * q_bWKGH.shape[3]
+    return shares_bKGWS.sum((2, 3)) / num_queries_b[:, None, None]
+
+
+def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
+    """The `num` candidates [b, K, num] with the largest scores, `NOT_LISTED` where there are fewer."""
+    scores_bKS = scores_bKS.masked_fill(~is_candidate_bS[:, None], float("-inf"))
+    found = scores_bKS.topk(min(num, scores_bKS.shape[-1]), dim=-1)
+    places_bKC = torch.where(found.values > float("-inf"), found.indices, NOT_LISTED)
+    missing = num - places_bKC.shape[-1]
+    return torch.nn.functional.pad(places_bKC, (0, missing), value=NOT_LISTED)
+
+
+class PrefixSets:
+    """Per lane, thinned layer and KV head the slots that a block sees of those before it."""
+
+    def __init__(self, place: Place, *, exact_layers: int, num: int) -> None:
+        self.exact_layers, self.num = exact_layers, min(num, place.max_slots)
+        self.memory = BlockMemory(place.num_lanes, place.device)
+        self._place = place
+        num_layers = max(0, place.num_layers - exact_layers)
+        shape = (num_layers, place.num_lanes, place.num_kv_heads, self.num)
+        self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=place.device)
+
+    def numbers_per_slot(self, num_places: int) -> int:
+        """What ranking holds for each slot of one sequence: scores, or its keys."""
+        place = self._place
+        return max(place.num_heads * num_places, place.num_kv_heads * place.head_dim)
+
+    def reset(self, lanes: list[int]) -> None:
+        """Forget."""
+        self.memory.reset(lanes)
+        self.slots_LZKC[:, lanes] = NOT_LISTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranking:
+    """Who ranks in this pass, and how far the longest prefix goes."""
+
+    sequences_b: Tensor
+    num_slots: int
+
+
+class PrefixPass(KVPass):
+    """`ranks_B` (bool): whose sets this pass makes, all of it exact; the others of `sets` are used."""
+
+    def __init__(self, view: PassView, sets: PrefixSets, *, thinned_B: Tensor, ranks_B: Tensor) -> None:
+        super().__init__(view, thinned_B=thinned_B, needs_all_rows_B=ranks_B)
+        self._sets, self._ranks_B = sets, ranks_B
+        self._thins = bool(thinned_B.any())
+        self._parts: list[_Ranking] = []
+        sequences_b = ranks_B.nonzero()[:, 0]
+        if len(sequences_b):
+            # One slot at least: a block at slot 0 has a set as well, an empty one.
+            num_slots = max(1, int(view.work.starts_B[sequences_b].max()))
+            most = max(1, MOST_NUMBERS // (num_slots * sets.numbers_per_slot(view.work.size)))
+            self._parts = [
+                _Ranking(sequences_b=part, num_slots=num_slots) for part in sequences_b.split(most)
+            ]
+
+    def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
+        """The sets made in an earlier pass of the block; makes those of `ranks_B`."""
+        sets, view = self._sets, self.view
+        place = layer - sets.exact_layers
+        if place < 0:
+            return None
+        for part in self._parts:
+            shares_bKS = shares(view, layer, q_RNH, part.sequences_b, part.num_slots)
+            slots_S = torch.arange(part.num_slots, device=q_RNH.device)
+            is_before_bS = slots_S < view.work.starts_B[part.sequences_b, None]
+            slots_bKC = best(shares_bKS, is_before_bS, sets.num)
+            sets.slots_LZKC[place, view.plan.lanes_B[part.sequences_b]] = slots_bKC.to(torch.int32)
+        return sets.slots_LZKC[place, view.plan.lanes_B].long() if self._thins else None
+
+    def finish(self) -> None:
+        """From now on the sets are there."""
+        self._sets.memory.claim(self.view, self._ranks_B)
+
+
+def set_problems(*, k: int, exact_layers: int) -> list[str]:
+    """What is wrong with the numbers of such an accelerator."""
+    found = []
+    if k < 1:
+        found.append(f"k={k!r} is below 1")
+    if exact_layers < 0:
+        found.append(f"exact_layers={exact_layers!r} is below 0")
+    return found
