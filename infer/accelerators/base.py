@@ -114,6 +114,8 @@ class Accelerator:
     Config: ClassVar[type]
     side: ClassVar[Side]
     exactness: ClassVar[Literal["exact", "lossy"]] = "lossy"
+    exact_options: ClassVar[Mapping[str, Any]] = {}
+    """Options with which it thins nothing, which contract tests hold it to."""
     is_static: ClassVar[bool] = False
     """Whether its passes have static shapes and wait for nothing, so that graphs can hold them."""
     needs_blocks: ClassVar[bool] = True

@@ -10,11 +10,12 @@ same; ranking runs in line with the layer, not on a stream of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
-from idlm.infer.accelerators.prefix import PrefixPass, PrefixSets, set_problems
+from idlm.infer.accelerators.prefix import EVERYTHING, PrefixPass, PrefixSets, set_problems
 from idlm.infer.accelerators.view import PassView
 
 
@@ -31,6 +32,7 @@ class Mage(KVAccelerator):
     """Per lane: the sets of the block in work."""
 
     name: ClassVar[str] = "mage"
+    exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
     Config: ClassVar[type] = MageConfig
     config: MageConfig
 

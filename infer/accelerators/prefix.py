@@ -16,6 +16,8 @@ from idlm.infer.accelerators.base import BlockMemory, KVPass, Place
 from idlm.infer.accelerators.view import PassView
 
 NOT_LISTED = -1
+EVERYTHING = 1 << 30
+"""A budget that no prefix exceeds."""
 MOST_NUMBERS = 1 << 27
 """Scores, or numbers of keys, that are held at a time."""
 

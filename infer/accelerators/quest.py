@@ -11,15 +11,15 @@ b sequences, I rows, F slots, C pages of the engine in pieces, K KV heads, H hea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, KVPass
-from idlm.infer.accelerators.prefix import NOT_LISTED, best, set_problems
+from idlm.infer.accelerators.prefix import EVERYTHING, NOT_LISTED, best, set_problems
 from idlm.infer.accelerators.view import FP8, PassView, block_rows
 
 
@@ -61,6 +61,7 @@ class Quest(KVAccelerator):
     """Per page of the engine: bounds of its keys. Nothing per lane."""
 
     name: ClassVar[str] = "quest"
+    exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
     Config: ClassVar[type] = QuestConfig
     config: QuestConfig
 
@@ -153,7 +154,8 @@ class QuestPass(KVPass):
         starts_b1 = view.work.starts_B[self._working_b, None]
         scores_bKP = self._scores(place, q_RNH)
         first_P = torch.arange(self._num_pages, device=q_RNH.device) * page
-        pages_bKC = best(scores_bKP, first_P < starts_b1, -(-self._config.k // page))
+        num = min(-(-self._config.k // page), self._num_pages)
+        pages_bKC = best(scores_bKP, first_P < starts_b1, num)
         slots_bKCF = pages_bKC[..., None] * page + torch.arange(page, device=q_RNH.device)
         is_listed_bKCF = (pages_bKC[..., None] >= 0) & (slots_bKCF < starts_b1[:, None, None])
         slots_bKX = torch.where(is_listed_bKCF, slots_bKCF, NOT_LISTED).flatten(2)

@@ -12,14 +12,15 @@ fewer, and a block that is clean within 20 % of them is never thinned.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
-from idlm.infer.accelerators.prefix import PrefixPass, PrefixSets, set_problems
+from idlm.infer.accelerators.prefix import EVERYTHING, PrefixPass, PrefixSets, set_problems
 from idlm.infer.accelerators.view import PassView
 
 ROUNDING = 1e-9
@@ -42,6 +43,7 @@ class SparseD(KVAccelerator):
     """Per lane: the sets of the block in work."""
 
     name: ClassVar[str] = "sparsed"
+    exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
     Config: ClassVar[type] = SparsedConfig
     config: SparsedConfig
 
