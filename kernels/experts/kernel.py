@@ -14,14 +14,30 @@ import triton.language as tl
 
 
 @triton.jit
+def _weight(p_w, box, row, column, m_column, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """[BLOCK_M, BLOCK_I] of the weight: by pointers, or by its descriptor, which masks by itself."""
+    if TMA:
+        w = box.load([row, column])
+    elif EVEN:
+        w = tl.load(p_w + column)
+    else:
+        w = tl.load(p_w + column, mask=m_column, other=0.0)
+    return w
+
+
+@triton.jit
 def _product(
     p_x,
     p_w,
     p_up,
+    box,
+    first_row,
     m_row,
     IN,
+    OUT,
     TWICE: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -33,19 +49,13 @@ def _product(
     acc_up = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
     o_column = tl.arange(0, BLOCK_I)
     for column in tl.range(0, IN, BLOCK_I, num_stages=STAGES):
-        if EVEN:
-            x = tl.load(p_x + column, mask=m_row[:, None], other=0.0)
-            w = tl.load(p_w + column)
-        else:
-            m_column = (column + o_column < IN)[None, :]
-            x = tl.load(p_x + column, mask=m_row[:, None] & m_column, other=0.0)
-            w = tl.load(p_w + column, mask=m_column, other=0.0)
+        m_column = (column + o_column < IN)[None, :]
+        m_x = m_row[:, None] if EVEN else m_row[:, None] & m_column
+        x = tl.load(p_x + column, mask=m_x, other=0.0)
+        w = _weight(p_w, box, first_row, column, m_column, EVEN, TMA)
         acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
         if TWICE:
-            if EVEN:
-                up = tl.load(p_up + column)
-            else:
-                up = tl.load(p_up + column, mask=m_column, other=0.0)
+            up = _weight(p_up, box, first_row + OUT, column, m_column, EVEN, TMA)
             acc_up = tl.dot(up, x.T, acc_up, input_precision=PRECISION)
     return acc, acc_up
 
@@ -54,6 +64,7 @@ def _product(
 def grouped_kernel(
     x,
     w,
+    box,
     y,
     tiles_T4,
     order_P,
@@ -71,6 +82,7 @@ def grouped_kernel(
     STACKED: tl.constexpr,
     ALONE: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -83,7 +95,8 @@ def grouped_kernel(
     GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
     gate before up, and the output is silu(gate) * up; STACKED makes both by one product of twice as many
     weight rows. Else it is `x` that is sorted, and the output is put at its pair's place. ALONE: there is one
-    row, so that every pair is a tile and no plan is read.
+    row, so that every pair is a tile and no plan is read. TMA: `box` describes all experts' rows as one
+    matrix.
     """
     tiles_o = tl.cdiv(OUT, BLOCK_O)
     tile = tl.program_id(0) // tiles_o
@@ -121,10 +134,14 @@ def grouped_kernel(
         p_x,
         p_w,
         p_up,
+        box,
+        expert * (2 * OUT if GATED else OUT) + tl.program_id(0) % tiles_o * BLOCK_O,
         m_row,
         IN,
+        OUT,
         GATED and not STACKED,
         EVEN,
+        TMA,
         2 * BLOCK_O if STACKED else BLOCK_O,
         BLOCK_R,
         BLOCK_I,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
@@ -150,9 +151,11 @@ def grouped(
     tiles_T4, order_P = (experts_RC, experts_RC) if plan is None else plan
     num = experts_RC.numel() if plan is None else len(tiles_T4)
     block_i = min(tile.block_i, max(16, triton.next_power_of_2(IN)))
+    box = _box(weight, tile.block_o, block_i) if tile.tma and not tile.stacked else None
     grouped_kernel[(num * triton.cdiv(OUT, tile.block_o),)](
         x,
         weight,
+        weight if box is None else box,
         y,
         tiles_T4,
         order_P,
@@ -170,6 +173,7 @@ def grouped(
         STACKED=tile.stacked,
         ALONE=plan is None,
         EVEN=IN % block_i == 0,
+        TMA=box is not None,
         BLOCK_O=tile.block_o,
         BLOCK_R=block_r,
         BLOCK_I=block_i,
@@ -178,3 +182,11 @@ def grouped(
         num_warps=tile.warps,
         **_launched(pdl),
     )
+
+
+def _box(weight: Tensor, block_o: int, block_i: int) -> TensorDescriptor | None:
+    """The descriptor of all experts' rows as one matrix; None where the hardware cannot read them so."""
+    rows = weight.flatten(0, 1) if weight.is_contiguous() else None
+    if rows is None or weight.data_ptr() % 16 or rows.stride(0) * rows.element_size() % 16:
+        return None
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_o, block_i])

@@ -14,7 +14,8 @@ class Tile:
     """Of one product; everything here may be swept (benchmarks/experts.py).
 
     `block_o` outputs: with `stacked` (gate and up only) the instruction's M side is twice as large, it is
-    then 64 or a multiple. `block_i` columns per step.
+    then 64 or a multiple. `block_i` columns per step. `tma`: weights (where they allow it) are read by
+    descriptor; not with `stacked`.
     """
 
     block_o: int
@@ -22,6 +23,7 @@ class Tile:
     warps: int = 4
     stages: int = 4
     stacked: bool = False
+    tma: bool = False
 
     def shared_bytes(self, itemsize: int, block_r: int, *, gated: bool) -> int:
         """Shared memory of the pipeline, about."""

@@ -6,6 +6,7 @@ python -m pytest tests/gpu/test_experts_gpu.py -m gpu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LAUNCHES = (*STREAMED.values(), *COMPUTED.values())
+BOXED = tuple(
+    replace(one, gate_up=replace(one.gate_up, tma=True), down=replace(one.down, tma=True))
+    for one in COMPUTED.values()
+)
+LAUNCHES = (*STREAMED.values(), *COMPUTED.values(), *BOXED)
 SHAPES_PER_BATCH, BATCHES = 125, 8
 ROUTING = Routing(num_chosen=8, score="softmax", is_normalised=True)
 

@@ -35,7 +35,9 @@ def compile_for_hopper(
     divisible = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(names)
-        if name not in constants and signature[name] != "fp32"
+        if name not in constants
+        and signature[name] != "fp32"
+        and not signature[name].startswith("tensordesc")
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values, attrs=divisible)
