@@ -84,9 +84,10 @@ def _logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     plain = Runner.forward
 
-    def forward(self: Runner, plan: StepPlan) -> Tensor:
-        seen.append(plain(self, plan).clone())
-        return seen[-1]
+    def forward(self: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        logits_XV, has_logits_X = plain(self, plan)
+        seen.append(logits_XV.clone())
+        return logits_XV, has_logits_X
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "forward", forward)
