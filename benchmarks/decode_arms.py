@@ -107,18 +107,22 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = 
         together, needed, free = [waiting.pop(0)], 0.0, _free(bench)
         while waiting and (needed := needed + memory_of(bench.model, waiting[0], load)) < free / 2:
             together.append(waiting.pop(0))
-        seats: list[tuple[Seats, Measured]] = []
-        for _ in range(bench.rounds):
-            seats = seats or _seats(bench, together, load)
-            for seat, measured in list(seats):
-                if not _attempt(bench, seat, measured):
-                    seats.remove((seat, measured))
-        found |= {measured.arm.name: measured for _, measured in seats if measured.passes}
-        del seats
+        found |= _in_turns(bench, together, load)
+        # Behind the function that held the engines: their caches would leave the next ones no room.
         forget(bench.model.device)
     for measured in found.values():
         _note(bench, measured, has_rows=has_rows)
     return found
+
+
+def _in_turns(bench: Bench, arms: list[Arm], load: Load) -> dict[str, Measured]:
+    """The rounds of arms whose engines stand beside each other."""
+    seats = _seats(bench, arms, load)
+    for _ in range(bench.rounds):
+        for seat, measured in list(seats):
+            if not _attempt(bench, seat, measured):
+                seats.remove((seat, measured))
+    return {measured.arm.name: measured for _, measured in seats if measured.passes}
 
 
 def _seats(bench: Bench, arms: list[Arm], load: Load) -> list[tuple[Seats, Measured]]:

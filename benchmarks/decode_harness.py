@@ -185,7 +185,7 @@ class Measured:
         return _median([1e3 * seconds / num for seconds, num in zip(self.seconds, self.passes)])
 
     def tokens_per_second(self) -> float:
-        """Those of an average pass in the time of a median one: the trace's luck evens out over all rounds."""
+        """Those of an average pass in the time of a median one: the luck of the trace evens out."""
         return 1e3 * self.tokens_per_forward() * self.load.concurrency / self.step_ms()
 
     def tokens_per_forward(self) -> float:
