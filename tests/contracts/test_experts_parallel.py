@@ -76,3 +76,17 @@ def test_a_layer_of_experts_makes_one_sum(tmp_path: Path, monkeypatch: pytest.Mo
     assert isinstance(layer, MoeLayer)
     layer.mlp(torch.randn(3, model.spec.width), model.trunk.linears)
     assert calls == [(3, model.spec.width)]
+
+
+def test_padding_rows_reach_no_expert(tmp_path: Path) -> None:
+    """They may hold anything, and change no bit of the others."""
+    llada2(tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    layer = model.trunk.layers[-1]
+    assert isinstance(layer, MoeLayer)
+    x_RD = torch.randn(5, model.spec.width, generator=torch.Generator().manual_seed(0))
+    alone = layer.mlp(x_RD[:3], model.trunk.linears, torch.arange(3))
+    x_RD[3], x_RD[4] = float("nan"), float("inf")
+    found = layer.mlp(x_RD, model.trunk.linears, torch.tensor([0, 1, 2, -1, -1]))
+    torch.testing.assert_close(found[:3], alone)
+    assert not found[3:].any()
