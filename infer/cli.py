@@ -17,6 +17,7 @@ from idlm import command
 from idlm.compose import compose, describe
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.answers import AnswerRun, Tally, as_record, encode_line
 from idlm.infer.config import GenerateConfig
 from idlm.infer.continuation import Begun, begun
@@ -38,9 +39,10 @@ def generate(arguments: list[str]) -> int:
     if HELP_FLAGS & set(arguments):
         print(__doc__)
         print("-p TEXT, --prompt TEXT, --prompt=TEXT\n    a prompt; as often as you like")
-        print(describe_decoders(), describe(GenerateConfig), sep="\n")
+        print(describe_decoders(), describe_accelerators(), describe(GenerateConfig), sep="\n")
         return 0
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
+    accelerator_options, rest = take_accelerator_options(rest)
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
     if config.describe:
@@ -50,7 +52,8 @@ def generate(arguments: list[str]) -> int:
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
     lines = _lines(config)
-    engine = load_engine(config.model, decoder, config.options(), options)
+    settings = with_options(config.options(), accelerator_options)
+    engine = load_engine(config.model, decoder, settings, options)
     if lines is None:
         return _chat(engine, config)
     first = list(itertools.islice(lines, 2))
@@ -76,16 +79,54 @@ def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return prompts, rest
 
 
+def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Split `accelerator.NAME.OPTION=VALUE` off: options by name, and the other arguments."""
+    names, flat, rest = command.split_plugin_options(arguments, plugin="accelerator", default=None)
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        name, dot, option = key.partition(".")
+        if not dot:
+            raise UserError(
+                "IDLM-0461",
+                f"accelerator.{key} names no accelerator and option",
+                fix="write accelerator.NAME.OPTION=VALUE, for example accelerator.mage.k=512",
+            )
+        options.setdefault(name, {})[option] = value
+    return options, rest if names is None else [*rest, f"accelerator={names}"]
+
+
+def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Engine keywords with the options of their accelerators."""
+    chosen: dict[str, dict[str, Any]] = settings["accelerators"]
+    idle = [name for name in options if name not in chosen]
+    if idle:
+        raise UserError(
+            "IDLM-0461",
+            f"there are options of {', '.join(idle)}, and accelerator={list(chosen)}",
+            fix=f"add accelerator=[{','.join([*chosen, *idle])}], or leave the options out",
+        )
+    return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
+
+
 def describe_decoders() -> str:
     """Help on the decoders and the options they own."""
-    lines = []
-    for name in DECODERS.names():
-        options = [
-            f"decoder.{field.name}={show_default(field.default)}"
-            for field in dataclasses.fields(DECODERS.get(name).Config)
-        ]
-        lines.append(f"decoder={name}\n    {', '.join(options) or 'no options'}")
-    return "\n".join(lines)
+    kinds = {name: DECODERS.get(name).Config for name in DECODERS.names()}
+    return "\n".join(_described(f"decoder={name}", "decoder.{}", kind) for name, kind in kinds.items())
+
+
+def describe_accelerators() -> str:
+    """Help on the accelerators and the options they own."""
+    kinds = {name: ACCELERATORS.get(name).Config for name in ACCELERATORS.names()}
+    return "\n".join(
+        _described(f"accelerator=[{name}]", f"accelerator.{name}.{{}}", kind) for name, kind in kinds.items()
+    )
+
+
+def _described(choice: str, key: str, kind: type) -> str:
+    options = [
+        f"{key.format(field.name)}={show_default(field.default)}" for field in dataclasses.fields(kind)
+    ]
+    return f"{choice}\n    {', '.join(options) or 'no options'}"
 
 
 def describe_model(config: GenerateConfig) -> str:

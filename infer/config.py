@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from idlm.contracts import SamplingParams
+from idlm.infer.acceleration import as_options
 
 
 def _help(text: str, default: Any) -> Any:
@@ -54,7 +55,10 @@ class EngineConfig:
     base: str | None = _help(
         "base model of a gated adapter; null is the path in its adapter_config.json", None
     )
-    accelerator: list[str] = field(default_factory=list, metadata={"help": "plug-ins that thin attention"})
+    accelerator: list[str] | str = field(
+        default_factory=list,
+        metadata={"help": "plug-ins that thin attention; options: accelerator.NAME.OPTION=VALUE"},
+    )
     memory: str = _help("memory manager", "caching")
     max_num_seqs: int = _help("sequences that run at once", 64)
     max_length: int | None = _help("prompt and answer together; null is the model's context", None)
@@ -86,7 +90,7 @@ class EngineConfig:
     def options(self) -> dict[str, Any]:
         """Keywords for `Engine.from_pretrained`."""
         values = {key: getattr(self, key) for key in EngineConfig.__dataclass_fields__}
-        return {"accelerators": tuple(values.pop("accelerator")), **values}
+        return {"accelerators": as_options(values.pop("accelerator")), **values}
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -18,9 +18,17 @@ from idlm.compose import compose, describe
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.answers import figures
-from idlm.infer.cli import HELP_FLAGS, describe_decoders, load_engine
+from idlm.infer.cli import (
+    HELP_FLAGS,
+    describe_accelerators,
+    describe_decoders,
+    load_engine,
+    take_accelerator_options,
+    with_options,
+)
 from idlm.infer.config import EvaluateConfig
 from idlm.infer.decoders.base import DECODERS
+from idlm.infer.engine import Engine
 from idlm.infer.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.output import answer_file, check_output
 from idlm.tasks import TASKS, Task, TaskSample
@@ -30,20 +38,24 @@ def run_evaluation(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     if HELP_FLAGS & set(arguments):
         print(__doc__)
-        print(describe_decoders(), describe(EvaluateConfig), sep="\n")
+        print(describe_decoders(), describe_accelerators(), describe(EvaluateConfig), sep="\n")
         return 0
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
+    accelerator_options, rest = take_accelerator_options(rest)
     config = compose("eval", EvaluateConfig, rest)
+    settings = with_options(config.options(), accelerator_options)
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
     params = config.sampling.params()
-    name, evaluation = _evaluate(config, (decoder, options), task, samples, params)
+    load = partial(load_engine, config.model, decoder, settings, options)
+    name, evaluation = _evaluate(load, task, samples, params)
     results = {name: evaluation}
     if config.baseline == name:
         print(f"baseline={name} is the decoder itself: nothing beside it", file=sys.stderr)
     elif config.baseline is not None:
         params = dataclasses.replace(params, decoder_options={})
-        baseline, evaluation = _evaluate(config, (config.baseline, {}), task, samples, params)
+        load = partial(load_engine, config.model, config.baseline, settings | {"accelerators": {}}, {})
+        baseline, evaluation = _evaluate(load, task, samples, params)
         results = {baseline: evaluation, **results}
     print(table(results))
     if config.output is not None:
@@ -63,18 +75,15 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
 
 
 def _evaluate(
-    config: EvaluateConfig,
-    decoder: tuple[str | None, dict[str, Any]],
-    task: Task,
-    samples: Sequence[TaskSample],
-    params: SamplingParams,
+    load: Callable[[], Engine], task: Task, samples: Sequence[TaskSample], params: SamplingParams
 ) -> tuple[str, Evaluation]:
-    """Name and figures of a decoder (name, options). Its memory is free again afterwards: the next engine
-    sizes its own.
+    """Name of the engine's decoder and accelerators, and figures. Its memory is free again afterwards: the
+    next engine sizes its own.
     """
-    engine = load_engine(config.model, decoder[0], config.options(), decoder[1])
+    engine = load()
     try:
-        name, result = engine.decoder.name, evaluate(engine, task, samples, params)
+        name = "+".join((engine.decoder.name, *engine.settings.accelerators))
+        result = evaluate(engine, task, samples, params)
     finally:
         engine.close()
     del engine
@@ -86,11 +95,14 @@ def _evaluate(
 
 def table(results: dict[str, Evaluation]) -> str:
     """Plain text, one line per decoder."""
-    lines = [f"{'decoder':<10} {'law':<6} {'exact-match':>11} {'acceptance':>10} {'TPF':>6} {'tokens/s':>9}"]
+    width = max(10, *map(len, results))
+    lines = [
+        f"{'decoder':<{width}} {'law':<6} {'exact-match':>11} {'acceptance':>10} {'TPF':>6} {'tokens/s':>9}"
+    ]
     for name, result in results.items():
         acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.3f}"
         lines.append(
-            f"{name:<10} {result.exactness:<6} {result.exact_match:>11.3f} {acceptance:>10} "
+            f"{name:<{width}} {result.exactness:<6} {result.exact_match:>11.3f} {acceptance:>10} "
             f"{result.tokens_per_forward:>6.2f} {result.tokens_per_second:>9.0f}"
         )
     return "\n".join(lines)
