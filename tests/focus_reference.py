@@ -26,7 +26,8 @@ Rows = dict[int, Tensor]
 @dataclass(frozen=True, kw_only=True)
 class FocusRules:
     """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
-    `mean`: of decoded tokens, over the passes of the "block" or of the whole "request".
+    `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
+    first pass over a block somebody else needs all rows, as MAGE does.
     """
 
     size: int
@@ -34,6 +35,7 @@ class FocusRules:
     over: str = "masked"
     mean: str = "block"
     freezes: bool = True
+    begins_full: bool = False
 
 
 @dataclass(kw_only=True)
@@ -117,7 +119,8 @@ def select(
         )
     deltas = {place: found[1][place] - found[0][place] for place in masked}
     number, _ = budget(state, deltas, masked, rules)
-    if len(masked) <= number:
+    is_needed = rules.begins_full and state.num_passes == 0
+    if is_needed or len(masked) <= number:
         return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
     best = sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number]
     kept = {place for place in fed if place not in masked} | set(best)
@@ -177,7 +180,7 @@ class SlowFocus(SlowBlocks):
         self, prompt: list[int], sampling: Sampling, *, losses: Collection[int] = ()
     ) -> tuple[list[int], int]:
         """As the base class; `passes` are its denoising passes, `keys` and `values` all that is stored.
-        Before the passes numbered in `losses` the sequence lost its KV.
+        Before the passes numbered in `losses` the sequence lost its KV, and its block begins anew.
         """
         size, known = self.rules.size, list(prompt)
         self.keys, self.values, self.passes, self.losses = {}, {}, [], losses
@@ -208,20 +211,21 @@ class SlowFocus(SlowBlocks):
     ) -> tuple[list[int], BlockState]:
         """The block in which `known` ends, complete, and what is remembered of it."""
         rules, size = self.rules, self.rules.size
-        begun = len(self.passes)
-        number, start = len(known) // size, len(known) // size * size
+        begun, number = len(self.passes), len(known) // size
+        start = number * size
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
             assert last_row is not None
             work[0] = invert(law_of(last_row, sampling), uniform(sampling.seed, 0, number << 16, 0))
+        empty = list(work)
         while None in work:
-            masked = [place for place in range(size) if work[place] is None]
             if len(self.passes) in self.losses:
-                # What was decided stays; keys and values of blocks before are computed again, the same.
-                state = BlockState()
+                # Keys and values of blocks before are computed again, the same.
+                begun, state, work = len(self.passes), BlockState(), list(empty)
                 for layer, place in itertools.product(range(len(self.model.model.layers)), range(size)):
                     self.keys.pop((layer, start + place), None)
                     self.values.pop((layer, start + place), None)
+            masked = [place for place in range(size) if work[place] is None]
             part = rules.part or size
             decidable = [place for place in masked if place // part == masked[0] // part]
             fed = fed_places(state, self.focus)

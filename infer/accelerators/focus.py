@@ -9,8 +9,9 @@ B sequences, R rows still fed, W places of a block, N query heads, K KV heads, H
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ class FocusConfig:
     """`alpha`: as many masks go on as were decoded in a pass on average, times this, and at least those whose
     gain is a standard deviation above the mean. `importance`: attention is summed among the "masked" tokens
     (the paper's code) or the whole "block" (equation 2). `mean`: decoded tokens are averaged over the passes
-    of the "block" or of the whole "request". `intra_block_cache`: freeze decoded tokens.
+    of the "block" or of the whole "request", as long as that keeps its KV. `intra_block_cache`: freeze
+    decoded tokens.
     """
 
     alpha: float = 1.5
@@ -201,7 +203,7 @@ class FocusPass(RowsPass):
         view, masked_BW = self.view, self.view.is_mask_BW
         fed_BW, processed_BW = view.rows_BW >= 0, self._memory.processed_ZW[view.plan.lanes_B]
         self.budget_B = budgets(deltas_BW, masked_BW, self._mean_decoded_B, alpha=self._config.alpha)
-        evicts_B = self._mine_B & ~view.needs_all_rows_B & (masked_BW.sum(dim=1) > self.budget_B)
+        evicts_B = self._mine_B & (masked_BW.sum(dim=1) > self.budget_B)
         chosen_BW = best(deltas_BW, view.work.open_BW & masked_BW, self.budget_B)
         context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
         kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
@@ -221,7 +223,9 @@ class Focus(RowsAccelerator):
     """
 
     name: ClassVar[str] = "focus"
+    exact_options: ClassVar[Mapping[str, Any]] = {"alpha": 1e9, "intra_block_cache": False}
     Config: ClassVar[type] = FocusConfig
+    config: FocusConfig
 
     def problems(self) -> list[str]:
         """Options out of range, too few layers, or a decoder that keeps old keys and values itself."""
@@ -232,8 +236,6 @@ class Focus(RowsAccelerator):
             found.append(
                 f"it compares two layers, the model has {self.place.num_layers} (allowed: 2 and more)"
             )
-        if self.place.deterministic:
-            found.append("deterministic=true, but products over blocks depend on the batch (allowed: false)")
         if self.place.decoder_options.get("dual_cache"):
             found.append("decoder.dual_cache=true leaves rows of the block out as well (allowed: false)")
         return found

@@ -47,8 +47,7 @@ WAYS: list[dict[str, Any]] = [
     {"run_ahead": 3, "max_num_seqs": 3, "max_prompt_rows": 9},
     {"fused_commit": False, "prefix_cache": False},
 ]
-FULL = {"alpha": float(SIZE), "intra_block_cache": False}
-"""Nothing is dropped."""
+FULL = dict(Focus.exact_options)
 ALL_CASES = [(*case, WAYS[0]) for case in CASES] + [(*case, way) for case in CASES[::4] for way in WAYS[1:]]
 
 
@@ -69,9 +68,11 @@ def rules_of(shifted: bool, options: dict[str, Any]) -> Rules:
     return Rules(size=SIZE, mask=MASK_ID, shifted=shifted, **fields)
 
 
-def slow_focus(directory: Path, shifted: bool, options: dict[str, Any], focus: dict[str, Any]) -> SlowFocus:
+def slow_focus(
+    directory: Path, shifted: bool, options: dict[str, Any], focus: dict[str, Any], **more: Any
+) -> SlowFocus:
     names = {"alpha": "alpha", "importance": "over", "mean": "mean", "intra_block_cache": "freezes"}
-    fields = {names[key]: value for key, value in focus.items()}
+    fields = {names[key]: value for key, value in focus.items()} | more
     return SlowFocus(directory, rules_of(shifted, options), FocusRules(size=SIZE, **fields))
 
 
@@ -256,11 +257,32 @@ def test_aborts_and_passes_that_fail_leave_nothing_behind(
         assert list(completion.token_ids) == expected(shifted, options, focus)[int(name.split("-")[1])]
 
 
+@pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
+def test_mage_beside_it_has_the_rows_that_it_needs(
+    toys: dict[bool, Path], shifted: bool, options: dict[str, Any], focus: dict[str, Any]
+) -> None:
+    slow = slow_focus(toys[shifted], shifted, options, focus, begins_full=True)
+    both = {"focus": focus, "mage": {"k": 128}}
+    found = build_engine(toys[shifted], "block", accelerators=both, **options).generate(PROMPTS, params())
+    assert [list(answer.token_ids) for answer in found] == [
+        slow.answer(prompt, sampling(n))[0] for n, prompt in enumerate(PROMPTS)
+    ]
+    both["mage"] = {"k": 6, "exact_layers": 1}
+    together = build_engine(toys[shifted], "block", accelerators=both, **options).generate(PROMPTS, params())
+    alone = build_engine(toys[shifted], "block", accelerators=both, max_num_seqs=1, **options)
+    assert [answer.token_ids for answer in together] != [answer.token_ids for answer in found]
+    assert [answer.token_ids for answer in alone.generate(PROMPTS, params())] == [
+        answer.token_ids for answer in together
+    ]
+    assert_idle(alone)
+
+
 def test_edits_look_at_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"threshold": 0.5, "edit_threshold": 0.3}
-    plain = build_engine(toys[False], "block", **options).generate(PROMPTS, params())
+    prompts, settings = PROMPTS[:3], params()[:3]
+    plain = build_engine(toys[False], "block", **options).generate(prompts, settings)
     full = build_engine(toys[False], "block", accelerators={"focus": FULL}, **options)
-    assert [answer.token_ids for answer in full.generate(PROMPTS, params())] == [
+    assert [answer.token_ids for answer in full.generate(prompts, settings)] == [
         answer.token_ids for answer in plain
     ]
     engine = build_engine(toys[False], "block", accelerators={"focus": {}}, **options)
@@ -274,10 +296,10 @@ def test_edits_look_at_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.
 
     monkeypatch.setattr(FocusPass, "finish", watched)
     assert all(
-        len(answer.token_ids) == setting["max_tokens"]
-        for answer, setting in zip(engine.generate(PROMPTS, params()), SETTINGS, strict=True)
+        len(answer.token_ids) == setting.max_tokens
+        for answer, setting in zip(engine.generate(prompts, settings), settings, strict=True)
     )
-    assert sum(num_clean) > len(PROMPTS)
+    assert sum(num_clean) > len(prompts)
 
 
 @pytest.mark.parametrize(
