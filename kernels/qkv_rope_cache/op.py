@@ -16,6 +16,10 @@ from idlm.kernels.hopper import has_pdl, runs_kernels
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
+FEW_ROWS = 128
+"""Beyond, a program has four times the heads and the warps: then a head lies in as many lanes either way, and
+the sum of its norm has the same order.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +54,15 @@ def qkv_rope_cache(
     norm_eps: float = 1e-6,
     k_scale_K: Tensor | None = None,
     v_scale_K: Tensor | None = None,
-    heads_per_program: int = 4,
-    warps: int = 4,
+    heads_per_program: int | None = None,
+    warps: int | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
     """q [R, N, H], a view of `qkv_RJH`, whose query heads are overwritten; k and v go to the caches.
 
     `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. Scales (fp32,
     both or none) belong to e4m3 caches: what is stored is value / scale. The last three are launch
-    parameters (pdl None: where the device can).
+    parameters (None: chosen by the number of rows, and pdl where the device can).
     """
     num_kv_heads = k_cache_SKH.shape[1]
     num_heads = qkv_RJH.shape[1] - 2 * num_kv_heads
@@ -78,6 +82,7 @@ def qkv_rope_cache(
         )
     from idlm.kernels.qkv_rope_cache.kernel import run
 
+    is_few = len(qkv_RJH) <= FEW_ROWS
     run(
         qkv_RJH,
         (k_cache_SKH, v_cache_SKH),
@@ -86,8 +91,8 @@ def qkv_rope_cache(
         qk_norm_YH=qk_norm_YH,
         norm_eps=norm_eps,
         scales=(k_scale_K, v_scale_K),
-        heads_per_program=heads_per_program,
-        warps=warps,
+        heads_per_program=heads_per_program or (4 if is_few else 16),
+        warps=warps or (1 if is_few else 4),
         pdl=has_pdl(qkv_RJH.device) if pdl is None else pdl,
     )
     return qkv_RJH[:, :num_heads]

@@ -94,6 +94,26 @@ def test_small_ops_give_the_trunks_bits() -> None:
     assert (found != expected).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_rotated_row_has_the_same_bits_among_few_and_many(head_dim: int) -> None:
+    torch.manual_seed(0)
+    inv_freq = 1e6 ** -torch.linspace(0, 1, head_dim // 2, device="cuda")
+    qkv, norm = randn(300, 48, head_dim), randn(40, head_dim)
+    slots = torch.arange(300, device="cuda")
+
+    def rotated(num_rows: int) -> list[torch.Tensor]:
+        caches = [torch.zeros(300, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+        rope = make_rope(slots[:num_rows], inv_freq, dtype=qkv.dtype)
+        q = qkv_rope_cache(
+            qkv[:num_rows].clone(), *caches, rope=rope, slot_mapping_R=slots[:num_rows], qk_norm_YH=norm
+        )
+        return [one[:7] for one in (q, *caches)]
+
+    whole = rotated(300)
+    for num_rows in (7, 128, 129):
+        assert all(map(torch.equal, rotated(num_rows), whole)), f"{num_rows=}"
+
+
 def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> None:
     """Norm, projection, rotation, addition, SwiGLU and adapter in one graph, replayed on changing input."""
     torch.manual_seed(0)
