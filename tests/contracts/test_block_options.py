@@ -22,7 +22,6 @@ from tests.ranks import team_engine, team_of_threads
 
 SIZE, PART = 8, 4
 WAYS: list[dict[str, Any]] = [
-    {},
     {"graphs": "on", "run_ahead": 3},
     {"fused_commit": False, "prefix_cache": False, "max_num_seqs": 3},
     {"num_pages": 9, "max_num_seqs": 6, "run_ahead": 2},

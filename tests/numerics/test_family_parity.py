@@ -168,21 +168,69 @@ class SlowReference(SlowBlocks):
         return rows
 
 
-@pytest.mark.parametrize("family", ["sdar_moe", "fast_dllm", "llada2"])
-def test_an_engine_generates_what_a_slow_decoder_does(family: str, tmp_path: Path) -> None:
-    reference = FAMILIES[family](tmp_path)
-    is_shifted = family == "fast_dllm"
-    meaning = Semantics(causality="block", logit_shift=is_shifted, block_size=BLOCK, mask_token_id=MASK)
-    meaning.save(tmp_path)
-    strategy = "low_confidence_dynamic"
-    slow = SlowReference(reference, Rules(size=BLOCK, mask=MASK, shifted=is_shifted, strategy=strategy))
-    prompts = [draw(length, seed) for seed, length in enumerate((2 * BLOCK + 1, BLOCK, BLOCK - 1))]
-    engine = build_engine(tmp_path, "block", strategy=strategy)
-    most = 3 * BLOCK
-    found = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
-    expected = [slow.answer(prompt, Sampling(temperature=0.0, max_tokens=most))[0] for prompt in prompts]
-    assert [list(answer.token_ids) for answer in found] == expected
-    assert len({tuple(answer) for answer in expected}) > 1
+STRATEGIES: list[dict[str, Any]] = [
+    {"strategy": "sequential", "steps": 3},
+    {"strategy": "low_confidence_static", "steps": 3},
+    {"strategy": "low_confidence_dynamic", "threshold": 0.6},
+    {"strategy": "entropy_bounded", "entropy_bound": 1.5},
+]
+EDITS = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3}
+"""LLaDA2.1 differs from 2.0 in nothing else; a card's mode changes little in so blunt a model."""
+CASES = [(name, options) for name in ("sdar", "sdar_moe", "fast_dllm", "llada2") for options in STRATEGIES]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "seed": 1},
+    {"temperature": 0.7, "top_k": 9, "seed": 2},
+    {"temperature": 1.0, "seed": 3},
+]
+ENGINES: list[dict[str, Any]] = [{"fused_commit": False}, {"graphs": "on", "run_ahead": 2}]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Logits]]:
+    """Of each family one, of blocks of `BLOCK`, with its reference."""
+    made: dict[str, tuple[Path, Logits]] = {}
+
+    def checkpoint(family: str) -> tuple[Path, Logits]:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            reference = FAMILIES[family](directory)
+            is_shifted = family == "fast_dllm"
+            meaning = Semantics(
+                causality="block", logit_shift=is_shifted, block_size=BLOCK, mask_token_id=MASK
+            )
+            meaning.save(directory)
+            made[family] = directory, reference
+        return made[family]
+
+    return checkpoint
+
+
+@pytest.mark.parametrize(("family", "options"), [*CASES, ("llada2", EDITS)], ids=str)
+def test_an_engine_generates_what_a_slow_decoder_does(
+    family: str, options: dict[str, Any], checkpoints: Callable[[str], tuple[Path, Logits]]
+) -> None:
+    """Three blocks, alone and together."""
+    directory, reference = checkpoints(family)
+    fields = {"edit" if key == "edit_threshold" else key: value for key, value in options.items()}
+    rules = Rules(size=BLOCK, mask=MASK, shifted=family == "fast_dllm", **fields)
+    slow, most = SlowReference(reference, rules), 3 * BLOCK
+    prompts = [draw(length, seed) for seed, length in enumerate((2 * BLOCK + 1, BLOCK, BLOCK - 1, 1))]
+    expected = [
+        slow.answer(prompt, Sampling(max_tokens=most, **sampling))[0]
+        for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
+    ]
+    assert len({tuple(answer) for answer in expected}) == len(prompts)
+    assert slow.num_edits > 0 or options is not EDITS
+    params = [
+        SamplingParams(**{"seed": 0, **sampling}, max_tokens=most, ignore_eos=True) for sampling in SAMPLINGS
+    ]
+    for way in ENGINES:
+        engine = build_engine(directory, "block", **options, **way)
+        found = [list(answer.token_ids) for answer in engine.generate(prompts, params)]
+        assert found == expected, way
+    alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert [list(answer.token_ids) for answer in alone] == expected
 
 
 def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tmp_path: Path) -> None:
