@@ -10,12 +10,16 @@ tests/block_reference.py, which shares no code with the engine.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
@@ -45,19 +49,25 @@ OPTIONS = {
     "results": str(RESULTS),
 }
 JUDGED, ALLOWED_LOSS = 0.9, 0.02
-ONE_TOKEN = ("low_confidence_static", "sequential")
+SEQUENTIAL, DYNAMIC = "sequential", "low_confidence_dynamic"
+ONE_TOKEN = 1.0
+"""No confidence is above it: the most confident token alone is decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Options of decoder `block`."""
+    """How blocks are decided: by `threshold`, else from left to right."""
 
-    strategy: str
     threshold: float | None = None
 
+    @property
+    def strategy(self) -> str:
+        """Of decoder `block`."""
+        return SEQUENTIAL if self.threshold is None else DYNAMIC
+
     def options(self) -> dict[str, Any]:
-        """Keywords for the engine."""
-        return {"strategy": self.strategy} | ({} if self.threshold is None else {"threshold": self.threshold})
+        """Decoder options of its requests."""
+        return {} if self.threshold is None else {"threshold": self.threshold}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +97,9 @@ def measure(arguments: list[str]) -> int:
     num, thresholds = _numbers(options)
     task = TASKS.get(options["task"])(level=options["level"])
     samples = task_samples(task, "test", num)
-    arms = [Arm(strategy=name) for name in ONE_TOKEN]
-    arms += [Arm(strategy="low_confidence_dynamic", threshold=threshold) for threshold in thresholds]
-    results = []
-    for arm in arms:
-        print(f"decoding: {arm.strategy} {arm.threshold or ''}", file=sys.stderr)
-        results.append(_run(options, arm, task, samples))
-    base = max(results[: len(ONE_TOKEN)], key=lambda result: result.share)
+    arms = [Arm(), *(Arm(threshold=threshold) for threshold in (ONE_TOKEN, *thresholds))]
+    results = list(_results(options, arms, task, samples))
+    base = max(results[:2], key=lambda result: result.share)
     print(table(results, base))
     if options["record"] == "true":
         append_rows("block_quality", rows(results, base), results=Path(options["results"]))
@@ -110,31 +116,42 @@ def _numbers(options: dict[str, str]) -> tuple[int, list[float]]:
     return num, thresholds
 
 
-def _run(options: dict[str, str], arm: Arm, task: Task, samples: Sequence[TaskSample]) -> Result:
-    """One arm; its engine is closed again, and the first answers are compared with the slow reference."""
-    engine = Engine.from_pretrained(
-        options["model"],
-        "block",
-        device=options["device"],
-        dtype=options["dtype"],
-        max_num_seqs=int(options["batch"]),
-        **arm.options(),
-    )
-    params = SamplingParams(temperature=0, max_tokens=int(options["max_tokens"]), seed=1)
-    try:
-        evaluation = evaluate(engine, task, samples, params)
-        compared = samples[: int(options["reference"])]
-        expected = slow_answers(Path(options["model"]), arm, compared, params)
-    finally:
+def _results(
+    options: dict[str, str], arms: Sequence[Arm], task: Task, samples: Sequence[TaskSample]
+) -> Iterator[Result]:
+    """Arm by arm, those of a strategy in one engine; the first answers are compared with the reference."""
+    model, compared = Path(options["model"]), samples[: int(options["reference"])]
+    for strategy, members in itertools.groupby(arms, key=lambda arm: arm.strategy):
+        engine = Engine.from_pretrained(
+            model,
+            "block",
+            device=options["device"],
+            dtype=options["dtype"],
+            max_num_seqs=int(options["batch"]),
+            prefix_cache=False,
+            strategy=strategy,
+        )
+        for arm in members:
+            print(f"decoding: {strategy} {arm.threshold or ''}", file=sys.stderr)
+            params = SamplingParams(
+                temperature=0, max_tokens=int(options["max_tokens"]), seed=1, decoder_options=arm.options()
+            )
+            evaluation = evaluate(engine, task, samples, params)
+            answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
+            expected = slow_answers(model, arm, compared, params)
+            yield Result(
+                arm=arm,
+                evaluation=evaluation,
+                num_compared=len(compared),
+                num_equal=sum(mine == true for mine, true in zip(answers, expected, strict=True)),
+                marks=tuple(verdict.correct for verdict in evaluation.verdicts),
+            )
         engine.close()
-    answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
-    return Result(
-        arm=arm,
-        evaluation=evaluation,
-        num_compared=len(compared),
-        num_equal=sum(mine == true for mine, true in zip(answers, expected, strict=True)),
-        marks=tuple(verdict.correct for verdict in evaluation.verdicts),
-    )
+        # The next engine sizes its own memory.
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def slow_answers(
@@ -145,7 +162,8 @@ def slow_answers(
         return []
     meaning, tokenizer = Semantics.load(model), load_tokenizer(model)
     assert meaning.block_size is not None and meaning.mask_token_id is not None
-    slow = SlowBlocks(model, Rules(size=meaning.block_size, mask=meaning.mask_token_id, **arm.options()))
+    rules = Rules(size=meaning.block_size, mask=meaning.mask_token_id, strategy=arm.strategy, **arm.options())
+    slow = SlowBlocks(model, rules)
     settings = Sampling(temperature=0, max_tokens=params.max_tokens, stops=meaning.stop_token_ids)
     return [slow.answer(encode_prompt(tokenizer, one.prompt), settings)[0] for one in samples]
 
@@ -192,9 +210,9 @@ def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
     """Result rows; the baseline of every arm is one token a step."""
     out = []
     for result in results:
-        num, dynamic = result.evaluation.num_prompts, result.arm.threshold is not None
+        num, threshold = result.evaluation.num_prompts, result.arm.threshold
         case = {
-            "threshold": result.arm.threshold if dynamic else "-",
+            "threshold": "-" if threshold is None else threshold,
             "strategy": result.arm.strategy,
             "questions": num,
         }
