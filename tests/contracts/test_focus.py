@@ -26,12 +26,12 @@ SIZE = 8
 LENGTHS = (1, 5, 8, 19, 24, 13)
 PROMPTS = prompts_of(LENGTHS, vocab_size=MASK_ID)
 SETTINGS = (
-    {"temperature": 0.0, "max_tokens": 24},
-    {"temperature": 1.0, "max_tokens": 17},
-    {"temperature": 0.8, "top_k": 9, "max_tokens": 24},
-    {"temperature": 0.0, "max_tokens": 13},
-    {"temperature": 1.0, "top_p": 0.9, "max_tokens": 20},
-    {"temperature": 0.7, "max_tokens": 22},
+    {"temperature": 0.0, "max_tokens": 18},
+    {"temperature": 1.0, "max_tokens": 15},
+    {"temperature": 0.8, "top_k": 9, "max_tokens": 18},
+    {"temperature": 0.0, "max_tokens": 11},
+    {"temperature": 1.0, "top_p": 0.9, "max_tokens": 17},
+    {"temperature": 0.7, "max_tokens": 18},
 )
 CASES: list[tuple[bool, dict[str, Any], dict[str, Any]]] = [
     (False, {"threshold": 0.5}, {}),
