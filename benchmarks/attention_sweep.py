@@ -59,12 +59,15 @@ def variants(step: Step) -> Variants:
 
 
 def _walks(chosen: Any) -> Iterator[Any]:
-    all_warps = (4, 8) if chosen.block_m > 32 else (4,)
-    for (block_n, stages), warps, programs, min_blocks in itertools.product(
-        BLOCKS, all_warps, (1, 2, 3, 4), (1, 2)
+    tiles = [(chosen.block_m, 4)]
+    if chosen.block_m > 32:
+        tiles += [(chosen.block_m, 8), (2 * chosen.block_m, 8)]
+    for (block_n, stages), (block_m, warps), programs, min_blocks in itertools.product(
+        BLOCKS, tiles, (1, 2, 3, 4), (1, 2)
     ):
         yield replace(
             chosen,
+            block_m=block_m,
             block_n=block_n,
             stages=stages,
             warps=warps,
@@ -75,7 +78,7 @@ def _walks(chosen: Any) -> Iterator[Any]:
 
 
 def _sums(chosen: Any) -> Iterator[Any]:
-    for rows, parts, warps in itertools.product((1, 2, 4), (8, 16, 32), (1, 2, 4)):
+    for rows, parts, warps in itertools.product((1, 2, 4, 16), (2, 8, 16, 32), (1, 2, 4)):
         # More would not fit a program's registers.
         if rows * parts <= 32 * warps:
             yield replace(

@@ -132,14 +132,19 @@ def choose_launch(
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, 2 * block_n)
     # One program with twice the bytes on their way hides latency better than two, if each has work.
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 2 * multiprocessors and not deterministic
+    programs_per_sm = 1 if is_long else 2
+    num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
     combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
+    if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
+        # Hardly a tile is split: what counts is how many programs find nothing to add up.
+        combine_rows = 16
     return Launch(
         block_m=max(block_m, group),
         block_n=2 * block_n if is_long else block_n,
         warps=8 if group > 64 and not is_wide else 4,
         stages=2 if is_wide else 3,
         min_blocks=1,
-        programs_per_sm=1 if is_long else 2,
+        programs_per_sm=programs_per_sm,
         split_slots=block_n if deterministic else 0,
         octave=16,
         combine_rows=combine_rows,
