@@ -32,6 +32,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_block_toy(tmp_path_factory.mktemp("toy"), shifted=False)
 
 
+@pytest.fixture(scope="module")
+def shifted_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_block_toy(tmp_path_factory.mktemp("toy"), shifted=True)
+
+
 def masks_of(confidence: list[float], *, open_: list[bool], quota: int, threshold: float) -> Masks:
     numbers = torch.tensor([confidence], dtype=torch.float64)
     return Masks(
@@ -67,6 +72,30 @@ def test_trap_05_blocks_are_counted_from_position_0_of_the_sequence(
         for plan in plans:
             assert torch.equal(plan.positions_R, plan.slots_R)
             assert torch.equal(plan.limits_R, (plan.slots_R // SIZE + 1) * SIZE)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_commit": False}, {"mode": "quality"}], ids=str)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_trap_06_a_block_is_stored_by_its_clean_tokens_before_the_next_is_decided(
+    toy: Path, shifted_toy: Path, shifted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(shifted_toy if shifted else toy, "block", max_prompt_rows=64, **options)
+    runner = engine._parts.runner
+    forward, stored = runner.forward, dict[int, int]()
+    seen: list[tuple[int, dict[int, int]]] = []
+
+    def watched(plan: Any) -> Any:
+        stored.update(zip(plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True))
+        seen.append((max(plan.slots_R.tolist()) // SIZE, dict(stored)))
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    prompt = prompts_of([SIZE + 1])[0]
+    [found] = engine.generate([prompt], greedy(max_tokens=MOST))
+    final = [*prompt, *found.token_ids]
+    assert seen[-1][0] >= 3
+    for block, known in seen:
+        assert [known[slot] for slot in range(block * SIZE)] == final[: block * SIZE]
 
 
 def test_trap_08_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path) -> None:

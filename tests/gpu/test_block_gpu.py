@@ -5,6 +5,7 @@ python -m pytest tests/gpu/test_block_gpu.py -m gpu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,30 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 WAYS: list[dict[str, Any]] = [{"graphs": "off"}, {}, {"max_num_seqs": 3}, {"fused_commit": False}]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"mode": "quality", "sub_block_size": 8},
+    {"mode": "speed", "max_edit_passes": 3},
+    {"threshold": 0.5, "sub_block_size": 8, "dual_cache": True},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_edits_parts_and_options_of_requests_give_the_tokens_of_a_cpu(
+    tmp_path: Path, shifted: bool, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    directory = write_block_toy(tmp_path, shifted=shifted, size=32)
+    own = [{"threshold": 0.2 + number / 10, "steps": 1 + 4 * number} for number in range(len(PROMPTS))]
+    params = [replace(one, decoder_options=mine) for one, mine in zip(params_of(), own, strict=True)]
+    common = {**options, "page_size": 32}
+    expected = build_engine(directory, "block", **common).generate(PROMPTS, params)
+    engine = build_engine(directory, "block", device="cuda", **common, **way)
+    found = engine.generate(PROMPTS, params)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
