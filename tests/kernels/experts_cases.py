@@ -31,7 +31,7 @@ class Sizes:
     rows: tuple[int, ...]
     routers: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], ...]
     experts: tuple[tuple[int, int], ...]
-    most_numbers: int = 1 << 22
+    most_numbers: int = 1 << 25
     """Of a stack of weights; larger draws take the first of `experts`."""
 
 
@@ -59,6 +59,7 @@ class Case:
     def __init__(self, seed: int, device: str, dtype: torch.dtype, sizes: Sizes) -> None:
         dice = self.dice = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
+        self._device_generator = torch.Generator(device).manual_seed(seed)
         self.device, self.dtype = device, dtype
         self.num_rows = dice.choice(sizes.rows) + 1
         self.num_experts, num_chosen, groups, chosen_groups, score = dice.choice(sizes.routers)
@@ -75,8 +76,8 @@ class Case:
             self.width, self.ffn = sizes.experts[0]
 
     def tensor(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        drawn = scale * torch.randn(shape, generator=self.generator)
-        return drawn.to(self.device, dtype or self.dtype)
+        drawn = torch.randn(shape, generator=self._device_generator, device=self.device)
+        return (scale * drawn).to(dtype or self.dtype)
 
     def rows(self, width: int) -> Tensor:
         """Rows with memory of NaN around them."""
@@ -114,7 +115,7 @@ def check_route(case: Case) -> None:
         order = found_RC[row].long().argsort()
         error = (weights_RC[row].cpu().double()[order.cpu()] - torch.tensor(weights[row]).double()).abs()
         assert (error <= MOST_OF_WEIGHT[case.dtype] * routing.scaling + 1e-6).all(), f"{row=} {routing=}"
-    assert num_clear >= 0.5 * len(real), "nearly all draws are ties: nothing was compared"
+    assert num_clear >= 0.5 * len(real) or len(real) < 10, "nearly all draws are ties: nothing was compared"
 
 
 def _is_clear(logits_X: Tensor, routing: Routing, bias_X: Tensor | None) -> bool:
