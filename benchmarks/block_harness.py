@@ -3,7 +3,7 @@ replayed trace of how many positions each pass decides.
 
 Random weights decide one position a pass, or all at once. So which positions are decided is left to the real
 strategy (the most confident first), and how many is read from a trace by lane, block and pass: every arm sees
-the same one, however its passes are laid out. Everything else runs as it is. Reading the trace costs a few
+the same one, however its passes are laid out. Everything else runs as it is. Reading the trace costs five
 small launches per pass, which count against us.
 Shapes: Z lanes, B sequences, S passes of the trace, R rows, X rows whose logits are wanted.
 """
@@ -11,7 +11,7 @@ Shapes: Z lanes, B sequences, S passes of the trace, R rows, X rows whose logits
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.decode_harness import Arm, Load, Measured, Seats
 from benchmarks.decode_replay import STEP_BETWEEN_LANES
 from benchmarks.decode_trace import Trace
+from idlm.contracts import StepPlan
 from idlm.infer.decoders.block import BlockDecoder
-from idlm.infer.decoders.block_unmask import Masks
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.scheduler import lane_of
 
@@ -57,45 +57,29 @@ class BlockMeasured(Measured):
 
 
 class UnmaskReplay:
-    """A trace on a device. As a strategy it passes the trace's quota on to the real one."""
+    """A trace on a device, and where the decoder asks for it."""
 
     def __init__(self, trace: Trace, decoder: BlockDecoder, device: torch.device) -> None:
         self.num_S = 1 + torch.tensor(trace.accepted, dtype=torch.int64, device=device)
-        self._decoder, self._strategy = decoder, decoder._strategy
-        self.needs_entropy = decoder._strategy.needs_entropy
-        self.quota_B: Tensor | None = None
         self.rows: set[int] = set()
+        decoder._quota = self.quota  # type: ignore[method-assign]
 
-    def install(self) -> None:
-        """Have the decoder ask here how many positions of each sequence to decide."""
-        original = self._decoder.advance
+    def quota(self, plan: StepPlan) -> Tensor:
+        """How many positions of each sequence this pass decides, as far as there are."""
+        assert plan.work is not None
+        self.rows.add(len(plan.token_ids_R))
+        place_B = self._place(plan.lanes_B, plan.work.starts_B, plan.work.num_passes_B)
+        return self.num_S[place_B]
 
-        def advance(table: Any, batch: Any, plan: Any, logits_XV: Tensor) -> Any:
-            lanes_B = plan.lanes_B
-            block_B = table.num_known_Z[lanes_B] // self._decoder.shape.size
-            passes_B = self._decoder.blocks.num_passes_Z[lanes_B]
-            self.quota_B = self.num_S[self._place(lanes_B, block_B, passes_B)]
-            self.rows.add(len(plan.token_ids_R))
-            return original(table, batch, plan, logits_XV)
+    def _place(self, lane: Any, start: Any, num_passes: Any) -> Any:
+        """Where the trace says it of a block from slot `start` on, in tensors or in plain integers."""
+        return (STEP_BETWEEN_LANES * lane + start + num_passes) % len(self.num_S)
 
-        self._decoder.advance = advance  # type: ignore[method-assign]
-        self._decoder._strategy = self  # type: ignore[assignment]
-
-    def choose(self, masks: Masks) -> Tensor:
-        """The real strategy's choice, of so many."""
-        assert self.quota_B is not None
-        return self._strategy.choose(replace(masks, quota_B=self.quota_B))
-
-    def _place(self, lane: Any, block: Any, num_passes: Any) -> Any:
-        """Where the trace says what this pass decides, of tensors and of plain integers."""
-        size = self._decoder.shape.size
-        return (STEP_BETWEEN_LANES * lane + size * block + num_passes) % len(self.num_S)
-
-    def passes_of(self, lane: int, block: int, num_open: int) -> int:
+    def passes_of(self, lane: int, start: int, num_open: int) -> int:
         """Denoising passes that the trace takes for a block with so many masks."""
         num_passes = 0
         while num_open > 0:
-            num_open -= int(self.num_S[self._place(lane, block, num_passes)])
+            num_open -= int(self.num_S[self._place(lane, start, num_passes)])
             num_passes += 1
         return num_passes
 
@@ -109,7 +93,6 @@ class BlockSeats(Seats):
         decoder = self.engine.decoder
         assert isinstance(decoder, BlockDecoder)
         self.unmasking = UnmaskReplay(trace, decoder, model.device)
-        self.unmasking.install()
 
     def _lengths(self) -> list[int]:
         """The context, and fixed tokens of the first block: a different number of each, so that blocks end in
@@ -195,9 +178,9 @@ def _expected(seats: BlockSeats, lane: int, num_known: int, num_left: int) -> in
     arm, num_passes = seats.arm, 0
     assert isinstance(arm, BlockArm)
     while num_left > 0:
-        block, num_fixed = divmod(num_known, arm.stride)
+        num_fixed = num_known % arm.stride
         num_open = arm.stride - num_fixed
-        num_passes += seats.unmasking.passes_of(lane, block, num_open)
+        num_passes += seats.unmasking.passes_of(lane, num_known - num_fixed, num_open)
         num_known, num_left = num_known + num_open, num_left - num_open
         num_passes += num_left > 0 and not arm.fused
     return num_passes

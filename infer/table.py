@@ -98,9 +98,17 @@ class SequenceTable:
         """
         self.num_computed_Z[lane] = num_computed
 
-    def laws(self, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Laws:
+    def laws(
+        self,
+        logits_XV: Tensor,
+        lanes_B: Tensor,
+        filters: bool,
+        *,
+        forbidden_id: int | None = None,
+        own: bool = False,
+    ) -> Laws:
         """The law of each row under its request's settings; the rows of a sequence, X / B, follow one
-        another.
+        another. `forbidden_id`, `own`: see `row_laws`.
         """
         return row_laws(
             logits_XV,
@@ -110,6 +118,8 @@ class SequenceTable:
             self.min_p_Z,
             filters=filters,
             lanes_B=lanes_B,
+            forbidden_id=forbidden_id,
+            own=own,
         )
 
     def uniforms(self, lanes_B: Tensor, num_draws: int) -> Tensor:

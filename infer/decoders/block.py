@@ -14,24 +14,23 @@ Shapes: B sequences, W positions of a block, X = B * W wanted rows, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from idlm.contracts import BlocksInWork, StepOutcome, StepPlan
+from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Batch, Feeding, PictureName, request_config
 from idlm.infer.decoders.block_config import NO_EDITS, REQUEST_OPTIONS, BlockConfig, LaneOptions, check
-from idlm.infer.decoders.block_rows import BlockLanes, BlockShape, fed_places, pack_blocks
-from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks, entropies, first_part, forbid
+from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
+from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.table import SequenceTable
-from idlm.kernels.sampling import Laws, draw, probability, row_laws, uniforms
+from idlm.kernels.block_step import RULES, BlockLanes, BlockShape, Limits, Proposed, decide_blocks
+from idlm.kernels.hopper import runs_kernels
+from idlm.kernels.sampling import entropy, judged_draws, uniforms
 from idlm.semantics import Semantics
-
-PASSES_BITS = 16
-"""The random stream's step is the block's number, then this many bits for the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,8 @@ class BlockDecoder:
             mask_token_id=mask_token_id,
             shifted=semantics.logit_shift,
             fuses=config.fused_commit,
-            reused_part=config.sub_block_size if config.dual_cache else None,
+            part=config.sub_block_size,
+            reuses=config.dual_cache,
         )
         self._strategy = UNMASKINGS.get(config.strategy)()
         self._edits = config.sure_edit < NO_EDITS
@@ -113,29 +113,88 @@ class BlockDecoder:
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the block in work."""
-        lanes_B, size = batch.lanes_B, self.shape.size
-        plan, known_B = pack_blocks(table, batch, self.blocks, self.shape), table.num_known_Z[lanes_B]
-        work = BlocksInWork(
-            starts_B=known_B // size * size,
-            open_BW=self._open(known_B, plan),
-            num_passes_B=self.blocks.num_passes_Z[lanes_B],
-            num_steps_B=self.options.steps_Z[lanes_B],
-            size=size,
-        )
-        return replace(plan, work=work)
+        return plan_blocks(table, batch, self.blocks, self.shape, self.options.steps_Z)
 
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Draw a token for every open mask, decide some, and emit the blocks that are clean by that."""
+        assert isinstance(plan, BlockPlan) and plan.work is not None, f"{type(plan)=}"
+        proposed = self._propose(table, batch, plan, logits_XV)
+        has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
+        decide = self._decide_by_kernel if has_kernel else self._decide
+        emitted_BW, num_emitted_B = decide(table, plan, proposed)
+        none_B = torch.zeros_like(num_emitted_B)
+        return StepOutcome(
+            token_ids_BJ=emitted_BW, num_emitted_B=num_emitted_B, num_accepted_B=none_B, num_tested_B=none_B
+        )
+
+    def _quota(self, plan: StepPlan) -> Tensor | None:
+        """The least that is decided of each sequence, int64 [B]; None: what its steps allot."""
+        return None
+
+    def _propose(self, table: SequenceTable, batch: Batch, plan: BlockPlan, logits_XV: Tensor) -> Proposed:
+        """A token for every place, how sure it is, and what strategies look at beside that. It means nothing
+        for closed places, but that those which may be edited get the likeliest.
+        """
+        assert plan.work is not None
+        lanes_B, size, open_BW = plan.lanes_B, self.shape.size, plan.work.open_BW
+        laws = table.laws(logits_XV, lanes_B, batch.filters, forbidden_id=self.shape.mask_token_id, own=True)
+        uniforms_BW = uniforms(
+            table.seeds_Z, table.samples_Z, plan.draw_steps_B, size, lanes_B=lanes_B, steps_by_lane=False
+        )
+        ids_X, confidence_X = judged_draws(
+            laws,
+            uniforms_BW.flatten(),
+            table.temperature_Z,
+            lanes_B=lanes_B,
+            takes_best_X=(~open_BW).flatten() if self._edits else None,
+            always_own=self.config.confidence == "model",
+        )
+        return Proposed(
+            token_ids_BW=ids_X.view(open_BW.shape),
+            confidence_BW=confidence_X.view(open_BW.shape),
+            entropy_BW=entropy(laws).view(open_BW.shape) if self._strategy.needs_entropy else None,
+        )
+
+    def _decide_by_kernel(
+        self, table: SequenceTable, plan: BlockPlan, proposed: Proposed
+    ) -> tuple[Tensor, Tensor]:
+        """`_decide` and the commit in one launch."""
+        assert plan.work is not None
+        options, has_logits_X = self.options, plan.has_logits_X
+        return decide_blocks(
+            table.lanes(),
+            table.steps_Z,
+            self.blocks,
+            self.shape,
+            rule=self.config.strategy,
+            limits=Limits(
+                threshold_Z=options.threshold_Z,
+                edit_threshold_Z=options.edit_threshold_Z,
+                entropy_bound_Z=options.entropy_bound_Z,
+                steps_Z=options.steps_Z,
+                max_clean_passes=self.config.max_edit_passes if self._edits else None,
+                quota_B=self._quota(plan),
+            ),
+            lanes_B=plan.lanes_B,
+            num_feed_B=plan.num_feed_B,
+            samples_B=plan.samples_B,
+            open_BW=plan.work.open_BW,
+            has_logits_BW=None if has_logits_X is None else has_logits_X.view(plan.work.open_BW.shape),
+            proposed=proposed,
+        )
+
+    def _decide(self, table: SequenceTable, plan: BlockPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
+        """Decide, edit and commit; tokens [B, W], and how many of each sequence are emitted."""
         lanes_B, size, blocks = plan.lanes_B, self.shape.size, self.blocks
         known_B = table.num_known_Z[lanes_B]
         places = self._places(known_B, plan)
-        tokens_BW = blocks.tokens_ZW[lanes_B]
-        proposed_BW, masks = self._propose(table, batch, plan, logits_XV, places)
-        chosen_BW = torch.where(places.opens_B[:, None], places.open_BW, self._strategy.choose(masks))
+        tokens_BW, proposed_BW = blocks.tokens_ZW[lanes_B], proposed.token_ids_BW
+        chosen_BW = self._strategy.choose(self._masks(plan, proposed, places))
+        chosen_BW = torch.where(places.opens_B[:, None], places.open_BW, chosen_BW)
         is_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW | chosen_BW).all(-1)
         if places.editable_BW is not None:
-            sure_B1 = self.options.edit_threshold_Z[lanes_B, None]
-            edited_BW = places.editable_BW & (proposed_BW != tokens_BW) & (masks.confidence_BW > sure_B1)
+            is_sure_BW = proposed.confidence_BW > self.options.edit_threshold_Z[lanes_B, None]
+            edited_BW = places.editable_BW & (proposed_BW != tokens_BW) & is_sure_BW
             is_clean_B &= self._is_settled(plan, places, edited_BW)
             chosen_BW = chosen_BW | edited_BW
         tokens_BW = torch.where(chosen_BW, proposed_BW, tokens_BW)
@@ -152,31 +211,33 @@ class BlockDecoder:
         emitted_BW = tokens_BW.gather(1, (place_W + num_fixed_B[:, None]).clamp(max=size - 1))
         num_emitted_B = torch.where(is_clean_B, size - num_fixed_B, 0)
         table.commit(lanes_B, emitted_BW, num_emitted_B, plan.num_feed_B)
-        none_B = torch.zeros_like(num_emitted_B)
-        return StepOutcome(
-            token_ids_BJ=emitted_BW, num_emitted_B=num_emitted_B, num_accepted_B=none_B, num_tested_B=none_B
+        return emitted_BW, num_emitted_B
+
+    def _masks(self, plan: BlockPlan, proposed: Proposed, places: _Places) -> Masks:
+        """What strategies look at."""
+        lanes_B, size, options = plan.lanes_B, self.shape.size, self.options
+        quota_B = self._quota(plan)
+        if quota_B is None:
+            steps_B, num_passes_B = options.steps_Z[lanes_B], self.blocks.num_passes_Z[lanes_B]
+            quota_B = size // steps_B + (num_passes_B < size % steps_B).long()
+        return Masks(
+            is_open_BW=places.open_BW,
+            confidence_BW=proposed.confidence_BW,
+            entropy_BW=proposed.entropy_BW,
+            quota_B=quota_B,
+            threshold_B=options.threshold_Z[lanes_B],
+            entropy_bound_B=options.entropy_bound_Z[lanes_B],
         )
 
-    def _open(self, known_B: Tensor, plan: StepPlan) -> Tensor:
-        """Masks that this pass may decide, bool [B, W], if all its wanted rows have logits."""
-        place_W = torch.arange(self.shape.size, device=known_B.device)
-        is_fixed_BW = place_W < (known_B % self.shape.size)[:, None]
-        open_BW = plan.samples_B[:, None] & ~is_fixed_BW & ~self.blocks.is_decided_ZW[plan.lanes_B]
-        # The last row of a stored block predicts one place, no other row does anything then.
-        open_BW &= ~self._opens(plan)[:, None] | (place_W == 0)
-        part_size = self.config.sub_block_size
-        return open_BW if part_size is None else first_part(open_BW, part_size)
-
-    def _opens(self, plan: StepPlan) -> Tensor:
-        """Who decides the first place of a shifted block, bool [B]."""
-        return (plan.num_feed_B > 0) & self.shape.shifted
-
-    def _places(self, known_B: Tensor, plan: StepPlan) -> _Places:
+    def _places(self, known_B: Tensor, plan: BlockPlan) -> _Places:
         """What this pass may do where."""
         assert plan.work is not None
         place_W = torch.arange(self.shape.size, device=known_B.device)
         fixed_BW = place_W < (known_B % self.shape.size)[:, None]
-        decided_BW, opens_B = self.blocks.is_decided_ZW[plan.lanes_B], self._opens(plan)
+        decided_BW, opens_B = (
+            self.blocks.is_decided_ZW[plan.lanes_B],
+            (plan.num_feed_B > 0) & self.shape.shifted,
+        )
         open_BW, editable_BW = plan.work.open_BW, None
         if self._edits:
             # Inside a shifted block no row predicts the first place.
@@ -197,56 +258,10 @@ class BlockDecoder:
     def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor) -> Tensor:
         """Whether no further edits are due, bool [B]; counts passes that began without a mask."""
         lanes_B, blocks = plan.lanes_B, self.blocks
-        began_clean_B = plan.samples_B & ~places.opens_B & (places.decided_BW | places.fixed_BW).all(-1)
+        began_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW).all(-1)
         num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B
         is_last_B = ~edited_BW.any(-1) | (num_clean_B >= self.config.max_edit_passes)
         has_none_B = self.options.edit_threshold_Z[lanes_B] >= NO_EDITS
         is_settled_B = has_none_B | (began_clean_B & is_last_B)
         blocks.num_clean_passes_Z[lanes_B] = torch.where(is_settled_B, 0, num_clean_B)
         return is_settled_B
-
-    def _propose(
-        self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor, places: _Places
-    ) -> tuple[Tensor, Masks]:
-        """A token for every place that may change, and what strategies look at."""
-        lanes_B, size, options = plan.lanes_B, self.shape.size, self.options
-        num_passes_B = self.blocks.num_passes_Z[lanes_B]
-        forbid(logits_XV, self.shape.mask_token_id)
-        own_rows_BW = plan.first_logit_B[:, None] + torch.arange(size, device=table.device)
-        rows_BW = torch.where(places.open_BW, own_rows_BW, -1)
-        # By block and pass, so that a block begun anew is the same again. Pass 0: a shifted block's first.
-        block_B = table.num_known_Z[lanes_B] // size
-        step_B = (block_B << PASSES_BITS) + torch.where(places.opens_B, 0, 1 + num_passes_B)
-        uniforms_BW = uniforms(table.seeds_Z[lanes_B], table.samples_Z[lanes_B], step_B, size)
-        laws = table.laws(logits_XV, lanes_B, batch.filters)
-        proposed_BW = draw(laws, rows_BW.flatten(), uniforms_BW.flatten()).view(rows_BW.shape)
-        if places.editable_BW is not None:
-            rows_BW = torch.where(places.editable_BW, own_rows_BW, rows_BW)
-            best_BW = logits_XV.argmax(-1).view(rows_BW.shape)
-            proposed_BW = torch.where(places.editable_BW, best_BW, proposed_BW)
-        judges = self._judges(table, batch, logits_XV, lanes_B)
-        entropy_X = entropies(logits_XV) if self._strategy.needs_entropy else None
-        steps_B = options.steps_Z[lanes_B]
-        return proposed_BW, Masks(
-            is_open_BW=places.open_BW,
-            confidence_BW=probability(judges, rows_BW, proposed_BW),
-            entropy_BW=None if entropy_X is None else entropy_X.view(rows_BW.shape),
-            quota_B=size // steps_B + (num_passes_B < size % steps_B).long(),
-            threshold_B=options.threshold_Z[lanes_B],
-            entropy_bound_B=options.entropy_bound_Z[lanes_B],
-        )
-
-    def _judges(self, table: SequenceTable, batch: Batch, logits_XV: Tensor, lanes_B: Tensor) -> Laws:
-        """The laws under which drawn tokens are more or less certain."""
-        is_own_Z = table.temperature_Z == 0
-        if self.config.confidence == "model":
-            is_own_Z = torch.ones_like(is_own_Z)
-        return row_laws(
-            logits_XV,
-            torch.where(is_own_Z, 1.0, table.temperature_Z),
-            torch.where(is_own_Z, 0, table.top_k_Z),
-            torch.where(is_own_Z, 1.0, table.top_p_Z),
-            torch.where(is_own_Z, 0.0, table.min_p_Z),
-            filters=batch.filters and self.config.confidence == "law",
-            lanes_B=lanes_B,
-        )

@@ -15,65 +15,93 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepPlan
+from idlm.contracts import BlocksInWork, StepPlan
 from idlm.infer.decoders.base import Batch
+from idlm.infer.decoders.block_unmask import first_part
 from idlm.infer.table import SequenceTable
+from idlm.kernels import block_step
+from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedBlocks
+from idlm.kernels.hopper import runs_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLanes:
-    """The block in work of each lane: tokens decided so far (known ones are in the table), which places those
-    are, how many denoising passes it has had, and how many of these began without a mask (edits only).
-    `whole_part_Z`: the part that was being decided when the whole block was fed last; -1: the cache holds
-    nothing of this block.
+class BlockPlan(StepPlan):
+    """A plan that also knows the random stream's step of each sequence."""
+
+    draw_steps_B: Tensor
+
+
+def plan_blocks(
+    table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
+) -> BlockPlan:
+    """Lay out what every sequence is due. `samples_B`: it decides something in this pass. `steps_Z`: passes
+    that the lanes' quota allots to a block.
     """
+    packed = _pack(table, batch, blocks, shape, steps_Z)
+    return BlockPlan(
+        lanes_B=batch.lanes_B,
+        cu_rows_B1=packed.cu_rows_B1,
+        sequence_R=packed.sequence_R,
+        token_ids_R=packed.token_ids_R,
+        positions_R=packed.slots_R,
+        slots_R=packed.slots_R,
+        limits_R=packed.limits_R,
+        branch_starts_R=packed.limits_R,
+        is_mask_R=packed.is_mask_R,
+        logit_rows_X=packed.logit_rows_X,
+        first_logit_B=packed.first_logit_B,
+        num_feed_B=packed.num_feed_B,
+        samples_B=packed.samples_B,
+        advances_B=packed.advances_B,
+        max_rows=max(batch.max_feed, shape.size) + shape.size,
+        max_slots=batch.max_known + shape.size,
+        work=BlocksInWork(
+            starts_B=packed.starts_B,
+            open_BW=packed.open_BW,
+            num_passes_B=packed.num_passes_B,
+            num_steps_B=packed.num_steps_B,
+            size=shape.size,
+        ),
+        draw_steps_B=packed.draw_steps_B,
+    )
 
-    tokens_ZW: Tensor
-    is_decided_ZW: Tensor
-    num_passes_Z: Tensor
-    num_clean_passes_Z: Tensor
-    whole_part_Z: Tensor
 
-    @classmethod
-    def empty(cls, num_lanes: int, block_size: int, device: torch.device) -> BlockLanes:
-        """Nothing is decided."""
-        shape = (num_lanes, block_size)
-        return cls(
-            tokens_ZW=torch.zeros(shape, dtype=torch.int64, device=device),
-            is_decided_ZW=torch.zeros(shape, dtype=torch.bool, device=device),
-            num_passes_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
-            num_clean_passes_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
-            whole_part_Z=torch.full((num_lanes,), -1, dtype=torch.int64, device=device),
-        )
-
-    def reset(self, lanes: list[int]) -> None:
-        """These lanes begin their blocks anew."""
-        self.is_decided_ZW[lanes] = False
-        self.num_passes_Z[lanes] = 0
-        self.num_clean_passes_Z[lanes] = 0
-        self.whole_part_Z[lanes] = -1
+def _pack(
+    table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
+) -> PackedBlocks:
+    if not runs_kernels(batch.lanes_B):
+        return pack_plainly(table, batch, blocks, shape, steps_Z)
+    num_rows = batch.num_rows
+    if num_rows is None:
+        num_rows = max(1, int(_rows_of(table, batch, blocks, shape).cu_rows_B1[-1]))
+    return block_step.pack_blocks(
+        table.lanes(),
+        blocks,
+        shape,
+        steps_Z=steps_Z,
+        lanes_B=batch.lanes_B,
+        num_feed_B=batch.num_feed_B,
+        samples_B=batch.samples_B,
+        num_rows=num_rows,
+        has_room=batch.num_rows is not None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockShape:
-    """`shifted`: a position is predicted by the row before it, so a block's first one by the last row of the
-    clean block before, and nothing can be denoised beside that. `fuses`: a block is denoised in the very pass
-    that stores the one before, as far as rows suffice. `reused_part`: a pass over a block feeds just the part
-    of so many places that is being decided, behind one pass over the whole block per part; None: always the
-    whole block.
-    """
+class _Rows:
+    """Of each sequence what the pass feeds; `cu_rows_B1`: where."""
 
-    size: int
-    mask_token_id: int
-    shifted: bool
-    fuses: bool
-    reused_part: int | None = None
+    known_B: Tensor
+    feed_B: Tensor
+    advances_B: Tensor
+    wants_B: Tensor
+    denoises_B: Tensor
+    work: FedPlaces
+    cu_rows_B1: Tensor
 
 
-def pack_blocks(table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape) -> StepPlan:
-    """Lay out what every sequence is due. `samples_B`: it decides something in this pass.
-
-    A decoding sequence stores what the device knows to be due, which may be a block that the host has not
+def _rows_of(table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape) -> _Rows:
+    """A decoding sequence stores what the device knows to be due, which may be a block that the host has not
     heard of. Where such blocks have no room, they are stored without denoising the next: the rows reserved
     for a decoding sequence are either.
     """
@@ -84,14 +112,29 @@ def pack_blocks(table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: B
     feed_B = torch.where(batch.samples_B, start_B - computed_B, batch.num_feed_B) * advances_B
     denoises_B = _denoises(batch, wants_B, feed_B, shape)
     work = fed_places(blocks, lanes_B, known_B, feed_B, shape)
-    num_rows_B = feed_B + work.num_B * denoises_B
-    cu_rows_B1 = torch.nn.functional.pad(num_rows_B.cumsum(0), (1, 0))
+    return _Rows(
+        known_B=known_B,
+        feed_B=feed_B,
+        advances_B=advances_B,
+        wants_B=wants_B,
+        denoises_B=denoises_B,
+        work=work,
+        cu_rows_B1=torch.nn.functional.pad((feed_B + work.num_B * denoises_B).cumsum(0), (1, 0)),
+    )
+
+
+def pack_plainly(
+    table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
+) -> PackedBlocks:
+    """In plain torch."""
+    rows, lanes_B, size = _rows_of(table, batch, blocks, shape), batch.lanes_B, shape.size
+    cu_rows_B1, known_B, feed_B, work = rows.cu_rows_B1, rows.known_B, rows.feed_B, rows.work
     # No pass is empty, even if all its sequences were found complete on the device.
     num_rows = max(1, int(cu_rows_B1[-1])) if batch.num_rows is None else batch.num_rows
     rows_R = torch.arange(num_rows, device=table.device)
     sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
     # Whoever skips places has nothing to store: all its rows are of the block in work.
-    first_slot_B = computed_B + work.first_B * denoises_B
+    first_slot_B = table.num_computed_Z[lanes_B] + work.first_B * rows.denoises_B
     slots_R = first_slot_B[sequence_R] + rows_R - cu_rows_B1[sequence_R]
     slots_R = torch.where(rows_R < cu_rows_B1[-1], slots_R, 0)
     lane_R, place_R = lanes_B[sequence_R], slots_R % size
@@ -99,25 +142,41 @@ def pack_blocks(table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: B
     is_decided_R = blocks.is_decided_ZW[lane_R, place_R]
     work_R = torch.where(is_decided_R, blocks.tokens_ZW[lane_R, place_R], shape.mask_token_id)
     known_R = table.tokens_ZL[lane_R, slots_R.clamp(max=table.tokens_ZL.shape[1] - 1)]
-    limits_R = slots_R - place_R + size
-    return StepPlan(
-        lanes_B=lanes_B,
+    samples_B = rows.wants_B if shape.shifted else rows.denoises_B
+    opens_B = (feed_B > 0) & shape.shifted
+    num_passes_B = blocks.num_passes_Z[lanes_B]
+    # By block and pass, so that a block begun anew is the same again. Pass 0: a shifted block's first.
+    draw_steps_B = (known_B // size << PASSES_BITS) + torch.where(opens_B, 0, 1 + num_passes_B)
+    return PackedBlocks(
         cu_rows_B1=cu_rows_B1,
         sequence_R=sequence_R,
         token_ids_R=torch.where(is_known_R, known_R, work_R),
-        positions_R=slots_R,
         slots_R=slots_R,
-        limits_R=limits_R,
-        branch_starts_R=limits_R,
+        limits_R=slots_R - place_R + size,
         is_mask_R=~(is_known_R | is_decided_R) & (rows_R < cu_rows_B1[-1]),
         logit_rows_X=_wanted(cu_rows_B1, feed_B - work.first_B, size, num_rows, shifted=shape.shifted),
         first_logit_B=torch.arange(len(lanes_B), device=table.device) * size,
         num_feed_B=feed_B,
-        samples_B=wants_B if shape.shifted else denoises_B,
-        advances_B=advances_B,
-        max_rows=max(batch.max_feed, size) + size,
-        max_slots=batch.max_known + size,
+        samples_B=samples_B,
+        advances_B=rows.advances_B,
+        starts_B=known_B // size * size,
+        open_BW=_open(blocks.is_decided_ZW[lanes_B], known_B, samples_B, opens_B, shape),
+        num_passes_B=num_passes_B,
+        num_steps_B=steps_Z[lanes_B],
+        draw_steps_B=draw_steps_B,
     )
+
+
+def _open(
+    is_decided_BW: Tensor, known_B: Tensor, samples_B: Tensor, opens_B: Tensor, shape: BlockShape
+) -> Tensor:
+    """Masks that this pass may decide, bool [B, W], if all its wanted rows have logits."""
+    place_W = torch.arange(shape.size, device=known_B.device)
+    is_fixed_BW = place_W < (known_B % shape.size)[:, None]
+    open_BW = samples_B[:, None] & ~is_fixed_BW & ~is_decided_BW
+    # The last row of a stored block predicts one place, no other row does anything then.
+    open_BW &= ~opens_B[:, None] | (place_W == 0)
+    return open_BW if shape.part is None else first_part(open_BW, shape.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

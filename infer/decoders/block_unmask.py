@@ -113,14 +113,3 @@ def first_part(is_open_BW: Tensor, part_size: int) -> Tensor:
     part_W = place_W // part_size
     first_B = torch.where(is_open_BW, part_W, is_open_BW.shape[1]).amin(-1)
     return is_open_BW & (part_W == first_B[:, None])
-
-
-@torch.inference_mode()
-def forbid(logits_XV: Tensor, token_id: int) -> None:
-    """Let no row predict the token: in place, by the least finite number."""
-    logits_XV[:, token_id] = torch.finfo(logits_XV.dtype).min
-
-
-def entropies(logits_XV: Tensor) -> Tensor:
-    """Entropy (nats, fp32) of the model's own law in each row."""
-    return torch.special.entr(logits_XV.float().softmax(-1)).sum(-1)

@@ -22,7 +22,8 @@ def row_laws(
 ) -> PlainLaws:
     """fp64 laws; a filter that no row uses costs nothing."""
     if forbidden_id is not None:
-        logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
+        with torch.inference_mode():
+            logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
     law_XV = _laws(logits_XV, settings, lanes_B, filters=filters)
     if not own:
         return PlainLaws(law_XV=law_XV)

@@ -14,7 +14,7 @@ from idlm.errors import UserError
 from idlm.infer.decoders import block
 from idlm.infer.decoders.base import Batch, Feeding
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
-from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks, entropies
+from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
 from idlm.infer.table import SequenceTable
 from idlm.semantics import Semantics
@@ -165,7 +165,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     masks = Masks(
         is_open_BW=torch.zeros(num_sequences, SIZE, dtype=torch.bool, device=device),
         confidence_BW=torch.zeros(num_sequences, SIZE, dtype=torch.float64, device=device),
-        entropy_BW=entropies(torch.zeros(num_sequences * SIZE, 48, device=device)).view(-1, SIZE),
+        entropy_BW=torch.zeros(num_sequences, SIZE, dtype=torch.float64, device=device),
         quota_B=ints_B,
         threshold_B=ints_B.double(),
         entropy_bound_B=ints_B.double(),
@@ -173,10 +173,9 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     assert decoder._strategy.choose(masks).shape == masks.is_open_BW.shape
     with pytest.MonkeyPatch.context() as patch:
         # Plain laws may look: on a GPU they are kernels.
-        patch.setattr(block, "row_laws", lambda *_, **__: None)
-        patch.setattr(SequenceTable, "laws", lambda *_: None)
-        patch.setattr(block, "draw", lambda _, rows, uniforms: torch.zeros_like(rows))
-        patch.setattr(block, "probability", lambda _, rows, tokens: rows.double())
+        patch.setattr(SequenceTable, "laws", lambda *_, **__: None)
+        patch.setattr(block, "judged_draws", lambda _, drawn, *__, **___: (drawn.long(), drawn))
+        patch.setattr(block, "entropy", lambda _: torch.zeros(num_sequences * SIZE, device=device))
         logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
         outcome = decoder.advance(table, batch, plan, logits_XV)
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)

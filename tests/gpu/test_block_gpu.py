@@ -1,4 +1,5 @@
-"""Decoder `block` in CUDA graphs against the CPU, which is compared with a slow reference in tests/contracts.
+"""Decoder `block` in CUDA graphs against the CPU, which is compared with a slow reference in tests/contracts;
+its kernels against plain torch on 1,000 random passes, integers equal.
 
 python -m pytest tests/gpu/test_block_gpu.py -m gpu
 """
@@ -15,6 +16,7 @@ import torch
 from idlm.infer.decoders.block_unmask import UNMASKINGS
 from tests.contracts.engines import assert_idle, build_engine
 from tests.contracts.test_block_decoder import PROMPTS, params_of, write_block_toy
+from tests.kernels.block_step_cases import Case, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +62,12 @@ def test_graphs_give_the_tokens_of_a_cpu(
     found = engine.generate(PROMPTS, params_of())
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_the_kernels_say_what_plain_torch_says(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        expected = run(Case(seed, "cpu"), by_kernel=False)
+        found = run(Case(seed, "cuda"), by_kernel=True)
+        for name, value in expected.items():
+            assert torch.equal(found[name].cpu(), value), f"{seed=} {name}"

@@ -1,0 +1,28 @@
+"""The rows of a pass of block diffusion, and what it decides, as tensors by lane; contract in README.md."""
+
+from idlm.kernels.block_step.op import (
+    PASSES_BITS,
+    RULES,
+    BlockLanes,
+    BlockShape,
+    Limits,
+    PackedBlocks,
+    Proposed,
+    decide_blocks,
+    pack_blocks,
+)
+from idlm.kernels.block_step.reference import decide_reference, pack_reference
+
+__all__ = [
+    "PASSES_BITS",
+    "RULES",
+    "BlockLanes",
+    "BlockShape",
+    "Limits",
+    "PackedBlocks",
+    "Proposed",
+    "decide_blocks",
+    "decide_reference",
+    "pack_blocks",
+    "pack_reference",
+]

@@ -1,0 +1,314 @@
+"""The Triton kernels of a block-diffusion pass: its rows, and what is decided. Small integers, few launches.
+
+Every program finds the rows' sequences for itself by adding all rows up, so nothing is passed between
+programs. B sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token
+table.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.constexpr):
+    """The leftmost place of each sequence that is neither known nor decided; the last one if none is."""
+    w = tl.arange(0, BLOCK_W)
+    m_bw = m_b[:, None] & (w < SIZE)[None, :]
+    decided = tl.load(decided_ZW + lane[:, None] * SIZE + w[None, :], mask=m_bw, other=1) != 0
+    is_open = m_bw & (w[None, :] >= (known % SIZE)[:, None]) & (decided == 0)
+    return tl.min(tl.where(is_open, w[None, :], SIZE - 1), 1)
+
+
+@triton.jit
+def shares(
+    known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
+    SIZE: tl.constexpr, PART: tl.constexpr, SHIFTED: tl.constexpr, FUSES: tl.constexpr,
+    HAS_ROOM: tl.constexpr, REUSES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Of every sequence: whether it advances, wants to decode, denoises; the known tokens that it stores, the
+    first place that is fed of its block in work, the first slot and the number of its rows.
+    """
+    b = tl.arange(0, BLOCK_B)
+    m_b = b < B
+    lane = tl.load(lanes_B + b, mask=m_b, other=0)
+    known = tl.load(known_Z + lane)
+    computed = tl.load(computed_Z + lane)
+    told = tl.load(feed_B + b, mask=m_b, other=0)
+    decodes = tl.load(samples_B + b, mask=m_b, other=0) != 0
+    advances = (known < tl.load(ends_Z + lane)) & m_b
+    wants = decodes & advances
+    feed = tl.where(decodes, known // SIZE * SIZE - computed, told)
+    feed = tl.where(advances, feed, 0)
+    denoises = wants
+    if not FUSES:
+        denoises = wants & (feed == 0)
+    elif HAS_ROOM:
+        uncounted = tl.where(m_b, tl.maximum(feed - told, 0), 0)
+        room = R - B * SIZE - tl.sum(tl.where(m_b, tl.minimum(feed, told), 0), 0)
+        denoises = wants & ((uncounted == 0) | (tl.cumsum(uncounted, 0) <= room))
+    first = feed * 0
+    num = first + SIZE
+    if REUSES:
+        place = first_open(decided_ZW, lane, known, m_b, SIZE, BLOCK_W)
+        part = (place // PART).to(tl.int64)
+        is_whole = (tl.load(part_Z + lane) != part) | (feed > 0)
+        if SHIFTED:
+            is_whole = is_whole | (place % PART == 0)
+        first = tl.where(is_whole, 0, part * PART)
+        num = tl.where(is_whole, SIZE, PART).to(tl.int64)
+    count = tl.where(m_b, feed + tl.where(denoises, num, 0), 0)
+    first_slot = computed + tl.where(denoises, first, 0)
+    return advances, wants, denoises, feed, first, first_slot, count
+
+
+@triton.jit
+def pack_blocks_kernel(
+    known_Z,
+    computed_Z,
+    ends_Z,
+    tokens_ZL,
+    tokens_ZW,
+    decided_ZW,
+    passes_Z,
+    part_Z,
+    steps_Z,
+    lanes_B,
+    feed_B,
+    samples_B,
+    cu_rows_B1,
+    ints_IB,
+    bools_IB,
+    rows_IR,
+    is_mask_R,
+    logit_rows_X,
+    open_BW,
+    B,
+    R,
+    L,
+    mask_token_id,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    FUSES: tl.constexpr,
+    HAS_ROOM: tl.constexpr,
+    REUSES: tl.constexpr,
+    PASSES_BITS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of rows, or (programs behind those) the wanted rows of a sequence and what is said of it."""
+    b = tl.arange(0, BLOCK_B)
+    advances, wants, denoises, feed, first, first_slot, count = shares(
+        known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
+        SIZE, PART, SHIFTED, FUSES, HAS_ROOM, REUSES, BLOCK_B, BLOCK_W,
+    )  # fmt: skip
+    end = tl.cumsum(count, 0)
+    num_blocks = tl.cdiv(R, BLOCK)
+    if tl.program_id(0) >= num_blocks:
+        i = tl.program_id(0) - num_blocks
+        is_mine = b == i
+        my_end = tl.sum(tl.where(is_mine, end, 0), 0)
+        my_start = my_end - tl.sum(tl.where(is_mine, count, 0), 0)
+        my_feed = tl.sum(tl.where(is_mine, feed, 0), 0)
+        my_first = tl.sum(tl.where(is_mine, first, 0), 0)
+        my_wants = tl.sum(tl.where(is_mine & wants, 1, 0), 0)
+        samples = my_wants if SHIFTED else tl.sum(tl.where(is_mine & denoises, 1, 0), 0)
+        lane = tl.load(lanes_B + i)
+        known, passes = tl.load(known_Z + lane), tl.load(passes_Z + lane)
+        opens = (my_feed > 0) & SHIFTED
+        w = tl.arange(0, BLOCK_W)
+        m_w = w < SIZE
+        decided = tl.load(decided_ZW + lane * SIZE + w, mask=m_w, other=1) != 0
+        is_open = m_w & (w >= known % SIZE) & (decided == 0) & (samples > 0)
+        is_open = is_open & ((w == 0) | (opens == 0))
+        if PART < SIZE:
+            is_open = is_open & (w // PART == tl.min(tl.where(is_open, w // PART, SIZE), 0))
+        tl.store(open_BW + i * SIZE + w, is_open, mask=m_w)
+        row = my_start + my_feed - my_first + w - (1 if SHIFTED else 0)
+        row = tl.minimum(tl.maximum(row, my_start), my_end - 1)
+        tl.store(logit_rows_X + i * SIZE + w, tl.minimum(tl.maximum(row, 0), R - 1), mask=m_w)
+        if i == 0:
+            tl.store(cu_rows_B1, tl.zeros([], tl.int64))
+        tl.store(cu_rows_B1 + 1 + i, my_end)
+        tl.store(bools_IB + i, samples > 0)
+        tl.store(bools_IB + B + i, tl.sum(tl.where(is_mine & advances, 1, 0), 0) > 0)
+        tl.store(ints_IB + i, (i * SIZE).to(tl.int64))
+        tl.store(ints_IB + B + i, my_feed)
+        tl.store(ints_IB + 2 * B + i, known // SIZE * SIZE)
+        tl.store(ints_IB + 3 * B + i, passes)
+        tl.store(ints_IB + 4 * B + i, tl.load(steps_Z + lane))
+        step = (known // SIZE << PASSES_BITS) + tl.where(opens, 0, 1 + passes)
+        tl.store(ints_IB + 5 * B + i, step)
+        return
+
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_row = row < R
+    is_fed = row < tl.sum(count, 0)
+    sequence = tl.sum(((end[None, :] <= row[:, None]) & (b < B)[None, :]).to(tl.int32), 1)
+    sequence = tl.minimum(sequence, B - 1)
+    is_mine = sequence[:, None] == b[None, :]
+    base = first_slot - (end - count)
+    slot = tl.where(is_fed, row + tl.sum(tl.where(is_mine, base[None, :], 0), 1), 0)
+    lane = tl.load(lanes_B + sequence)
+    place = slot % SIZE
+    is_known = slot < tl.load(known_Z + lane)
+    is_decided = tl.load(decided_ZW + lane * SIZE + place) != 0
+    known_token = tl.load(tokens_ZL + lane * L + tl.minimum(slot, L - 1))
+    token = tl.where(is_decided, tl.load(tokens_ZW + lane * SIZE + place), mask_token_id)
+    tl.store(rows_IR + row, sequence.to(tl.int64), mask=m_row)
+    tl.store(rows_IR + R + row, tl.where(is_known, known_token, token), mask=m_row)
+    tl.store(rows_IR + 2 * R + row, slot, mask=m_row)
+    tl.store(rows_IR + 3 * R + row, slot - place + SIZE, mask=m_row)
+    tl.store(is_mask_R + row, is_fed & (is_known == 0) & (is_decided == 0), mask=m_row)
+
+
+@triton.jit
+def ranks(keys, is_open, w):
+    """How many open places come before each: larger keys first, the left one of equal keys first."""
+    mine, other = keys[:, None], keys[None, :]
+    is_before = (other > mine) | ((other == mine) & (w[None, :] < w[:, None]))
+    return tl.sum((is_before & is_open[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE: tl.constexpr):
+    """Which open masks are decided, by rule number RULE of `RULES`."""
+    if RULE == 0:
+        return is_open & (tl.cumsum(is_open.to(tl.int32), 0) <= quota)
+    if RULE == 3:
+        rank = ranks(-entropy, is_open, w)
+        is_counted = (rank[None, :] <= rank[:, None]) & is_open[None, :]
+        sums = tl.sum(tl.where(is_counted, entropy[None, :], 0.0), 1)
+        return is_open & ((sums < bound) | (rank == 0))
+    best = is_open & (ranks(confidence, is_open, w) < quota)
+    if RULE == 1:
+        return best
+    passes = is_open & (confidence > threshold)
+    least = tl.minimum(quota, tl.sum(is_open.to(tl.int32), 0))
+    has_enough = tl.sum(passes.to(tl.int32), 0) >= least
+    return (passes & has_enough) | (best & (has_enough == 0))
+
+
+@triton.jit
+def decide_kernel(
+    known_Z,
+    computed_Z,
+    tokens_ZL,
+    table_steps_Z,
+    tokens_ZW,
+    decided_ZW,
+    passes_Z,
+    clean_passes_Z,
+    part_Z,
+    steps_Z,
+    threshold_Z,
+    bound_Z,
+    edit_threshold_Z,
+    lanes_B,
+    feed_B,
+    samples_B,
+    open_BW,
+    has_logits_BW,
+    proposed_BW,
+    confidence_BW,
+    entropy_BW,
+    quota_B,
+    out_BW,
+    emitted_B,
+    entropy_stride,
+    L,
+    max_clean_passes,
+    RULE: tl.constexpr,
+    EDITS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_QUOTA: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    REUSES: tl.constexpr,
+    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One sequence."""
+    b = tl.program_id(0)
+    lane, feed = tl.load(lanes_B + b), tl.load(feed_B + b)
+    samples = tl.load(samples_B + b) != 0
+    known, passes = tl.load(known_Z + lane), tl.load(passes_Z + lane)
+    opens = (feed > 0) & SHIFTED
+    num_fixed, start = known % SIZE, known // SIZE * SIZE
+    w = tl.arange(0, BLOCK_W)
+    m_w = w < SIZE
+    at, mine = lane * SIZE + w, b * SIZE + w
+    decided = tl.load(decided_ZW + at, mask=m_w, other=1) != 0
+    tokens = tl.load(tokens_ZW + at, mask=m_w, other=0)
+    is_fixed = w < num_fixed
+    is_open = tl.load(open_BW + mine, mask=m_w, other=0) != 0
+    if HAS_LOGITS:
+        has_logits = tl.load(has_logits_BW + mine, mask=m_w, other=0) != 0
+        is_open = is_open & has_logits
+    looks = is_open
+    if EDITS:
+        # Inside a shifted block no row predicts the first place.
+        can_edit = m_w & decided & (w >= num_fixed) & samples & (opens == 0)
+        if SHIFTED:
+            can_edit = can_edit & (w > 0)
+        if HAS_LOGITS:
+            can_edit = can_edit & has_logits
+        looks = looks | can_edit
+    # What closed places say may be anything.
+    proposed = tl.load(proposed_BW + mine, mask=looks, other=0)
+    confidence = tl.load(confidence_BW + mine, mask=looks, other=0.0)
+    entropy = confidence
+    if RULE == 3:
+        entropy = tl.load(entropy_BW + mine * entropy_stride, mask=is_open, other=0.0)
+    if HAS_QUOTA:
+        quota = tl.load(quota_B + b)
+    else:
+        steps = tl.load(steps_Z + lane)
+        quota = SIZE // steps + tl.where(passes < SIZE % steps, 1, 0)
+    threshold, bound = tl.load(threshold_Z + lane), tl.load(bound_Z + lane)
+    chosen = chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE)
+    chosen = tl.where(opens, is_open, chosen)
+    num_masks = tl.sum((m_w & (decided == 0) & (is_fixed == 0)).to(tl.int32), 0)
+    num_chosen = tl.sum(chosen.to(tl.int32), 0)
+    is_clean = samples & (num_chosen == num_masks)
+    if EDITS:
+        sure = tl.load(edit_threshold_Z + lane)
+        edited = can_edit & (proposed != tokens) & (confidence > sure)
+        began_clean = samples & (num_masks == 0)
+        num_clean = tl.load(clean_passes_Z + lane) + tl.where(began_clean, 1, 0)
+        is_last = (tl.sum(edited.to(tl.int32), 0) == 0) | (num_clean >= max_clean_passes)
+        is_settled = (sure >= 1.0) | (began_clean & is_last)
+        tl.store(clean_passes_Z + lane, tl.where(is_settled, 0, num_clean))
+        is_clean = is_clean & is_settled
+        chosen = chosen | edited
+    if REUSES:
+        place = tl.min(tl.where(m_w & (decided == 0) & (is_fixed == 0), w, SIZE - 1), 0)
+        part = tl.where(samples & (opens == 0), (place // PART).to(tl.int64), tl.load(part_Z + lane))
+        tl.store(part_Z + lane, tl.where(is_clean, -1, part))
+    tokens = tl.where(chosen, proposed, tokens)
+    tl.store(tokens_ZW + at, tokens, mask=m_w)
+    tl.store(decided_ZW + at, (decided | chosen) & (is_clean == 0), mask=m_w)
+    passes += tl.where(samples & (opens == 0), 1, 0)
+    tl.store(passes_Z + lane, tl.where(is_clean, 0, passes))
+
+    last = tl.sum(tl.where(w == SIZE - 1, tokens, 0), 0)
+    tl.store(
+        out_BW + b * SIZE + tl.where(is_fixed, SIZE - 1 - w, w - num_fixed),
+        tl.where(is_fixed, last, tokens),
+        mask=m_w,
+    )
+    tl.store(
+        tokens_ZL + lane * L + start + w, tokens, mask=m_w & (is_fixed == 0) & is_clean & (start + w < L - 1)
+    )
+    num_emitted = tl.where(is_clean, SIZE - num_fixed, 0)
+    tl.store(emitted_B + b, num_emitted)
+    if is_clean:
+        tl.store(known_Z + lane, known + num_emitted)
+        tl.store(table_steps_Z + lane, tl.load(table_steps_Z + lane) + 1)
+    if feed > 0:
+        tl.store(computed_Z + lane, tl.load(computed_Z + lane) + feed)
