@@ -75,28 +75,25 @@ def row_laws(
     )
     if num_rows == 0:
         return laws
+    sizes = (num_tokens, shape.num_chunks)
     rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
     lanes = settings[1] if lanes_B is None else lanes_B
-    has_lanes = {"HAS_LANES": lanes_B is not None}
+    has_lanes = {"HAS_LANES": lanes_B is not None, "OWN": own}
     max_XC = torch.empty_like(laws.masses_XC)
     own_XC, moments_XC = torch.empty(2, *max_XC.shape, device=device) if own else (max_XC, max_XC)
+    statistics = (max_XC, laws.masses_XC, own_XC, moments_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         logits_XV,
         settings[0],
         lanes,
-        max_XC,
-        laws.masses_XC,
-        own_XC,
-        moments_XC,
+        *statistics,
         logits_XV.stride(0),
-        num_tokens,
-        shape.num_chunks,
+        *sizes,
         shape.num_tiles,
         rows_per_lane,
         -1 if forbidden_id is None else forbidden_id,
         LOWEST=torch.finfo(logits_XV.dtype).min,
         FORBIDS=forbidden_id is not None,
-        OWN=own,
         **has_lanes,
         TILE=shape.tile,
         CHUNK=shape.chunk,
@@ -106,19 +103,14 @@ def row_laws(
         logits_XV,
         *settings,
         lanes,
-        max_XC,
-        laws.masses_XC,
-        own_XC,
-        moments_XC,
+        *statistics,
         laws.numbers_XF,
         *(_scratch(laws) if filters else (max_XC, max_XC, max_XC)),
         logits_XV.stride(0),
-        num_tokens,
-        shape.num_chunks,
+        *sizes,
         rows_per_lane,
         **has_lanes,
         **_search_options(laws, shape),
-        OWN=own,
         FILTERS=filters,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
