@@ -26,6 +26,7 @@ from idlm.infer.team import LeadWorker, Team, hire
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import CYCLE, MASK_ID, acceptance_of, assert_idle, greedy, prompts_of
+from tests.numerics.test_family_parity import MASK, llada2
 from tests.toy import write_toy_checkpoint
 
 DEVICE = os.environ.get("IDLM_RANKS_DEVICE", "cuda")
@@ -101,6 +102,19 @@ def test_greedy_answers_are_those_of_one_gpu(
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     if not options.get("adaptive"):
         assert acceptance_of(found) == acceptance_of(expected)
+    _compare(engine)
+    assert_idle(engine)
+    engine.close()
+
+
+def test_experts_are_split_by_number(team: Team, tmp_path: Path) -> None:
+    """With groups, a shared expert and a fused projection; every rank holds some of the 12."""
+    llada2(tmp_path, num_key_value_heads=4, max_position_embeddings=256)
+    prompts = prompts_of([1, 7, 30, 5, 12], vocab_size=MASK)
+    expected = _one(tmp_path, "block").generate(prompts, greedy(max_tokens=12))
+    engine = _several(team, tmp_path, "block")
+    found = engine.generate(prompts, greedy(max_tokens=12))
+    assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     _compare(engine)
     assert_idle(engine)
     engine.close()
