@@ -67,12 +67,7 @@ def row_laws(
     """Numbers of every row's law; `settings`: temperature, top_k, top_p, min_p, per row or per lane."""
     num_rows, num_tokens = logits_XV.shape
     shape, device = Shape(num_tokens, tuning), logits_XV.device
-    laws = RowLaws(
-        logits_XV=logits_XV,
-        numbers_XF=torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device),
-        masses_XC=torch.empty(num_rows, shape.num_chunks, dtype=torch.float32, device=device),
-        tuning=tuning,
-    )
+    laws = _empty_laws(logits_XV, shape.num_chunks, tuning)
     if num_rows == 0:
         return laws
     sizes = (num_tokens, shape.num_chunks)
@@ -117,6 +112,16 @@ def row_laws(
         **(shape.whole if filters else shape.narrow),
     )
     return laws
+
+
+def _empty_laws(logits_XV: Tensor, num_chunks: int, tuning: Tuning) -> RowLaws:
+    num_rows, device = len(logits_XV), logits_XV.device
+    return RowLaws(
+        logits_XV=logits_XV,
+        numbers_XF=torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device),
+        masses_XC=torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device),
+        tuning=tuning,
+    )
 
 
 def _scratch(laws: RowLaws) -> tuple[Tensor, Tensor, Tensor]:
