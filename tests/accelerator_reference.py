@@ -3,7 +3,8 @@
 The whole sequence is computed anew in every pass, through the weights of transformers' modules but layer by
 layer, with a dense mask per query head: block-causal, but for the rows of a block in work, which see of the
 slots before it only those that a rule lists for their KV head. Nothing of the engine is imported.
-W places of a block, P slots before it, L positions, N query heads, K KV heads, G = N / K, H head dim.
+W places of a block, P slots before it, L positions, N query heads, K KV heads, G = N / K, H head dim, Q = G
+* W queries of a KV head.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ class Rule(Protocol):
 
 def share_of(q_WNH: Tensor, k_PKH: Tensor, head: int) -> list[float]:
     """Equation 3 of MAGE before Top-k: 1 / (G B) * sum over g and q of softmax(Q K^T / sqrt(d))."""
-    num_places, num_heads, head_dim = q_WNH.shape
-    group = num_heads // k_PKH.shape[1]
-    total = torch.zeros(len(k_PKH), dtype=torch.float64)
-    for g in range(head * group, (head + 1) * group):
-        for place in range(num_places):
-            scores_P = (k_PKH[:, head] @ q_WNH[place, g]) / math.sqrt(head_dim)
-            total += scores_P.softmax(dim=0)
-    found: list[float] = (total / (group * num_places)).tolist()
+    scores_QP = queries_of(q_WNH, k_PKH, head) @ k_PKH[:, head].T / math.sqrt(q_WNH.shape[2])
+    found: list[float] = scores_QP.softmax(dim=1).mean(dim=0).tolist()
     return found
 
 
-def bound_of(q_H: Tensor, page_FH: Tensor) -> float:
-    """Quest's upper bound of a query's product with any key of a page."""
+def queries_of(q_WNH: Tensor, k_PKH: Tensor, head: int) -> Tensor:
+    """The G * W queries [Q, H] of a KV head."""
+    group = q_WNH.shape[1] // k_PKH.shape[1]
+    return q_WNH[:, head * group : (head + 1) * group].flatten(0, 1)
+
+
+def bound_of(q_QH: Tensor, page_FH: Tensor) -> float:
+    """Quest's upper bound of a query's product with any key of a page, on average."""
     least_H, largest_H = page_FH.min(dim=0).values, page_FH.max(dim=0).values
-    return float(torch.maximum(q_H * least_H, q_H * largest_H).sum())
+    return float(torch.maximum(q_QH * least_H, q_QH * largest_H).sum(dim=1).mean())
 
 
 def top(scores: list[float], num: int) -> list[int]:
@@ -103,12 +104,10 @@ class SlowQuest:
             return None
         q_WNH, k_PKH = q_WNH.double(), k_PKH.double()
         num_slots, num_kv_heads = k_PKH.shape[:2]
-        group = q_WNH.shape[1] // num_kv_heads
         found = []
         for head in range(num_kv_heads):
             pages = [k_PKH[start : start + self.page, head] for start in range(0, num_slots, self.page)]
-            queries = [q_H for q_NH in q_WNH for q_H in q_NH[head * group : (head + 1) * group]]
-            scores = [sum(bound_of(q_H, page) for q_H in queries) / len(queries) for page in pages]
+            scores = [bound_of(queries_of(q_WNH, k_PKH, head), page) for page in pages]
             best = top(scores, math.ceil(self.k / self.page))
             found.append([slot for slot in range(num_slots) if slot // self.page in best])
         return found

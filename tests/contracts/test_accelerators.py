@@ -1,11 +1,10 @@
 """Accelerators through the registries: every decoder with every stack, at full budget and thinned; what they
-keep against slow references, pass by pass; refusals; state that ends with its block.
+keep against slow references, pass by pass; state that ends with its block.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ from torch import Tensor
 import idlm.infer.accelerators as package
 from idlm.contracts import Completion, SamplingParams, StepPlan
 from idlm.errors import UserError
-from idlm.infer.acceleration import stack_of
-from idlm.infer.accelerators.base import ACCELERATORS, KVPass, Place
+from idlm.infer.accelerators.base import ACCELERATORS, KVPass
 from idlm.infer.accelerators.view import PassView
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
@@ -397,55 +395,3 @@ def test_a_toy_takes_one_file(toys: dict[str, Path], sink: str) -> None:
         engine_of(toys, accelerators=("sink", "mage"))
     with pytest.raises(UserError, match=r"accelerator\.sink\.sinks is no option of it; did you mean 'sink'"):
         engine_of(toys, accelerators={"sink": {"sinks": 3}})
-
-
-BAD_PLACE = Place(
-    decoder="ar",
-    decoder_options={},
-    block_size=None,
-    is_shifted=False,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    dtype=torch.float32,
-    kv_dtype=torch.float32,
-    num_lanes=2,
-    max_slots=32,
-    page_size=4,
-    device=torch.device("cpu"),
-    tensor_parallel=2,
-    deterministic=True,
-    graphs="on",
-)
-
-
-@pytest.mark.parametrize("name", LOSSY)
-def test_a_refusal_lists_every_reason(name: str) -> None:
-    with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of({name: {}, "exact": {}}, BAD_PLACE)
-    text = str(refusal.value)
-    kind = ACCELERATORS.get(name)
-    assert ("decoder=ar has no blocks" in text) == kind.needs_blocks
-    assert ("graphs=on" in text) != kind.is_static
-    assert ("tensor_parallel=2" in text) != kind.shards
-    assert "deterministic=true" in text
-    assert (f"{name} and exact are both of the kv side" in text) == (kind.side == "kv")
-
-
-@pytest.mark.parametrize(
-    ("options", "reasons"),
-    [
-        ({"mage": {"k": 0, "exact_layers": -1}}, ["k=0", "exact_layers=-1"]),
-        ({"quest": {"k": 0, "page": 0}}, ["k=0", "page=0"]),
-        ({"sparsed": {"exact_share": 0.0, "k": -1}}, ["exact_share=0.0", "k=-1"]),
-    ],
-    ids=str,
-)
-def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reasons: list[str]) -> None:
-    place = dataclasses.replace(
-        BAD_PLACE, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
-    )
-    with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(options, place)
-    assert all(reason in str(refusal.value) for reason in reasons)

@@ -1,0 +1,88 @@
+"""What accelerators refuse, and how they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.errors import UserError
+from idlm.infer.acceleration import as_options, stack_of
+from idlm.infer.accelerators.base import ACCELERATORS, Place
+from idlm.infer.cli import describe_accelerators, take_accelerator_options, with_options
+
+LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
+
+BAD_PLACE = Place(
+    decoder="ar",
+    decoder_options={},
+    block_size=None,
+    is_shifted=False,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    num_lanes=2,
+    max_slots=32,
+    page_size=4,
+    device=torch.device("cpu"),
+    tensor_parallel=2,
+    deterministic=True,
+    graphs="on",
+)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_refusal_lists_every_reason(name: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0460") as refusal:
+        stack_of({name: {}, "exact": {}}, BAD_PLACE)
+    text = str(refusal.value)
+    kind = ACCELERATORS.get(name)
+    assert ("decoder=ar has no blocks" in text) == kind.needs_blocks
+    assert ("graphs=on" in text) != kind.is_static
+    assert ("tensor_parallel=2" in text) != kind.shards
+    assert "deterministic=true" in text
+    assert (f"{name} and exact are both of the kv side" in text) == (kind.side == "kv")
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({"mage": {"k": 0, "exact_layers": -1}}, ["k=0", "exact_layers=-1"]),
+        ({"quest": {"k": 0, "page": 0}}, ["k=0", "page=0"]),
+        ({"sparsed": {"exact_share": 0.0, "k": -1}}, ["exact_share=0.0", "k=-1"]),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reasons: list[str]) -> None:
+    place = dataclasses.replace(
+        BAD_PLACE, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
+    )
+    with pytest.raises(UserError, match="IDLM-0460") as refusal:
+        stack_of(options, place)
+    assert all(reason in str(refusal.value) for reason in reasons)
+
+
+def test_command_lines_set_options_of_accelerators() -> None:
+    arguments = [
+        "accelerator=[mage,focus]",
+        "model=x",
+        "accelerator.mage.k=64",
+        "accelerator.focus.alpha=2.0",
+    ]
+    options, rest = take_accelerator_options(arguments)
+    assert options == {"mage": {"k": 64}, "focus": {"alpha": 2.0}}
+    assert rest == ["model=x", "accelerator=[mage,focus]"]
+    settings = with_options({"accelerators": as_options(["mage", "focus"]), "device": "cpu"}, options)
+    assert settings == {"accelerators": options, "device": "cpu"}
+    with pytest.raises(UserError, match=r"there are options of mage, and accelerator=\['quest'\]"):
+        with_options({"accelerators": as_options("quest")}, {"mage": {"k": 3}})
+    with pytest.raises(UserError, match=r"accelerator\.k names no accelerator"):
+        take_accelerator_options(["accelerator.k=3"])
+    with pytest.raises(UserError, match="names mage twice"):
+        as_options(["mage", "mage"])
+    assert all(f"accelerator=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
