@@ -21,7 +21,7 @@ Columns = list[list[int]]
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Rows of prompts beside the decoding rows."""
-FED_BLOCK_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FED_BLOCK_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 """The same in blocks, clean ones of answers included."""
 LEAST_SLOTS = 1024
 WARM_UP_PASSES = 2
@@ -143,19 +143,16 @@ class _Graph:
 def shape_of(schedule: Schedule, feeding: Feeding) -> PassShape:
     """The smallest shape that the pass fits into.
 
-    Without pending tokens all that is fed lies beside the decoding rows, and there is room for clean blocks
-    that the host has not heard of: for as many as it has just heard of, which the device knows to be stored
-    by now, and for those of an eighth of the sequences at least. Who finds none waits for a pass, and rows
-    that nobody fills cost as much as others.
+    Without pending tokens all that is fed lies beside the decoding rows if it rides, and there is room for
+    clean blocks that the host has not heard of: for as many as it has just heard of, which the device knows
+    to be stored by now, and for those of an eighth of the sequences at least. Who finds none waits for a
+    pass, and rows that nobody fills cost as much as others.
     """
     num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
     if feeding.num_pending:
         num_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
     else:
-        num_blocks = sum(schedule.num_feed) // feeding.grain
-        num_rows = feeding.grain * _bucket(
-            max(num_blocks, min(num_sequences, 2), -(-num_sequences // 8)), FED_BLOCK_BUCKETS
-        )
+        num_rows = feeding.grain * _bucket(_num_blocks(schedule, num_sequences, feeding), FED_BLOCK_BUCKETS)
     return PassShape(
         picture=schedule.picture,
         num_sequences=num_sequences,
@@ -164,6 +161,14 @@ def shape_of(schedule: Schedule, feeding: Feeding) -> PassShape:
         filters=schedule.filters,
         num_top=schedule.num_top,
     )
+
+
+def _num_blocks(schedule: Schedule, num_sequences: int, feeding: Feeding) -> int:
+    """Blocks for which there are rows beside the decoding ones."""
+    if not feeding.rides:
+        return sum(max(0, num_feed // feeding.grain - 1) for num_feed in schedule.num_feed)
+    num_told = sum(schedule.num_feed) // feeding.grain
+    return max(num_told, min(num_sequences, 2), -(-num_sequences // 8))
 
 
 def _bucket(size: int, buckets: tuple[int, ...]) -> int:

@@ -33,11 +33,14 @@ class Feeding:
     `grain`: they are stored in whole groups of so many, counted from the first token: of block diffusion a
     block, whose rows see one another. What is left over rides among the decoding rows. `num_pending` 1: so
     does the last known token, for its logits, hence every decoding pass emits, and stores what it emits but
-    for the last. 0: a decoding pass may emit nothing, and what it emits is stored by a later one.
+    for the last. 0: a decoding pass may emit nothing, and what it emits is stored by a later one; where that
+    `rides` beside decoding rows it needs rows of its own, else a group takes the place of a sequence's
+    decoding rows.
     """
 
     grain: int = 1
     num_pending: int = 1
+    rides: bool = True
 
     def num_due(self, num_known: int) -> int:
         """Known tokens that are stored before a pass decodes, or by it."""

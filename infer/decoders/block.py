@@ -77,7 +77,8 @@ class BlockDecoder:
         self._edits = config.sure_edit < NO_EDITS
         self.pictures: tuple[PictureName, ...] = (PictureName(stride=size, strategy=config.strategy),)
         self.widths: tuple[int, ...] = (size,)
-        self.feeding = Feeding(grain=size, num_pending=0)
+        rides = config.fused_commit and not semantics.logit_shift
+        self.feeding = Feeding(grain=size, num_pending=0, rides=rides)
 
     def configure(self, options: Mapping[str, Any]) -> BlockConfig:
         """See `Decoder.configure`. Edits cannot begin in an engine that has none: its passes do not look."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from idlm.infer.decoders.base import Batch, Feeding
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
+from idlm.infer.graphs import shape_of
+from idlm.infer.scheduler import Schedule
 from idlm.infer.table import SequenceTable
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
@@ -112,6 +115,19 @@ def test_the_host_knows_what_a_pass_has_stored_once_its_results_are_back() -> No
     assert feeding.num_stored(12, num_before=11, num_known=12) == 12
 
 
+@pytest.mark.parametrize("num_feed", [[0] * 64, [32] * 64, [0] * 60 + [320] * 4, [32]], ids=sum)
+def test_rows_of_static_shapes_hold_what_may_be_fed_and_little_more(num_feed: list[int]) -> None:
+    """A block that does not ride beside decoding rows needs none but those; what rides has room."""
+    num, blocks = len(num_feed), [feed // 32 for feed in num_feed]
+    schedule = Schedule(num_feed=num_feed, num_known=[64] * num, samples=[True] * num)
+    schedule.requests = [SimpleNamespace(params=SamplingParams())] * num  # type: ignore[list-item]
+    shapes = [shape_of(schedule, Feeding(grain=32, num_pending=0, rides=rides)) for rides in (True, False)]
+    riding, alone = (shape.num_prompt_rows // 32 for shape in shapes)
+    beyond = sum(max(0, count - 1) for count in blocks)
+    assert alone >= beyond and (alone == 0) == (beyond == 0)
+    assert riding >= max(1, num / 8, sum(blocks)) and riding <= 2 * max(1, num / 8, sum(blocks))
+
+
 def test_pages_run_out_while_blocks_are_on_their_way(toys: dict[bool, Path], expected: Any) -> None:
     strategy = {"strategy": "low_confidence_static", "steps": 1}
     engine = build_engine(
@@ -195,6 +211,18 @@ def test_trap_27_alone_is_as_in_company_and_passes_are_those_that_are_needed(
             commits = (len(prompt) + len(ids) - 1) // SIZE - len(prompt) // SIZE
             commits += len(prompt) >= SIZE
             assert found.num_forwards == num_passes + (0 if fused else commits)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_prompts_of_every_length(toys: dict[bool, Path], shifted: bool) -> None:
+    """One token, exactly one block, one more and one less: greedily, to the end of the next block."""
+    slow = SlowBlocks(toys[shifted], Rules(size=SIZE, mask=MASK_ID, shifted=shifted))
+    prompts = prompts_of(range(1, 3 * SIZE + 2), seed=9)
+    for way in ({}, {"graphs": "on", "run_ahead": 2, "page_size": 16}):
+        found = build_engine(toys[shifted], "block", **way).generate(prompts, greedy(max_tokens=SIZE + 1))
+        for prompt, answer in zip(prompts, found, strict=True):
+            expected, _ = slow.answer(prompt, Sampling(temperature=0, max_tokens=SIZE + 1))
+            assert list(answer.token_ids) == expected, len(prompt)
 
 
 def test_stops_are_trimmed_inside_a_block(toys: dict[bool, Path], expected: Any) -> None:
