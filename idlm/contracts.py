@@ -46,6 +46,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        if isinstance(self.decoder_options, Mapping):
+            object.__setattr__(self, "decoder_options", dict(self.decoder_options))
         problems = [text for text, is_bad in self._checks() if is_bad]
         if problems:
             raise UserError("IDLM-0401", "; ".join(problems), fix="correct the sampling settings named")

@@ -80,6 +80,10 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("tau", 10**400),
         ("temperature", 10**400),
         ("stop", 5),
+        ("decoder_options", ["threshold"]),
+        ("decoder_options", None),
+        ("decoder_options", {1: 0.5}),
+        ("decoder_options", {"": 0.5}),
     ],
 )
 def test_sampling_settings_out_of_range_are_named(field: str, value: Any) -> None:
@@ -97,6 +101,11 @@ def test_all_wrong_settings_are_named_at_once() -> None:
 def test_the_edges_of_the_settings_are_allowed() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=0, min_p=1, seed=2**63 - 1, max_tokens=1, tau=0, logprobs=0)
     assert SamplingParams(stop="x").stop == ("x",)
+    options = {"threshold": 0.5}
+    params = SamplingParams(decoder_options=options)
+    options["threshold"] = 0.6
+    assert params.decoder_options == {"threshold": 0.5}
+    assert hash(params) == hash(SamplingParams(decoder_options={"threshold": 0.5}))
     assert SamplingParams(stop=None, stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
@@ -111,6 +120,12 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
         ("IDLM-0407", "hello", None, ("string",)),
+        (
+            "IDLM-0453",
+            [[1], [2]],
+            [SamplingParams(), SamplingParams(decoder_options={"stride": 2})],
+            ("decoder_options.stride", "decoder isd"),
+        ),
         ("IDLM-0408", [[1], [2]], [SamplingParams()], ("2 prompts", "1 ")),
     ],
 )
