@@ -56,7 +56,7 @@ class Case:
         self.decoder.allocate(NUM_LANES, 1000, dtype=torch.float32, device=self.device)
         self.table = SequenceTable(NUM_LANES, 12 * size + 8, self.device)
         self._fill_lanes()
-        self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), rng.randint(1, SPARE))]
+        self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), rng.randint(1, 6))]
         self.sequences += [(SPARE, 0, False)] * rng.choice([0, 3])
 
     def _ints(self, least: int, most: int, *shape: int) -> Tensor:

@@ -52,8 +52,9 @@ def test_sequences_are_at_different_steps_of_their_blocks() -> None:
 
 
 def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*SMALL, "batch=1,3", "passes=6", "blocks=2", "traces=p0.53", f"results={tmp_path}"]
-    assert block.measure([*options, "parts=full,commit,host,profile"]) == 0
+    options = [*SMALL, "passes=6", "blocks=2", "traces=p0.53", f"results={tmp_path}"]
+    assert block.measure([*options, "batch=1,3", "parts=full,commit,host"]) == 0
+    assert block.measure([*options, "batch=3", "parts=profile", "record=false"]) == 0
     rows = read_rows("block", results=tmp_path)
     metrics = {row["metric"] for row in rows}
     assert metrics >= {"step_ms", "full_block_share_of_matmul", "fused_commit_tpf_gain", "gpu_idle_share"}
