@@ -118,6 +118,9 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
         programs = -(-E // launch.block_e) * launch.splits
         assert FEW_PROGRAMS / 2 < programs <= FEW_PROGRAMS, f"{E=} {D=} {launch=}"
     assert few_rows_launch(17, 6144, 4096, bf16) is None
+    assert few_rows_launch(64, 12288, 4096, bf16, gated=True) is not None
+    assert few_rows_launch(64, 12288, 4096, bf16) is few_rows_launch(64, 3072, 1024, bf16, gated=True) is None
+    assert few_rows_launch(65, 12288, 4096, bf16, gated=True) is None
     assert few_rows_launch(1, 6144, 4096, torch.float32) is None
 
 
