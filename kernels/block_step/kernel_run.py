@@ -144,7 +144,7 @@ def run_decide(
         HAS_LOGITS=has_logits_BW is not None,
         HAS_QUOTA=limits.quota_B is not None,
         **_options(shape),
-        num_warps=1 if shape.size <= 16 else 4,
+        num_warps=1 if shape.size <= 16 else 4 if shape.size <= 64 else 16,
     )
     return out_BW, emitted_B
 
