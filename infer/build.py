@@ -266,7 +266,9 @@ def _resolve_graphs(
     if graphs == "auto":
         graphs = "on" if is_cuda and not waits and not eager else "off"
         if is_cuda and not waits and eager:
-            get_logger(__name__).info("graphs=off: accelerator %s goes with none", ", ".join(eager))
+            get_logger(__name__).info(
+                "graphs=off: no graph can hold passes of accelerator %s", ", ".join(eager)
+            )
     if graphs == "on" and is_cuda and waits:
         raise UserError(
             "IDLM-0424",

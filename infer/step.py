@@ -44,7 +44,8 @@ class Step:
         """Feed `batch`, commit what comes of it into the table, and report."""
         plan = self.decoder.plan(self.table, batch)
         logits_XV, has_logits_X = self.runner.forward(plan)
-        plan = replace(plan, has_logits_X=has_logits_X)
+        if has_logits_X is not None:
+            plan = replace(plan, has_logits_X=has_logits_X)
         outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
         counts_B3 = torch.stack((outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B), dim=1)
         counts_BJ = torch.cat((counts_B3, outcome.token_ids_BJ), dim=1)

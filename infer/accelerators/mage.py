@@ -33,6 +33,7 @@ class Mage(KVAccelerator):
 
     name: ClassVar[str] = "mage"
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
+    shards: ClassVar[bool] = True
     Config: ClassVar[type] = MageConfig
     config: MageConfig
 

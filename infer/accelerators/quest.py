@@ -62,6 +62,7 @@ class Quest(KVAccelerator):
 
     name: ClassVar[str] = "quest"
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
+    shards: ClassVar[bool] = True
     Config: ClassVar[type] = QuestConfig
     config: QuestConfig
 

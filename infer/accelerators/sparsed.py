@@ -44,6 +44,7 @@ class SparseD(KVAccelerator):
 
     name: ClassVar[str] = "sparsed"
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
+    shards: ClassVar[bool] = True
     Config: ClassVar[type] = SparsedConfig
     config: SparsedConfig
 

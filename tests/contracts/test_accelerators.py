@@ -26,6 +26,7 @@ from idlm.semantics import Semantics
 from tests.accelerator_reference import Rule, SlowLists, SlowMage, SlowQuest
 from tests.block_reference import Rules, Sampling
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of, write_converted_toy
+from tests.ranks import team_engine, team_of_threads
 from tests.toy import write_toy_checkpoint
 
 SIZE, NUM_LAYERS = 8, 4
@@ -277,6 +278,23 @@ def test_no_stack_depends_on_company_or_on_who_sat_there_before(
     assert engine.scheduler.num_preemptions
     for request_id, completion in done.items():
         assert completion.token_ids == expected[int(request_id.split("-")[1])]
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSY if KINDS[name].shards])
+def test_ranks_thin_their_own_heads(toys: dict[str, Path], name: str) -> None:
+    settings: dict[str, Any] = {**TOGETHER, **STRATEGY, "accelerators": thinly((name,)), "num_pages": 30}
+    expected = tokens(engine_of(toys, **settings).generate(PROMPTS, PARAMS))
+    with team_of_threads(2) as team:
+        engine = team_engine(team, toys["block"], "block", **settings)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+        engine.close()
+
+
+def test_exact_goes_with_graphs(toys: dict[str, Path]) -> None:
+    engine = engine_of(toys, accelerators="exact", graphs="on")
+    assert engine.settings.graphs == "on"
+    found = engine.generate(PROMPTS[:3], PARAMS[:3])
+    assert tokens(found) == tokens(engine_of(toys).generate(PROMPTS[:3], PARAMS[:3]))
 
 
 def test_a_lane_seated_again_knows_nothing(toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

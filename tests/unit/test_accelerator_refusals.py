@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from idlm.errors import UserError
+from idlm.infer import build
 from idlm.infer.acceleration import as_options, stack_of
 from idlm.infer.accelerators.base import ACCELERATORS, Place
 from idlm.infer.cli import describe_accelerators, take_accelerator_options, with_options
+from idlm.infer.settings import EngineSettings
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
 
@@ -86,3 +89,15 @@ def test_command_lines_set_options_of_accelerators() -> None:
     with pytest.raises(UserError, match="names mage twice"):
         as_options(["mage", "mage"])
     assert all(f"accelerator=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
+
+
+def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(build, "get_logger", lambda name: logger)
+    model: Any = SimpleNamespace(device=torch.device("cuda"))
+    settings = build._resolve_graphs(EngineSettings(), "triton", model, ["mage", "focus"])
+    assert (settings.graphs, settings.run_ahead) == ("off", 0)
+    assert said == ["graphs=off: no graph can hold passes of accelerator mage, focus"]
+    settings = build._resolve_graphs(EngineSettings(), "triton", model, [])
+    assert (settings.graphs, settings.run_ahead, len(said)) == ("on", 4, 1)

@@ -24,7 +24,7 @@ from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
 SIZE, PAGE_SIZE, NUM_PAGES = 4, 8, 10
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 8
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 MAX_SLOTS = NUM_PAGES * PAGE_SIZE
 SCALE = HEAD_DIM**-0.5
 PLACE = Place(
@@ -231,8 +231,8 @@ def accelerator_of(name: str, **options: Any) -> KVAccelerator:
 
 
 CASES: list[tuple[int, str, dict[str, Any], Any]] = [
-    (10, "mage", {"k": 7}, lambda: SlowMage(k=7)),
-    (1, "mage", {"k": 200, "exact_layers": 3}, lambda: SlowMage(k=200, exact_layers=3)),
+    (10, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
+    (1, "mage", {"k": 200}, lambda: SlowMage(k=200)),
     (10, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
     (10, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
     (1, "quest", {"k": 9, "page": 4, "exact_layers": 1}, lambda: SlowQuest(k=9, page=4, exact_layers=1)),
