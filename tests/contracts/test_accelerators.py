@@ -6,135 +6,47 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import idlm.infer.accelerators as package
-from idlm.contracts import Completion, SamplingParams, StepPlan
+from idlm.contracts import Completion
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS, KVPass
-from idlm.infer.accelerators.view import PassView
+from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS
-from idlm.infer.engine import Engine
-from idlm.semantics import Semantics
-from tests.accelerator_reference import Rule, SlowLists, SlowMage, SlowQuest
-from tests.block_reference import Rules, Sampling
-from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of, write_converted_toy
-from tests.ranks import team_engine, team_of_threads
-from tests.toy import write_toy_checkpoint
-
-SIZE, NUM_LAYERS = 8, 4
-LENGTHS = (16, 1, 5, 24, 43, 19)
-PROMPTS = prompts_of(LENGTHS, vocab_size=MASK_ID)
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0, "max_tokens": 20},
-    {"temperature": 1.0, "max_tokens": 17},
-    {"temperature": 0.8, "top_k": 9, "max_tokens": 24},
-    {"temperature": 0.0, "max_tokens": 13},
-    {"temperature": 1.0, "top_p": 0.9, "max_tokens": 20},
-    {"temperature": 0.7, "max_tokens": 22},
+from tests.accelerator_reference import SlowLists
+from tests.block_reference import Sampling
+from tests.contracts.accelerators import (
+    KINDS,
+    LOSSY,
+    NUM_LAYERS,
+    PARAMS,
+    PROMPTS,
+    RULES,
+    SETTINGS,
+    STACKS,
+    STRATEGY,
+    THIN,
+    TOGETHER,
+    Trace,
+    engine_of,
+    exactly,
+    rules_of,
+    thinly,
+    tokens,
+    watch_lists,
+    watch_logits,
+    write_toys,
 )
-PARAMS = [SamplingParams(seed=seed, ignore_eos=True, **setting) for seed, setting in enumerate(SETTINGS)]
-STRATEGY = {"strategy": "low_confidence_static", "steps": 6}
-TOGETHER = {"max_prompt_rows": 256, "max_length": 96}
-"""Everybody is seated in the first pass: lanes are numbered like prompts."""
-THIN: dict[str, dict[str, Any]] = {"mage": {"k": 5}, "quest": {"k": 6, "page": 4}, "sparsed": {"k": 5}}
-RULES: dict[str, Any] = {
-    "mage": lambda: SlowMage(k=5),
-    "quest": lambda: SlowQuest(k=6, page=4),
-    "sparsed": lambda: SlowMage(k=5, exact_share=0.2),
-}
-KINDS = {name: ACCELERATORS.get(name) for name in ACCELERATORS.names()}
-SIDES = {side: [name for name, kind in KINDS.items() if kind.side == side] for side in ("rows", "kv")}
-STACKS = [(name,) for name in KINDS] + list(itertools.product(SIDES["rows"], SIDES["kv"]))
-LOSSY = [name for name, kind in KINDS.items() if kind.exactness == "lossy"]
-
-
-def exactly(stack: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The options with which each is exact."""
-    return {name: dict(ACCELERATORS.get(name).exact_options) for name in stack}
-
-
-def thinly(stack: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Options with which each thins a toy."""
-    return {name: THIN.get(name, {}) for name in stack}
+from tests.contracts.engines import assert_idle, build_engine
+from tests.ranks import team_engine, team_of_threads
 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Block-causal checkpoints, logits in place and shifted, and a token-causal one."""
-    found = {"causal": write_converted_toy(tmp_path_factory.mktemp("toy"))}
-    for name, shifted in (("block", False), ("shifted", True)):
-        found[name] = tmp_path_factory.mktemp("toy")
-        architecture = "Qwen2" if shifted else "Qwen3"
-        write_toy_checkpoint(
-            found[name], architecture=architecture, sharpness=6.0, num_layers=NUM_LAYERS, max_positions=128
-        )
-        meaning = Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID)
-        meaning.save(found[name])
-    return found
-
-
-def engine_of(toys: dict[str, Path], kind: str = "block", **options: Any) -> Engine:
-    return build_engine(toys[kind], "block", **{**TOGETHER, **STRATEGY, **options})
-
-
-def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in completions]
-
-
-def watch_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of every pass from now on."""
-    seen: list[Tensor] = []
-    forward = engine._parts.runner.forward
-
-    def watched(plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        logits_XV, has_logits_X = forward(plan)
-        seen.append(logits_XV.clone())
-        return logits_XV, has_logits_X
-
-    monkeypatch.setattr(engine._parts.runner, "forward", watched)
-    return seen
-
-
-Trace = dict[tuple[int, int, int], list[list[int]] | None]
-
-
-def watch_lists(engine: Engine) -> dict[int, Trace]:
-    """What each layer of each pass sees from now on, by lane: block, step and layer, then KV head."""
-    seen: dict[int, Trace] = {}
-    accelerator = engine._parts.stack.kv
-    assert accelerator is not None
-    begin = accelerator.begin
-
-    def watched(view: PassView) -> KVPass | None:
-        made = begin(view)
-        assert made is not None
-        select = made.select_kv
-
-        def watched_select(layer: int, q_RNH: Tensor) -> Tensor | None:
-            slots_BKC = select(layer, q_RNH)
-            for b in view.is_working_B.nonzero()[:, 0].tolist():
-                key = int(view.work.starts_B[b]) // SIZE, int(view.work.num_passes_B[b]), layer
-                is_exact = slots_BKC is None or not made.thinned_B[b]
-                seen.setdefault(int(view.plan.lanes_B[b]), {})[key] = (
-                    None
-                    if is_exact or slots_BKC is None
-                    else [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]]
-                )
-            return slots_BKC
-
-        made.select_kv = watched_select  # type: ignore[method-assign]
-        return made
-
-    accelerator.begin = watched  # type: ignore[method-assign]
-    return seen
+    return write_toys(tmp_path_factory)
 
 
 @pytest.mark.parametrize("stack", STACKS, ids="+".join)
@@ -203,10 +115,6 @@ def slow_answers(toys: dict[str, Path]) -> Any:
         return known[kind, name]
 
     return answers
-
-
-def rules_of(kind: str) -> Rules:
-    return Rules(size=SIZE, mask=MASK_ID, shifted=kind == "shifted", **STRATEGY)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["block", "shifted"])
@@ -350,66 +258,3 @@ def test_bounds_travel_with_copied_pages(toys: dict[str, Path]) -> None:
     assert found[2].num_cached_tokens == 32
     plain = engine_of(toys, **settings, prefix_cache=False)
     assert tokens(found) == tokens(plain.generate(prompts, PARAMS[:4]))
-
-
-TOY = """
-from dataclasses import dataclass
-from typing import ClassVar
-import torch
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, KVPass
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SinkConfig:
-    sink: int = 2
-    window: int = 3
-
-class SinkPass(KVPass):
-    def select_kv(self, layer, q_RNH):
-        starts_B1 = self.view.work.starts_B[:, None]
-        slots_BS = torch.arange(int(starts_B1.max())).expand(len(starts_B1), -1)
-        seen = (slots_BS < starts_B1) & ((slots_BS < 2) | (slots_BS >= starts_B1 - 3))
-        return torch.where(seen, slots_BS, -1)[:, None].expand(-1, self.view.cache.keys.shape[2], -1)
-
-@ACCELERATORS.register("sink")
-class Sink(KVAccelerator):
-    name: ClassVar[str] = "sink"
-    Config: ClassVar[type] = SinkConfig
-    def begin(self, view):
-        return SinkPass(view, thinned_B=view.is_working_B)
-"""
-
-
-class SlowSink:
-    def begin(self, block: int, step: int, num_steps: int) -> None:
-        pass
-
-    def lists(self, layer: int, q_WNH: Tensor, k_PKH: Tensor) -> list[list[int]]:
-        num = len(k_PKH)
-        return [[slot for slot in range(num) if slot < 2 or slot >= num - 3]] * k_PKH.shape[1]
-
-
-@pytest.fixture
-def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A new accelerator: one file in the package's folder, nothing else."""
-    (tmp_path / "sink.py").write_text(TOY)
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    monkeypatch.setattr(ACCELERATORS, "_is_scanned", False)
-    members = dict(ACCELERATORS._members)
-    yield "sink"
-    ACCELERATORS._members = members
-    sys.modules.pop("idlm.infer.accelerators.sink")
-
-
-def test_a_toy_takes_one_file(toys: dict[str, Path], sink: str) -> None:
-    engine = engine_of(toys, accelerators=sink)
-    found = engine.generate(PROMPTS, PARAMS)
-    rule: Rule = SlowSink()
-    slow = SlowLists(toys["block"], rules_of("block"), rule)
-    for number, completion in enumerate(found):
-        expected, _ = slow.answer(PROMPTS[number], Sampling(seed=number, **SETTINGS[number]))
-        assert list(completion.token_ids) == expected
-    assert found[0].exactness == "lossy"
-    with pytest.raises(UserError, match="sink and mage are both of the kv side"):
-        engine_of(toys, accelerators=("sink", "mage"))
-    with pytest.raises(UserError, match=r"accelerator\.sink\.sinks is no option of it; did you mean 'sink'"):
-        engine_of(toys, accelerators={"sink": {"sinks": 3}})

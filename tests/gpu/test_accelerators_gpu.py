@@ -14,8 +14,8 @@ import torch
 
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.semantics import Semantics
+from tests.contracts.accelerators import PARAMS, PROMPTS, STACKS, STRATEGY, exactly, thinly
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine
-from tests.contracts.test_accelerators import PARAMS, PROMPTS, STACKS, STRATEGY, exactly, thinly
 from tests.toy import write_toy_checkpoint
 
 pytestmark = [
