@@ -65,7 +65,7 @@ def shares(
     return advances, wants, denoises, feed, first, first_slot, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "R", "L", "mask_token_id"])
 def pack_blocks_kernel(
     known_Z,
     computed_Z,
@@ -194,7 +194,7 @@ def chosen_places(is_open, confidence, entropy, quota, threshold, bound, w, RULE
     return (passes & has_enough) | (best & (has_enough == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "max_clean_passes"])
 def decide_kernel(
     known_Z,
     computed_Z,

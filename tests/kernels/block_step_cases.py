@@ -29,6 +29,8 @@ PARTS: dict[int, tuple[int | None, ...]] = {
     6: (None, 3, 2),
     32: (None, 8),
 }
+NUM_KINDS = 40
+"""Of passes that compile to kernels of their own; the seed says which, and what happens in the pass."""
 STATE = ("tokens_ZW", "is_decided_ZW", "num_passes_Z", "num_clean_passes_Z", "whole_part_Z")
 
 
@@ -36,28 +38,29 @@ class Case:
     """`sequences`: (lane, known tokens that the host has counted, whether it decodes)."""
 
     def __init__(self, seed: int, device: str) -> None:
-        self.rng, self.device = random.Random(seed), torch.device(device)
-        rng, self.generator = self.rng, torch.Generator().manual_seed(seed)
-        self.size = size = rng.choice(list(PARTS))
-        part = rng.choice(PARTS[size])
-        kind = rng.choice(["plain", "edits", "reuses"] if part else ["plain", "edits"])
+        self.rng, self.kinds = random.Random(seed), random.Random(seed % NUM_KINDS)
+        self.device, self.generator = torch.device(device), torch.Generator().manual_seed(seed)
+        rng, draw = self.rng, self.kinds
+        self.size = size = draw.choice(list(PARTS))
+        part = draw.choice(PARTS[size])
+        kind = draw.choice(["plain", "edits", "reuses"] if part else ["plain", "edits"])
         config = BlockConfig(
             strategy=RULES[seed % len(RULES)],
             sub_block_size=part,
             dual_cache=kind == "reuses",
             edit_threshold=0.5 if kind == "edits" else None,
             max_edit_passes=2,
-            fused_commit=rng.random() < 0.7,
+            fused_commit=draw.random() < 0.7,
         )
         meaning = Semantics(
-            causality="block", logit_shift=rng.random() < 0.3, block_size=size, mask_token_id=MASK_ID
+            causality="block", logit_shift=draw.random() < 0.3, block_size=size, mask_token_id=MASK_ID
         )
         self.decoder = BlockDecoder(config, meaning)
         self.decoder.allocate(NUM_LANES, 1000, dtype=torch.float32, device=self.device)
         self.table = SequenceTable(NUM_LANES, 12 * size + 8, self.device)
         self._fill_lanes()
-        self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), rng.randint(1, 6))]
-        self.sequences += [(SPARE, 0, False)] * rng.choice([0, 3])
+        self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), draw.randint(1, 6))]
+        self.sequences += [(SPARE, 0, False)] * draw.choice([0, 3])
 
     def _ints(self, least: int, most: int, *shape: int) -> Tensor:
         return torch.randint(least, most, shape, generator=self.generator).to(self.device)
@@ -97,7 +100,7 @@ class Case:
         """By whatever way the ops take."""
         lanes, told, decodes = zip(*self.sequences, strict=True)
         room = self.rng.choice([0, 0, 1, 4]) * self.size
-        self.num_rows = None if self.rng.random() < 0.2 else len(lanes) * self.size + sum(told) + room
+        self.num_rows = None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(told) + room
         batch = Batch(
             lanes_B=torch.tensor(lanes, device=self.device),
             num_feed_B=torch.tensor(told, device=self.device),
@@ -114,7 +117,7 @@ class Case:
     def proposed(self, plan: BlockPlan) -> tuple[BlockPlan, Proposed]:
         """Tokens with few different probabilities, so that there are ties; sometimes without some logits."""
         shape = (len(self.sequences), self.size)
-        if self.rng.random() < 0.4:
+        if self.kinds.random() < 0.4:
             plan = replace(plan, has_logits_X=self._ints(0, 3, shape[0] * shape[1]) > 0)
         looked_BW = plan.samples_B[:, None].expand(shape)
         confidence_BW, entropy_BW = (self._ints(0, 5, *shape).double() / 4 for _ in range(2))
