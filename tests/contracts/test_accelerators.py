@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from idlm.contracts import Completion
 from idlm.errors import UserError
-from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.accelerators.base import ACCELERATORS, KVPass
+from idlm.infer.accelerators.view import PassView
 from idlm.infer.decoders.base import DECODERS
-from tests.accelerator_reference import SlowLists
+from tests.accelerator_reference import SlowLists, share_of, top
 from tests.block_reference import Sampling
 from tests.contracts.accelerators import (
     KINDS,
@@ -26,6 +28,7 @@ from tests.contracts.accelerators import (
     PROMPTS,
     RULES,
     SETTINGS,
+    SIDES,
     STACKS,
     STRATEGY,
     THIN,
@@ -196,6 +199,47 @@ def test_ranks_thin_their_own_heads(toys: dict[str, Path], name: str) -> None:
         engine = team_engine(team, toys["block"], "block", **settings)
         assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
         engine.close()
+
+
+@pytest.mark.parametrize("rows", SIDES["rows"])
+def test_both_sides_at_once(toys: dict[str, Path], rows: str) -> None:
+    """Rows are dropped, but none in the pass that ranks, whose sets hold for what is left of the block."""
+    engine = engine_of(toys, accelerators=thinly((rows, "mage")))
+    mage, sets, num_dropped = engine._parts.stack.kv, {}, 0
+    assert mage is not None
+    begin = mage.begin
+
+    def watched(view: PassView) -> KVPass | None:
+        made = begin(view)
+        assert made is not None
+        select = made.select_kv
+
+        def watched_select(layer: int, q_RNH: Tensor) -> Tensor | None:
+            nonlocal num_dropped
+            slots_BKC = select(layer, q_RNH)
+            for b in view.is_working_B.nonzero()[:, 0].tolist():
+                start, step = int(view.work.starts_B[b]), int(view.work.num_passes_B[b])
+                key = int(view.plan.lanes_B[b]), start, layer
+                dropped = int((view.rows_BW[b] < 0).sum())
+                if layer >= 2 and step == 0:
+                    assert not dropped
+                    assert not made.thinned_B[b]
+                    where_1 = torch.tensor([b])
+                    q_WNH = view.queries(q_RNH, where_1)[0].double()
+                    k_PKH = view.keys(layer, torch.arange(start)[None], where_1)[0].double()
+                    sets[key] = [top(share_of(q_WNH, k_PKH, head), THIN["mage"]["k"]) for head in range(2)]
+                elif layer >= 2:
+                    assert slots_BKC is not None
+                    assert [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]] == sets[key]
+                    num_dropped += dropped
+            return slots_BKC
+
+        made.select_kv = watched_select  # type: ignore[method-assign]
+        return made
+
+    mage.begin = watched  # type: ignore[method-assign]
+    engine.generate(PROMPTS, PARAMS)
+    assert num_dropped > 100
 
 
 def test_exact_goes_with_graphs(toys: dict[str, Path]) -> None:
