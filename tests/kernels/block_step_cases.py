@@ -41,7 +41,7 @@ class Case:
         self.rng, self.kinds = random.Random(seed), random.Random(seed % NUM_KINDS)
         self.device, self.generator = torch.device(device), torch.Generator().manual_seed(seed)
         rng, draw = self.rng, self.kinds
-        self.size = size = draw.choice(list(PARTS))
+        self.size = size = draw.choice([1, 4, 5, 6, 6, 32, 32])
         part = draw.choice(PARTS[size])
         kind = draw.choice(["plain", "edits", "reuses"] if part else ["plain", "edits"])
         config = BlockConfig(
@@ -57,9 +57,9 @@ class Case:
         )
         self.decoder = BlockDecoder(config, meaning)
         self.decoder.allocate(NUM_LANES, 1000, dtype=torch.float32, device=self.device)
-        self.table = SequenceTable(NUM_LANES, 12 * size + 8, self.device)
+        self.table = SequenceTable(NUM_LANES, 9 * size - rng.randint(0, 1), self.device)
         self._fill_lanes()
-        self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), draw.randint(1, 6))]
+        self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), draw.randint(1, 7))]
         self.sequences += [(SPARE, 0, False)] * draw.choice([0, 3])
 
     def _ints(self, least: int, most: int, *shape: int) -> Tensor:
@@ -76,8 +76,8 @@ class Case:
         table.steps_Z[:] = self._ints(0, 9, NUM_LANES)
         blocks.tokens_ZW[:] = self._ints(0, 900, NUM_LANES, size)
         is_known_ZW = torch.arange(size, device=self.device) < (known_Z % size)[:, None]
-        share = self.rng.choice([0, 1, 1, 3])
-        blocks.is_decided_ZW[:] = (self._ints(0, 4, NUM_LANES, size) < share) & ~is_known_ZW
+        share_Z1 = self._ints(-2, 5, NUM_LANES)[:, None]
+        blocks.is_decided_ZW[:] = (self._ints(0, 4, NUM_LANES, size) < share_Z1) & ~is_known_ZW
         blocks.num_passes_Z[:] = self._ints(0, 4, NUM_LANES)
         blocks.num_clean_passes_Z[:] = self._ints(0, 2, NUM_LANES)
         blocks.whole_part_Z[:] = self._ints(-1, 2, NUM_LANES)
@@ -106,7 +106,7 @@ class Case:
             num_feed_B=torch.tensor(told, device=self.device),
             samples_B=torch.tensor(decodes, device=self.device),
             max_feed=max(told) + 1,
-            max_known=12 * self.size,
+            max_known=9 * self.size,
             num_rows=self.num_rows,
             filters=False,
         )
@@ -120,7 +120,7 @@ class Case:
         if self.kinds.random() < 0.4:
             plan = replace(plan, has_logits_X=self._ints(0, 3, shape[0] * shape[1]) > 0)
         looked_BW = plan.samples_B[:, None].expand(shape)
-        confidence_BW, entropy_BW = (self._ints(0, 5, *shape).double() / 4 for _ in range(2))
+        confidence_BW, entropy_BW = (self._ints(1, 4, *shape).double() / 4 for _ in range(2))
         garbage_BW = torch.full_like(confidence_BW, torch.nan)
         return plan, Proposed(
             token_ids_BW=self._ints(0, 900, *shape),
