@@ -3,9 +3,9 @@ replayed trace of how many positions each pass decides.
 
 Random weights decide one position a pass, or all at once. So which positions are decided is left to the real
 strategy (the most confident first), and how many is read from a trace by lane, block and pass: every arm sees
-the same one, however its passes are laid out. Everything else runs as it is. Reading the trace costs five
+the same one, however its passes are laid out. Everything else runs as it is. Reading the trace costs two
 small launches per pass, which count against us.
-Shapes: Z lanes, B sequences, S passes of the trace, R rows, X rows whose logits are wanted.
+Shapes: Z lanes, P slots of a lane, B sequences, S passes of the trace.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from idlm.contracts import StepPlan
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.scheduler import lane_of
+from idlm.infer.table import SequenceTable
 
 WARM_UP_PASSES = 8
 ALL_THE_SAME = 1.0
@@ -57,10 +58,14 @@ class BlockMeasured(Measured):
 
 
 class UnmaskReplay:
-    """A trace on a device, and where the decoder asks for it."""
+    """A trace, laid out for every lane and slot on a device, and where the decoder asks for it."""
 
-    def __init__(self, trace: Trace, decoder: BlockDecoder, device: torch.device) -> None:
-        self.num_S = 1 + torch.tensor(trace.accepted, dtype=torch.int64, device=device)
+    def __init__(self, trace: Trace, decoder: BlockDecoder, table: SequenceTable) -> None:
+        self._decided = [1 + count for count in trace.accepted]
+        num_lanes, length = len(table.num_known_Z), table.max_length + 2 * decoder.shape.size
+        decided_S = torch.tensor(self._decided)
+        lane_Z1, place_P = torch.arange(num_lanes)[:, None], torch.arange(length)
+        self._decided_ZP = decided_S[self._place(lane_Z1, place_P)].to(table.device)
         self.rows: set[int] = set()
         decoder._quota = self.quota  # type: ignore[method-assign]
 
@@ -68,18 +73,19 @@ class UnmaskReplay:
         """How many positions of each sequence this pass decides, as far as there are."""
         assert plan.work is not None
         self.rows.add(len(plan.token_ids_R))
-        place_B = self._place(plan.lanes_B, plan.work.starts_B, plan.work.num_passes_B)
-        return self.num_S[place_B]
+        return self._decided_ZP[plan.lanes_B, plan.work.starts_B + plan.work.num_passes_B]
 
-    def _place(self, lane: Any, start: Any, num_passes: Any) -> Any:
-        """Where the trace says it of a block from slot `start` on, in tensors or in plain integers."""
-        return (STEP_BETWEEN_LANES * lane + start + num_passes) % len(self.num_S)
+    def _place(self, lane: Any, place: Any) -> Any:
+        """Where the trace says it, of tensors and of plain integers; `place`: the block's first slot and one
+        more for each pass.
+        """
+        return (STEP_BETWEEN_LANES * lane + place) % len(self._decided)
 
     def passes_of(self, lane: int, start: int, num_open: int) -> int:
         """Denoising passes that the trace takes for a block with so many masks."""
         num_passes = 0
         while num_open > 0:
-            num_open -= int(self.num_S[self._place(lane, start, num_passes)])
+            num_open -= self._decided[self._place(lane, start + num_passes)]
             num_passes += 1
         return num_passes
 
@@ -92,7 +98,7 @@ class BlockSeats(Seats):
         super().__init__(model, arm, load, None)
         decoder = self.engine.decoder
         assert isinstance(decoder, BlockDecoder)
-        self.unmasking = UnmaskReplay(trace, decoder, model.device)
+        self.unmasking = UnmaskReplay(trace, decoder, self.engine.table)
 
     def _lengths(self) -> list[int]:
         """The context, and fixed tokens of the first block: a different number of each, so that blocks end in
