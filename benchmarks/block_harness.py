@@ -151,10 +151,10 @@ class Answers:
 
 
 def whole_answers(model: LoadedModel, arm: BlockArm, load: Load, trace: Trace) -> Answers:
-    """Decode `load.num_tokens` of every sequence, behind a round of one block that captures the graphs."""
+    """Decode `load.num_tokens` of every sequence, behind a round that captures the graphs."""
     seats = BlockSeats(model, arm, load, trace, num_passes=0)
     with seats._toggles():
-        _answers(seats, arm.stride)
+        _answers(seats, load.num_tokens)
         return _answers(seats, load.num_tokens)
 
 
