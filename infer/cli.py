@@ -108,6 +108,11 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
     return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
 
 
+def engine_name(engine: Engine) -> str:
+    """Decoder and accelerators, joined by +."""
+    return "+".join((engine.decoder.name, *engine.settings.accelerators))
+
+
 def describe_decoders() -> str:
     """Help on the decoders and the options they own."""
     kinds = {name: DECODERS.get(name).Config for name in DECODERS.names()}
@@ -232,7 +237,7 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, sta
     if stats:
         tally = Tally()
         tally.add(completion)
-        print(tally.line(engine.decoder.name, time.perf_counter() - start), file=sys.stderr)
+        print(tally.line(engine_name(engine), time.perf_counter() - start), file=sys.stderr)
     return completion
 
 
@@ -260,7 +265,7 @@ def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateCon
                 for line, done in run.finished():
                     answers.write(as_record(line, done))
     if config.stats:
-        print(tally.line(engine.decoder.name, time.perf_counter() - start), file=sys.stderr)
+        print(tally.line(engine_name(engine), time.perf_counter() - start), file=sys.stderr)
     return int(tally.num_failed > 0)
 
 

@@ -22,6 +22,7 @@ from idlm.infer.cli import (
     HELP_FLAGS,
     describe_accelerators,
     describe_decoders,
+    engine_name,
     load_engine,
     take_accelerator_options,
     with_options,
@@ -82,8 +83,7 @@ def _evaluate(
     """
     engine = load()
     try:
-        name = "+".join((engine.decoder.name, *engine.settings.accelerators))
-        result = evaluate(engine, task, samples, params)
+        name, result = engine_name(engine), evaluate(engine, task, samples, params)
     finally:
         engine.close()
     del engine
