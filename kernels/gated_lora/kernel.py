@@ -31,17 +31,19 @@ def _gain(
     stride_b,
     dtype,
     BLOCK_K: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """round(scaling * round(B h)) of MASK rows [BLOCK_R, BLOCK_E], 0 in others; `b`: the first columns."""
     h = tl.load(p_h + k[None, :], mask=is_mask[:, None] & (k < rank)[None, :], other=0.0)
-    acc = tl.dot(h, b.T, input_precision=PRECISION)
-    for first in range(BLOCK_K, rank, BLOCK_K):
-        more = first + k
-        b = _rows_of_b(b_Er, e, m_e, more, rank, stride_b)
-        h = tl.load(p_h + more[None, :], mask=is_mask[:, None] & (more < rank)[None, :], other=0.0)
-        acc = tl.dot(h, b.T, acc, input_precision=PRECISION)
-    return (acc.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
+    acc = tl.dot(b, h.T, input_precision=PRECISION)
+    if IS_WIDE:
+        for first in tl.range(BLOCK_K, rank, BLOCK_K, num_stages=1):
+            more = first + k
+            b = _rows_of_b(b_Er, e, m_e, more, rank, stride_b)
+            h = tl.load(p_h + more[None, :], mask=is_mask[:, None] & (more < rank)[None, :], other=0.0)
+            acc = tl.dot(b, h.T, acc, input_precision=PRECISION)
+    return (acc.T.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -65,12 +67,14 @@ def expand_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y += scaling * B h of the MASK rows of one tile; no other row is read or written.
 
     GATED: y is not written, but silu(gate) * up of all rows goes to `out_RF`; the parts are gate and up.
+    IS_WIDE: there are more ranks than `BLOCK_K`.
     """
     tiles_r = tl.cdiv(R, BLOCK_R)
     row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
@@ -85,34 +89,37 @@ def expand_kernel(
     o_e = in_part * BLOCK_E + tl.arange(0, BLOCK_E)
     e, m_e = start + o_e, o_e < size
     k = tl.arange(0, BLOCK_K)
-    # Weights do not depend on the kernel before.
+    # Weights do not depend on the kernel before, and the gate was written before the first layer.
     b = _rows_of_b(b_Er, e, m_e, k, rank, stride_b)
     b_up = b
     if GATED:
         b_up = _rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b)
+    is_mask = (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    is_mask = (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
     if (not GATED) & (tl.max(is_mask.to(tl.int32), 0) == 0):
         return
     dtype = y_RE.dtype.element_ty
     p_h = h_RX + row[:, None] * stride_h + part * rank
     p_y = y_RE + row[:, None] * stride_y + e[None, :]
     mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
-    # Before the products: what is added to is then on its way meanwhile.
-    y = tl.load(p_y, mask=mask, other=0.0).to(tl.float32)
-    up = y
-    if GATED:
-        up = tl.load(p_y + size_0, mask=mask, other=0.0).to(tl.float32)
-    y += _gain(b, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, PRECISION)
+    # Ahead of the products, that it be on its way meanwhile.
+    y = tl.load(p_y, mask=mask, other=0.0)
+    gain = _gain(
+        b, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, IS_WIDE, PRECISION
+    )
+    y = (y.to(tl.float32) + gain).to(dtype)
     if not GATED:
-        tl.store(p_y, y.to(dtype), mask=mask)
+        tl.store(p_y, y, mask=mask)
     else:
-        p_h += rank
         e += size_0
-        up += _gain(b_up, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, PRECISION)
-        gate = y.to(dtype).to(tl.float32)
+        p_h += rank
+        up = tl.load(p_y + size_0, mask=mask, other=0.0)
+        gain = _gain(
+            b_up, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, IS_WIDE, PRECISION
+        )
+        up = (up.to(tl.float32) + gain).to(dtype).to(tl.float32)
+        gate = y.to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        product = (silu * up.to(dtype).to(tl.float32)).to(dtype)
-        tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], product, mask=mask)
+        tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], (silu * up).to(dtype), mask=mask)

@@ -9,10 +9,9 @@ from torch import Tensor
 from idlm.kernels.gated_lora.kernel import expand_kernel
 from idlm.kernels.hopper import has_pdl, rounds_as_written
 
-BLOCK_R = 64
-"""The rows of Hopper's instruction; the same for few, so that a row's bits do not depend on their number."""
-FEW_ROWS = 64
+BLOCK_E = 64
 MOST_RANKS = 128
+ROWS = (16, 32, 64)
 
 
 def run_expand(
@@ -31,10 +30,11 @@ def run_expand(
         return
     gated = out_RF is not None
     first, second, third = (sizes[0], 0, 0) if gated else (*sizes, 0, 0)[:3]
-    block_e = 64 if num_rows <= FEW_ROWS else 128
-    tiles = sum(triton.cdiv(size, block_e) for size in (first, second, third))
+    block_r = next((rows for rows in ROWS if num_rows <= rows), ROWS[-1])
+    tiles = sum(triton.cdiv(size, BLOCK_E) for size in (first, second, third))
+    block_k = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
     pdl = has_pdl(y_RE.device)
-    expand_kernel[(triton.cdiv(num_rows, BLOCK_R) * tiles,)](
+    expand_kernel[(triton.cdiv(num_rows, block_r) * tiles,)](
         y_RE,
         y_RE if out_RF is None else out_RF,
         is_mask_R,
@@ -51,12 +51,13 @@ def run_expand(
         h_RX.stride(0),
         b_Er.stride(0),
         GATED=gated,
-        BLOCK_E=block_e,
-        BLOCK_R=BLOCK_R,
-        BLOCK_K=min(MOST_RANKS, max(16, triton.next_power_of_2(rank))),
+        BLOCK_E=BLOCK_E,
+        BLOCK_R=block_r,
+        BLOCK_K=block_k,
+        IS_WIDE=rank > block_k,
         PRECISION="ieee" if y_RE.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=4 if block_e == 64 else 8,
+        num_warps=4,
         **(rounds_as_written() if y_RE.dtype.itemsize == 2 else {}),
         **({"launch_pdl": True} if pdl else {}),
     )

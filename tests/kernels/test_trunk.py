@@ -172,6 +172,7 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.gated_lora.kernel import expand_kernel
+    from idlm.kernels.linear.launch import SHARED_BYTES
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
     from idlm.kernels.swiglu.kernel import swiglu_kernel
@@ -183,7 +184,7 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K"), "*fp32")
     types |= dict.fromkeys(("eps", "norm_eps", "rope_scaling", "scaling"), "fp32")
     types |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "is_mask_R": "*i1"}
-    products = {"BLOCK_R": 16, "BLOCK_E": 64, "BLOCK_K": 128, "PRECISION": "tf32"}
+    products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
     heads = {"N": 32, "K": 8, "HALF": 64, "HAS_NORM": True, "HAS_SCALE": False}
     for kernel, constants in (
         (add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
@@ -195,5 +196,6 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
         options = {"num_warps": 4, **rounds_as_written()}
         made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, **options)
         assert made.spilled_bytes == 0, kernel
+        assert 4 * made.shared_bytes <= SHARED_BYTES and made.registers <= 128, "four programs do not fit"
         assert "griddepcontrol.wait" in made.ptx
         assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {kernel}"
