@@ -51,23 +51,37 @@ def quantise(trunk: DenseTrunk) -> None:
         assert isinstance(layer, DenseLayer)
         for name in PROJECTIONS:
             if layer.lora is None:
-                _replace(layer, name, quantise_fp8(getattr(layer, name)))
+                weight = quantise_fp8(getattr(layer, name))
+                _replace(layer, name, weight)
             else:
                 low = layer.lora[name]
                 assert isinstance(low, LowRank), f"{type(low)=}"
-                _quantise_adapted(layer, name, low)
-    if trunk.embed.is_cuda:
-        # The KV pool is sized by what the driver says is free.
-        torch.cuda.empty_cache()
+                weight = _quantise_adapted(layer, name, low)
+            _move_together(weight)
 
 
-def _quantise_adapted(layer: DenseLayer, name: str, low: LowRank) -> None:
-    """The projection and the A behind it, which share memory."""
+def _move_together(weight: Fp8Weight) -> None:
+    """Out of the memory that a wider weight has left, half of which it may fill: the KV pool is sized by what
+    the driver says is free, and it gets no half back. By way of the host; views stay views.
+    """
+    storage = weight.values_ED.untyped_storage()
+    if storage.device.type != "cuda":
+        return
+    on_host, size = storage.cpu(), storage.nbytes()
+    storage.resize_(0)
+    torch.cuda.empty_cache()
+    storage.resize_(size)
+    storage.copy_(on_host)
+
+
+def _quantise_adapted(layer: DenseLayer, name: str, low: LowRank) -> Fp8Weight:
+    """The projection and the A behind it, which share memory, which is returned."""
     both, num_outputs = quantise_fp8(low.stacked), len(getattr(layer, name))
     own = Fp8Weight(values_ED=both.values_ED[:num_outputs], scale_E=both.scale_E[:num_outputs])
     low.a = both.values_ED[num_outputs:].split(low.b_Er.shape[1])
     _replace(low, "stacked", both)
     _replace(layer, name, own)
+    return both
 
 
 def _replace(module: nn.Module, name: str, weight: Fp8Weight) -> None:

@@ -94,8 +94,7 @@ def test_quantised_weights_leave_their_memory_to_the_cache(converted: Path) -> N
     before = torch.cuda.memory_reserved()
     quantise(trunk)
     freed = before - torch.cuda.memory_reserved()
-    # Two quantised weights take the memory of one; the first and the last may have no other half.
-    assert freed >= (len(trunk.layers) / 2 - 1) * weight.nbytes
+    assert freed >= 0.95 * len(trunk.layers) * weight.nbytes / 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
