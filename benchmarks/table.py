@@ -1,7 +1,9 @@
-"""README tables from result rows: `python -m benchmarks.table` writes them, `--check` only compares.
+"""Tables of README.md and RESULTS.md from result rows: `python -m benchmarks.table` writes them; with
+`--check` it only compares.
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one
-column per metric, and holds the newest row of each. Rows whose parity gate failed are never printed.
+column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column. Rows
+whose parity gate failed are never printed.
 """
 
 from __future__ import annotations
@@ -17,37 +19,49 @@ from typing import Any
 from benchmarks.results import RESULTS, read_rows
 
 SPEEDS = ("tokens/s",)
-README = Path(__file__).resolve().parent.parent / "README.md"
-_OPEN = r"(?P<open><!-- results:(?P<name>[\w-]+) -->\n)"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
+_OPEN = r"(?P<open><!-- results:(?P<name>[\w:-]+) -->\n)"
 _SECTION = re.compile(_OPEN + r"(?P<body>.*?)(?P<close><!-- /results:)", re.DOTALL)
 Row = dict[str, Any]
 
 
-def main(arguments: list[str] | None = None, *, readme: Path = README, results: Path = RESULTS) -> int:
-    """Regenerate every marked section of `readme`; --check writes nothing and returns 1 when one is stale."""
+def main(
+    arguments: list[str] | None = None, *, pages: Iterable[Path] = PAGES, results: Path = RESULTS
+) -> int:
+    """Regenerate every marked section of `pages`; --check writes nothing and returns 1 when one is stale."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a table is stale")
     is_check = parser.parse_args(arguments).check
-    text = readme.read_text(encoding="utf-8")
-    fresh = _SECTION.sub(lambda match: match["open"] + section(match["name"], results) + match["close"], text)
-    if fresh == text:
-        return 0
-    if is_check:
+    status = 0
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
         stale = [
-            old["name"] for old in _SECTION.finditer(text) if section(old["name"], results) != old["body"]
+            found["name"]
+            for found in _SECTION.finditer(text)
+            if section(found["name"], results) != found["body"]
         ]
-        names = ", ".join(stale)
-        print(f"{readme.name} has figures without a result row in: {names}; run python -m benchmarks.table")
-        return 1
-    readme.write_text(fresh, encoding="utf-8")
-    return 0
+        if stale and is_check:
+            status = 1
+            names = ", ".join(stale)
+            print(f"{page.name} has figures without a result row in: {names}; run python -m benchmarks.table")
+        elif stale:
+            fresh = _SECTION.sub(
+                lambda found: found["open"] + section(found["name"], results) + found["close"], text
+            )
+            page.write_text(fresh, encoding="utf-8")
+    return status
 
 
 def section(name: str, results: Path) -> str:
-    """The Markdown of one bench: a table per machine and command, newest rows; empty without rows."""
+    """The Markdown of one bench, or of one of its metrics: a table per machine and command, newest rows.
+
+    Empty without rows.
+    """
+    bench, _, metric = name.partition(":")
     newest: dict[tuple[str, ...], Row] = {}
-    for row in read_rows(name, results=results):
-        if row["gate_passed"] is not False:
+    for row in read_rows(bench, results=results):
+        if row["gate_passed"] is not False and metric in ("", row["metric"]):
             key = (_machine(row), row["command"], json.dumps(row["case"], sort_keys=True), row["metric"])
             newest[key] = row
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -76,12 +90,17 @@ def _table(rows: list[Row]) -> str:
         cases.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
     shown = _varying_keys(row["case"] for row in rows)
     lines = []
-    for members in cases.values():
+    for members in sorted(cases.values(), key=lambda members: _order(members[0]["case"], shown)):
         cells = {row["metric"]: _cell(row) for row in members}
         label = [str(members[0]["case"].get(key, "")) for key in shown]
         lines.append([*label, *(cells.get(metric, "") for metric in metrics)])
     head = [*map(_words, shown), *map(_words, metrics)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
+
+
+def _order(case: dict[str, Any], shown: list[str]) -> list[float]:
+    """The numbers of a case, its last key first: by them lines are sorted, else they stand as measured."""
+    return [float(case[key]) for key in reversed(shown) if isinstance(case.get(key), int | float)]
 
 
 def _varying_keys(cases: Iterable[dict[str, Any]]) -> list[str]:
@@ -95,7 +114,7 @@ def _cell(row: Row) -> str:
     if unit == "share":
         text = f"{100 * value:.1f} %"
     else:
-        digits = 0 if abs(value) >= 100 or float(value).is_integer() else 2
+        digits = 0 if abs(value) >= 100 or float(value).is_integer() else 3 if abs(value) < 0.1 else 2
         text = f"{value:,.{digits}f}" + ("" if unit in ("tokens", "") else f" {unit}")
         if unit in SPEEDS and row["ratio"] is not None:
             text += f" ({row['ratio']:.2f}x)"

@@ -65,7 +65,7 @@ def test_table_is_made_of_newest_rows_whose_gate_passed(tmp_path: Path) -> None:
     readme.write_text(README)
     rows = [demo_row("ar", 1.0), demo_row("isd", 2.5), demo_row("isd", 3.25, exactness="lossy")]
     append_rows("demo", [*rows, demo_row("isd", 99.0, gate_passed=False)], results=tmp_path)
-    assert table_main([], readme=readme, results=tmp_path) == 0
+    assert table_main([], pages=[readme], results=tmp_path) == 0
     text = readme.read_text()
     assert "| decoder | tokens per forward |" in text
     assert "| isd | 3.25 (lossy) |" in text
@@ -73,13 +73,22 @@ def test_table_is_made_of_newest_rows_whose_gate_passed(tmp_path: Path) -> None:
     assert "| 99" not in text
     assert text.startswith("# x\n")
     assert text.endswith("<!-- /results:demo -->\nend\n")
-    assert table_main(["--check"], readme=readme, results=tmp_path) == 0
+    assert table_main(["--check"], pages=[readme], results=tmp_path) == 0
 
 
 def test_check_finds_a_figure_without_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
     invented = README.replace("demo -->\n", "demo -->\n| isd | 3.9 |\n", 1)
     readme.write_text(invented)
-    assert table_main(["--check"], readme=readme, results=tmp_path) == 1
+    assert table_main(["--check"], pages=[readme], results=tmp_path) == 1
     assert "demo" in capsys.readouterr().out
     assert readme.read_text() == invented
+
+
+def test_a_table_of_one_metric(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results:demo:latency -->\n<!-- /results:demo:latency -->\n")
+    append_rows("demo", [demo_row("ar", 1.5), result_row("demo", {}, "latency", 4.5, "ms")], results=tmp_path)
+    assert table_main([], pages=[page], results=tmp_path) == 0
+    assert "latency 4.50 ms" in page.read_text()
+    assert "1.50" not in page.read_text()
