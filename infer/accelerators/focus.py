@@ -3,7 +3,8 @@
 What shows them is that they gain attention from layer 0 to layer 1 (section 3). How many go on follows from
 how many were decoded before and how many stand out; with each goes its predecessor, and whatever lies to its
 left without keys and values yet (section 4, Algorithm 1). Decoded tokens are frozen once their right
-neighbours are decoded. Where paper and code (appendix E) differ it is as in the code, but see `Focus`.
+neighbours are decoded, until they are edited. Where paper and code (appendix E) differ it is as in the code,
+but see `Focus`.
 B sequences, R rows still fed, W places of a block, N query heads, K KV heads, H head dim, Z lanes.
 """
 
@@ -105,14 +106,16 @@ def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed
 
 
 class Memory:
-    """By lane. Of the block in work: which places are frozen, which have keys and values in all layers, how
-    many masks it began with and how many passes it has had. Of the blocks before: tokens decoded, and passes.
+    """By lane. Of the block in work: which places are frozen, with which tokens, which have keys and values in
+    all layers, how many masks it began with and how many passes it has had. Of the blocks before: tokens
+    decoded, and passes.
     """
 
     def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
         shape = (num_lanes, block_size)
         self.blocks = BlockMemory(num_lanes, device)
         self.frozen_ZW, self.processed_ZW = torch.zeros(2, *shape, dtype=torch.bool, device=device)
+        self.frozen_ids_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z = torch.zeros(
             4, num_lanes, dtype=torch.int64, device=device
         )
@@ -153,13 +156,15 @@ class FocusPass(RowsPass):
         super().__init__(view)
         self._config, self._memory, self._mine_B = config, memory, mine_B
         self._mean_decoded_B = memory.mean_decoded(view, of_request=config.mean == "request")
+        self._ids_BW = view.plan.token_ids_R[view.rows_BW.clamp(min=0)]
         self._first_BW: Tensor | None = None
         self.budget_B: Tensor | None = None
 
     def fed_rows(self) -> Kept | None:
-        """All but frozen tokens."""
-        lanes_B = self.view.plan.lanes_B
-        frozen_BW = self._memory.frozen_ZW[lanes_B] & self._mine_B[:, None]
+        """All but frozen tokens. One that was edited thaws: what is stored is of another token."""
+        lanes_B, memory = self.view.plan.lanes_B, self._memory
+        memory.frozen_ZW[lanes_B] &= (memory.frozen_ids_ZW[lanes_B] == self._ids_BW) | ~self._mine_B[:, None]
+        frozen_BW = memory.frozen_ZW[lanes_B] & self._mine_B[:, None]
         return Kept(keep_R=by_row(~frozen_BW, self.view.rows_BW, len(self.view.plan.slots_R), other=True))
 
     def keep_rows(self, layer: int, q_RNH: Tensor) -> Kept | None:
@@ -195,6 +200,8 @@ class FocusPass(RowsPass):
             is_decided_BW = ~view.is_mask_BW
             right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
             self._memory.frozen_ZW[lanes_B] |= is_decided_BW & right_BW & mine_B1
+            ids_ZW = self._memory.frozen_ids_ZW
+            ids_ZW[lanes_B] = torch.where(mine_B1, self._ids_BW, ids_ZW[lanes_B])
 
     def _choose(self, deltas_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Places of the blocks that go on, bool [B, W], and how many of a block's first places they see,

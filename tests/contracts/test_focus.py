@@ -13,6 +13,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.accelerators.base import Kept
 from idlm.infer.accelerators.focus import Focus, FocusPass
 from idlm.infer.accelerators.view import PassView
 from idlm.infer.engine import Engine
@@ -300,6 +301,32 @@ def test_edits_look_at_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.
         for answer, setting in zip(engine.generate(prompts, settings), settings, strict=True)
     )
     assert sum(num_clean) > len(prompts)
+
+
+def test_a_frozen_token_that_is_edited_is_computed_again(
+    toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not fed has the keys and values of the token that stands there."""
+    engine = build_engine(toys[False], "block", accelerators={"focus": {}}, threshold=0.5, edit_threshold=0.0)
+    fed_rows, stored, num_frozen = FocusPass.fed_rows, {}, 0
+
+    def watched(focus: FocusPass) -> Kept | None:
+        nonlocal num_frozen
+        kept, plan = fed_rows(focus), focus.view.plan
+        assert kept is not None
+        for b, place in (focus.view.rows_BW >= 0).nonzero().tolist():
+            row = int(focus.view.rows_BW[b, place])
+            key, token = (int(plan.lanes_B[b]), int(plan.slots_R[row])), int(plan.token_ids_R[row])
+            if kept.keep_R[row]:
+                stored[key] = token
+            else:
+                num_frozen += 1
+                assert stored[key] == token
+        return kept
+
+    monkeypatch.setattr(FocusPass, "fed_rows", watched)
+    engine.generate(PROMPTS[:4], params()[:4])
+    assert num_frozen
 
 
 @pytest.mark.parametrize(
