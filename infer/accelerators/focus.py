@@ -106,7 +106,7 @@ def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed
 
 
 class Memory:
-    """By lane. Of the block in work: which places are frozen, with which tokens, which have keys and values in
+    """By lane. Of the block in work: which places are frozen with which tokens, which have keys and values in
     all layers, how many masks it began with and how many passes it has had. Of the blocks before: tokens
     decoded, and passes.
     """
