@@ -234,5 +234,6 @@ def plan_rows(
         samples_B=packed.samples_B,
         advances_B=packed.advances_B,
         max_rows=batch.max_feed - 1 + width,
-        max_slots=batch.max_known - 1 + width,
+        # A pass before may have gone beyond the end of a sequence, with a wider picture than this one's.
+        max_slots=batch.max_known - 1 + max(width, picture.max_stride),
     )

@@ -95,6 +95,8 @@ class Picture:
         self.max_width = max(layout.width for layout in layouts)
         self.num_masks = layouts[0].num_masks
         max_drafts = len(layouts) // 2
+        # Of all pictures that sequences may come from.
+        self.max_stride = max_drafts + 1
 
         def stack(rows: list[list[int]]) -> Tensor:
             return torch.tensor(rows, dtype=torch.int64, device=device)

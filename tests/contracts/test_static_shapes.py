@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from idlm.contracts import SamplingParams
+from idlm.contracts import SamplingParams, StepPlan
 from idlm.errors import UserError
 from idlm.infer import graphs
 from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runner import Runner
 from tests.contracts.engines import (
     CYCLE,
+    MAX_STRIDE,
     assert_idle,
     build_engine,
     greedy,
@@ -78,6 +82,30 @@ def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: P
     assert found.finish_reason == "stop"
     assert (found.token_ids, found.num_forwards) == (expected.token_ids, expected.num_forwards)
     assert_idle(engine)
+
+
+def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wide pass may emit beyond the end; nobody knows yet, and the next passes are of stride 1."""
+    forward, num_beyond = Runner.forward, 0
+
+    def checked(runner: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        nonlocal num_beyond
+        highest = int(plan.slots_R[: int(plan.cu_rows_B1[-1])].max())
+        assert highest < plan.max_slots, f"{highest=} {plan.max_slots=}"
+        num_beyond += not bool(plan.advances_B.all())
+        return forward(runner, plan)
+
+    monkeypatch.setattr(Runner, "forward", checked)
+    settings = {"stride": MAX_STRIDE, "adaptive": True, "run_ahead": 2, "prefix_cache": False}
+    engine = build_engine(checkpoint, "isd", **settings)
+    widest = len(engine.decoder.pictures) - 1
+    for max_tokens in range(11, 17):
+        pictures = itertools.chain([widest] * 4, itertools.repeat(0))
+        monkeypatch.setattr(engine._pace, "choose", lambda _, pictures=pictures: next(pictures))
+        engine.generate([[1]], greedy(max_tokens=max_tokens))
+    assert num_beyond
 
 
 def test_few_shapes_serve_all_loads() -> None:
