@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.build import EngineParts
 from idlm.infer.flight import Emission, Flight
-from idlm.infer.request import Request, strip_stop_id, token_list
+from idlm.infer.request import Request, fresh_ids, strip_stop_id, token_list
 from idlm.infer.settings import EngineSettings
 from idlm.infer.shortage import LEAST_IN_A_ROW, given_up, is_shortage
 from idlm.infer.team import hire
@@ -104,8 +104,7 @@ class Engine:
                     if event.completion is not None:
                         done[event.request_id, event.index] = event.completion
         except BaseException:
-            for request_id in own:
-                self.abort(request_id)
+            self._drop(own)
             raise
         return [done[key] for key in keys]
 
@@ -129,7 +128,7 @@ class Engine:
                     open_samples -= event.completion is not None
                     yield event
         finally:
-            self.abort(request_id)
+            self._drop([request_id])
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, streams: bool = False
@@ -168,6 +167,12 @@ class Engine:
             request.finish_reason = "abort"
             completions.append(self._finish(request))
         return completions
+
+    def _drop(self, request_ids: Collection[str]) -> None:
+        """Abort requests whose reader is gone; nobody else asks for their events."""
+        for request_id in request_ids:
+            self.abort(request_id)
+        self._events = [event for event in self._events if event.request_id not in request_ids]
 
     @property
     def has_work(self) -> bool:
@@ -342,7 +347,8 @@ class Engine:
         settings = (
             list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         )
-        fresh = [f"r{self._num_added + i}" for i in range(len(prompts))]
+        taken = {*self._active, *(event.request_id for event in self._events)}
+        fresh = fresh_ids(self._num_added, len(prompts), taken)
         ids = fresh if request_ids is None else list(request_ids)
         if not len(prompts) == len(settings) == len(ids):
             raise UserError(
@@ -356,14 +362,9 @@ class Engine:
                 self.add_request(request_id, prompt, setting, streams=streams)
                 added.append(request_id)
         except BaseException:
-            for request_id in added:
-                self.abort(request_id)
+            self._drop(added)
             raise
-        return [
-            (request_id, k)
-            for request_id, setting in zip(ids, settings, strict=True)
-            for k in range(setting.n)
-        ]
+        return [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
 
     def _check_new(self, request_id: str) -> None:
         is_unread = any(event.request_id == request_id for event in self._events)

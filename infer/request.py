@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +106,8 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
             fix="give a string, or whole numbers from the checkpoint's tokenizer",
         )
     tokens = list(prompt)
-    bad = [token for token in tokens if not (_is_index(token) and 0 <= token < num_rows)]
+    known = [(token, _index_of(token)) for token in tokens]
+    bad = [token for token, index in known if index is None or not 0 <= index < num_rows]
     if bad:
         raise UserError(
             "IDLM-0411",
@@ -116,8 +118,20 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
         raise UserError(
             "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
         )
-    return [operator.index(token) for token in tokens]
+    return [index for _, index in known if index is not None]
 
 
-def _is_index(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _index_of(value: Any) -> int | None:
+    """A whole number as Python's; None for whatever is not one. Arrays and tensors may tell when asked."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def fresh_ids(first: int, count: int, taken: Collection[str]) -> list[str]:
+    """Names for requests that were given none, none of them `taken`."""
+    names = (f"r{number}" for number in itertools.count(first))
+    return list(itertools.islice((name for name in names if name not in taken), count))

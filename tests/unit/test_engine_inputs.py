@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +117,9 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
         ("IDLM-0411", [[1, VOCAB]], None, (str(VOCAB), "vocabulary")),
         ("IDLM-0411", [[-1]], None, ("-1",)),
         ("IDLM-0411", [[1, "a"]], None, ("'a'",)),
+        ("IDLM-0411", [torch.tensor([1.5, 2.0])], None, ("1.5",)),
+        ("IDLM-0411", [torch.tensor([[1, 2], [3, 4]])], None, ("[1, 2]",)),
+        ("IDLM-0411", [np.array([[1, 2, 3]])], None, ("[1, 2, 3]",)),
         ("IDLM-0412", [[1] * 64], None, ("64", "context")),
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
@@ -250,6 +254,28 @@ def test_without_a_seed_answers_differ_and_say_their_seed(engine: Engine) -> Non
     assert len({c.token_ids for c in drawn}) > 3
     [repeated] = engine.generate([[1, 2]], SamplingParams(max_tokens=10, seed=drawn[2].seed))
     assert repeated.token_ids == drawn[2].token_ids
+
+
+def test_own_names_do_not_get_in_the_way_of_given_ones(engine: Engine) -> None:
+    few = SamplingParams(temperature=0, max_tokens=3)
+    given = f"r{engine._num_added + 1}"
+    engine.add_request(given, [1], few)
+    answers = engine.generate([[2], [3]], few)
+    assert len({given, *(answer.request_id for answer in answers)}) == 3
+    while engine.has_work:
+        engine.step()
+
+
+def test_streams_side_by_side_leave_nothing_when_one_is_closed(engine: Engine) -> None:
+    """What came back for the closed one while the other was read is nobody's."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    [expected] = engine.generate([[1, 2, 3]], params)
+    read, closed = engine.stream([1, 2, 3], params), engine.stream([1, 2, 4], params)
+    pieces = [next(read), next(read)]
+    assert engine._events, "nothing was waiting"
+    closed.close()
+    assert tuple(t for event in [*pieces, *read] for t in event.token_ids) == expected.token_ids
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("seed", range(8))
