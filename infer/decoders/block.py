@@ -27,6 +27,7 @@ from idlm.infer.decoders.block_config import NO_EDITS, REQUEST_OPTIONS, BlockCon
 from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.table import SequenceTable
+from idlm.infer.transfer import to_device
 from idlm.kernels.block_step import RULES, BlockLanes, BlockShape, Limits, Proposed, decide_blocks
 from idlm.kernels.hopper import runs_kernels
 from idlm.kernels.sampling import entropy, judged_draws, uniforms
@@ -102,7 +103,7 @@ class BlockDecoder:
 
     def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have decided nothing."""
-        self.blocks.reset(lanes)
+        self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
         configs = [self.configure(given) if given else self.config for given in options]
         self.options.seat(lanes, configs, block_size=self.shape.size)
 
@@ -110,7 +111,7 @@ class BlockDecoder:
         """Their blocks begin anew, and come out the same: what parts of a block or an accelerator have kept
         of earlier passes is gone.
         """
-        self.blocks.reset(lanes)
+        self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
 
     def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the block in work."""

@@ -30,6 +30,7 @@ from idlm.infer.decoders.base import (
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
+from idlm.infer.transfer import to_device
 from idlm.kernels.sampling import draft_laws, emit_and_draft, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
@@ -123,7 +124,7 @@ class IsdDecoder:
 
     def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have no drafts."""
-        self.stock_Z[lanes] = 0
+        self.stock_Z[to_device(lanes, self.stock_Z.device)] = 0
 
     def rewind(self, lanes: list[int]) -> None:
         """Drafts and their laws need no cache."""

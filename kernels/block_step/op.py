@@ -46,12 +46,12 @@ class BlockLanes:
             whole_part_Z=torch.full((num_lanes,), -1, dtype=torch.int64, device=device),
         )
 
-    def reset(self, lanes: list[int]) -> None:
-        """These lanes begin their blocks anew."""
-        self.is_decided_ZW[lanes] = False
-        self.num_passes_Z[lanes] = 0
-        self.num_clean_passes_Z[lanes] = 0
-        self.whole_part_Z[lanes] = -1
+    def reset(self, lanes_B: Tensor) -> None:
+        """These lanes (int64) begin their blocks anew."""
+        self.is_decided_ZW[lanes_B] = False
+        self.num_passes_Z[lanes_B] = 0
+        self.num_clean_passes_Z[lanes_B] = 0
+        self.whole_part_Z[lanes_B] = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.contracts import SamplingParams
 from idlm.infer.decoders.block_unmask import UNMASKINGS
-from tests.contracts.engines import assert_idle, build_engine
+from tests.contracts.engines import assert_idle, build_engine, write_converted_toy
 from tests.contracts.test_block_decoder import PROMPTS, params_of, write_block_toy
 from tests.kernels.block_step_cases import Case, run
 
@@ -62,6 +63,26 @@ def test_graphs_give_the_tokens_of_a_cpu(
     found = engine.generate(PROMPTS, params_of())
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("decoder", ["block", "isd"])
+def test_nobody_waits_for_the_passes_on_their_way_to_sit_down(tmp_path: Path, decoder: str) -> None:
+    """Indices from a list would be copied to the device by a call that waits for all that runs there."""
+    directory = tmp_path / "toy"
+    directory.mkdir()
+    if decoder == "block":
+        write_block_toy(directory, shifted=False)
+    else:
+        write_converted_toy(directory)
+    engine = build_engine(directory, decoder, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.table.seat([0, 2], [[1, 2], [3]], [SamplingParams(seed=1)] * 2, [0, 0], ends=[9, 9])
+        engine.decoder.seat([0, 2], [{}, {}])
+        engine.table.rewind(2)
+        engine.decoder.rewind([2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("hundred", range(10))
