@@ -24,6 +24,7 @@ from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
 from idlm.infer.pace import AdaptivePace, FixedPace, Pace
 from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.prefix_cache import PrefixCache
+from idlm.infer.prompts import check_text
 from idlm.infer.runner import Runner, head_shape, set_deterministic
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.settings import EngineSettings, check_options, decoder_config
@@ -68,6 +69,7 @@ class EngineParts:
             )
         if not prompt:
             return []
+        check_text("the prompt", prompt)
         return list(encode_prompt(self.tokenizer, prompt, template=self.settings.template))
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -37,7 +37,7 @@ def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) 
     lines = []
     for number, text in enumerate(texts):
         where = place if len(texts) == 1 else f"{place} {number + 1}"
-        _check_text(where, text)
+        check_text(where, text)
         _check_shape(where, "prompt", text)
         lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling.params()))
     return lines
@@ -97,7 +97,7 @@ def _record(place: str, line: bytes) -> Any:
         raise UserError(
             "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line, in UTF-8"
         ) from error
-    _check_text(place, json.dumps(record, ensure_ascii=False))
+    check_text(place, json.dumps(record, ensure_ascii=False))
     return record
 
 
@@ -153,8 +153,8 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _check_text(place: str, text: str) -> None:
-    """Refuse halves of surrogate pairs: no tokenizer and no file takes them."""
+def check_text(place: str, text: str) -> None:
+    """UserError IDLM-0436 for halves of surrogate pairs: no tokenizer and no file takes them."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

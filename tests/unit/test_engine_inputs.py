@@ -319,3 +319,4 @@ def test_a_stop_id_is_a_token_of_the_answer_but_not_of_its_text(speaking: Engine
     assert cut.finish_reason == "stop"
     assert cut.text == speaking.tokenizer.decode(list(cut.token_ids[:-1]), skip_special_tokens=True)
     assert _refusal(speaking.generate, [""]).code == "IDLM-0410"
+    assert _refusal(speaking.generate, ["half a pair: \ud83d"]).code == "IDLM-0436"
