@@ -59,6 +59,8 @@ def row_laws(
     """
     num_rows, num_tokens = logits_XV.shape
     assert num_tokens <= MAX_VOCABULARY and logits_XV.stride(1) == 1, f"{logits_XV.shape=}"
+    # A kernel would write into the next row.
+    assert forbidden_id is None or 0 <= forbidden_id < num_tokens, f"{forbidden_id=} {num_tokens=}"
     assert lanes_B is None or num_rows % max(1, len(lanes_B)) == 0, f"{num_rows=} {lanes_B.shape=}"
     settings = (temperature, top_k, top_p, min_p)
     if not has_kernels(logits_XV.device):
