@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from idlm.errors import UserError
 
 LARGEST_NUMBER = sys.float_info.max
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "logprobs", "n", "tau")
+"""The sampling settings that are one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(map(_own_number, _as_tuple(self.stop_token_ids))))
+        for name in NUMBERS:
+            object.__setattr__(self, name, _own_number(getattr(self, name)))
         if isinstance(self.decoder_options, Mapping):
             object.__setattr__(self, "decoder_options", dict(self.decoder_options))
         problems = [text for text, is_bad in self._checks() if is_bad]
@@ -107,6 +112,15 @@ def _as_tuple(value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def _own_number(value: object) -> object:
+    """A number of numpy's, or of anybody's, as Python's own; all else as it is."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _is_number(value: object) -> bool:

@@ -110,6 +110,15 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
     assert SamplingParams(stop=None, stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(5), seed=np.uint8(3), stop_token_ids=np.array([7, 9])
+    )  # type: ignore[arg-type]
+    assert given == SamplingParams(temperature=0.5, top_k=5, seed=3, stop_token_ids=(7, 9))
+    assert {type(value) for value in (given.temperature, given.top_k, *given.stop_token_ids)} == {float, int}
+    assert _refusal(SamplingParams, top_k=np.float32(5), n=np.int64(0)).message.count("must be") == 2
+
+
 @pytest.mark.parametrize(
     ("code", "prompts", "params", "words"),
     [
