@@ -20,7 +20,11 @@ class AnswerText:
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer, self._stop = detokenizer, stop
+        self._detokenizer = detokenizer
+        # By their first characters: a long list then costs next to nothing where none of them begins.
+        self._stops: dict[str, list[str]] = {}
+        for text in stop:
+            self._stops.setdefault(text[0], []).append(text)
         self._held = ""
         self.text = ""
         self.is_stopped = False
@@ -37,21 +41,22 @@ class AnswerText:
         if self.is_stopped:
             return ""
         self._held += delta
-        hits = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if hits:
+        begins = [(place, stops) for place, char in enumerate(self._held) if (stops := self._stops.get(char))]
+        hits = (place for place, stops in begins if self._held.startswith(tuple(stops), place))
+        hit = next(hits, None)
+        if hit is not None:
             self.is_stopped = True
-            released, self._held = self._held[: min(hits)], ""
+            released, self._held = self._held[:hit], ""
         else:
-            keep = 0 if is_last else self._longest_stop_prefix()
-            cut = len(self._held) - keep
+            cut = len(self._held) if is_last else self._first_open(begins)
             released, self._held = self._held[:cut], self._held[cut:]
         self.text += released
         return released
 
-    def _longest_stop_prefix(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=0)
-        for length in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
+    def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:
+        """Where the held text first goes on as a stop string does, to its end."""
+        for place, stops in begins:
+            rest = self._held[place:]
+            if any(stop.startswith(rest) for stop in stops):
+                return place
+        return len(self._held)
