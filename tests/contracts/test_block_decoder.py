@@ -255,6 +255,18 @@ def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool,
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_prompt_of_whole_blocks_that_is_known_still_says_what_follows(
+    toys: dict[bool, Path], shifted: bool
+) -> None:
+    """Where logits are shifted, by its last row."""
+    prompt = prompts_of([4 * SIZE])[0]
+    engine = build_engine(toys[shifted], "block", page_size=SIZE)
+    first, again = (engine.generate([prompt], greedy(max_tokens=9))[0] for _ in range(2))
+    assert again.num_cached_tokens == 3 * SIZE
+    assert again.token_ids == first.token_ids
+
+
 @pytest.mark.parametrize(("size", "page_size"), [(1, 16), (4, 16), (6, 18), (24, 24), (32, 32)])
 def test_pages_hold_whole_blocks_unless_told_otherwise(tmp_path: Path, size: int, page_size: int) -> None:
     directory = write_block_toy(tmp_path, shifted=False, size=size)
