@@ -94,7 +94,8 @@ def pack_rows_kernel(
     source = tl.load(source_YW + place)
     base, slot = computed + feed - 1, computed + offset
     is_known = slot <= base
-    is_mask = (slot > base) & (source == MASK_SOURCE)
+    # Padding gets ids of text: the mask's may lie outside the embedding.
+    is_mask = (slot > base) & (source == MASK_SOURCE) & (row < total)
     token = tl.load(tokens_ZL + lane * L + tl.minimum(slot, L - 1))
     if HAS_DRAFTS:
         token = tl.where(is_known, token, tl.load(drafts_ZJ + lane * J + tl.maximum(source - 1, 0)))
@@ -108,7 +109,7 @@ def pack_rows_kernel(
     tl.store(rows_IR + 4 * R + row, limit, mask=m_row)
     branch = tl.where(is_known, slot + 1, base + tl.load(branch_YW + place))
     tl.store(rows_IR + 5 * R + row, branch, mask=m_row)
-    tl.store(is_mask_R + row, is_mask & (row < total), mask=m_row)
+    tl.store(is_mask_R + row, is_mask, mask=m_row)
 
 
 @triton.jit

@@ -121,7 +121,9 @@ def _plain(
     base_R = (computed_B + feed_B - 1)[sequence_R]
     place = (stock_B[sequence_R], row_R.clamp(min=0, max=width - 1))
     source_R, position_R = table.source_YW[place], table.position_YW[place]
-    is_known_R, is_mask_R = row_R <= 0, (row_R > 0) & (source_R == MASK)
+    is_known_R = row_R <= 0
+    # Padding gets ids of text: the mask's may lie outside the embedding.
+    is_mask_R = (row_R > 0) & (source_R == MASK) & (rows_R < cu_rows_B1[-1])
     slots_R = computed_B[sequence_R] + offset_R
     lane_R = lanes_B[sequence_R]
     token_R = lanes.tokens_ZL[lane_R, slots_R.clamp(max=lanes.tokens_ZL.shape[1] - 1)]
@@ -143,7 +145,7 @@ def _plain(
         slots_R=slots_R,
         limits_R=limits_R,
         branch_starts_R=branch_starts_R,
-        is_mask_R=is_mask_R & (rows_R < cu_rows_B1[-1]),
+        is_mask_R=is_mask_R,
         logit_rows_X=torch.minimum(wanted_BW, cu_rows_B1[1:, None] - 1).clamp(min=0).flatten(),
         samples_B=samples_B,
         advances_B=advances_B,

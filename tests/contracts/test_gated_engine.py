@@ -152,6 +152,16 @@ def test_the_mask_id_in_a_prompt_is_text(foreseeing: tuple[Path, Path]) -> None:
         assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
 
 
+def test_padding_has_no_mask_that_the_embedding_has_no_row_for(random_pair: tuple[Path, Path]) -> None:
+    """Passes of static shape, most rows of which are padding."""
+    base, adapter = random_pair
+    prompts = prompts_of([3, 7, 20])
+    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=12)))
+    engine = build_engine(adapter, "isd", graphs="on", adaptive=True, run_ahead=2)
+    assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
+    assert_idle(engine)
+
+
 def test_trap_21_an_adapter_on_all_rows_is_noticed(
     random_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
