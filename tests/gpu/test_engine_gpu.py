@@ -21,6 +21,8 @@ from idlm.infer.models.fp8 import quantise
 from idlm.infer.models.loader import load_model
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
+from tests.adapters import write_adapter
+from tests.toy import write_toy_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,6 +75,22 @@ def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) 
     ar, isd = (engine.generate(prompts, GREEDY) for engine in engines)
     assert [done.token_ids for done in isd] == [done.token_ids for done in ar]
     assert all(done.exactness == "lossy" for done in (*ar, *isd))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_adapter_with_a_mask_outside_the_embedding_answers_as_its_base(
+    tmp_path: Path, adaptive: bool
+) -> None:
+    """Graphs are warmed up on padding alone, which has no row of that mask."""
+    base = write_toy_checkpoint(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=10_000, stride=4, has_mask_row=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [[(7 * i + j) % 40 for j in range(1 + 5 * i)] for i in range(9)]
+    options = {"device": "cuda", "dtype": "float32", "deterministic": True}
+    expected = Engine.from_pretrained(base, "ar", **options).generate(prompts, params)
+    engine = Engine.from_pretrained(adapter, "isd", adaptive=adaptive, **options)
+    assert engine.settings.graphs == "on"
+    assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
 
 
 def test_eight_bits_keep_the_task(converted: Path) -> None:
