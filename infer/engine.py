@@ -221,11 +221,10 @@ class Engine:
             self.scheduler.restore_budget()
 
     def _make_room(self, reason: str) -> None:
-        """Memory was short: have less prompt in the next pass, and from the second time in a row on one
-        request less, the youngest.
-        """
+        """After a shortage: a smaller pass; from the second in a row on, one request less, the youngest."""
         self._num_shortages += 1
         self.scheduler.halve_budget()
+        self._pace.learn_shortage()
         self._worker.relieve()
         youngest = next((one for one in reversed(self._last_fed) if one.finish_reason is None), None)
         if self._num_shortages < LEAST_IN_A_ROW or youngest is None:

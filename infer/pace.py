@@ -6,6 +6,7 @@ tested; a sequence may therefore go from picture to picture without any change o
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -37,6 +38,10 @@ class Pace(Protocol):
         """Drafts of one sequence were tested in order, the first ones were accepted."""
         ...
 
+    def learn_shortage(self) -> None:
+        """The pass chosen last ran out of memory."""
+        ...
+
 
 class FixedPace:
     """The only picture there is."""
@@ -50,6 +55,9 @@ class FixedPace:
 
     def learn_drafts(self, num_accepted: int, num_tested: int) -> None:
         """Nothing to learn."""
+
+    def learn_shortage(self) -> None:
+        """Nothing to choose."""
 
 
 @dataclass(slots=True)
@@ -69,17 +77,39 @@ class AdaptivePace:
         num_drafts = max(picture.stride for picture in pictures) - 1
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
         self._timings: dict[tuple[int, int], _Timing] = {}
-        self._num_passes = 0
+        self._num_passes = self._last_shortage = self._last_rows = 0
+        self._narrowest = min(range(len(widths)), key=widths.__getitem__)
+        self._most_rows: float = math.inf
 
     def choose(self, num_sequences: int) -> int:
-        """The best by what is known; now and then one that was not timed for long."""
+        """The best by what is known; now and then one that was not timed for long.
+
+        Right behind a shortage it is the narrowest, so that nobody is given up for the sake of speed, and for
+        a while one of fewer rows than what was short of memory.
+        """
         self._num_passes += 1
+        number = self._choice(num_sequences)
+        self._last_rows = num_sequences * self._widths[number]
+        return number
+
+    def _choice(self, num_sequences: int) -> int:
+        since = self._num_passes - self._last_shortage
+        if self._last_shortage and since == 1:
+            return self._narrowest
+        if since > PASSES_BETWEEN_TRIALS:
+            self._most_rows = math.inf
+        fitting = [n for n, width in enumerate(self._widths) if num_sequences * width <= self._most_rows]
         size = _rounded(num_sequences)
-        trial = self._trial(size)
+        trial = self._trial(size, fitting)
         if trial is not None:
             return trial
-        rates = [self.tokens(number) / self.seconds(number, size) for number in range(len(self._pictures))]
-        return max(range(len(rates)), key=rates.__getitem__)
+        rates = {number: self.tokens(number) / self.seconds(number, size) for number in fitting}
+        return max(rates, key=rates.__getitem__, default=self._narrowest)
+
+    def learn_shortage(self) -> None:
+        """Remember the rows of the pass and when it was."""
+        self._last_shortage = self._num_passes
+        self._most_rows = min(self._most_rows, self._last_rows - 1)
 
     def learn_time(self, picture: int, num_sequences: int, seconds: float) -> None:
         """Keep the newest few times of the picture at this load."""
@@ -133,9 +163,9 @@ class AdaptivePace:
         rows, seconds = above[0] if above else below[-1]
         return max(seconds * num_rows / rows, below[-1][1] if below else 0.0)
 
-    def _trial(self, size: int) -> int | None:
+    def _trial(self, size: int, fitting: list[int]) -> int | None:
         """A timed picture whose times are old, or that has only the one time that does not count."""
-        for number in range(len(self._pictures)):
+        for number in fitting:
             timing = self._timings.get((size, number))
             if timing is None:
                 continue

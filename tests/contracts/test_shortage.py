@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from benchmarks.soak import Shortage
-from idlm.contracts import Completion, SamplingParams
+from idlm.contracts import Completion, SamplingParams, StepPlan
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
 from idlm.infer.engine import Engine, StreamEvent
 from idlm.infer.graphs import StaticStep
+from idlm.infer.runner import Runner
 from tests.contracts.engines import (
     CYCLE,
+    MAX_STRIDE,
     assert_idle,
     build_engine,
     greedy,
@@ -157,6 +159,28 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
         engine.pool.reset()
     assert max(sizes[num_seen:]) > 48
     assert engine.scheduler._prompt_budget == 48
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_pictures_that_memory_is_too_short_for_cost_no_answer(
+    checkpoint: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stride 1 always fits: whoever chooses wider passes tries them, and goes on without."""
+    expected = build_engine(checkpoint, "ar").generate(_prompts(), greedy(max_tokens=40))
+    engine = _engine(checkpoint, "isd", stride=MAX_STRIDE, adaptive=True, **way)
+    forward, num_failed = Runner.forward, 0
+
+    def short(runner: Runner, plan: StepPlan) -> Any:
+        nonlocal num_failed
+        if len(plan.token_ids_R) > 80:
+            num_failed += 1
+            raise torch.OutOfMemoryError("as it was told to")
+        return forward(runner, plan)
+
+    monkeypatch.setattr(Runner, "forward", short)
+    found = engine.generate(_prompts(), greedy(max_tokens=40))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert num_failed
 
 
 def test_memory_that_stays_short_ends_every_request_the_youngest_of_a_pass_first(

@@ -77,3 +77,18 @@ def test_a_first_time_that_holds_a_compilation_is_not_believed() -> None:
     pace.learn_time(first, 1, seconds(first, 1))
     run(pace, 1, 0.9, 60, noise=0.0)
     assert tokens(run(pace, 1, 0.9, 1, noise=0.0)[0], 0.9) >= 0.95 * max(tokens(n, 0.9) for n in range(9))
+
+
+def test_a_shortage_is_followed_by_the_narrowest_and_for_a_while_by_fewer_rows() -> None:
+    pace = AdaptivePace(PICTURES, WIDTHS)
+    free = run(pace, 4, 0.9, 60, noise=0.0)[-1]
+    most = 4 * WIDTHS[free] - 1
+    pace.learn_shortage()
+    later = run(pace, 4, 0.9, 900, noise=0.0)
+    assert WIDTHS[later[0]] == 1
+    assert 1 < max(4 * WIDTHS[number] for number in later) <= most
+    assert run(pace, 4, 0.9, 200, noise=0.0)[-1] == free
+    pace.choose(1000)
+    pace.learn_shortage()
+    pace.learn_shortage()
+    assert {WIDTHS[number] for number in run(pace, 100_000, 0.9, 3, noise=0.0)} == {1}, "there is always one"
