@@ -18,6 +18,7 @@ from idlm.contracts import BlocksInWork, StepPlan
 from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, Place
 from idlm.infer.accelerators.view import PassView, rows_by_place
 from idlm.infer.kv_cache import KVCache
+from idlm.infer.sparse_attention import SlotLists, sparse_attention
 from idlm.infer.thinned import ThinnedKV
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from tests.accelerator_reference import SlowMage, SlowQuest
@@ -269,6 +270,27 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
                 num_thinned += run_pass(world, accelerator, view, rules)
             starts = [start + SIZE for start in starts]
     assert num_thinned >= num_worlds * 2 * NUM_SEQUENCES
+
+
+def test_slots_that_no_row_sees_may_hold_no_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q_bWNH = torch.randn(1, 2, 2, 4, generator=generator)
+    keys_SKH, values_SKH = torch.randn(2, 6, 1, 4, generator=generator)
+    lists = SlotLists(
+        listed_bKC=torch.tensor([[[0, 1, 2]]]),
+        is_listed_bKC=torch.tensor([[[True, True, False]]]),
+        own_bW=torch.tensor([[3, 4]]),
+        sees_own_bWW=torch.tensor([[[True, False], [True, False]]]),
+    )
+    expected = sparse_attention(q_bWNH, (keys_SKH, None), (values_SKH, None), lists, scale=0.5)
+    seen_SKH = torch.stack((keys_SKH, values_SKH))[:, [0, 1, 3]]
+    weights = (torch.einsum("wnh,xh->nwx", q_bWNH[0], seen_SKH[0, :, 0]) * 0.5).softmax(-1)
+    right = torch.einsum("nwx,xh->wnh", weights, seen_SKH[1, :, 0])
+    torch.testing.assert_close(expected[0], right)
+    for cache_SKH in (keys_SKH, values_SKH):
+        cache_SKH[[2, 4, 5]] = torch.nan
+    found = sparse_attention(q_bWNH, (keys_SKH, None), (values_SKH, None), lists, scale=0.5)
+    assert torch.equal(found, expected)
 
 
 def test_bounds_of_copied_pages() -> None:
