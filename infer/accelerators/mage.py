@@ -10,12 +10,11 @@ same; ranking runs in line with the layer, not on a stream of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
-from idlm.infer.accelerators.prefix import EVERYTHING, PrefixPass, PrefixSets, set_problems
+from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
 from idlm.infer.accelerators.view import PassView
 
 
@@ -28,26 +27,12 @@ class MageConfig:
 
 
 @ACCELERATORS.register("mage")
-class Mage(KVAccelerator):
-    """Per lane: the sets of the block in work."""
+class Mage(PrefixAccelerator):
+    """Ranks once a block, in its first pass."""
 
     name: ClassVar[str] = "mage"
-    exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
-    shards: ClassVar[bool] = True
     Config: ClassVar[type] = MageConfig
     config: MageConfig
-
-    def problems(self) -> list[str]:
-        """Those of all, and of the numbers."""
-        return [*super().problems(), *set_problems(k=self.config.k, exact_layers=self.config.exact_layers)]
-
-    def allocate(self) -> None:
-        """A set per lane."""
-        self.sets = PrefixSets(self.place, exact_layers=self.config.exact_layers, num=self.config.k)
-
-    def reset(self, lanes: list[int]) -> None:
-        """Forget the sets."""
-        self.sets.reset(lanes)
 
     def begin(self, view: PassView) -> PrefixPass:
         """Whoever has no set yet makes one."""

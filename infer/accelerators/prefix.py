@@ -7,12 +7,15 @@ G = N / K, H head dim, L layers that are thinned, Z lanes.
 
 from __future__ import annotations
 
+from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import BlockMemory, KVPass, Place
+from idlm.infer.accelerators.base import BlockMemory, KVAccelerator, KVPass, Place
 from idlm.infer.accelerators.view import PassView
 
 NOT_LISTED = -1
@@ -116,6 +119,25 @@ class PrefixPass(KVPass):
     def finish(self) -> None:
         """From now on the sets are there."""
         self._sets.memory.claim(self.view, self._ranks_B)
+
+
+class PrefixAccelerator(KVAccelerator, ABC):
+    """Per lane: the sets of the block in work. The Config has `k` and `exact_layers`."""
+
+    exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
+    shards: ClassVar[bool] = True
+
+    def problems(self) -> list[str]:
+        """Those of all, and of the numbers."""
+        return [*super().problems(), *set_problems(k=self.config.k, exact_layers=self.config.exact_layers)]
+
+    def allocate(self) -> None:
+        """A set per lane."""
+        self.sets = PrefixSets(self.place, exact_layers=self.config.exact_layers, num=self.config.k)
+
+    def reset(self, lanes: list[int]) -> None:
+        """Forget the sets."""
+        self.sets.reset(lanes)
 
 
 def set_problems(*, k: int, exact_layers: int) -> list[str]:

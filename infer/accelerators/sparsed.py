@@ -12,15 +12,14 @@ fewer, and a block that is clean within 20 % of them is never thinned.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
-from idlm.infer.accelerators.prefix import EVERYTHING, PrefixPass, PrefixSets, set_problems
+from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
 from idlm.infer.accelerators.view import PassView
 
 ROUNDING = 1e-9
@@ -39,30 +38,19 @@ class SparsedConfig:
 
 
 @ACCELERATORS.register("sparsed")
-class SparseD(KVAccelerator):
-    """Per lane: the sets of the block in work."""
+class SparseD(PrefixAccelerator):
+    """Ranks once a block, in the last of its exact passes."""
 
     name: ClassVar[str] = "sparsed"
-    exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
-    shards: ClassVar[bool] = True
     Config: ClassVar[type] = SparsedConfig
     config: SparsedConfig
 
     def problems(self) -> list[str]:
-        """Those of all, and of the numbers."""
-        share = self.config.exact_share
-        found = set_problems(k=self.config.k, exact_layers=self.config.exact_layers)
+        """Those of all such, and of the share."""
+        found, share = super().problems(), self.config.exact_share
         if not (math.isfinite(share) and 0 < share <= 1):
             found.append(f"exact_share={share!r} is not in (0, 1]")
-        return [*super().problems(), *found]
-
-    def allocate(self) -> None:
-        """A set per lane."""
-        self.sets = PrefixSets(self.place, exact_layers=self.config.exact_layers, num=self.config.k)
-
-    def reset(self, lanes: list[int]) -> None:
-        """Forget the sets."""
-        self.sets.reset(lanes)
+        return found
 
     def begin(self, view: PassView) -> PrefixPass:
         """Whoever is at its last exact step makes a set."""
