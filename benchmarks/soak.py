@@ -41,7 +41,7 @@ from idlm.infer.engine import Engine
 STRIDE = 4
 MAX_LENGTH, PAGE_SIZE = 192, 8
 LONGEST_PROMPT, LONGEST_ANSWER = 100, 80
-SHARE_OF_PAGES = 0.4
+SHARE_OF_PAGES = 0.15
 """Of what full lanes would need."""
 MARKED_SHARE = 0.33
 """Marked for an abort; some of them finish first, so that 30 % are aborted."""

@@ -151,7 +151,7 @@ def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int)
     """Median over rounds of the time of a pass when everybody decodes."""
     concurrency, context, passes = (int(options[name]) for name in ("concurrency", "context", "passes"))
     rounds = int(options["rounds"])
-    num_tokens = stride * (WARM_UP_PASSES + rounds * passes + 64)
+    num_tokens = stride * (WARM_UP_PASSES + rounds * passes + 128)
     own: dict[str, Any] = {"stride": stride, "on_rejection": "cold"} if stride > 1 else {}
     engine = Engine.from_pretrained(
         directory,
