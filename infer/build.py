@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import read_json
+from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack, stack_of
 from idlm.infer.accelerators.base import Place
@@ -326,10 +327,7 @@ def resolve_device(device: str) -> torch.device:
         raise UserError(
             "IDLM-0417", f"device={device!r} is not a device", fix="use auto, cpu or cuda:0"
         ) from error
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "IDLM-0418", f"device={device!r}, but torch sees no GPU", fix="use device=cpu or device=auto"
-        )
+    require_gpu(device, key="device")
     return resolved
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.lora import AdapterSpec, base_identity
@@ -95,6 +96,8 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     """Train, export and report. Every rank of a distributed run calls this; rank 0 publishes and reports."""
     start = time.perf_counter()
     check_config(config)
+    if config.train.device != "auto":
+        require_gpu(config.train.device, key="train.device")
     if config.adapter is not None and config.model.path is None:
         raise UserError(
             "IDLM-0531",

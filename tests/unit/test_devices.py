@@ -1,0 +1,42 @@
+"""A GPU that was asked for and is not there: refused by every command, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from idlm.errors import UserError
+from idlm.infer.build import resolve_device
+from idlm.train.cli import main
+
+BASE = Path(__file__).parents[2] / "recipes/assets/tiny_ar"
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def _training(target: Path) -> list[str]:
+    return ["recipe=tiny", f"model.path={BASE}", f"output_dir={target}", "train.device=cuda", "train.steps=3"]
+
+
+def test_training_is_refused_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "run"
+    assert main(_training(target)) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0418: train.device='cuda'" in told
+    assert "train.device=auto" in told
+    assert not target.exists()
+
+
+def test_a_plan_needs_no_gpu(tmp_path: Path) -> None:
+    assert main([*_training(tmp_path / "run"), "dry_run=true"]) == 0
+
+
+def test_an_engine_is_refused() -> None:
+    with pytest.raises(UserError, match="IDLM-0418: device='cuda:0'"):
+        resolve_device("cuda:0")
+    assert resolve_device("auto") == torch.device("cpu")
