@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from idlm.suggest import did_you_mean
 
 Given = Mapping[str, Mapping[str, Any]]
 """Options by name of accelerator."""
+NO_NAMES = ("", "none", "null", "off", "false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +121,15 @@ NO_ACCELERATORS = AcceleratorStack()
 
 
 def as_options(given: Any) -> dict[str, dict[str, Any]]:
-    """Options by name, from what a caller may write: a name, several, or options by name."""
+    """Options by name, from what a caller may write: a name, several, or options by name; None: none."""
+    if given is None:
+        return {}
     if isinstance(given, str):
-        return {given: {}}
+        return {_one_name(given): {}}
     if isinstance(given, Mapping):
-        return {str(name): dict(options or {}) for name, options in given.items()}
+        return {str(name): _options_of(name, options) for name, options in given.items()}
+    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
+        raise UserError("IDLM-0461", f"accelerators={given!r} are no names", fix='write ["mage"], or []')
     names = list(given)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -132,6 +137,29 @@ def as_options(given: Any) -> dict[str, dict[str, Any]]:
             "IDLM-0461", f"accelerators={names} names {', '.join(twice)} twice", fix="name each once"
         )
     return {name: {} for name in names}
+
+
+def _one_name(given: str) -> str:
+    names = [name.strip() for name in given.split(",")]
+    if len(names) > 1:
+        raise UserError(
+            "IDLM-0461", f"accelerator={given} is no list", fix=f"write accelerator=[{','.join(names)}]"
+        )
+    if given.strip().lower() in NO_NAMES:
+        raise UserError(
+            "IDLM-0461", f"accelerator={given} names none", fix="write accelerator=[], or leave it out"
+        )
+    return given
+
+
+def _options_of(name: Any, options: Any) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise UserError(
+            "IDLM-0461",
+            f"accelerators: the options of {name} are {options!r}, not options by name",
+            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for its defaults',
+        )
+    return dict(options or {})
 
 
 def accelerator_configs(given: Given) -> dict[str, Any]:

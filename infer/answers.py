@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,9 @@ class Tally:
 class AnswerRun:
     """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
 
-    A line that cannot be answered ends the run with its UserError (file and line in front), once all lines
-    before it are answered. `finished` is what an interrupted run still holds.
+    `check_lines` finds lines that cannot be answered beforehand. One that comes here all the same ends the
+    run with its UserError (file and line in front), once all lines before it are answered. `finished` is
+    what an interrupted run still holds.
     """
 
     def __init__(self, engine: Engine, lines: Iterator[PromptLine]) -> None:
@@ -106,12 +108,25 @@ class AnswerRun:
 
     def _add(self, line: PromptLine) -> None:
         request_id = f"{self._num_lines}:{line.request_id}"
-        try:
+        with _placed(line):
             self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
-        except UserError as error:
-            raise UserError(error.code, f"{line.place}: {error.message}", fix=error.fix) from error
         self._num_lines += 1
         self._order.extend((line, (request_id, index)) for index in range(line.params.n))
+
+
+def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> None:
+    """UserError with file and line in front for the first line that the engine cannot answer."""
+    for line in lines:
+        with _placed(line):
+            engine.check_request(line.request_id, encode_line(engine, line), line.params)
+
+
+@contextmanager
+def _placed(line: PromptLine) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.code, f"{line.place}: {error.message}", fix=error.fix) from error
 
 
 def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
@@ -124,9 +139,10 @@ def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
     return encode_messages(engine.tokenizer, prompt)
 
 
-def as_record(line: PromptLine, done: Completion) -> dict[str, Any]:
+def as_record(engine: Engine, line: PromptLine, done: Completion) -> dict[str, Any]:
     """One line of an output file."""
-    return {"prompt": line.prompt, **figures(done)}
+    made_by = {"decoder": engine.decoder.name, "accelerators": dict(engine.settings.accelerators)}
+    return {"prompt": line.prompt, **made_by, **figures(done)}
 
 
 def figures(done: Completion) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from idlm.compose import compose, describe
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
-from idlm.infer.answers import AnswerRun, Tally, as_record, encode_line
+from idlm.infer.answers import AnswerRun, Tally, as_record, check_lines, encode_line
 from idlm.infer.config import GenerateConfig
 from idlm.infer.continuation import Begun, begun
 from idlm.infer.decoders.base import DECODERS
@@ -51,11 +51,14 @@ def generate(arguments: list[str]) -> int:
     if config.resume and _is_complete(config):
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
+    _given(config.model)
     lines = _lines(config)
     settings = with_options(config.options(), accelerator_options)
     engine = load_engine(config.model, decoder, settings, options)
     if lines is None:
         return _chat(engine, config)
+    if config.input is not None:
+        check_lines(engine, read_prompts(config.input, config.sampling))
     first = list(itertools.islice(lines, 2))
     if config.input is None and config.output is None and len(first) == 1 and first[0].params.n == 1:
         return _print_one(engine, first[0], config)
@@ -260,10 +263,10 @@ def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateCon
                 for line, done in run:
                     tally.add(done)
                     _report(done)
-                    answers.write(as_record(line, done))
+                    answers.write(as_record(engine, line, done))
             finally:
                 for line, done in run.finished():
-                    answers.write(as_record(line, done))
+                    answers.write(as_record(engine, line, done))
     if config.stats:
         print(tally.line(engine_name(engine), time.perf_counter() - start), file=sys.stderr)
     return int(tally.num_failed > 0)

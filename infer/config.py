@@ -55,7 +55,7 @@ class EngineConfig:
     base: str | None = _help(
         "base model of a gated adapter; null is the path in its adapter_config.json", None
     )
-    accelerator: list[str] | str = field(
+    accelerator: list[str] | str | None = field(
         default_factory=list,
         metadata={"help": "plug-ins that thin attention; options: accelerator.NAME.OPTION=VALUE"},
     )
@@ -118,7 +118,11 @@ class EvaluateConfig(EngineConfig):
     level: str = _help("task level", "tiny")
     split: str = _help("train, validation or test", "test")
     num: int = _help("prompts", 200)
-    baseline: str | None = _help("decoder to run beside, null for none", "ar")
+    baseline: str | None = _help(
+        "decoder to run beside; auto is one token per pass (ar, or block with strategy=sequential for a "
+        "block-causal checkpoint), null is none",
+        "auto",
+    )
     output: str | None = _help("JSON lines with every completion and its verdict", None)
     overwrite: bool = _help("replace an existing output file", False)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

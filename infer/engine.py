@@ -9,8 +9,6 @@ flight. With tensor parallelism all ranks have a worker, and rank 0 alone has an
 
 from __future__ import annotations
 
-import math
-import secrets
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,16 +17,15 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.admission import Admission, Prompt, check_list, check_one
 from idlm.infer.build import EngineParts
 from idlm.infer.flight import Emission, Flight
-from idlm.infer.request import Request, fresh_ids, strip_stop_id, token_list
+from idlm.infer.request import Request, fresh_ids, strip_stop_id
 from idlm.infer.settings import EngineSettings
 from idlm.infer.shortage import LEAST_IN_A_ROW, given_up, is_shortage
 from idlm.infer.team import hire
 from idlm.infer.text import AnswerText
 from idlm.infer.worker import Worker
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +51,7 @@ class Engine:
         self.semantics = parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._step, self._pace = parts.scheduler, parts.step, parts.pace
+        self._admission = Admission(parts)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -64,12 +62,14 @@ class Engine:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
-        """Load a checkpoint directory. `decoder` None: "isd" where the checkpoint was converted, else "ar".
+        """Load a checkpoint directory. `decoder` None: "block" where it is block-causal, "isd" where it
+        was converted, else "ar".
 
-        `options` are the fields of `EngineSettings` (device, dtype, mask_token_id, max_num_seqs, memory,
-        ...) and of the decoder's own Config (for isd: stride, on_rejection, acceptance). Raises UserError
-        for anything unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends
-        them, as does the end of this one.
+        `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, memory, ...) and of the
+        decoder's own Config (for isd: stride, on_rejection, acceptance). `accelerators` is one of the former:
+        a name, names, or options by name, {"mage": {"k": 256}}. Raises UserError for anything
+        unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends them, as does
+        the end of this one.
         """
         worker = hire(path, decoder, options)
         return cls(worker.parts, worker)
@@ -114,6 +114,7 @@ class Engine:
         The request is checked and queued at once, before the first event is asked for. UserError IDLM-0448:
         memory is too short for it.
         """
+        check_one(prompt)
         [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
         events = self._events_of(request_id, len(keys))
         # Enter the `try`: only then does closing an iterator that nobody read abort its request.
@@ -137,28 +138,19 @@ class Engine:
         the end.
         """
         self._check_new(request_id)
-        params = params or SamplingParams()
-        self.decoder.feeding.check(params)
-        self.decoder.configure(params.decoder_options)
-        prompt_ids = self._prompt_ids(request_id, prompt)
-        params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
-        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._parts.eos_ids))
-        if params.stop and self.tokenizer is None:
-            raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
-        for index in range(params.n):
-            request = Request(
-                request_id=request_id,
-                index=index,
-                prompt_ids=prompt_ids,
-                params=params,
-                stop_ids=frozenset(stop_ids),
-                max_length=self._max_length(request_id, prompt_ids, params),
-            )
+        for request in self._admission.samples(request_id, prompt, params):
             self._num_added += 1
             self._active.setdefault(request_id, []).append(request)
-            if (params.stop or streams) and self.tokenizer is not None:
-                self._texts[request] = AnswerText(self._parts.detokenizer(), params.stop)
+            stop = request.params.stop
+            if (stop or streams) and self.tokenizer is not None:
+                self._texts[request] = AnswerText(self._parts.detokenizer(), stop)
             self.scheduler.add(request)
+
+    def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Raise the UserError that `add_request` would raise, and queue nothing. Whether the id is free is
+        not looked at.
+        """
+        self._admission.samples(request_id, prompt, params)
 
     def abort(self, request_id: str) -> list[Completion]:
         """Stop a request wherever it is; returns what it had, [] when it is not (or no longer) here."""
@@ -337,14 +329,11 @@ class Engine:
         *,
         streams: bool = False,
     ) -> list[tuple[str, int]]:
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise UserError(
-                "IDLM-0407",
-                "prompts is a single prompt (a string or token ids), a list of prompts is wanted",
-                fix="give a list: generate([prompt], ...)",
-            )
+        check_list(prompts)
         settings = (
-            list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+            list(params)
+            if isinstance(params, Sequence)
+            else [SamplingParams() if params is None else params] * len(prompts)
         )
         taken = {*self._active, *(event.request_id for event in self._events)}
         fresh = fresh_ids(self._num_added, len(prompts), taken)
@@ -372,28 +361,3 @@ class Engine:
             raise UserError(
                 "IDLM-0409", f"request id {request_id!r} {state}", fix="give every request its own id"
             )
-
-    def _prompt_ids(self, request_id: str, prompt: Prompt) -> list[int]:
-        known = self._parts.encode(prompt) if isinstance(prompt, str) else prompt
-        return token_list(request_id, known, self._parts.model.spec.vocab_size)
-
-    def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Longest prompt plus answer that context and pool allow."""
-        context, pool = self.settings.max_length, self.pool.num_pages * self.pool.page_size
-        assert context is not None
-        if len(prompt_ids) >= context:
-            raise UserError(
-                "IDLM-0412",
-                f"request {request_id!r}: the prompt has {len(prompt_ids)} tokens, the context {context}",
-                fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
-            )
-        longest = min(context, len(prompt_ids) + params.max_tokens)
-        needed = self.scheduler.slots_needed(longest)
-        if needed > pool:
-            raise UserError(
-                "IDLM-0413",
-                f"request {request_id!r} may need {needed} KV slots; the pool has {pool}",
-                fix="lower max_tokens, or raise num_pages to "
-                f"{math.ceil(needed / self.pool.page_size)} or more",
-            )
-        return longest

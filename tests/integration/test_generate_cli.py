@@ -134,7 +134,9 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
             *("prompt", "request_id", "index", "text", "token_ids", "finish_reason", "num_prompt_tokens"),
             *("num_forwards", "accepted_by_position", "tested_by_position", "seed", "exactness", "logprobs"),
             *("num_cached_tokens", "tokens_per_forward", "acceptance_rate", "error"),
+            *("decoder", "accelerators"),
         }
+        assert (record["decoder"], record["accelerators"]) == ("ar", {})
         assert record["text"] == done.text
         assert record["token_ids"] == list(done.token_ids)
         assert record["finish_reason"] == "length"

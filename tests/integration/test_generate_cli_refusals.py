@@ -15,7 +15,6 @@ from tests.integration.command_lines import (
     GREEDY,
     MODEL,
     TINY,
-    answer,
     give_stdin,
     read_lines,
     write_lines,
@@ -128,8 +127,10 @@ def test_bad_decoders_name_the_nearest(code: str, arguments: list[str], words: s
 
 
 @pytest.mark.usefixtures("_no_model")
-def test_no_model_is_a_mistake() -> None:
+def test_no_model_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _refusal(["-p", "x"]).code == "IDLM-0438"
+    monkeypatch.setattr("sys.stdin", None)
+    assert _refusal([]).code == "IDLM-0438"
 
 
 @pytest.mark.usefixtures("_no_model")
@@ -186,19 +187,16 @@ def test_a_chat_has_one_answer_and_no_file(monkeypatch: pytest.MonkeyPatch, argu
         ("IDLM-0412", {"prompt": "Lea has 9 shells. " * 60}),
         ("IDLM-0411", {"prompt_ids": [1, 192]}),
         ("IDLM-0411", {"prompt_ids": [-1]}),
+        ("IDLM-0453", {"prompt": "x", "sampling": {"decoder_options": {"steps": 2}}}),
     ],
 )
-def test_a_line_the_engine_refuses_is_named_and_loses_no_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, line: Any
+def test_a_line_the_engine_refuses_is_named_before_any_is_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, line: Any
 ) -> None:
-    """What only the tokenizer or the model can tell: the lines before it are answered first."""
-    prompts = [f"Max has {number} nuts." for number in range(2, 7)]
-    source = write_lines(tmp_path / "in.jsonl", [*({"prompt": prompt} for prompt in prompts), line, GOOD])
+    """What only the tokenizer or the model can tell."""
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a pass has run"))
+    source = write_lines(tmp_path / "in.jsonl", [GOOD, GOOD, GOOD, line, GOOD])
     error = _refusal([*BASE, f"input={source}", f"output={tmp_path / 'out'}"])
     assert error.code == code
-    assert error.message.startswith(f"{source}:6: ")
-    records = read_lines(tmp_path / "out.partial")
-    assert [r["prompt"] for r in records] == prompts
-    assert records[-1]["token_ids"] == list(answer(prompts[-1]).token_ids)
-    assert f"5 finished answers are in {tmp_path / 'out.partial'}" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert error.message.startswith(f"{source}:4: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]

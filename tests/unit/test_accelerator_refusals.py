@@ -101,3 +101,24 @@ def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert said == ["graphs=off: no graph can hold passes of accelerator mage, focus"]
     settings = build._resolve_graphs(EngineSettings(), "triton", model, [])
     assert (settings.graphs, settings.run_ahead, len(said)) == ("on", 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mage": 256}, '{"mage": {"option": 256}}'),
+        (256, "accelerators=256"),
+        ([1], "accelerators=[1]"),
+        ("none", "accelerator=[]"),
+        ("mage,focus", "accelerator=[mage,focus]"),
+    ],
+    ids=str,
+)
+def test_what_names_no_accelerators_says_how_they_are_named(given: Any, words: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0461") as refusal:
+        as_options(given)
+    assert words in str(refusal.value)
+
+
+def test_none_is_no_accelerators() -> None:
+    assert as_options(None) == {}

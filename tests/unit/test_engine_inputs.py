@@ -133,6 +133,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
         ("IDLM-0407", "hello", None, ("string",)),
+        ("IDLM-0407", 3, None, ("prompts is 3",)),
+        ("IDLM-0407", None, None, ("prompts is None",)),
+        ("IDLM-0454", [[1]], {"temperature": 0}, ("{'temperature': 0}", "SamplingParams")),
+        ("IDLM-0454", [[1]], {}, ("{}",)),
+        ("IDLM-0454", [[1], [2]], [SamplingParams(), 0.5], ("0.5",)),
         (
             "IDLM-0453",
             [[1], [2]],
@@ -150,6 +155,19 @@ def test_bad_requests_are_refused_and_leave_nothing(
     assert all(word in error.message for word in words), error.message
     assert not engine._active
     assert engine.step() == []
+
+
+@pytest.mark.parametrize("prompts", [["hello"], [[1, 2], [3]], ("a", "b")], ids=str)
+def test_a_stream_is_of_one_prompt(engine: Engine, prompts: Any) -> None:
+    error = _refusal(engine.stream, prompts)
+    assert (error.code, "one prompt" in error.message) == ("IDLM-0407", True)
+    assert not engine.has_work
+
+
+def test_a_check_queues_nothing_and_refuses_what_adding_refuses(engine: Engine) -> None:
+    engine.check_request("a", [1, 2], SamplingParams(n=3))
+    assert _refusal(engine.check_request, "a", [VOCAB]).code == "IDLM-0411"
+    assert not engine.has_work
 
 
 def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
