@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +33,18 @@ from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.output import answer_file, check_output
+from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
+
+AUTO = "auto"
+
+
+class Baseline(NamedTuple):
+    """What is run beside: its name in the table, a decoder and that decoder's options."""
+
+    name: str
+    decoder: str
+    options: dict[str, Any]
 
 
 def run_evaluation(arguments: list[str]) -> int:
@@ -49,15 +61,17 @@ def run_evaluation(arguments: list[str]) -> int:
     samples = _check(config, task)
     params = config.sampling.params()
     load = partial(load_engine, config.model, decoder, settings, options)
-    name, evaluation = _evaluate(load, task, samples, params)
+    name, evaluation, baseline = _evaluate(load, task, samples, params, baseline=config.baseline)
     results = {name: evaluation}
-    if config.baseline == name:
-        print(f"baseline={name} is the decoder itself: nothing beside it", file=sys.stderr)
-    elif config.baseline is not None:
+    if baseline is not None and (
+        baseline.name == name or (baseline.decoder, baseline.options) == (name, options)
+    ):
+        print(f"baseline={baseline.name} is the decoder itself: nothing beside it", file=sys.stderr)
+    elif baseline is not None:
         params = dataclasses.replace(params, decoder_options={})
-        load = partial(load_engine, config.model, config.baseline, settings | {"accelerators": {}}, {})
-        baseline, evaluation = _evaluate(load, task, samples, params)
-        results = {baseline: evaluation, **results}
+        plain = settings | {"accelerators": {}}
+        load = partial(load_engine, config.model, baseline.decoder, plain, baseline.options)
+        results = {baseline.name: _evaluate(load, task, samples, params)[1], **results}
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
@@ -68,7 +82,7 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
     """The samples, after every mistake that can be found without a model."""
     config.sampling.params()
     check_output(config.output, overwrite=config.overwrite)
-    if config.baseline is not None:
+    if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
     if config.num < 1:
         raise UserError("IDLM-0443", f"num={config.num} prompts", fix="give num >= 1")
@@ -76,13 +90,19 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
 
 
 def _evaluate(
-    load: Callable[[], Engine], task: Task, samples: Sequence[TaskSample], params: SamplingParams
-) -> tuple[str, Evaluation]:
-    """Name of the engine's decoder and accelerators, and figures. Its memory is free again afterwards: the
-    next engine sizes its own.
+    load: Callable[[], Engine],
+    task: Task,
+    samples: Sequence[TaskSample],
+    params: SamplingParams,
+    *,
+    baseline: str | None = None,
+) -> tuple[str, Evaluation, Baseline | None]:
+    """Name of the engine's decoder and accelerators, figures, and the baseline meant, which is checked before
+    anything is decoded. Its memory is free again afterwards: the next engine sizes its own.
     """
     engine = load()
     try:
+        beside = choose_baseline(baseline, engine.semantics)
         name, result = engine_name(engine), evaluate(engine, task, samples, params)
     finally:
         engine.close()
@@ -90,7 +110,28 @@ def _evaluate(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return name, result
+    return name, result, beside
+
+
+def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
+    """What `baseline=` means for a checkpoint; `auto` is its one token per pass. Raises UserError naming the
+    key where the decoder named does not fit the checkpoint.
+    """
+    if given is None:
+        return None
+    if given == AUTO and semantics.causality == "block":
+        return Baseline("block:sequential", "block", {"strategy": "sequential"})
+    name = "ar" if given == AUTO else given
+    chosen = DECODERS.get(name)
+    try:
+        chosen(chosen.Config(), semantics)
+    except UserError as error:
+        raise UserError(
+            error.code,
+            f"baseline={name} does not fit the checkpoint: {error.message}",
+            fix="leave baseline out (auto: one token per pass), or give baseline=null for none",
+        ) from error
+    return Baseline(name, name, {})
 
 
 def table(results: dict[str, Evaluation]) -> str:

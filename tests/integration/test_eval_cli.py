@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import evaluate, task_samples
 from idlm.infer.evaluate_cli import run_evaluation
+from idlm.semantics import Semantics
 from idlm.tasks import TASKS
-from tests.integration.command_lines import ISD, MODEL, interrupt_after, read_lines, reference
+from tests.integration.command_lines import (
+    ISD,
+    MODEL,
+    SPARE_ROW,
+    TINY,
+    interrupt_after,
+    read_lines,
+    reference,
+)
 
 BASE = [*MODEL, "sampling.temperature=0", "sampling.max_tokens=100", "num=3"]
 
@@ -75,6 +85,37 @@ def test_one_decoder_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert len(built) == 1
 
 
+@pytest.fixture
+def block(tmp_path: Path) -> list[str]:
+    """Arguments for a block-causal checkpoint, which answers nothing useful."""
+    directory = tmp_path / "block"
+    shutil.copytree(TINY, directory)
+    (directory / "manifest.json").unlink(missing_ok=True)
+    Semantics(causality="block", logit_shift=False, block_size=4, mask_token_id=SPARE_ROW).save(directory)
+    return [*BASE, f"model={directory}", "num=1", "sampling.max_tokens=8"]
+
+
+def test_beside_blocks_stands_one_token_per_pass(
+    block: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dynamic = ["decoder.strategy=low_confidence_dynamic", "decoder.threshold=0.01"]
+    assert run_evaluation([*block, "decoder=block", *dynamic]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert list(rows) == ["block:sequential", "block"]
+    assert float(rows["block:sequential"][3]) < float(rows["block"][3])
+    assert run_evaluation([*block, "decoder=block", "decoder.strategy=sequential"]) == 0
+    assert list(_rows(capsys.readouterr().out)) == ["block"]
+
+
+def test_a_baseline_that_does_not_fit_is_named_before_anything_is_decoded(
+    block: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idlm.infer.evaluate_cli.evaluate", None)
+    with pytest.raises(UserError, match="IDLM-0452: baseline=ar .*causality='block'") as caught:
+        run_evaluation([*block, "decoder=block", "baseline=ar"])
+    assert "baseline=null" in caught.value.fix
+
+
 def test_figures_are_those_of_the_completions() -> None:
     task = TASKS.get("ledger")(level="tiny")
     params = SamplingParams(temperature=0, max_tokens=100)
@@ -128,4 +169,4 @@ def test_an_existing_output_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_evaluation(["--help"]) == 0
-    assert "baseline = ar" in capsys.readouterr().out
+    assert "baseline = auto" in capsys.readouterr().out
