@@ -62,8 +62,9 @@ class FileRows:
             raise UserError(
                 "IDLM-0205",
                 f"all {is_wanted.sum()} samples{'' if left_out is None else ' of this part (eval.holdout)'} "
-                f"are longer than max_length={max_length}",
-                fix="raise train.max_length or set train.overlong=truncate",
+                f"are longer than train.max_length={max_length} or need more than "
+                f"train.row_length={row_length} rows",
+                fix="raise train.max_length and train.row_length, or set train.overlong=truncate",
             )
         self.plan: FilePlan = plan_file(self.costs, row_length, seed=seed)
         self._orders: dict[int, np.ndarray] = {}
@@ -139,9 +140,14 @@ def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
 
 def overlong_error(sample: Sample, objective: Objective, *, max_length: int, row_length: int) -> UserError:
     """The UserError IDLM-0205 about a sample that does not fit."""
-    limit = f"max_length={max_length}" if len(sample) > max_length else f"row_length={row_length}"
+    length, num_rows = len(sample), objective.num_rows(sample)
+    limits = (("train.max_length", length, max_length), ("train.row_length", num_rows, row_length))
+    exceeded = [(key, needed, limit) for key, needed, limit in limits if needed > limit]
+    raised = " and ".join(f"{key} to {needed} or more" for key, needed, _ in exceeded)
     return UserError(
         "IDLM-0205",
-        f"{sample.origin} is too long: {len(sample)} tokens in {objective.num_rows(sample)} rows, {limit}",
-        fix="raise train.max_length, or set train.overlong=drop, truncate or (for texts) split",
+        f"{sample.origin} is too long: {length} tokens in {num_rows} rows, but "
+        + ", ".join(f"{key}={limit}" for key, _, limit in exceeded),
+        fix=f"raise {raised} (row_length may be null: as needed), or set train.overlong=drop, truncate or "
+        "(for texts) split",
     )

@@ -133,6 +133,11 @@ def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:
     with pytest.raises(UserError, match=r"IDLM-0205.*sample \d+.*max_length=50") as caught:
         make_dataset(FakeSource(40), max_length=50)
     assert "tokens" in caught.value.message
+    assert "raise train.max_length to" in caught.value.fix
+    with pytest.raises(UserError, match=r"IDLM-0205.*train.row_length=10") as caught:
+        make_dataset(FakeSource(40), row_length=10)
+    assert "raise train.row_length to" in caught.value.fix
+    assert "max_length" not in str(caught.value)
     dropping = make_dataset(FakeSource(40), max_length=50, overlong="drop")
     too_long = sum(len(FakeSource(40).sample(i)) > 50 for i in range(40))
     assert dropping.num_dropped == too_long > 0
