@@ -25,6 +25,7 @@ from idlm.suggest import did_you_mean
 T = TypeVar("T")
 CONF_DIR = Path(__file__).parent / "conf"
 RECIPE = "recipe"
+ASSETS = "recipes/assets/"
 FROZEN = "config"
 _FLAGS = ("-h", "--help")
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-/@]*)(?:=(?P<value>.*))?$", re.DOTALL)
@@ -163,7 +164,17 @@ def _read_files(config_name: str, groups: dict[str, str], conf_dir: Path) -> dic
         finally:
             GlobalHydra.instance().hydra = previous
     assert isinstance(container, dict), f"{config_name=} must be a mapping"
-    return {str(key): value for key, value in container.items()}
+    return {str(key): _located(value, conf_dir) for key, value in container.items()}
+
+
+def _located(value: Any, conf_dir: Path) -> Any:
+    """`value` with the bundled assets, which recipes name from the repository's root, found from anywhere."""
+    if isinstance(value, dict):
+        return {key: _located(below, conf_dir) for key, below in value.items()}
+    if isinstance(value, str) and value.startswith(ASSETS) and not Path(value).exists():
+        bundled = conf_dir / RECIPE / "assets" / value.removeprefix(ASSETS)
+        return str(bundled.resolve()) if bundled.exists() else value
+    return value
 
 
 @contextmanager

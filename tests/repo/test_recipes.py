@@ -37,6 +37,16 @@ def test_it_is_complete(name: str, paths: list[str]) -> None:
     assert config.output_dir.startswith("outputs/")
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny_lora", "tiny_block"])
+def test_its_assets_are_found_from_anywhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose("train", TrainConfig, [f"recipe={name}"])
+    check_config(config)
+    assert config.model.path == str(ROOT / "recipes" / "assets" / "tiny_ar")
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_without_paths_it_says_what_to_give(name: str) -> None:
     with pytest.raises(UserError, match="IDLM-0504") as caught:
