@@ -124,7 +124,9 @@ def _cell(row: Row) -> str:
 
 
 def _commit(row: Row) -> str:
-    return (row["commit"] or "unknown").replace("-dirty", "+")[:12]
+    """12 digits, with a + where the tree had changes; `unknown` as it is."""
+    commit, dirty, _ = (row["commit"] or "unknown").partition("-dirty")
+    return commit[:12] + "+" * bool(dirty)
 
 
 def _machine(row: Row) -> str:
