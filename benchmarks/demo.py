@@ -177,7 +177,7 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
 def _convert(output: Path) -> float:
     """Run the real command in a process of its own; returns its wall-clock seconds."""
     start = time.perf_counter()
-    arguments = ["+recipe=tiny", f"output_dir={output}", "resume=never"]
+    arguments = ["recipe=tiny", f"output_dir={output}", "resume=never"]
     finished = subprocess.run([sys.executable, "-m", "idlm.train.cli", *arguments], check=False)
     if finished.returncode != 0:
         raise UserError(
