@@ -47,13 +47,15 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str) -> T:
-        """The member called `name`; UserError IDLM-0102 with the nearest name and the list if unknown."""
+    def get(self, name: str, *, key: str = "") -> T:
+        """The member called `name`; UserError IDLM-0102 with the nearest name and the list if unknown, and
+        with the `key` that it was given for.
+        """
         self._scan()
         if name not in self._members:
             raise UserError(
                 "IDLM-0102",
-                f"unknown {self.kind} {name!r}{did_you_mean(name, self._members)}",
+                f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, self._members)}",
                 fix=f"choose one of: {', '.join(self.names()) or '(none is registered)'}",
             )
         return self._members[name]

@@ -68,7 +68,7 @@ def run_evaluation(arguments: list[str]) -> int:
     ):
         print(f"baseline={baseline.name} is the decoder itself: nothing beside it", file=sys.stderr)
     elif baseline is not None:
-        params = dataclasses.replace(params, decoder_options={})
+        params = dataclasses.replace(params, decoder_options={}, tau=0.0)
         plain = settings | {"accelerators": {}}
         load = partial(load_engine, config.model, baseline.decoder, plain, baseline.options)
         results = {baseline.name: _evaluate(load, task, samples, params)[1], **results}

@@ -129,7 +129,10 @@ class PrefixAccelerator(KVAccelerator, ABC):
 
     def problems(self) -> list[str]:
         """Those of all, and of the numbers."""
-        return [*super().problems(), *set_problems(k=self.config.k, exact_layers=self.config.exact_layers)]
+        return [
+            *super().problems(),
+            *set_problems(self.place, k=self.config.k, exact_layers=self.config.exact_layers),
+        ]
 
     def allocate(self) -> None:
         """A set per lane."""
@@ -140,11 +143,16 @@ class PrefixAccelerator(KVAccelerator, ABC):
         self.sets.reset(lanes)
 
 
-def set_problems(*, k: int, exact_layers: int) -> list[str]:
+def set_problems(place: Place, *, k: int, exact_layers: int) -> list[str]:
     """What is wrong with the numbers of such an accelerator."""
     found = []
     if k < 1:
         found.append(f"k={k!r} is below 1")
     if exact_layers < 0:
         found.append(f"exact_layers={exact_layers!r} is below 0")
+    if exact_layers >= place.num_layers:
+        found.append(
+            f"exact_layers={exact_layers!r} thins nothing: the model has {place.num_layers} layers (allowed: "
+            f"0 to {place.num_layers - 1})"
+        )
     return found

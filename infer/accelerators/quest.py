@@ -68,7 +68,7 @@ class Quest(KVAccelerator):
 
     def problems(self) -> list[str]:
         """Those of all, and of the numbers."""
-        found = set_problems(k=self.config.k, exact_layers=self.config.exact_layers)
+        found = set_problems(self.place, k=self.config.k, exact_layers=self.config.exact_layers)
         if self.config.page < 1:
             found.append(f"page={self.config.page!r} is below 1")
         return [*super().problems(), *found]

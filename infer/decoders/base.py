@@ -35,12 +35,13 @@ class Feeding:
     does the last known token, for its logits, hence every decoding pass emits, and stores what it emits but
     for the last. 0: a decoding pass may emit nothing, and what it emits is stored by a later one; where that
     `rides` beside decoding rows it needs rows of its own, else a group takes the place of a sequence's
-    decoding rows.
+    decoding rows. `has_drafts`: tokens are tested, which `tau` relaxes.
     """
 
     grain: int = 1
     num_pending: int = 1
     rides: bool = True
+    has_drafts: bool = False
 
     def num_due(self, num_known: int) -> int:
         """Known tokens that are stored before a pass decodes, or by it."""
@@ -63,8 +64,14 @@ class Feeding:
 
     def check(self, params: SamplingParams) -> None:
         """UserError IDLM-0449 where the log-probability of a token is asked for whose law is gone when it is
-        emitted.
+        emitted, and IDLM-0455 where nothing is tested that could be relaxed.
         """
+        if params.tau > 0 and not self.has_drafts:
+            raise UserError(
+                "IDLM-0455",
+                f"tau={params.tau} relaxes the acceptance of drafts, and this decoder has none",
+                fix="leave tau out (0), or use decoder=isd",
+            )
         if params.logprobs is not None and not self.num_pending:
             raise UserError(
                 "IDLM-0449",

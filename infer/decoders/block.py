@@ -23,7 +23,14 @@ from torch import Tensor
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Batch, Feeding, PictureName, request_config
-from idlm.infer.decoders.block_config import NO_EDITS, REQUEST_OPTIONS, BlockConfig, LaneOptions, check
+from idlm.infer.decoders.block_config import (
+    NO_EDITS,
+    REQUEST_OPTIONS,
+    BlockConfig,
+    LaneOptions,
+    check,
+    warn_of_unread,
+)
 from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.table import SequenceTable
@@ -63,7 +70,9 @@ class BlockDecoder:
                 f"{semantics.causality!r}, block_size={size}, mask_token_id={mask_token_id}",
                 fix="say all three in idlm_config.json if the model is one, else use decoder=ar or isd",
             )
+        strategy = UNMASKINGS.get(config.strategy, key="decoder.strategy")
         check(config, size)
+        warn_of_unread(config.strategy, strategy.reads, config.changed, prefix="decoder.")
         self.config = config
         self.exactness = "lossy" if config.dual_cache else "exact"
         self.shape = BlockShape(
@@ -74,7 +83,7 @@ class BlockDecoder:
             part=config.sub_block_size,
             reuses=config.dual_cache,
         )
-        self._strategy = UNMASKINGS.get(config.strategy)()
+        self._strategy = strategy()
         self._edits = config.sure_edit < NO_EDITS
         self.pictures: tuple[PictureName, ...] = (PictureName(stride=size, strategy=config.strategy),)
         self.widths: tuple[int, ...] = (size,)
@@ -85,13 +94,14 @@ class BlockDecoder:
         """See `Decoder.configure`. Edits cannot begin in an engine that has none: its passes do not look."""
         config: BlockConfig = request_config(self.name, self.config, options, REQUEST_OPTIONS)
         try:
-            check(config, self.shape.size)
+            check(config, self.shape.size, prefix="decoder_options.")
         except UserError as error:
-            raise UserError("IDLM-0453", f"decoder_options: {error.message}", fix=error.fix) from error
+            raise UserError("IDLM-0453", error.message, fix=error.fix) from error
+        warn_of_unread(config.strategy, self._strategy.reads, options, prefix="decoder_options.")
         if config.sure_edit < NO_EDITS and not self._edits:
             raise UserError(
                 "IDLM-0453",
-                f"decoder_options: edit_threshold={config.edit_threshold!r}, but this engine has no edits",
+                f"decoder_options.edit_threshold={config.edit_threshold!r}, but this engine has no edits",
                 fix="build it with decoder.edit_threshold= or decoder.mode=quality, or leave it out",
             )
         return config

@@ -5,7 +5,9 @@ Shapes: Z lanes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.infer.transfer import to_device
+from idlm.suggest import did_you_mean
 
 CONFIDENCES = ("law", "model")
 THRESHOLD = 0.9
@@ -21,6 +24,8 @@ NO_EDITS = 1.0
 """Nothing is surer than this."""
 MODES = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 """`threshold` and `edit_threshold` on LLaDA2.1's model card; the defaults of its code are neither."""
+UNMASKING_OPTIONS = ("threshold", "entropy_bound", "steps")
+"""Which a strategy may read, or not."""
 REQUEST_OPTIONS = ("threshold", "edit_threshold", "entropy_bound", "steps")
 
 
@@ -39,7 +44,8 @@ class BlockConfig:
     `sub_block_size`: masks are decided in parts of so many positions, left to right (Fast-dLLM v2: 8).
     `dual_cache` (lossy): once per part the whole block is computed, then that part alone, beside keys and
     values of the others that are out of date. `fused_commit`: store a clean block in the pass that begins the
-    next one. Requests may set `REQUEST_OPTIONS` for themselves.
+    next one. Requests may set `threshold`, `edit_threshold`,
+    `entropy_bound` and `steps` for themselves.
     """
 
     strategy: str = "low_confidence_dynamic"
@@ -53,6 +59,12 @@ class BlockConfig:
     dual_cache: bool = False
     confidence: str = "law"
     fused_commit: bool = True
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of options that are not their defaults."""
+        fields = dataclasses.fields(self)
+        return [field.name for field in fields if getattr(self, field.name) != field.default]
 
     @property
     def sure(self) -> float:
@@ -104,38 +116,90 @@ class LaneOptions:
             column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
 
 
-def check(config: BlockConfig, block_size: int) -> None:
-    """UserError IDLM-0451 for options out of range or at odds."""
-    steps, part_size = config.steps, config.sub_block_size
-    problems = [
-        text
-        for text, is_bad in (
-            (
-                f"steps={steps!r} is not in [1, {block_size}], the block size",
-                steps is not None and not 1 <= steps <= block_size,
-            ),
-            (
-                f"sub_block_size={part_size!r} does not divide the block size {block_size}",
-                part_size is not None and (part_size < 1 or block_size % part_size != 0),
-            ),
-            (f"threshold={config.threshold!r} is not in [0, 1]", not 0 <= config.sure <= 1),
-            (f"edit_threshold={config.edit_threshold!r} is not in [0, 1]", not 0 <= config.sure_edit <= 1),
-            (f"max_edit_passes={config.max_edit_passes!r} is below 1", config.max_edit_passes < 1),
-            (f"entropy_bound={config.entropy_bound!r} is below 0", not config.entropy_bound >= 0),
-            (
-                f"confidence={config.confidence!r} is not one of {CONFIDENCES}",
-                config.confidence not in CONFIDENCES,
-            ),
-            (
-                "dual_cache=true needs sub_block_size=, smaller than the block",
-                config.dual_cache and part_size in (None, block_size),
-            ),
-            (
-                "dual_cache=true does not compute the places that edits would look at",
-                config.dual_cache and config.sure_edit < NO_EDITS,
-            ),
-        )
-        if is_bad
-    ]
+def check(config: BlockConfig, block_size: int, *, prefix: str = "decoder.") -> None:
+    """UserError IDLM-0451 for options out of range or at odds. `prefix`: of those that a request may set."""
+    checks = [*_ranges(config, block_size, prefix), *_odds(config, block_size, prefix)]
+    problems = [(text, fix) for text, fix, is_bad in checks if is_bad]
     if problems:
-        raise UserError("IDLM-0451", "; ".join(problems), fix="correct the decoder options named")
+        texts, fixes = zip(*problems, strict=True)
+        raise UserError("IDLM-0451", "; ".join(texts), fix=f"give {'; '.join(fixes)}")
+
+
+Check = tuple[str, str, bool]
+"""What is wrong, what to give instead, and whether it is."""
+
+
+def _divisors(block_size: int) -> list[int]:
+    return [size for size in range(1, block_size + 1) if block_size % size == 0]
+
+
+def _ranges(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
+    steps, part_size, divisors = config.steps, config.sub_block_size, _divisors(block_size)
+    return [
+        (
+            f"{prefix}steps={steps!r} is not in [1, {block_size}], the block size",
+            f"{prefix}steps={block_size}",
+            steps is not None and not 1 <= steps <= block_size,
+        ),
+        (
+            f"decoder.sub_block_size={part_size!r} does not divide the block size {block_size} (allowed: "
+            f"{', '.join(map(str, divisors))})",
+            f"decoder.sub_block_size={max(s for s in divisors if s <= max(part_size or 1, 1))}",
+            part_size is not None and part_size not in divisors,
+        ),
+        (
+            f"{prefix}threshold={config.threshold!r} is not in [0, 1]",
+            f"{prefix}threshold={THRESHOLD}",
+            not 0 <= config.sure <= 1,
+        ),
+        (
+            f"{prefix}edit_threshold={config.edit_threshold!r} is not in [0, 1]",
+            f"{prefix}edit_threshold={NO_EDITS} for no edits",
+            not 0 <= config.sure_edit <= 1,
+        ),
+        (
+            f"decoder.max_edit_passes={config.max_edit_passes!r} is below 1",
+            f"decoder.max_edit_passes={BlockConfig().max_edit_passes}",
+            config.max_edit_passes < 1,
+        ),
+        (
+            f"{prefix}entropy_bound={config.entropy_bound!r} is below 0",
+            f"{prefix}entropy_bound={BlockConfig().entropy_bound}",
+            not config.entropy_bound >= 0,
+        ),
+        (
+            f"decoder.confidence={config.confidence!r} is not one of {', '.join(CONFIDENCES)}"
+            f"{did_you_mean(config.confidence, CONFIDENCES)}",
+            f"decoder.confidence={CONFIDENCES[0]}",
+            config.confidence not in CONFIDENCES,
+        ),
+    ]
+
+
+def _odds(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
+    parts = _divisors(block_size)[:-1]
+    return [
+        (
+            f"decoder.dual_cache=true needs decoder.sub_block_size=, smaller than the block of "
+            f"{block_size} (allowed: {', '.join(map(str, parts)) or 'none'})",
+            f"decoder.sub_block_size={parts[-1]}" if parts else "decoder.dual_cache=false",
+            config.dual_cache and config.sub_block_size in (None, block_size),
+        ),
+        (
+            f"decoder.dual_cache=true does not compute the places that {prefix}edit_threshold="
+            f"{config.sure_edit} (of decoder.mode, if it is not given) would look at",
+            f"decoder.dual_cache=false, or {prefix}edit_threshold={NO_EDITS} for no edits",
+            config.dual_cache and config.sure_edit < NO_EDITS,
+        ),
+    ]
+
+
+def warn_of_unread(strategy: str, reads: Sequence[str], names: Iterable[str], *, prefix: str) -> None:
+    """Warn of options (of `UNMASKING_OPTIONS`) that were given, and that the strategy does not read."""
+    idle = [name for name in names if name in UNMASKING_OPTIONS and name not in reads]
+    if idle:
+        warnings.warn(
+            f"{', '.join(prefix + name for name in idle)} does nothing: decoder.strategy={strategy} reads "
+            f"{', '.join(reads)}",
+            stacklevel=4,
+        )

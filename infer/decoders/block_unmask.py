@@ -37,6 +37,8 @@ class Unmasking(Protocol):
     """Says which open masks are decided, at least one of every sequence that has any."""
 
     needs_entropy: ClassVar[bool]
+    reads: ClassVar[tuple[str, ...]]
+    """Which of threshold, entropy_bound and steps."""
 
     def choose(self, masks: Masks) -> Tensor:
         """Bool [B, W], a part of `is_open_BW`."""
@@ -63,6 +65,7 @@ class Sequential:
     """The leftmost."""
 
     needs_entropy: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("steps",)
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
@@ -74,6 +77,7 @@ class Static:
     """The most confident; the others stay masked."""
 
     needs_entropy: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("steps",)
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
@@ -83,6 +87,8 @@ class Static:
 @UNMASKINGS.register("low_confidence_dynamic")
 class Dynamic(Static):
     """All whose confidence is above the threshold (strictly: 1 means one token per quota)."""
+
+    reads: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 
     def choose(self, masks: Masks) -> Tensor:
         """Where those are fewer than the quota, the most confident."""
@@ -96,6 +102,7 @@ class EntropyBounded:
     """The surest, as long as their entropies add up to less than the bound; one in any case."""
 
     needs_entropy: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("entropy_bound",)
 
     def choose(self, masks: Masks) -> Tensor:
         """Knows no quota."""

@@ -20,8 +20,8 @@ from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
 from idlm.infer.decoders.base import (
     DECODERS,
-    ONE_BY_ONE,
     Batch,
+    Feeding,
     PictureName,
     check_causal,
     plan_rows,
@@ -57,7 +57,7 @@ class IsdDecoder:
 
     name: ClassVar[str] = "isd"
     Config: ClassVar[type] = IsdConfig
-    feeding = ONE_BY_ONE
+    feeding = Feeding(has_drafts=True)
 
     def __init__(self, config: IsdConfig, semantics: Semantics) -> None:
         self.stride = semantics.stride if config.stride is None else config.stride
@@ -88,14 +88,14 @@ class IsdDecoder:
         if not 1 <= self.stride <= MAX_STRIDE:
             raise UserError(
                 "IDLM-0402",
-                f"stride={self.stride} must be in [1, {MAX_STRIDE}]",
+                f"decoder.stride={self.stride} must be in [1, {MAX_STRIDE}]",
                 fix="give decoder.stride, 1 is AR",
             )
         if config.acceptance not in ACCEPTANCES:
             raise UserError(
                 "IDLM-0403",
-                f"acceptance={config.acceptance!r} is not one of {ACCEPTANCES}",
-                fix="use acceptance=exact",
+                f"decoder.acceptance={config.acceptance!r} is not one of {', '.join(ACCEPTANCES)}",
+                fix="use decoder.acceptance=exact",
             )
         if self.stride > 1 and semantics.mask_token_id is None:
             raise UserError(

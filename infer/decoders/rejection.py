@@ -29,7 +29,7 @@ STRATEGIES: Registry[type[RejectionStrategy]] = Registry("rejection_strategy", N
 
 def layouts(strategy: str, *, num_masks: int, max_drafts: int) -> list[RowLayout]:
     """The layouts of a picture, one for each of `stocks(max_drafts)`; UserError IDLM-0102 for no strategy."""
-    chosen = STRATEGIES.get(strategy)()
+    chosen = STRATEGIES.get(strategy, key="decoder.on_rejection")()
     return [chosen.layout(stock, num_masks) for stock in stocks(max_drafts)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,19 +322,55 @@ def test_a_pass_that_fails_begins_its_blocks_anew(
 
 
 @pytest.mark.parametrize(
-    ("options", "code"),
+    ("options", "code", "words"),
     [
-        ({"strategy": "best"}, "IDLM-0102"),
-        ({"steps": 5}, "IDLM-0451"),
-        ({"sub_block_size": 3}, "IDLM-0451"),
-        ({"threshold": 1.5}, "IDLM-0451"),
-        ({"confidence": "high"}, "IDLM-0451"),
+        ({"strategy": "best"}, "IDLM-0102", ("decoder.strategy=best",)),
+        ({"steps": 5}, "IDLM-0451", ("decoder.steps=5", "give decoder.steps=4")),
+        ({"sub_block_size": 3}, "IDLM-0451", ("allowed: 1, 2, 4", "give decoder.sub_block_size=2")),
+        ({"sub_block_size": 8}, "IDLM-0451", ("allowed: 1, 2, 4", "give decoder.sub_block_size=4")),
+        ({"sub_block_size": 0}, "IDLM-0451", ("decoder.sub_block_size=0", "give decoder.sub_block_size=1")),
+        ({"dual_cache": True}, "IDLM-0451", ("allowed: 1, 2", "give decoder.sub_block_size=2")),
+        ({"threshold": 1.5}, "IDLM-0451", ("decoder.threshold=1.5", "give decoder.threshold=0.9")),
+        ({"confidence": "modl"}, "IDLM-0451", ("law, model", "did you mean 'model'")),
+        ({"steps": 5, "threshold": 2.0}, "IDLM-0451", ("decoder.steps=4; decoder.threshold=0.9",)),
     ],
     ids=str,
 )
-def test_bad_options_are_named(toys: dict[bool, Path], options: dict[str, Any], code: str) -> None:
-    with pytest.raises(UserError, match=code):
+def test_bad_options_are_named(
+    toys: dict[bool, Path], options: dict[str, Any], code: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError, match=code) as caught:
         build_engine(toys[False], "block", **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", UNMASKINGS.names())
+def test_options_that_a_strategy_does_not_read_are_named(toys: dict[bool, Path], strategy: str) -> None:
+    values = {"threshold": 0.5, "entropy_bound": 1.0, "steps": 2}
+    reads = UNMASKINGS.get(strategy).reads
+    with pytest.warns(UserWarning, match="does nothing") as said:
+        engine = Engine.from_pretrained(
+            toys[False], "block", device="cpu", max_length=64, strategy=strategy, **values
+        )
+    [text] = [str(warning.message) for warning in said]
+    assert [name for name in values if f"decoder.{name}" in text.partition(" does")[0]] == [
+        name for name in values if name not in reads
+    ]
+    for name, value in values.items():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            engine.check_request("a", [1], SamplingParams(decoder_options={name: value}))
+        assert [f"decoder_options.{name} does nothing" in str(w.message) for w in found] == [True] * (
+            name not in reads
+        )
+
+
+def test_relaxed_acceptance_needs_drafts(toys: dict[bool, Path], tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path)
+    for engine in (build_engine(toys[False], "block"), build_engine(tmp_path, "ar")):
+        with pytest.raises(UserError, match=r"IDLM-0455.*tau=0\.5"):
+            engine.generate([[1]], SamplingParams(tau=0.5))
+        assert not engine.has_work
 
 
 def test_block_is_the_default_of_block_checkpoints_and_of_no_other(

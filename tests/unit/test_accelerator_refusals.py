@@ -57,6 +57,8 @@ def test_a_refusal_lists_every_reason(name: str) -> None:
     [
         ({"mage": {"k": 0, "exact_layers": -1}}, ["k=0", "exact_layers=-1"]),
         ({"quest": {"k": 0, "page": 0}}, ["k=0", "page=0"]),
+        ({"mage": {"exact_layers": 4}}, ["exact_layers=4 thins nothing", "4 layers", "0 to 3"]),
+        ({"quest": {"exact_layers": 9}}, ["exact_layers=9 thins nothing"]),
         ({"sparsed": {"exact_share": 0.0, "k": -1}}, ["exact_share=0.0", "k=-1"]),
     ],
     ids=str,
