@@ -187,20 +187,22 @@ def stack_of(given: Given, place: Place) -> AcceleratorStack:
     with one another.
     """
     made = [ACCELERATORS.get(name)(config, place) for name, config in accelerator_configs(given).items()]
-    reasons = [f"{each.name}: {', '.join(found)}" for each in made if (found := each.problems())]
+    reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
     sides: dict[str, list[str]] = {}
     for each in made:
         sides.setdefault(each.side, []).append(each.name)
     reasons += [
-        f"{' and '.join(names)} are both of the {side} side (allowed: one of each side)"
+        f"{' and '.join(names)} are {'both' if len(names) == 2 else 'all'} of the {side} side (allowed: one "
+        "of each side)"
         for side, names in sides.items()
         if len(names) > 1
     ]
     if reasons:
         raise UserError(
             "IDLM-0460",
-            f"accelerator={list(given)} cannot be had in this engine: {'; '.join(reasons)}",
-            fix="change what is named to what is allowed, or leave the accelerator out",
+            f"accelerator=[{','.join(given)}] does not go with this engine:"
+            + "".join(f"\n  - {reason}" for reason in reasons),
+            fix="set each to what is allowed, or leave the accelerator out (accelerator=[])",
         )
     kv = next((each for each in made if isinstance(each, KVAccelerator)), None)
     rows = next((each for each in made if isinstance(each, RowsAccelerator)), None)

@@ -6,6 +6,7 @@ idlm-generate model=outputs/tiny -p "Lea has 9 shells. ..." sampling.temperature
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import sys
 import time
@@ -17,16 +18,18 @@ from idlm import command
 from idlm.compose import compose, describe
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.acceleration import accelerator_configs, as_options
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.answers import AnswerRun, Tally, as_record, check_lines, encode_line
 from idlm.infer.config import GenerateConfig
 from idlm.infer.continuation import Begun, begun
-from idlm.infer.decoders.base import DECODERS
+from idlm.infer.decoders.base import DECODERS, default_decoder
 from idlm.infer.engine import Engine
 from idlm.infer.models.describe import description
 from idlm.infer.models.loader import read_outline
 from idlm.infer.output import answer_file, check_output, partial_path
 from idlm.infer.prompts import PromptLine, check_prompts, read_prompts, text_prompts
+from idlm.infer.settings import check_options, decoder_config
 from idlm.schema import show_default
 from idlm.tokens import encode_messages
 
@@ -45,15 +48,15 @@ def generate(arguments: list[str]) -> int:
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
+    settings = with_options(config.options(), accelerator_options)
     if config.describe:
-        print(describe_model(config))
+        print(describe_model(config, decoder, settings, options))
         return 0
     if config.resume and _is_complete(config):
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
     _given(config.model)
     lines = _lines(config)
-    settings = with_options(config.options(), accelerator_options)
     engine = load_engine(config.model, decoder, settings, options)
     if lines is None:
         return _chat(engine, config)
@@ -95,18 +98,29 @@ def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[s
                 fix="write accelerator.NAME.OPTION=VALUE, for example accelerator.mage.k=512",
             )
         options.setdefault(name, {})[option] = value
+    if names is not None and names != "null" and not names.startswith("["):
+        as_options(names)
     return options, rest if names is None else [*rest, f"accelerator={names}"]
 
 
 def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Engine keywords with the options of their accelerators."""
     chosen: dict[str, dict[str, Any]] = settings["accelerators"]
+    sides = {name: ACCELERATORS.get(name).side for name in (*chosen, *options)}
     idle = [name for name in options if name not in chosen]
     if idle:
+        kept = [name for name in chosen if sides[name] not in {sides[other] for other in idle}]
+        lost = [name for name in chosen if name not in kept]
+        written = f"accelerator=[{','.join([*kept, *idle])}]"
         raise UserError(
             "IDLM-0461",
-            f"there are options of {', '.join(idle)}, and accelerator={list(chosen)}",
-            fix=f"add accelerator=[{','.join([*chosen, *idle])}], or leave the options out",
+            f"there are options of {', '.join(idle)}, and accelerator=[{','.join(chosen)}]",
+            fix=(
+                f"write {written} in place of {', '.join(lost)} (one of each side is allowed)"
+                if lost
+                else f"write {written}"
+            )
+            + ", or leave the options out",
         )
     return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
 
@@ -134,21 +148,35 @@ def _described(choice: str, key: str, kind: type) -> str:
     options = [
         f"{key.format(field.name)}={show_default(field.default)}" for field in dataclasses.fields(kind)
     ]
-    return f"{choice}\n    {', '.join(options) or 'no options'}"
+    help_lines = (inspect.getdoc(kind) or "").splitlines() if options else []
+    return "\n    ".join([choice, ", ".join(options) or "no options", *help_lines])
 
 
-def describe_model(config: GenerateConfig) -> str:
-    """What `describe=true` prints."""
+def describe_model(
+    config: GenerateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
+) -> str:
+    """What `describe=true` prints. Refuses what needs no weights to be refused."""
+    model = _given(config.model)
+    _check_places(settings, options)
+    checked, decoder_options = check_options(decoder, settings | options)
+    outline = read_outline(model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base)
+    kind = DECODERS.get(decoder or default_decoder(outline.semantics))
+    decoding = decoder_config(kind, decoder_options)
+    if decoder or options:
+        kind(decoding, outline.semantics)
+    thinning = accelerator_configs(checked.accelerators)
     return "\n".join(
-        description(
-            read_outline(
-                _given(config.model),
-                dtype=config.dtype,
-                mask_token_id=config.mask_token_id,
-                base=config.base,
-            )
-        )
+        [
+            *description(outline),
+            f"decoder     {kind.name}{_values(decoding)}",
+            f"accelerator {', '.join(name + _values(each) for name, each in thinning.items()) or 'none'}",
+        ]
     )
+
+
+def _values(config: Any) -> str:
+    given = [f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config)]
+    return f"({', '.join(given)})" if given else ""
 
 
 def _given(model: str | None) -> str:
@@ -161,12 +189,16 @@ def load_engine(
     model: str | None, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> Engine:
     """The engine of a `model=` argument; `options` are those written `decoder.OPTION=VALUE`."""
+    _check_places(settings, options)
+    return Engine.from_pretrained(_given(model), decoder, **settings, **options)
+
+
+def _check_places(settings: dict[str, Any], options: dict[str, Any]) -> None:
     misplaced = sorted(settings.keys() & options.keys())
     if misplaced:
         raise UserError(
             "IDLM-0441", f"decoder.{misplaced[0]} is no decoder option", fix=f"write {misplaced[0]}=VALUE"
         )
-    return Engine.from_pretrained(_given(model), decoder, **settings, **options)
 
 
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:

@@ -133,7 +133,9 @@ class Accelerator:
         if self.needs_blocks and place.block_size is None:
             found.append(f"decoder={place.decoder} has no blocks (allowed: block)")
         if not self.is_static and place.graphs == "on":
-            found.append("graphs=on captures passes of static shape, and its are not (allowed: auto, off)")
+            found.append(
+                "graphs=on captures passes of static shape, and its passes are not (allowed: auto, off)"
+            )
         if self.exactness != "exact" and place.deterministic:
             found.append(
                 "deterministic=true, but its sums depend on the batch in their last bits (allowed: false)"

@@ -44,8 +44,7 @@ class BlockConfig:
     `sub_block_size`: masks are decided in parts of so many positions, left to right (Fast-dLLM v2: 8).
     `dual_cache` (lossy): once per part the whole block is computed, then that part alone, beside keys and
     values of the others that are out of date. `fused_commit`: store a clean block in the pass that begins the
-    next one. Requests may set `threshold`, `edit_threshold`,
-    `entropy_bound` and `steps` for themselves.
+    next one. Requests may set `threshold`, `edit_threshold`, `entropy_bound` and `steps` for themselves.
     """
 
     strategy: str = "low_confidence_dynamic"

@@ -341,5 +341,5 @@ def test_a_frozen_token_that_is_edited_is_computed_again(
 def test_what_it_does_not_go_with_is_named(
     toys: dict[bool, Path], focus: dict[str, Any], options: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(UserError, match=f"IDLM-0460.*focus: .*{reason}"):
+    with pytest.raises(UserError, match=rf"(?s)IDLM-0460.*\n  - focus: .*{reason}"):
         build_engine(toys[False], "block", accelerators={"focus": focus}, **options)

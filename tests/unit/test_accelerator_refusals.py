@@ -13,7 +13,7 @@ from idlm.errors import UserError
 from idlm.infer import build
 from idlm.infer.acceleration import as_options, stack_of
 from idlm.infer.accelerators.base import ACCELERATORS, Place
-from idlm.infer.cli import describe_accelerators, take_accelerator_options, with_options
+from idlm.infer.cli import describe_accelerators, describe_decoders, take_accelerator_options, with_options
 from idlm.infer.settings import EngineSettings
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
@@ -49,6 +49,7 @@ def test_a_refusal_lists_every_reason(name: str) -> None:
     assert ("graphs=on" in text) != kind.is_static
     assert ("tensor_parallel=2" in text) != kind.shards
     assert "deterministic=true" in text
+    assert all(line.startswith(f"  - {name}") for line in text.splitlines()[1:-1])
     assert (f"{name} and exact are both of the kv side" in text) == (kind.side == "kv")
 
 
@@ -84,10 +85,21 @@ def test_command_lines_set_options_of_accelerators() -> None:
     assert rest == ["model=x", "accelerator=[mage,focus]"]
     settings = with_options({"accelerators": as_options(["mage", "focus"]), "device": "cpu"}, options)
     assert settings == {"accelerators": options, "device": "cpu"}
-    with pytest.raises(UserError, match=r"there are options of mage, and accelerator=\['quest'\]"):
+    with pytest.raises(
+        UserError, match=r"(?s)accelerator=\[quest\].*write accelerator=\[mage\] in place of quest"
+    ):
         with_options({"accelerators": as_options("quest")}, {"mage": {"k": 3}})
+    with pytest.raises(UserError, match=r"(?s)accelerator=\[focus\].*write accelerator=\[focus,mage\], or"):
+        with_options({"accelerators": as_options("focus")}, {"mage": {"k": 3}})
+    with pytest.raises(UserError, match=r"IDLM-0102.*'maeg'; did you mean 'mage'"):
+        with_options({"accelerators": as_options("mage")}, {"maeg": {"k": 3}})
     with pytest.raises(UserError, match=r"accelerator\.k names no accelerator"):
         take_accelerator_options(["accelerator.k=3"])
+    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerator=\[mage,focus\]"):
+        take_accelerator_options(["accelerator=mage,focus"])
+    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerator=\[\]"):
+        take_accelerator_options(["accelerator=none"])
+    assert take_accelerator_options(["accelerator=null"]) == ({}, ["accelerator=null"])
     with pytest.raises(UserError, match="names mage twice"):
         as_options(["mage", "mage"])
     assert all(f"accelerator=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
@@ -124,3 +136,14 @@ def test_what_names_no_accelerators_says_how_they_are_named(given: Any, words: s
 
 def test_none_is_no_accelerators() -> None:
     assert as_options(None) == {}
+
+
+def test_help_explains_the_options_of_plug_ins() -> None:
+    told = describe_accelerators() + describe_decoders()
+    for words in (
+        "`k`: slots before the block",
+        "`alpha`: as many masks",
+        "`strategy`: which masks",
+        "`stride`",
+    ):
+        assert words in told

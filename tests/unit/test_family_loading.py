@@ -277,6 +277,28 @@ def test_experts_that_ranks_cannot_share_evenly_are_refused(tmp_path: Path) -> N
     refused(tmp_path, "IDLM-0423", "num_experts=3", shards=Shards(rank=0, size=2))
 
 
+def test_describe_names_decoder_and_accelerators_and_refuses_misspelt_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM")
+    base = [f"model={tmp_path}", "describe=true"]
+    assert generate([*base, "decoder.steps=2", "accelerator=[mage]", "accelerator.mage.k=7"]) == 0
+    told = capsys.readouterr().out
+    assert "decoder     block(strategy='low_confidence_dynamic'" in told
+    assert "steps=2" in told
+    assert "accelerator mage(k=7, exact_layers=2)" in told
+    for code, arguments in (
+        ("IDLM-0102", ["accelerator=[maeg]"]),
+        ("IDLM-0102", ["decoder=blok"]),
+        ("IDLM-0416", ["decoder.step=2"]),
+        ("IDLM-0451", ["decoder.sub_block_size=5"]),
+        ("IDLM-0452", ["decoder=ar"]),
+        ("IDLM-0415", ["num_pages=0"]),
+    ):
+        with pytest.raises(UserError, match=code):
+            generate([*base, *arguments])
+
+
 def test_describe_says_what_was_understood_without_reading_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
