@@ -62,6 +62,8 @@ def generate(arguments: list[str]) -> int:
         return _chat(engine, config)
     if config.input is not None:
         check_lines(engine, read_prompts(config.input, config.sampling))
+    elif len(config.prompt) > 1:
+        check_lines(engine, text_prompts(config.prompt, config.sampling, place="prompt"))
     first = list(itertools.islice(lines, 2))
     if config.input is None and config.output is None and len(first) == 1 and first[0].params.n == 1:
         return _print_one(engine, first[0], config)

@@ -31,7 +31,7 @@ class SamplingConfig:
     ignore_eos: bool = _help("go on past the end-of-sequence token", False)
     logprobs: int | None = _help("also return log-probabilities, with this many alternatives", None)
     n: int = _help("answers per prompt", 1)
-    tau: float = _help("relaxed acceptance (lossy); 0 is exact", 0.0)
+    tau: float = _help("relaxed acceptance of drafts (decoder=isd, lossy); 0 is exact", 0.0)
     decoder_options: dict[str, Any] = field(
         default_factory=dict,
         metadata={"help": "options of the decoder that a request may set (block: threshold, ...)"},

@@ -126,6 +126,14 @@ def test_bad_decoders_name_the_nearest(code: str, arguments: list[str], words: s
     assert words in error.message
 
 
+def test_a_prompt_the_engine_refuses_is_named_before_any_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a pass has run"))
+    error = _refusal([*BASE, "-p", "Lea has 9 shells.", "-p", "Lea has 9 shells. " * 60])
+    assert (error.code, error.message[:8]) == ("IDLM-0412", "prompt 2")
+
+
 @pytest.mark.usefixtures("_no_model")
 def test_no_model_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _refusal(["-p", "x"]).code == "IDLM-0438"
