@@ -3,7 +3,7 @@
 Commit is a pointer (`SequenceTable.num_computed_Z`): slots past it are overwritten by the next pass, so
 rejected drafts and masks need no clean-up. Pages wholly before it are final, and lanes share them.
 Shapes: Z lanes, P pages of the longest sequence, S physical slots, K KV heads, H head dim, R rows of this
-pass, C pages to copy.
+pass, C pages to copy, N query heads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.transfer import to_device
+from idlm.kernels.paged_attention import Plan, paged_attention
 
 COPIES_AT_ONCE = 32
 """Bounds the memory that copies take on their way."""
@@ -206,6 +207,22 @@ class KVCache:
         self.scales = scales
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, K, H]."""
+        return self.keys[number], self.values[number]
+
+    def layer_scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of keys and values [K]; None is 1."""
+        return (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])
+
+    def attend(self, number: int, q_RNH: Tensor, plan: Plan, *, scale: float) -> Tensor:
+        """Attention output [R, N, H] of the rows of `plan` to what the layer holds."""
+        keys, values = self.layer(number)
+        k_scale_K, v_scale_K = self.layer_scales(number)
+        return paged_attention(
+            q_RNH, keys, values, plan, scale=scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
+        )
 
     def copy_pages(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
         """Copy pages (from, to) of all layers, in this order: what is written is not read any more."""

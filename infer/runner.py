@@ -19,7 +19,7 @@ from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack
 from idlm.infer.kv_cache import KVCache, PagePool
 from idlm.infer.models.loader import LoadedModel
 from idlm.kernels.linear.linears import check_rows_agree
-from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, paged_attention, plan_attention
+from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
 
 
@@ -135,13 +135,11 @@ class PagedKV:
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, K, H]."""
-        return self.cache.keys[number], self.cache.values[number]
+        return self.cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
         """Of keys and values [K]."""
-        if self.cache.scales is None:
-            return None, None
-        return self.cache.scales[0, number], self.cache.scales[1, number]
+        return self.cache.layer_scales(number)
 
     def keep_rows(self, number: int, q_RNH: Tensor) -> None:
         """Nothing is dropped."""
@@ -149,8 +147,4 @@ class PagedKV:
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""
-        keys, values = self.layer(number)
-        k_scale_K, v_scale_K = self.scales(number)
-        return paged_attention(
-            q_RNH, keys, values, self.plan, scale=self.scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
-        )
+        return self.cache.attend(number, q_RNH, self.plan, scale=self.scale)

@@ -20,7 +20,7 @@ from idlm.infer.accelerators.base import Kept, KVPass, RowsPass
 from idlm.infer.accelerators.view import PassView, block_rows, rows_by_place, wide
 from idlm.infer.kv_cache import KVCache
 from idlm.infer.sparse_attention import SlotLists, sparse_attention
-from idlm.kernels.paged_attention import Plan, paged_attention
+from idlm.kernels.paged_attention import Plan
 
 
 def narrowed(plan: StepPlan, rows_I: Tensor, limits_R: Tensor | None = None) -> StepPlan:
@@ -90,12 +90,11 @@ class ThinnedKV:
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, K, H]."""
-        return self._cache.keys[number], self._cache.values[number]
+        return self._cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
         """Of keys and values [K]."""
-        scales = self._cache.scales
-        return (None, None) if scales is None else (scales[0, number], scales[1, number])
+        return self._cache.layer_scales(number)
 
     def keep_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
         """Rows [I] that go on, keys and values of the layer being stored; None: all."""
@@ -152,11 +151,7 @@ class ThinnedKV:
         return None if len(rows_I) == len(plan.slots_R) else rows_I
 
     def _exact(self, number: int, q_RNH: Tensor, plan: Plan) -> Tensor:
-        keys, values = self.layer(number)
-        k_scale_K, v_scale_K = self.scales(number)
-        return paged_attention(
-            q_RNH, keys, values, plan, scale=self.view.scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
-        )
+        return self._cache.attend(number, q_RNH, plan, scale=self.view.scale)
 
     def _make_split(self) -> _Split:
         """Waits for the device to learn how many rows are on either side."""

@@ -54,8 +54,8 @@ class PassView:
 
     def keys(self, layer: int, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
         """Keys [b, X, K, H], fp32 (fp64 of an fp64 cache), as attention reads them."""
-        scale_K = None if self.cache.scales is None else self.cache.scales[0, layer]
-        return read(self.cache.keys[layer], self.physical(slots_bX, sequences_b), scale_K)
+        (keys, _), (scale_K, _) = self.cache.layer(layer), self.cache.layer_scales(layer)
+        return read(keys, self.physical(slots_bX, sequences_b), scale_K)
 
     def queries(self, q_RNH: Tensor, sequences_b: Tensor) -> Tensor:
         """Queries [b, W, N, H] of the blocks in work, fp32 (fp64 of fp64); 0 at places that are not fed."""

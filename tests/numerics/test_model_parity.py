@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.infer.kv_cache import KVCache
 from idlm.infer.models.loader import LoadedModel, load_model
 from idlm.infer.runner import PagedKV
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
@@ -105,8 +106,9 @@ class PagedSession:
             spec.num_kv_heads,
             spec.head_dim,
         )
-        self.keys, self.values = (torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(2))
-        self.scales = None
+        self.cache = KVCache(shape, dtype=model.dtype, device=torch.device("cpu"))
+        self.cache.keys.fill_(float("nan"))
+        self.cache.values.fill_(float("nan"))
         pages = torch.randperm(num_sequences * num_pages) + 1
         self.block_table = pages.reshape(num_sequences, num_pages)
         self.lengths = [0] * num_sequences
@@ -141,7 +143,7 @@ class PagedSession:
         scale = self.model.spec.head_dim**-0.5
 
         ids = torch.tensor([token for chunk in chunks for token in chunk])
-        kv = PagedKV(cache=self, slot_mapping_R=physical_R, plan=plan, scale=scale)  # type: ignore[arg-type]
+        kv = PagedKV(cache=self.cache, slot_mapping_R=physical_R, plan=plan, scale=scale)
         logits = self.model.trunk.logits(self.model.trunk(ids, slots, kv))
         assert logits.dtype == self.model.dtype
         self.lengths = [n + kept for n, kept in zip(self.lengths, num_kept or counts, strict=True)]
