@@ -98,6 +98,19 @@ def ids_of(answers: list[Completion]) -> list[list[int]]:
     return [list(answer.token_ids) for answer in answers]
 
 
+def compare(
+    engine: Engine, slow: SlowBlocks, options: dict[str, Any], without: dict[str, Any], exactness: str
+) -> None:
+    """The engine answers as the slow decoder does with `options`, which `without` them answers otherwise."""
+    shifted = engine.semantics.logit_shift
+    expected = expect(slow, rules_of(options, shifted=shifted))
+    assert expected != expect(slow, rules_of(without, shifted=shifted))
+    found = engine.generate(PROMPTS, params_of())
+    assert ids_of(found) == [ids for ids, _ in expected]
+    assert {answer.exactness for answer in found} == {exactness}
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("options", "shifted"), [(EDITS[0], False), (EDITS[1], False), (EDITS[2], True)])
 def test_edits_equal_a_slow_decoder(
@@ -107,13 +120,8 @@ def test_edits_equal_a_slow_decoder(
     shifted: bool,
     way: dict[str, Any],
 ) -> None:
-    expected = expect(slow[shifted], rules_of(options, shifted=shifted))
-    assert expected != expect(slow[shifted], rules_of({**options, "edit_threshold": 1.0}, shifted=shifted))
-    engine = build_block(toys[shifted], **options, **way)
-    found = engine.generate(PROMPTS, params_of())
-    assert ids_of(found) == [ids for ids, _ in expected]
-    assert {answer.exactness for answer in found} == {"exact"}
-    assert_idle(engine)
+    without = {**options, "edit_threshold": 1.0}
+    compare(build_block(toys[shifted], **options, **way), slow[shifted], options, without, "exact")
 
 
 def test_trap_25_edits_change_answers_and_never_a_prompt(
@@ -175,13 +183,7 @@ def test_a_dual_cache_equals_a_slow_one(
 ) -> None:
     options = {**options, "sub_block_size": PART}
     reusing = {**options, "dual_cache": True}
-    expected = expect(slow[shifted], rules_of(reusing, shifted=shifted))
-    assert expected != expect(slow[shifted], rules_of(options, shifted=shifted))
-    engine = build_block(toys[shifted], **reusing, **way)
-    found = engine.generate(PROMPTS, params_of())
-    assert ids_of(found) == [ids for ids, _ in expected]
-    assert {answer.exactness for answer in found} == {"lossy"}
-    assert_idle(engine)
+    compare(build_block(toys[shifted], **reusing, **way), slow[shifted], reusing, options, "lossy")
 
 
 def test_a_dual_cache_computes_no_rows_but_those_of_the_part(
