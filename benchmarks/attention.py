@@ -46,6 +46,7 @@ DEFAULTS = {
     "page_size": "16",
     "rounds": "9",
     "sweep": "false",
+    "families": "walk,overlap,sum,fixed",
     "libraries": "true",
     "record": "false",
     "compile_part": "",

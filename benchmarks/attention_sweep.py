@@ -2,10 +2,10 @@
 
     python -m benchmarks.attention sweep=true batches=1,16 contexts=1024,32768 rows=1,7,15
 
-Three families: walks (blocks, stages, warps, programs per multiprocessor and the shortest item, jointly),
-ways to add parts up (with and without dependent launch), and fixed splits. All are compiled first, in as many
-processes as there are cores. Every variant is timed alone, then the best few of a family in turns with the
-chosen launch, with and without dependent launch. Layers and norms as in attention_step.py; keys and values
+Four families (`families=walk,sum`): walks (blocks, stages, warps, programs per multiprocessor and the
+shortest item, jointly), what overlaps with the kernels before and behind, ways to add parts up, and fixed
+splits. All are compiled first, in as many processes as there are cores. Every variant is timed alone, then
+the best few of a family in turns with the chosen launch, with and without dependent launch. Layers and norms as in attention_step.py; keys and values
 are twice the L2 cache of an H200.
 """
 
@@ -48,13 +48,19 @@ TILES = ((32, 4), (64, 4), (64, 8))
 Variants = dict[str, dict[Any, None]]
 
 
-def variants(step: Step) -> Variants:
-    """Launches by family, the chosen one first; without repetition."""
+def variants(step: Step, names: str) -> Variants:
+    """Launches of the families in `names`, the chosen one first; without repetition."""
     chosen, fixed = (replace(launch_of(step, fixed=fixed), pdl=True) for fixed in (False, True))
-    families = {"walk": (chosen, _walks), "sum": (chosen, _sums), "fixed": (fixed, _fixed)}
+    families = {
+        "walk": (chosen, _walks),
+        "overlap": (chosen, _overlaps),
+        "sum": (chosen, _sums),
+        "fixed": (fixed, _fixed),
+    }
     return {
         name: dict.fromkeys([first, *family(first), replace(first, pdl=False)])
         for name, (first, family) in families.items()
+        if name in names.split(",")
     }
 
 
@@ -73,7 +79,20 @@ def _walks(chosen: Any) -> Iterator[Any]:
             warps=warps,
             programs_per_sm=programs,
             min_blocks=min_blocks,
-            combine="kernel",
+        )
+
+
+def _overlaps(chosen: Any) -> Iterator[Any]:
+    for half_parts, fetch, early, programs, min_blocks in itertools.product(
+        (False, True), (0, 1, 2, 3), (False, True), (1, 2, 3), (1, 2)
+    ):
+        yield replace(
+            chosen,
+            half_parts=half_parts,
+            fetch=fetch,
+            early=early,
+            programs_per_sm=programs,
+            min_blocks=min_blocks,
         )
 
 
@@ -81,11 +100,7 @@ def _sums(chosen: Any) -> Iterator[Any]:
     for rows, parts, warps in itertools.product((1, 2, 4, 16), (2, 8, 16, 32), (1, 2, 4)):
         # More would not fit a program's registers.
         if rows * parts <= 32 * warps:
-            yield replace(
-                chosen, combine="kernel", combine_rows=rows, combine_parts=parts, combine_warps=warps
-            )
-    for pdl, combine, min_blocks in itertools.product((False, True), ("kernel", "last"), (1, 2, 4)):
-        yield replace(chosen, pdl=pdl, combine=combine, min_blocks=min_blocks)
+            yield replace(chosen, combine_rows=rows, combine_parts=parts, combine_warps=warps)
 
 
 def _fixed(chosen: Any) -> Iterator[Any]:
@@ -96,7 +111,6 @@ def _fixed(chosen: Any) -> Iterator[Any]:
         yield replace(chosen, split_slots=split_slots, octave=octave, programs_per_sm=programs)
     for rows, warps in itertools.product((1, 2, 4), (1, 2, 4)):
         yield replace(chosen, combine_rows=rows, combine_warps=warps)
-    yield replace(chosen, combine="last")
 
 
 def sweep(options: dict[str, str], arguments: list[str]) -> int:
@@ -110,7 +124,7 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
         step = make_step(options, batch=batch, context=context, rows=rows, layers=LAYERS)
         if step is None:
             continue
-        for family, launches in variants(step).items():
+        for family, launches in variants(step, options["families"]).items():
             print(f"B={batch} context={context} rows={rows} {family}, {time.perf_counter() - begun:.0f} s")
             _rank(step, list(launches), step.layer_bytes / rate, int(options["rounds"]))
     return 0
@@ -172,7 +186,7 @@ def compile_part(options: dict[str, str]) -> int:
     for rows in numbers(options["rows"]):
         step = make_step(options, batch=1, context=1024, rows=rows, layers=2)
         assert step is not None
-        for family in variants(step).values():
+        for family in variants(step, options["families"]).values():
             for launch in family:
                 # These are arguments of the kernels, not constants.
                 launches.setdefault(replace(launch, programs_per_sm=2, min_blocks=1), step)

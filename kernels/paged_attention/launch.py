@@ -20,7 +20,8 @@ import torch
 import triton
 
 from idlm.kernels.hopper import INTERPRETED, has_pdl
-from idlm.kernels.paged_attention.kernel import attend_kernel, combine_kernel
+from idlm.kernels.paged_attention.kernel import attend_kernel
+from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
 from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
 
@@ -37,11 +38,7 @@ FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the kernels are launched; everything here may be swept (benchmarks/attention.py).
-
-    `combine`: "last" adds a tile's parts up in the item that finishes last, "kernel" in a second kernel,
-    which spreads the work over all multiprocessors.
-    """
+    """How the kernels are launched; everything here may be swept (benchmarks/attention.py)."""
 
     block_m: int
     """Rows times query heads of one KV head in a tile."""
@@ -59,15 +56,21 @@ class Launch:
     """After twice so many splits their length doubles, then after so many each time."""
     max_parts: int = 512
     """Room for parts with fixed splits; a tile that finds none is walked by one program per KV head."""
-    combine: str = "kernel"
     combine_rows: int = 1
+    """Packed rows of a program of the second kernel, which adds parts up."""
     combine_parts: int = 16
-    """Parts that the second kernel adds at once; 1 with fixed splits, which are added in order."""
+    """Parts that it adds at once; 1 with fixed splits, which are added in order."""
     combine_warps: int = 4
     sum_stages: int = 12
-    """Parts that are loaded ahead while they are added in order; fewer where a tile is large."""
+    """Parts that are loaded ahead while they are added in order."""
+    half_parts: bool = False
+    """Parts are float16 with a power of two per row; not with fixed splits, where some stay in registers."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the one before inside its own prologue."""
+    fetch: int = 0
+    """Blocks of an item that are asked into the L2 cache ahead of that wait."""
+    early: bool = False
+    """The walk lets the sum launch when it begins, not when it is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ class TritonPlan:
     num_items: int
     tiles: torch.Tensor
     items: torch.Tensor
-    counters: torch.Tensor
+    fence: torch.Tensor
     partial_o: torch.Tensor
     partial_sums: torch.Tensor
 
@@ -152,6 +155,9 @@ def choose_launch(
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
+        half_parts=shape.dtype == torch.bfloat16 and not deterministic,
+        fetch=2,
+        early=True,
     )
 
 
@@ -177,6 +183,7 @@ def plan(
         )
         launch = replace(chosen, pdl=has_pdl(device))
     assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
+    assert not (launch.split_slots and launch.half_parts), f"{launch=}: what is summed depends on the items"
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     tile_rows = launch.block_m // shape.group
@@ -187,6 +194,7 @@ def plan(
         torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
     )
     packed = max(1, num_parts * shape.num_kv_heads * launch.block_m)
+    part_dtype = torch.float16 if launch.half_parts else torch.float32
     result = TritonPlan(
         rows=rows,
         shape=shape,
@@ -195,8 +203,8 @@ def plan(
         num_items=num_items,
         tiles=tiles,
         items=items,
-        counters=torch.empty(num_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
-        partial_o=torch.empty(packed * shape.head_dim, dtype=torch.float32, device=device),
+        fence=torch.empty(1, dtype=torch.int32, device=device),
+        partial_o=torch.empty(packed * shape.head_dim, dtype=part_dtype, device=device),
         partial_sums=torch.empty(packed * 2, dtype=torch.float32, device=device),
     )
     if num_rows:
@@ -237,7 +245,7 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         num_warps=1 if plan.num_tiles <= 256 else 4,
     )
     # Not a kernel that may overlap the next: what follows starts when the lists are complete (README.md).
-    plan.counters.zero_()
+    plan.fence.zero_()
 
 
 def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int) -> int:
@@ -279,7 +287,7 @@ def run(
     v_scale_K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [R, N, H] of one layer. `k_scale_K`, `v_scale_K` (float32): factors of an fp8 cache."""
-    rows, shape, launch = plan.rows, plan.shape, plan.launch
+    rows, shape = plan.rows, plan.shape
     num_rows = rows.own_slots_R.shape[0]
     assert q_RNH.shape == (num_rows, shape.num_heads, shape.head_dim), f"{q_RNH.shape=} {shape=}"
     assert q_RNH.dtype == shape.dtype and k_cache_SKH.dtype == (shape.kv_dtype or shape.dtype), f"{shape=}"
@@ -291,7 +299,7 @@ def run(
     if num_rows == 0:
         return o_RNH
     _attend(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale, k_scale_K, v_scale_K)
-    if plan.num_items > plan.num_tiles and launch.combine == "kernel":
+    if plan.num_items > plan.num_tiles:
         _combine(o_RNH, plan, v_scale_K)
     return o_RNH
 
@@ -321,7 +329,6 @@ def _attend(
         v_scale_K,
         plan.partial_o,
         plan.partial_sums,
-        plan.counters,
         scale * LOG2_E,
         *q_RNH.stride()[:2],
         *k_cache_SKH.stride()[:2],
@@ -338,11 +345,11 @@ def _attend(
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
         OCTAVE=launch.octave,
         SCALED=k_scale_K is not None,
-        LAST_ADDS=launch.combine == "last",
-        SUM_STAGES=max(1, min(launch.sum_stages, 128 // launch.block_m)),
         STAGES=launch.stages,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
         PDL=launch.pdl,
+        FETCH=launch.fetch if launch.pdl else 0,
+        EARLY=launch.early and plan.num_items > plan.num_tiles,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **_launch_options(launch),

@@ -38,8 +38,9 @@ from tests.kernels.paged_attention_cases import (
 
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
-LAST = replace(TINY, combine="last")
 FIXED = replace(TINY, split_slots=16, octave=2)
+MANY = replace(TINY, programs_per_sm=40, combine_parts=4)
+HALF = replace(MANY, half_parts=True)
 MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
 RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
 
@@ -72,9 +73,26 @@ def check(case: Case, tunables: Launch | None = None) -> None:
     assert error_ratio(case, run(case, tunables)) <= 2
 
 
-@pytest.mark.parametrize("tunables", [TINY, LAST, FIXED])
+@pytest.mark.parametrize("tunables", [TINY, FIXED])
 def test_a_mixed_step(tunables: Launch) -> None:
     check(build(MIXED, SMALL), tunables)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_parts_in_half_precision(size: float) -> None:
+    """Against what the largest part can be, for values of any size and 1,000 times smaller ones."""
+    case = build(MIXED, SMALL)
+    case.v_cache_SKH[::3] /= 1000
+    case.v_cache_SKH.mul_(size)
+    plain, half = run(case, MANY), run(case, HALF)
+    case.v_cache_SKH.abs_()
+    largest = run(case, MANY).amax(dim=-1, keepdim=True)
+    assert not torch.equal(plain, half)
+    assert ((plain - half).abs() <= 2**-11 * largest).all()
+
+
+def test_parts_in_half_precision_are_as_exact_as_their_outputs() -> None:
+    check(build(MIXED, replace(SMALL, dtype=torch.float16)), HALF)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +122,13 @@ def test_random_steps(seed: int) -> None:
         SMALL, num_kv_heads=rng.choice([1, 2, 4]), dtype=rng.choice([torch.float16, torch.float32])
     )
     case = build(sequences, shape, page_size=rng.choice([2, 16]), padding=rng.randint(0, 9), seed=seed)
-    check(case, (None, LAST, FIXED)[seed % 3])
+    check(case, (None, TINY, FIXED)[seed % 3])
 
 
 @pytest.mark.parametrize("programs_per_sm", [0, 1, 40])
 def test_any_number_of_splits(programs_per_sm: int) -> None:
     case = build([causal(130, 2)], SMALL)
-    tunables = replace(LAST if programs_per_sm % 2 else TINY, programs_per_sm=programs_per_sm)
+    tunables = replace(TINY, programs_per_sm=programs_per_sm)
     plan = plan_of(case, tunables)
     wanted = max(1, launch.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
     used = plan.items[:, 2] > 0
@@ -205,7 +223,7 @@ def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytes
         lambda: ([causal(9, 1), [], [*causal(113, 7), *rows], branch(10), causal(20, 9)], 2, 7),
         lambda: ([rows, causal(50, 2), tree(33)], 0, 0),
     ]
-    tunables = [FIXED, replace(FIXED, max_parts=1), replace(FIXED, combine="last")]
+    tunables = [FIXED, replace(FIXED, max_parts=1), replace(FIXED, combine_rows=2)]
     outcomes = []
     for number, batch in enumerate(batches):
         sequences, b, skipped = batch()
@@ -244,7 +262,7 @@ def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: 
 
 def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:
     case = build([tree(75), causal(0, 3)], SMALL)
-    plan = plan_of(case, LAST)
+    plan = plan_of(case, MANY)
     arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan
     first = paged_attention(*arguments, scale=SCALE)
     wide = torch.full((first.shape[0], 9, 16), 7.0)

@@ -67,9 +67,11 @@ def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int)
             signature[name] = "constexpr"
         elif name in ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"):
             signature[name] = "*bf16"
+        elif name == "partial_o":
+            signature[name] = "*fp16" if constants.get("SPLIT_BLOCKS") == 0 else "*fp32"
         elif name.startswith(("partial", "k_scale", "v_scale")):
             signature[name] = "*fp32"
-        elif name in ("tiles", "items", "counters"):
+        elif name in ("tiles", "items"):
             signature[name] = "*i32"
         elif name in ("cu_rows", "block_table", "limits_R", "branch_starts_R", "own_slots_R"):
             signature[name] = "*i64"
@@ -96,7 +98,11 @@ def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, determinist
     assert launch.programs_per_sm == (1 if max_slots > 2048 else 2)
     constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False}
     constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.stages}
-    constants |= {"SPLIT_BLOCKS": launch.split_slots // launch.block_n, "LAST_ADDS": False, "SUM_STAGES": 2}
+    constants |= {
+        "SPLIT_BLOCKS": launch.split_slots // launch.block_n,
+        "FETCH": launch.fetch,
+        "EARLY": launch.early,
+    }
     constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
     result = compiled(kernel.attend_kernel, constants, warps=launch.warps, stages=launch.stages)
     assert launch.programs_per_sm * (result.metadata.shared + 1024) <= MAX_SHARED_BYTES
@@ -113,18 +119,21 @@ def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, determinist
     assert min(waits) >= 2 * (launch.stages - 1) - 2 > 0, "no block is waited for as soon as it is asked for"
     first_wait = ptx.index("griddepcontrol.wait")
     assert ptx.index("ld.global") < first_wait < ptx.index("wgmma" if "wgmma" in ptx else "mma.sync")
-    assert ptx.rindex("mma") < ptx.index("griddepcontrol.launch_dependents") < ptx.rindex("st.global")
+    assert first_wait < ptx.index("griddepcontrol.launch_dependents") < ptx.index("mma"), (
+        "the sum starts early"
+    )
+    assert ptx.rindex("prefetch.global.L2") < first_wait
     assert copies[0] in ptx[first_wait:] and copies[0] not in ptx[:first_wait]
 
 
 def test_planning_and_combining_compile_for_hopper() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.paged_attention import kernel, kernel_plan
+    from idlm.kernels.paged_attention import kernel_parts, kernel_plan
     from idlm.kernels.paged_attention.launch import RECORD
 
     heads = {"K": 8, "G": 4, "H": 128, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False, "PDL": True}
     combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12, "PARTS": 1}
-    result = compiled(kernel.combine_kernel, combine, warps=4, stages=3)
+    result = compiled(kernel_parts.combine_kernel, combine, warps=4, stages=3)
     assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
     tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "FIXED": False}
     compiled(kernel_plan.tile_kernel, tile, warps=1, stages=1)

@@ -1,0 +1,177 @@
+"""Parts of walks that several items share: how one is written, and the Triton kernel that adds them up.
+
+A part is what a share of a tile's walk comes to: the weighted sum of values, the sum of weights, and the
+maximum that both are relative to, of each packed row. README.md has the reasons, launch.py the records.
+
+N query heads, K KV heads, G = N / K, H head dim.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NOTHING: tl.constexpr = tl.constexpr(-1e30)
+"""Maximum of no scores; finite, so that a row that has seen nothing yet makes exp2(-inf - it), not a NaN."""
+
+
+@triton.jit
+def add_split(acc, total, highest, o, o_total, o_highest):
+    """One more split into a running sum; splits in which a row sees nothing change no bit of it.
+
+    fma is spelt out because a compiler's choice would differ between the two kernels that do this.
+    """
+    new_highest = tl.maximum(highest, o_highest)
+    shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest)
+    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), o * weight[:, None])
+    return acc, tl.fma(total, shrink, o_total * weight), new_highest
+
+
+@triton.jit
+def _in_half(acc, total, highest):
+    """The same part with `acc` in [-2, 2] of float16: a power of two of each row moves into its maximum.
+
+    float16 keeps 11 bits of the largest of a row, where the bfloat16 of the output keeps 8. The power's range
+    keeps parts of unlike size comparable in float32.
+    """
+    largest = tl.max(tl.abs(acc), 1).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -40), 60)
+    shrink = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return acc * shrink[:, None], total * shrink, highest + exponent.to(tl.float32)
+
+
+@triton.jit
+def store_part(
+    partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K: tl.constexpr, H: tl.constexpr
+):
+    """`partial_sums` holds the sum of weights and the maximum of each row, side by side."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    columns = tl.arange(0, acc.shape[1])
+    if partial_o.dtype.element_ty == tl.float16:
+        acc, total, highest = _in_half(acc, total, highest)
+    at = (part.to(tl.int64) * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(partial_sums + at * 2, total, mask=in_tile)
+    tl.store(partial_sums + at * 2 + 1, highest, mask=in_tile)
+    o = acc.to(partial_o.dtype.element_ty)
+    tl.store(
+        partial_o + at[:, None] * H + columns[None, :], o, mask=in_tile[:, None] & (columns < H)[None, :]
+    )
+
+
+@triton.jit
+def sum_in_order(
+    partial_o,
+    partial_sums,
+    first_m,
+    num_parts,
+    in_tile,
+    STRIDE: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Output [BLOCK_M, BLOCK_H] of rows of a tile from its parts, one by one, STRIDE rows apart."""
+    columns = tl.arange(0, BLOCK_H)
+    mask = in_tile[:, None] & (columns < H)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    for i in tl.range(0, num_parts, num_stages=STAGES):
+        at = first_m + i * STRIDE
+        # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
+        o_total = tl.load(partial_sums + at * 2, mask=in_tile, other=0.0, cache_modifier=".cg")
+        o_highest = tl.load(partial_sums + at * 2 + 1, mask=in_tile, other=NOTHING, cache_modifier=".cg")
+        at_o = at[:, None] * H + columns[None, :]
+        o = tl.load(partial_o + at_o, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        acc, total, highest = add_split(acc, total, highest, o, o_total, o_highest)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _sum_at_once(
+    partial_o,
+    partial_sums,
+    first_m,
+    num_parts,
+    in_tile,
+    STRIDE: tl.constexpr,
+    H: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The same sum in another order: PARTS parts at a time, which are waited for together."""
+    columns = tl.arange(0, BLOCK_H)
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    for first in range(0, num_parts, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        at = first_m[None, :] + parts[:, None] * STRIDE
+        mask = in_tile[None, :] & (parts < num_parts)[:, None]
+        o_total = tl.load(partial_sums + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
+        o_highest = tl.load(partial_sums + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
+        at_o = at[:, :, None] * H + columns[None, None, :]
+        mask_o = mask[:, :, None] & (columns < H)[None, None, :]
+        o = tl.load(partial_o + at_o, mask=mask_o, other=0.0, cache_modifier=".cg").to(tl.float32)
+        new_highest = tl.maximum(highest, tl.max(o_highest, 0))
+        shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest[None, :])
+        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(o_total * weight, 0)
+        highest = new_highest
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def combine_kernel(
+    o_RNH,
+    tiles,
+    v_scale_K,
+    partial_o,
+    partial_sums,
+    stride_o_row,
+    stride_o_head,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    RECORD: tl.constexpr,
+    TILE_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items.
+
+    PARTS: how many parts are added at once; 1 adds them in order, which is what fixed splits are for.
+    """
+    kv_head, tile = tl.program_id(0) % K, tl.program_id(0) // K
+    record = tiles + tile * RECORD
+    count, num_items = tl.load(record + 2), tl.load(record + 15)
+    row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Not before: a large product behind it would be spread over what the walk has left free.
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_tile = m < count * G
+    if (tl.program_id(1) * BLOCK_M >= count * G) | (num_items <= 1):
+        return
+    at = (first_part.to(tl.int64) * K + kv_head) * TILE_M + m
+    STRIDE: tl.constexpr = K * TILE_M
+    if PARTS > 1:
+        o = _sum_at_once(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, PARTS, BLOCK_M, BLOCK_H)
+    else:
+        o = sum_in_order(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES)
+    if SCALED:
+        o = o * tl.load(v_scale_K + kv_head)
+    columns = tl.arange(0, BLOCK_H)
+    rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
+    at = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
+    mask = in_tile[:, None] & (columns < H)[None, :]
+    tl.store(o_RNH + at, o.to(o_RNH.dtype.element_ty), mask=mask)
