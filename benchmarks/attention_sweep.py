@@ -5,8 +5,8 @@
 Four families (`families=walk,sum`): walks (blocks, stages, warps, programs per multiprocessor and the
 shortest item, jointly), what overlaps with the kernels before and behind, ways to add parts up, and fixed
 splits. All are compiled first, in as many processes as there are cores. Every variant is timed alone, then
-the best few of a family in turns with the chosen launch, with and without dependent launch. Layers and norms as in attention_step.py; keys and values
-are twice the L2 cache of an H200.
+the best few of a family in turns with the chosen launch, with and without dependent launch. Layers and norms
+as in attention_step.py; keys and values are twice the L2 cache of an H200.
 """
 
 from __future__ import annotations
