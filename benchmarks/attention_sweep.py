@@ -3,7 +3,7 @@
     python -m benchmarks.attention sweep=true batches=1,16 contexts=1024,32768 rows=1,7,15
 
 Four families (`families=walk,sum`): walks (blocks, stages, warps, programs per multiprocessor and the
-shortest item, jointly), what overlaps with the kernels before and behind, ways to add parts up, and fixed
+shortest item, jointly), what parts hold and when their sum is launched, ways to add parts up, and fixed
 splits. All are compiled first, in as many processes as there are cores. Every variant is timed alone, then
 the best few of a family in turns with the chosen launch, with and without dependent launch. Layers and norms
 as in attention_step.py; keys and values are twice the L2 cache of an H200.
@@ -83,16 +83,11 @@ def _walks(chosen: Any) -> Iterator[Any]:
 
 
 def _overlaps(chosen: Any) -> Iterator[Any]:
-    for half_parts, fetch, early, programs, min_blocks in itertools.product(
-        (False, True), (0, 1, 2, 3), (False, True), (1, 2, 3), (1, 2)
+    for half_parts, early, programs, min_blocks in itertools.product(
+        (False, True), (False, True), (1, 2, 3), (1, 2)
     ):
         yield replace(
-            chosen,
-            half_parts=half_parts,
-            fetch=fetch,
-            early=early,
-            programs_per_sm=programs,
-            min_blocks=min_blocks,
+            chosen, half_parts=half_parts, early=early, programs_per_sm=programs, min_blocks=min_blocks
         )
 
 

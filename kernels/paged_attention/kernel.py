@@ -34,44 +34,6 @@ def _pages(table, i, stop, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _fetch_lines(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _fetch(
-    k_cache,
-    v_cache,
-    table,
-    start,
-    stop,
-    walk,
-    stride_slot,
-    H: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FETCH: tl.constexpr,
-):
-    """Ask for the first FETCH blocks of a walk to be brought into the L2 cache; nothing waits for them.
-
-    Slots that are being written meanwhile do no harm: this cache is where they are written to.
-    """
-    LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (H + LINE - 1) // LINE
-    lines = tl.arange(0, triton.next_power_of_2(LINES)) % LINES * LINE
-    for ahead in tl.static_range(FETCH):
-        i = start + ahead
-        if i < stop:
-            pages = _pages(table, i, stop, walk, PAGE, BLOCK_N)
-            block = tl.where(i < walk[0], i, i - walk[0] + walk[1])
-            physical = pages.to(tl.int64) * PAGE + (block * BLOCK_N + tl.arange(0, BLOCK_N)) % PAGE
-            _fetch_lines(k_cache + physical[:, None] * stride_slot + lines[None, :])
-            _fetch_lines(v_cache + physical[:, None] * stride_slot + lines[None, :])
-
-
-@triton.jit
 def _hide(scores, slots, limits, branches, owns):
     """-inf where a row does not see a slot."""
     below = slots[None, :] < limits[:, None]
@@ -116,12 +78,11 @@ def attend_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    FETCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One item of one KV head: the output where a tile has one item, else parts for the sum over its items.
 
-    FETCH: so many of its blocks are asked for ahead of the wait. EARLY: what is behind may launch with it.
+    EARLY: the sum may launch as soon as this has, else when its loop is done.
     """
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
@@ -148,7 +109,6 @@ def attend_kernel(
     walk = (num_below, branch_block, high_limit, high_own)
     pages = _pages(table, start, stop, walk, PAGE, BLOCK_N)
     k_cache, v_cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head
-    _fetch(k_cache, v_cache, table, start, stop, walk, stride_slot, H, PAGE, BLOCK_N, FETCH)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if EARLY:

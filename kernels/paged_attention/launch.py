@@ -67,8 +67,6 @@ class Launch:
     """Parts are float16 with a power of two per row; not with fixed splits, where some stay in registers."""
     pdl: bool = False
     """Programmatic dependent launch: every kernel waits for the one before inside its own prologue."""
-    fetch: int = 0
-    """Blocks of an item that are asked into the L2 cache ahead of that wait."""
     early: bool = False
     """The walk lets the sum launch when it begins, not when it is done."""
 
@@ -143,6 +141,9 @@ def choose_launch(
     if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
         # Hardly a tile is split: what counts is how many programs find nothing to add up.
         combine_rows = 16
+    has_large_parts = block_m > 16 and not deterministic
+    if has_large_parts and combine_rows == 1:
+        combine_rows = 2
     return Launch(
         block_m=max(block_m, group),
         block_n=2 * block_n if is_long else block_n,
@@ -155,9 +156,8 @@ def choose_launch(
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
-        half_parts=shape.dtype == torch.bfloat16 and not deterministic,
-        fetch=2,
-        early=True,
+        half_parts=has_large_parts and shape.dtype == torch.bfloat16,
+        early=block_m == 16 and not is_wide,
     )
 
 
@@ -348,7 +348,6 @@ def _attend(
         STAGES=launch.stages,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
         PDL=launch.pdl,
-        FETCH=launch.fetch if launch.pdl else 0,
         EARLY=launch.early and plan.num_items > plan.num_tiles,
         num_warps=launch.warps,
         num_stages=launch.stages,
