@@ -124,7 +124,8 @@ class IsdDecoder:
 
     def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have no drafts."""
-        self.stock_Z[to_device(lanes, self.stock_Z.device)] = 0
+        # Not stock_Z[lanes] = 0, which copies the number to the device and waits for all that runs there.
+        self.stock_Z.index_fill_(0, to_device(lanes, self.stock_Z.device), 0)
 
     def rewind(self, lanes: list[int]) -> None:
         """Drafts and their laws need no cache."""

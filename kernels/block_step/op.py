@@ -48,10 +48,11 @@ class BlockLanes:
 
     def reset(self, lanes_B: Tensor) -> None:
         """These lanes (int64) begin their blocks anew."""
-        self.is_decided_ZW[lanes_B] = False
-        self.num_passes_Z[lanes_B] = 0
-        self.num_clean_passes_Z[lanes_B] = 0
-        self.whole_part_Z[lanes_B] = -1
+        # Not x[lanes_B] = 0, which copies the number to the device and waits for all that runs there.
+        self.is_decided_ZW.index_fill_(0, lanes_B, False)
+        self.num_passes_Z.index_fill_(0, lanes_B, 0)
+        self.num_clean_passes_Z.index_fill_(0, lanes_B, 0)
+        self.whole_part_Z.index_fill_(0, lanes_B, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,9 +38,16 @@ def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, 
     """The rows' rotations, for all layers of a pass in `dtype`."""
     tables = None
     if not runs_kernels(positions_R):
-        angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
-        tables = ((angles_R1h.cos() * scaling).to(dtype), (angles_R1h.sin() * scaling).to(dtype))
+        tables = rope_tables(positions_R, inv_freq_h, scaling=scaling, dtype=dtype)
     return Rope(positions_R=positions_R, inv_freq_h=inv_freq_h, scaling=scaling, tables=tables)
+
+
+def rope_tables(
+    positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, [R, 1, h], rounded to `dtype`."""
+    angles_R1h = (positions_R[:, None].float() * inv_freq_h)[:, None]
+    return (angles_R1h.cos() * scaling).to(dtype), (angles_R1h.sin() * scaling).to(dtype)
 
 
 def qkv_rope_cache(
@@ -71,7 +78,7 @@ def qkv_rope_cache(
     assert (k_scale_K is None) == (v_scale_K is None), "scales of keys and values come together"
     if not runs_kernels(qkv_RJH):
         assert rope.tables is not None, f"{rope.positions_R.device=} {qkv_RJH.device=}"
-        return _plain(
+        return plain_qkv_rope_cache(
             qkv_RJH,
             k_cache_SKH,
             v_cache_SKH,
@@ -98,7 +105,7 @@ def qkv_rope_cache(
     return qkv_RJH[:, :num_heads]
 
 
-def _plain(
+def plain_qkv_rope_cache(
     qkv_RJH: Tensor,
     k_cache_SKH: Tensor,
     v_cache_SKH: Tensor,
@@ -107,7 +114,7 @@ def _plain(
     qk_norm: tuple[Tensor, float] | None,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """The same in plain torch, rounding where the kernel does."""
+    """The same in plain torch, rounding where the kernel does: after each operation, as transformers."""
     num_kv_heads, dtype = k_cache_SKH.shape[1], qkv_RJH.dtype
     num_rotated = qkv_RJH.shape[1] - num_kv_heads
     qk_RYH = qkv_RJH[:, :num_rotated]
