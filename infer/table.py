@@ -96,7 +96,8 @@ class SequenceTable:
         """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
         random stream stay.
         """
-        self.num_computed_Z[lane] = num_computed
+        # Not an assignment, which copies the number to the device and waits for all that runs there.
+        self.num_computed_Z[lane].fill_(num_computed)
 
     def laws(
         self,

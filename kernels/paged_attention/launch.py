@@ -141,9 +141,10 @@ def choose_launch(
     if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
         # Hardly a tile is split: what counts is how many programs find nothing to add up.
         combine_rows = 16
-    has_large_parts = block_m > 16 and not deterministic
-    if has_large_parts and combine_rows == 1:
+    if is_short:
         combine_rows = 2
+        # Items of a few blocks end more evenly with small ones.
+        block_n = block_n // 2 if packed > block_m else block_n
     return Launch(
         block_m=max(block_m, group),
         block_n=2 * block_n if is_long else block_n,
@@ -156,7 +157,7 @@ def choose_launch(
         combine_rows=combine_rows,
         combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
         combine_warps=1,
-        half_parts=has_large_parts and shape.dtype == torch.bfloat16,
+        half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
         early=block_m == 16 and not is_wide,
     )
 
