@@ -81,23 +81,26 @@ def qkv_rope_cache_kernel(
     in_half = (o_half < HALF)[None, :]
     mask = (head < N + 2 * K)[:, None] & in_half
     is_rotated = (head < N + K)[:, None]
+    dtype = qkv_RJH.dtype.element_ty
+    # What does not depend on the projection comes first: positions and slots are older than the layer.
     inv_freq = tl.load(inv_freq_h + o_half, mask=o_half < HALF, other=0.0)
+    angle = tl.load(positions_R + row).to(tl.float32) * inv_freq
+    cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]
+    sin = _round(tl.sin(angle) * rope_scaling, dtype)[None, :]
+    slot = tl.load(slot_mapping_R + row).to(tl.int64)
+    if HAS_NORM:
+        p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
+        norm_low, norm_high = _halves(p_norm, mask & is_rotated, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    dtype = qkv_RJH.dtype.element_ty
     p_qkv = qkv_RJH + row * stride_row + head[:, None] * stride_head + o_half[None, :]
     low, high = _halves(p_qkv, mask, HALF)
     new_low, new_high = low, high
     if HAS_NORM:
-        p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
-        norm_low, norm_high = _halves(p_norm, mask & is_rotated, HALF)
         size = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + norm_eps)[:, None]
         new_low = _round(_round(low * size, dtype) * norm_low, dtype)
         new_high = _round(_round(high * size, dtype) * norm_high, dtype)
-    angle = tl.load(positions_R + row).to(tl.float32) * inv_freq
-    cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]
-    sin = _round(tl.sin(angle) * rope_scaling, dtype)[None, :]
     turned_low = _round(new_low * cos, dtype) - _round(new_high * sin, dtype)
     turned_high = _round(new_high * cos, dtype) + _round(new_low * sin, dtype)
     low = tl.where(is_rotated, _round(turned_low, dtype), low)
@@ -106,7 +109,6 @@ def qkv_rope_cache_kernel(
     is_query = mask & (head < N)[:, None]
     tl.store(p_qkv, low.to(dtype), mask=is_query)
     tl.store(p_qkv + HALF, high.to(dtype), mask=is_query)
-    slot = tl.load(slot_mapping_R + row).to(tl.int64)
     is_key = mask & ((head >= N) & (head < N + K))[:, None] & (slot >= 0)
     is_value = mask & (head >= N + K)[:, None] & (slot >= 0)
     k_head, v_head = tl.maximum(head - N, 0), tl.maximum(head - N - K, 0)
