@@ -65,7 +65,7 @@ def variants(step: Step, names: str) -> Variants:
 
 
 def _walks(chosen: Any) -> Iterator[Any]:
-    tiles = [(chosen.block_m, 4)]
+    tiles = [(chosen.block_m, 4), *((block_m, 4) for block_m in (16, 32) if block_m < chosen.block_m)]
     if chosen.block_m > 32:
         tiles += [(chosen.block_m, 8), (2 * chosen.block_m, 8)]
     for (block_n, stages), (block_m, warps), programs, min_blocks in itertools.product(
