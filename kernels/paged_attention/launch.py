@@ -133,9 +133,8 @@ def choose_launch(
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
     # One program with twice the bytes on their way hides latency better than two, if each has work.
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
-    # And where a tile is large and the walk short, adding up many parts takes longer than walking in few.
     is_short = block_m == 64 and 0 < num_blocks <= 2 * multiprocessors
-    programs_per_sm = 1 if is_long or is_short else 2
+    programs_per_sm = 1 if is_long else 2
     num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
     combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
     if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
