@@ -47,8 +47,8 @@ class Step:
         if has_logits_X is not None:
             plan = replace(plan, has_logits_X=has_logits_X)
         outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
-        counts_B3 = torch.stack((outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B), dim=1)
-        counts_BJ = torch.cat((counts_B3, outcome.token_ids_BJ), dim=1)
+        counts = (outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B)
+        counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)
         return _with_logprobs(counts_BJ, logits_XV, plan, outcome, num_top=batch.num_top)
