@@ -112,11 +112,11 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
 
 def set_deterministic(model: LoadedModel, value: bool) -> None:
     """Compute the model so that a row's bits depend on the row alone, or as fast as can be. UserError
-    IDLM-0443 on a GPU whose matrix products cannot do the former.
+    IDLM-0456 on a GPU whose matrix products cannot do the former.
     """
     if value and not check_rows_agree(model.device, model.dtype):
         raise UserError(
-            "IDLM-0443",
+            "IDLM-0456",
             f"deterministic=true: on {torch.cuda.get_device_name(model.device)} the bits of a product's row "
             "depend on how many rows there are",
             fix="use deterministic=false, or a Hopper GPU",
