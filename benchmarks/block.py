@@ -28,6 +28,7 @@ from benchmarks.block_harness import BlockArm, BlockMeasured, BlockSeats, whole_
 from benchmarks.decode_harness import SAMPLING, Load, linears_ms, random_model
 from benchmarks.decode_host import host_cost
 from benchmarks.decode_trace import Trace, trace_of
+from benchmarks.kernel_profile import lines_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
@@ -258,7 +259,7 @@ def profile(bench: Bench) -> None:
             rate=bench.product,
         )
         print(f"profile of batch {batch}, {num_rows} rows laid out")
-        print("\n".join(block_profile.lines_of(times, expected)), flush=True)
+        print("\n".join(lines_of(times, expected)), flush=True)
         del seats
         decode_arms.forget(bench.model.device)
 

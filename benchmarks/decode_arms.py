@@ -23,6 +23,7 @@ from benchmarks.decode_harness import (
     memory_of,
 )
 from benchmarks.decode_host import host_cost
+from benchmarks.decode_profile import print_profiles
 from benchmarks.decode_trace import Trace
 from benchmarks.results import result_row
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -328,10 +329,19 @@ def deterministic(bench: Bench) -> None:
                 bench.add(case, "deterministic_over_plain_step", ratio, "x")
 
 
+def profile(bench: Bench) -> None:
+    """Kernels of AR, ISD and R-ISD, printed."""
+    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    arms = [AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)]
+    print_profiles(bench, arms, adapter_rank=ADAPTER_RANK)
+    forget(bench.model.device)
+
+
 PARTS: dict[str, Callable[[Bench], None]] = {
     "sweep": sweep,
     "published": published,
     "host": host,
     "adapter": adapter,
     "deterministic": deterministic,
+    "profile": profile,
 }
