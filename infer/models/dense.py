@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
 from idlm.infer.parallel import ALONE, Shards
-from idlm.kernels.gated_lora import expand_add, expand_swiglu
+from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Linears
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -52,22 +52,17 @@ class LowRank(nn.Module):
         self.a, self.b = self.stacked.data[num_outputs:].split(rank), self.b_Er.data.split(sizes)
         self.sizes, self.scaling = sizes, scaling
 
-    def _product(self, x_RD: Tensor, has_bias: bool, linears: Linears) -> tuple[Tensor, Tensor]:
-        """The projection of all rows [R, E] and A x of all parts [R, X]."""
-        num_extra = len(self.a) * self.b_Er.shape[1]
-        bias = self.bias if has_bias else None
-        both = linears.linear(x_RD, self.stacked, bias_E=bias, num_extra=num_extra)
-        return both[:, :-num_extra], both[:, -num_extra:]
+    def _gated(self, gate_R: Tensor) -> GatedLora:
+        return GatedLora(b_Er=self.b_Er, is_mask_R=gate_R, sizes=self.sizes, scaling=self.scaling)
 
     def project(self, x_RD: Tensor, gate_R: Tensor, linears: Linears, *, has_bias: bool) -> Tensor:
         """The projection, with the adapter's part added to the gate's rows."""
-        out_RE, h_RX = self._product(x_RD, has_bias, linears)
-        return expand_add(out_RE, gate_R, h_RX, self.b_Er, sizes=self.sizes, scaling=self.scaling)
+        bias_E = self.bias if has_bias else None
+        return linears.linear(x_RD, self.stacked, bias_E=bias_E, lora=self._gated(gate_R))
 
     def swiglu(self, x_RD: Tensor, gate_R: Tensor, linears: Linears) -> Tensor:
         """silu(gate) * up of the same, where the parts are gate and up."""
-        out_RE, h_RX = self._product(x_RD, True, linears)
-        return expand_swiglu(out_RE, gate_R, h_RX, self.b_Er, scaling=self.scaling)
+        return linears.swiglu(x_RD, self.stacked, bias_E=self.bias, lora=self._gated(gate_R))
 
 
 class Layer(nn.Module):

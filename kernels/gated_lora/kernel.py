@@ -12,9 +12,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows_of_b(b_Er, e, m_e, k, rank, stride_b):
+def rows_of_b(b_Er, e, m_e, k, rank, stride_b):
+    """Columns `k` of rows `e` of B, [BLOCK_E, BLOCK_K]."""
     mask = m_e[:, None] & (k < rank)[None, :]
     return tl.load(b_Er + e.to(tl.int64)[:, None] * stride_b + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rounded_gain(acc, scaling, dtype):
+    """round(scaling * round(B h)) of the fp32 products B h; in fp32 again."""
+    return (acc.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -40,10 +47,10 @@ def _gain(
     if IS_WIDE:
         for first in tl.range(BLOCK_K, rank, BLOCK_K, num_stages=1):
             more = first + k
-            b = _rows_of_b(b_Er, e, m_e, more, rank, stride_b)
+            b = rows_of_b(b_Er, e, m_e, more, rank, stride_b)
             h = tl.load(p_h + more[None, :], mask=is_mask[:, None] & (more < rank)[None, :], other=0.0)
             acc = tl.dot(b, h.T, acc, input_precision=PRECISION)
-    return (acc.T.to(dtype).to(tl.float32) * scaling).to(dtype).to(tl.float32)
+    return rounded_gain(acc.T, scaling, dtype)
 
 
 @triton.jit
@@ -90,10 +97,10 @@ def expand_kernel(
     e, m_e = start + o_e, o_e < size
     k = tl.arange(0, BLOCK_K)
     # Weights do not depend on the kernel before, and the gate was written before the first layer.
-    b = _rows_of_b(b_Er, e, m_e, k, rank, stride_b)
+    b = rows_of_b(b_Er, e, m_e, k, rank, stride_b)
     b_up = b
     if GATED:
-        b_up = _rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b)
+        b_up = rows_of_b(b_Er, size_0 + e, m_e, k, rank, stride_b)
     is_mask = (tl.load(is_mask_R + row, mask=row < R, other=0) != 0) & (row < R)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -5,6 +5,8 @@ R rows, E output width, F half of it for a SwiGLU, r rank, P parts of the projec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,23 @@ from torch import Tensor
 from idlm.kernels.hopper import runs_kernels
 
 MAX_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedLora:
+    """What a projection with the A of all parts behind its weight is to add to the MASK rows; `sizes` as in
+    `expand_add`.
+    """
+
+    b_Er: Tensor
+    is_mask_R: Tensor
+    sizes: tuple[int, ...]
+    scaling: float
+
+    @property
+    def num_ranks(self) -> int:
+        """X, of all parts."""
+        return len(self.sizes) * self.b_Er.shape[1]
 
 
 def expand_add(

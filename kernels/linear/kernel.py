@@ -15,6 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.linear.kernel_finish import (
+    H_TILE,
+    fetch_b,
+    finish,
+    finish_with_lora,
+    p_of_part,
+    store_part,
+    sum_of_parts,
+)
+
 QUANTUM: tl.constexpr = tl.constexpr(256)
 """Splits start at multiples of it, whatever the tile, so that tiles of any width share the same ranges."""
 
@@ -63,45 +73,7 @@ def _product(
     return acc, acc_up
 
 
-@triton.jit
-def _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The product as a linear returns it: scaled, biased, rounded; in fp32 again."""
-    if SCALED:
-        acc = acc * tl.load(scale_E + e, mask=m_e, other=0.0)[:, None]
-    if HAS_BIAS:
-        acc = acc + tl.load(bias_E + e, mask=m_e, other=0.0).to(tl.float32)[:, None]
-    return acc.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _finish(
-    acc,
-    acc_up,
-    y_RE,
-    scale_E,
-    bias_E,
-    e,
-    m_e,
-    row,
-    m_row,
-    E,
-    stride_y,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Epilogue and store; every step rounds as the separate torch ops do."""
-    dtype = y_RE.dtype.element_ty
-    y = _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED, HAS_BIAS)
-    if GATED:
-        up = _rounded(acc_up, scale_E + E, bias_E + E, e, m_e, dtype, SCALED, HAS_BIAS)
-        y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * up
-    y = y.to(dtype).T
-    mask = m_row[:, None] & m_e[None, :]
-    tl.store(y_RE + row[:, None] * stride_y + e[None, :], y, mask=mask)
-
-
-@triton.jit(do_not_specialize=["splits", "R"])
+@triton.jit(do_not_specialize=["splits", "splits_h", "R"])
 def linear_kernel(
     x_RD,
     w_ED,
@@ -110,14 +82,24 @@ def linear_kernel(
     bias_E,
     partials,
     counters,
+    is_mask_R,
+    h_RX,
+    b_Er,
     R,
     E,
     D,
+    X,
+    end_0,
+    end_1,
+    rank,
+    scaling,
     stride_x,
     stride_w,
     up_offset,
     stride_y,
+    stride_b,
     splits,
+    splits_h,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -130,26 +112,47 @@ def linear_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    LORA: tl.constexpr,
+    FETCH_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     """One tile of rows and outputs, over one split of the columns or (SERIAL) over all of them in turn.
 
-    MANY: every split has a program of its own.
+    MANY: every split has a program of its own, or waits for those of h.
     GATED: `w_ED` has 2E rows, gate before up, and the output is silu(gate) * up.
+    LORA: behind them it has X rows of A (GATED: 2X), whose tiles, in `splits_h` splits, come first; there is
+    one tile of rows.
     """
+    SLOTS: tl.constexpr = 2 if GATED else 1
     tiles_r = tl.cdiv(R, BLOCK_R)
+    program, num_outputs, is_h = tl.program_id(0), E, False
+    if LORA:
+        tiles_h = tl.cdiv(X, BLOCK_E)
+        is_h = program < tiles_h * splits_h
+        before = tl.where(is_h, 0, tiles_h * splits_h)
+        program -= before
+        partials += before * (SLOTS * BLOCK_E * BLOCK_R)
+        counters += tl.where(is_h, tl.cdiv(E, BLOCK_E), 0)
+        w_ED += tl.where(is_h, (E * SLOTS).to(tl.int64) * stride_w, 0)
+        up_offset = tl.where(is_h, X * stride_w, up_offset)
+        num_outputs = tl.where(is_h, X, E)
+        splits = tl.where(is_h, splits_h, splits)
     programs = splits if MANY else 1
-    row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-    split = tl.program_id(0) // tiles_r % programs
-    tile_e = tl.program_id(0) // tiles_r // programs
+    row = (program % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+    split = program // tiles_r % programs
+    tile_e = program // tiles_r // programs
     e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
-    m_row, m_e = row < R, e < E
+    m_row, m_e = row < R, e < num_outputs
     o_column = tl.arange(0, BLOCK_D)
     # Rows behind the last output are read as the last one: cheaper than a mask, and never stored.
-    p_row = w_ED + tl.minimum(e, E - 1).to(tl.int64) * stride_w
+    p_row = w_ED + tl.minimum(e, num_outputs - 1).to(tl.int64) * stride_w
     p_w, p_up = p_row[:, None] + o_column[None, :], p_row[:, None] + o_column[None, :]
     if GATED:
         p_up += up_offset
     p_x = x_RD + row[:, None] * stride_x + o_column[None, :]
+    if FETCH_B:
+        fetch_b(b_Er, (split == 0) & (not is_h), tile_e * BLOCK_E, E, rank, stride_b, SLOTS, BLOCK_E, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -167,41 +170,53 @@ def linear_kernel(
     if PDL:
         # Not before: the next large kernel would be spread over what this one has left free, unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-    is_last = True
+    tile = tile_e * tiles_r + program % tiles_r
+    p_part = p_of_part(partials, tile, splits, SLOTS, BLOCK_E, BLOCK_R)
+    is_last, count = True, 0
     if MANY:
-        SLOTS: tl.constexpr = 2 if GATED else 1
-        SIZE: tl.constexpr = BLOCK_E * BLOCK_R
-        tile = tile_e * tiles_r + tl.program_id(0) % tiles_r
-        at = tl.arange(0, BLOCK_E)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-        p_part = partials + tile.to(tl.int64) * splits * (SLOTS * SIZE) + at
-        tl.store(p_part + split * (SLOTS * SIZE), acc)
-        if GATED:
-            tl.store(p_part + split * (SLOTS * SIZE) + SIZE, acc_up)
+        store_part(acc, acc_up, p_part, split, splits, SLOTS)
         tl.debug_barrier()
-        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
-        if is_last:
-            acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
-            acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
-            for s in range(splits):
-                # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
-                acc += tl.load(p_part + s * (SLOTS * SIZE), cache_modifier=".cg")
-                if GATED:
-                    acc_up += tl.load(p_part + s * (SLOTS * SIZE) + SIZE, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
+        count = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        is_last = count % H_TILE == splits - 1
     if is_last:
-        _finish(
-            acc,
-            acc_up,
-            y_RE,
-            scale_E,
-            bias_E,
-            e,
-            m_e,
-            row,
-            m_row,
-            E,
-            stride_y,
-            GATED,
-            SCALED,
-            HAS_BIAS,
-        )
+        if LORA:
+            finish_with_lora(
+                acc,
+                acc_up,
+                y_RE,
+                bias_E,
+                p_part,
+                counters,
+                is_mask_R,
+                h_RX,
+                b_Er,
+                is_h,
+                count,
+                tile,
+                splits,
+                e,
+                m_e,
+                row,
+                m_row,
+                E,
+                X,
+                end_0,
+                end_1,
+                rank,
+                scaling,
+                stride_y,
+                stride_b,
+                GATED,
+                HAS_BIAS,
+                BLOCK_E,
+                BLOCK_K,
+                BLOCK_T,
+                PRECISION,
+            )
+        else:
+            if MANY:
+                acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
+                tl.store(counters + tile, 0)
+            finish(
+                acc, acc_up, y_RE, scale_E, bias_E, e, m_e, row, m_row, E, stride_y, GATED, SCALED, HAS_BIAS
+            )

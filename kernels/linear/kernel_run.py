@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.hopper import INTERPRETED
+from idlm.kernels.gated_lora.op import GatedLora
+from idlm.kernels.hopper import INTERPRETED, rounds_as_written
 from idlm.kernels.linear.kernel import linear_kernel
-from idlm.kernels.linear.launch import Launch, Workspace, make_workspace, num_splits, workspace_size
+from idlm.kernels.linear.launch import (
+    MOST_RANKS,
+    Launch,
+    Workspace,
+    make_workspace,
+    num_splits,
+    num_splits_h,
+    workspace_size,
+)
 
 
 def run(
@@ -20,15 +31,17 @@ def run(
     scale_E: Tensor | None = None,
     bias_E: Tensor | None = None,
     gated: bool = False,
+    lora: GatedLora | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Write the linear of `x_RD` into `out_RE`; returns it."""
+    """Write the linear of `x_RD` into `out_RE`, with `lora` added to MASK rows; returns it."""
     num_rows, D = x_RD.shape
     E = out_RE.shape[1]
     if num_rows == 0:
         return out_RE
-    splits = num_splits(launch, D)
-    floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated)
+    adapter = _arguments(x_RD, out_RE, launch, lora, gated)
+    splits, splits_h, X = num_splits(launch, D), num_splits_h(launch, D), int(adapter["X"])
+    floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, X=X)
     if tiles and workspace is None:
         workspace = make_workspace(x_RD.device, num_floats=floats, num_tiles=tiles)
     if workspace is None:
@@ -38,27 +51,29 @@ def run(
         assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
     block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
     programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
-    linear_kernel[(programs * (1 if launch.serial else splits),)](
+    programs_h = triton.cdiv(X, launch.block_e) * splits_h
+    linear_kernel[(programs * (1 if launch.serial else splits) + programs_h,)](
         x_RD,
         weight_ED,
         out_RE,
         out_RE if scale_E is None else scale_E,
         out_RE if bias_E is None else bias_E,
-        partials,
-        counters,
-        num_rows,
-        E,
-        D,
-        x_RD.stride(0),
-        weight_ED.stride(0),
-        E * weight_ED.stride(0),
-        out_RE.stride(0),
-        splits,
+        partials=partials,
+        counters=counters,
+        R=num_rows,
+        E=E,
+        D=D,
+        stride_x=x_RD.stride(0),
+        stride_w=weight_ED.stride(0),
+        up_offset=E * weight_ED.stride(0),
+        stride_y=out_RE.stride(0),
+        splits=splits,
+        splits_h=splits_h,
         GATED=gated,
         SCALED=scale_E is not None,
         HAS_BIAS=bias_E is not None,
         EVEN_D=D % block_d == 0,
-        MANY=splits > 1 and not launch.serial,
+        MANY=tiles > 0,
         SERIAL=launch.serial,
         BLOCK_E=launch.block_e,
         BLOCK_R=launch.block_r,
@@ -67,6 +82,41 @@ def run(
         PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
         PDL=launch.pdl and not INTERPRETED,
         num_warps=launch.warps,
+        **adapter,
         **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),
     )
     return out_RE
+
+
+def _arguments(
+    x_RD: Tensor, out_RE: Tensor, launch: Launch, lora: GatedLora | None, gated: bool
+) -> dict[str, Any]:
+    """What the kernel is told of an adapter, and the launch option that its rounding needs."""
+    tensors = {"is_mask_R": out_RE, "h_RX": out_RE, "b_Er": out_RE}
+    numbers = dict.fromkeys(("X", "end_0", "end_1", "rank", "stride_b"), 0)
+    if lora is None:
+        sizes = {"LORA": False, "FETCH_B": False, "BLOCK_K": 16, "BLOCK_T": 1}
+        return {**tensors, **numbers, "scaling": 1.0, **sizes}
+    (num_rows, E), rank = out_RE.shape, lora.b_Er.shape[1]
+    X = rank if gated else lora.num_ranks
+    assert launch.splits_h > 0 and not launch.serial and num_rows <= launch.block_r, f"{launch=} {num_rows=}"
+    assert rank <= MOST_RANKS, f"{rank=}"
+    assert all(size % launch.block_e == 0 for size in lora.sizes), f"{lora.sizes=} {launch.block_e=}"
+    assert sum(lora.sizes) == len(lora.b_Er) == E * (2 if gated else 1), f"{lora.sizes=} {E=}"
+    ends = (lora.sizes[0], sum(lora.sizes[:2])) if len(lora.sizes) > 1 and not gated else (E, E)
+    return {
+        "is_mask_R": lora.is_mask_R,
+        "h_RX": x_RD.new_empty(num_rows, lora.num_ranks),
+        "b_Er": lora.b_Er,
+        "X": X,
+        "end_0": ends[0],
+        "end_1": ends[1],
+        "rank": rank,
+        "scaling": lora.scaling,
+        "stride_b": lora.b_Er.stride(0),
+        "LORA": True,
+        "FETCH_B": launch.fetch_b and not INTERPRETED,
+        "BLOCK_K": max(16, triton.next_power_of_2(rank)),
+        "BLOCK_T": triton.next_power_of_2(E // launch.block_e),
+        **(rounds_as_written() if x_RD.dtype.itemsize == 2 else {}),
+    }

@@ -17,6 +17,7 @@ from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
+    from idlm.kernels.gated_lora import GatedLora
     from idlm.kernels.linear.launch import Launch, Workspace
 
 Weight = Tensor | Fp8Weight
@@ -34,18 +35,51 @@ class Linears:
         self._workspace: Workspace | None = None
 
     def linear(
-        self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None, num_extra: int = 0
+        self,
+        x_RD: Tensor,
+        weight_ED: Weight,
+        *,
+        bias_E: Tensor | None = None,
+        lora: GatedLora | None = None,
     ) -> Tensor:
-        """x W^T (+ bias), [R, E]. The last `num_extra` outputs change no bit of the others."""
-        launch = self._launch(x_RD, weight_ED, len(weight_ED) - num_extra, gated=False)
-        return op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+        """x W^T (+ bias), [R, E]; `lora`, whose A are the last rows of the weight, is added to MASK rows and
+        changes no bit of the others.
+        """
+        launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
+        if lora is not None:
+            launch = self._with_lora(launch, x_RD, weight_ED, lora, gated=False) or launch
+        return op.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace)
 
-    def swiglu(self, x_RD: Tensor, weight_ED: Weight, *, bias_E: Tensor | None = None) -> Tensor:
-        """silu(gate) * up, [R, F], of the stacked gate and up projections."""
-        launch = self._launch(x_RD, weight_ED, len(weight_ED) // 2, gated=True)
-        if launch is None:
+    def swiglu(
+        self,
+        x_RD: Tensor,
+        weight_ED: Weight,
+        *,
+        bias_E: Tensor | None = None,
+        lora: GatedLora | None = None,
+    ) -> Tensor:
+        """silu(gate) * up, [R, F], of the stacked gate and up projections; `lora` as in `linear`."""
+        num_outputs = _num_outputs(weight_ED, lora)
+        launch = self._launch(x_RD, weight_ED, num_outputs // 2, gated=True)
+        if lora is not None:
+            launch = self._with_lora(launch, x_RD, weight_ED, lora, gated=True)
+            launch = launch or self._launch(x_RD, weight_ED, num_outputs, gated=False)
+        elif launch is None:
             return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
-        return op.linear_swiglu(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+        return op.linear_swiglu(
+            x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace
+        )
+
+    def _with_lora(
+        self, launch: Launch | None, x_RD: Tensor, weight_ED: Weight, lora: GatedLora, *, gated: bool
+    ) -> Launch | None:
+        """The launch that adds `lora` as well, None where a kernel behind the product does it."""
+        if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight):
+            return None
+        from idlm.kernels.linear.launch import with_lora
+
+        num_rows, D = x_RD.shape
+        return with_lora(launch, num_rows, D, sizes=lora.sizes, rank=lora.b_Er.shape[1], gated=gated)
 
     def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
         if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:
@@ -63,6 +97,10 @@ class Linears:
         else:
             launch = few_rows_launch(*shape, gated=gated, is_fp8=isinstance(weight_ED, Fp8Weight))
         return None if launch is None else replace(launch, pdl=has_pdl(x_RD.device))
+
+
+def _num_outputs(weight_ED: Weight, lora: GatedLora | None) -> int:
+    return len(weight_ED) - (0 if lora is None else lora.num_ranks)
 
 
 def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.hopper import runs_kernels
 from idlm.kernels.linear.fp8 import Fp8Weight
 
@@ -25,6 +26,7 @@ def linear(
     weight_ED: Tensor | Fp8Weight,
     *,
     bias_E: Tensor | None = None,
+    lora: GatedLora | None = None,
     launch: Launch | None = None,
     workspace: Workspace | None = None,
     out_RE: Tensor | None = None,
@@ -32,15 +34,22 @@ def linear(
     """x W^T (+ bias), rounded: [R, E] in the dtype of `x_RD`.
 
     Without a launch, or on a CPU, the library computes it. A launch with splits needs a workspace that no
-    other stream uses meanwhile; without one it allocates its own.
+    other stream uses meanwhile; without one it allocates its own. `lora`: the last rows of the weight are its
+    A (of a bias zeros); added by the same kernel if the launch has `splits_h`.
     """
     _check(x_RD, weight_ED, bias_E)
+    if lora is not None and not _fuses(x_RD, weight_ED, launch):
+        both_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=workspace)
+        y_RE, h_RX = both_RE[:, : -lora.num_ranks], both_RE[:, -lora.num_ranks :]
+        y_RE = expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
+        return y_RE if out_RE is None else out_RE.copy_(y_RE)
     if launch is None or not _takes(x_RD):
         return _library(x_RD, weight_ED, bias_E, out_RE)
     from idlm.kernels.linear.kernel_run import run
 
     values_ED, scale_E = _parts(weight_ED)
-    out_RE = x_RD.new_empty(len(x_RD), len(values_ED)) if out_RE is None else out_RE
+    width = len(values_ED) - (0 if lora is None else lora.num_ranks)
+    out_RE = x_RD.new_empty(len(x_RD), width) if out_RE is None else out_RE
     return run(
         x_RD,
         values_ED,
@@ -48,6 +57,7 @@ def linear(
         launch=launch,
         scale_E=scale_E,
         bias_E=bias_E,
+        lora=lora,
         workspace=workspace,
     )
 
@@ -57,16 +67,23 @@ def linear_swiglu(
     weight_ED: Tensor | Fp8Weight,
     *,
     bias_E: Tensor | None = None,
+    lora: GatedLora | None = None,
     launch: Launch | None = None,
     workspace: Workspace | None = None,
     out_RF: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's.
+    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's, with `lora`
+    those of their A behind (a launch without `splits_h` is then one of all rows without the SwiGLU).
 
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
     _check(x_RD, weight_ED, bias_E)
-    width = weight_ED.shape[0] // 2
+    if lora is not None and not _fuses(x_RD, weight_ED, launch):
+        both_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=workspace)
+        y_RE, h_RX = both_RE[:, : -lora.num_ranks], both_RE[:, -lora.num_ranks :]
+        result_RF = expand_swiglu(y_RE, lora.is_mask_R, h_RX, lora.b_Er, scaling=lora.scaling)
+        return result_RF if out_RF is None else out_RF.copy_(result_RF)
+    width = (len(weight_ED) - (0 if lora is None else lora.num_ranks)) // 2
     if launch is None or not _takes(x_RD):
         gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
         result_RF = F.silu(gate_RF) * up_RF
@@ -83,6 +100,7 @@ def linear_swiglu(
         scale_E=scale_E,
         bias_E=bias_E,
         gated=True,
+        lora=lora,
         workspace=workspace,
     )
 
@@ -109,6 +127,12 @@ def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
 def _takes(x_RD: Tensor) -> bool:
     """Whether our kernel knows the dtype, and runs where the tensor is."""
     return runs_kernels(x_RD) and x_RD.dtype in DTYPES
+
+
+def _fuses(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, launch: Launch | None) -> bool:
+    """Whether the product's own kernel adds the adapter's part."""
+    is_asked = launch is not None and launch.splits_h > 0 and not isinstance(weight_ED, Fp8Weight)
+    return is_asked and _takes(x_RD)
 
 
 def _check(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, bias_E: Tensor | None) -> None:

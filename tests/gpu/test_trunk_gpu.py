@@ -7,15 +7,16 @@ python -m pytest tests/gpu/test_trunk_gpu.py -m gpu
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks.stock import rms_norm, rotate
-from idlm.kernels.gated_lora import expand_add
-from idlm.kernels.linear import linear, linear_swiglu
-from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
+from idlm.kernels.linear import Linears, linear, linear_swiglu
+from idlm.kernels.linear.launch import Launch, few_rows_launch, fixed_launch, make_workspace, with_lora
 from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -28,6 +29,14 @@ pytestmark = [
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES_PER_BATCH, BATCHES = 112, 9
+ADAPTED = {
+    "qkv": ((4096, 1024, 1024), 4096),
+    "o": ((4096,), 4096),
+    "gate_up": ((12288, 12288), 4096),
+    "down": ((4096,), 12288),
+}
+"""Of Qwen3-8B: outputs of the parts, input width."""
+RANK = 128
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -158,6 +167,91 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
         graph.replay()
         assert torch.equal(captured, chain(False)), seed
     assert not space.counters.any()
+
+
+def adapted_weight(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A projection with the A of its parts behind it, and the B."""
+    sizes, width = ADAPTED[name]
+    weight = randn(sum(sizes) + RANK * len(sizes), width, scale=width**-0.5)
+    return weight, randn(sum(sizes), RANK, scale=RANK**-0.5)
+
+
+def in_two_kernels(
+    name: str, x: torch.Tensor, weight: torch.Tensor, b: torch.Tensor, is_mask: torch.Tensor
+) -> torch.Tensor:
+    """The projection, and behind it what adds the adapter's part; the sums of one kernel for both."""
+    (sizes, width), gated = ADAPTED[name], name == "gate_up"
+    num_outputs = sum(sizes)
+    plain = few_rows_launch(len(x), sizes[0] if gated else num_outputs, width, x.dtype, gated=gated)
+    assert plain is not None
+    fused = with_lora(plain, len(x), width, sizes=sizes, rank=RANK, gated=gated)
+    assert fused is not None, "the adapter has a kernel of its own"
+    y = linear(x, weight[:num_outputs], launch=plain)
+    h = linear(x, weight[num_outputs:], launch=replace(plain, splits=fused.splits_h))
+    if gated:
+        return expand_swiglu(y, is_mask, h, b, scaling=1.7)
+    return expand_add(y, is_mask, h, b, sizes=sizes, scaling=1.7)
+
+
+def in_one_kernel(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    b: torch.Tensor,
+    is_mask: torch.Tensor,
+    linears: Linears,
+) -> torch.Tensor:
+    lora = GatedLora(b_Er=b, is_mask_R=is_mask, sizes=ADAPTED[name][0], scaling=1.7)
+    return (linears.swiglu if name == "gate_up" else linears.linear)(x, weight, lora=lora)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_has_the_same_bits_in_the_product_and_behind_it(name: str) -> None:
+    torch.manual_seed(0)
+    linears, (weight, b) = Linears(), adapted_weight(name)
+    for rows, share in itertools.product((1, 3, 7, 16), (0.0, 0.5, 1.0)):
+        x, is_mask = randn(rows, ADAPTED[name][1]), torch.rand(rows, device="cuda") < share
+        found = in_one_kernel(name, x, weight, b, is_mask, linears)
+        assert torch.equal(found, in_two_kernels(name, x, weight, b, is_mask)), f"{rows=} {share=}"
+
+
+def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_each() -> None:
+    """Two layers of Qwen3-8B without attention, replayed with changing rows and gates: what a tile waits for
+    has another value each time, and its counters start where the last replay left them.
+    """
+    torch.manual_seed(0)
+    linears, rows = Linears(), 7
+    layers = [{name: adapted_weight(name) for name in ADAPTED} for _ in range(2)]
+    norm, x = randn(4096), randn(rows, 4096)
+    is_mask = torch.zeros(rows, dtype=torch.bool, device="cuda")
+
+    def chain(is_fused: bool) -> torch.Tensor:
+        def projected(layer: dict[str, tuple[torch.Tensor, ...]], name: str, x: torch.Tensor) -> torch.Tensor:
+            weight, b = layer[name]
+            if is_fused:
+                return in_one_kernel(name, x, weight, b, is_mask, linears)
+            return in_two_kernels(name, x, weight, b, is_mask)
+
+        total, residual = x, None
+        for layer in layers:
+            hidden, residual = add_rms_norm(total.clone(), residual, norm, eps=1e-6)
+            qkv = projected(layer, "qkv", hidden)
+            total = projected(layer, "o", qkv[:, :4096] + qkv[:, 4096:].repeat(1, 2))
+            hidden, residual = add_rms_norm(total, residual, norm, eps=1e-6)
+            total = projected(layer, "down", projected(layer, "gate_up", hidden))
+        return total + residual
+
+    chain(True), chain(False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(True)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        x.copy_(randn(rows, 4096))
+        is_mask.copy_(torch.rand(rows, device="cuda") < seed % 5 / 4)
+        graph.replay()
+        assert torch.equal(captured, chain(False)), seed
 
 
 def test_every_choice_of_the_sweep_is_right() -> None:

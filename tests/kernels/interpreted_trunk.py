@@ -31,6 +31,12 @@ def test_splits_of_a_linear(seed: int) -> None:
     CHECKS["linear"](Draw(100 + seed, "cpu", torch.float32, largest=800))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(8))
+def test_splits_of_a_linear_with_an_adapter(seed: int, dtype: torch.dtype) -> None:
+    CHECKS["linear_lora"](Draw(200 + seed, "cpu", dtype, largest=800))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_at_any_number_of_rows_and_either_way_of_adding_splits(gated: bool) -> None:
     generator = torch.Generator().manual_seed(0)

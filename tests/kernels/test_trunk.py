@@ -5,6 +5,8 @@ sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels them
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,13 +19,18 @@ from idlm.kernels.rms_norm import add_rms_norm
 from idlm.lora import gated_linear
 from tests.kernels.interpreter import run_interpreted
 
+if TYPE_CHECKING:
+    from idlm.kernels.linear.launch import Launch
+
 
 def test_the_interpreted_kernels_compute_the_definitions() -> None:
     """All checks of interpreted_trunk.py, in a process whose Triton is interpreted."""
     run_interpreted("interpreted_trunk.py")
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "linear"])
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "linear", "linear_lora"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_plain_paths_compute_the_definitions(op: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
@@ -124,11 +131,53 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
     assert few_rows_launch(1, 6144, 4096, torch.float32) is None
 
 
-LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E"), "*bf16") | {
+def test_an_adapter_is_added_by_the_product_where_that_is_served() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.launch import FEW_PROGRAMS, Launch, with_lora
+
+    for name, (sizes, D, gated, splits_h) in PROJECTIONS.items():
+        plain, fused = lora_launches(name)
+        assert fused == replace(plain, splits_h=splits_h, stages=fused.stages)
+        programs = plain.splits * sum(sizes) // 64 // (2 if gated else 1)
+        programs += splits_h * 2 * (1 if gated else len(sizes))
+        # Two or three for each multiprocessor.
+        assert fused.stages == (4 if programs <= FEW_PROGRAMS else 3) and 2 * programs <= 3 * FEW_PROGRAMS
+        for refused in ({"num_rows": 17}, {"rank": 256}, {"sizes": (100,)}):
+            one = {"num_rows": 7, "rank": 128, "sizes": sizes} | refused
+            assert with_lora(plain, D=D, gated=gated, **one) is None, f"{refused=}"
+    full = Launch(splits=FEW_PROGRAMS)
+    assert with_lora(replace(full, serial=True), 7, 4096, sizes=(64,), rank=8, gated=False) is None
+    fused = with_lora(replace(full, splits=8), 7, 4096, sizes=(64 * 64,), rank=8, gated=False)
+    assert fused is not None and fused.splits_h == 8
+
+
+LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"), "*bf16") | {
     "scale_E": "*fp32",
     "partials": "*fp32",
     "counters": "*i32",
+    "is_mask_R": "*i1",
+    "scaling": "fp32",
 }
+NO_LORA = {"LORA": False, "FETCH_B": False, "BLOCK_K": 16, "BLOCK_T": 1}
+PROJECTIONS: dict[str, tuple[tuple[int, ...], int, bool, int]] = {
+    "qkv": ((4096, 1024, 1024), 4096, False, 8),
+    "o": ((4096,), 4096, False, 8),
+    "gate_up": ((12288, 12288), 4096, True, 4),
+    "down": ((4096,), 12288, False, 16),
+}
+"""Of Qwen3-8B: outputs of the parts, input width, gated, shares of A x that 7 rows and rank 128 get."""
+
+
+def lora_launches(name: str) -> tuple[Launch, Launch]:
+    """Those of 7 rows, without and with an adapter of rank 128."""
+    from idlm.kernels.linear.launch import few_rows_launch, with_lora
+
+    sizes, D, gated, _ = PROJECTIONS[name]
+    plain = few_rows_launch(7, sizes[0] if gated else sum(sizes), D, torch.bfloat16, gated=gated)
+    assert plain is not None
+    fused = with_lora(plain, 7, D, sizes=sizes, rank=128, gated=gated)
+    assert fused is not None
+    return plain, fused
 
 
 class Integers(dict[str, str]):
@@ -161,12 +210,55 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
         "STAGES": launch.stages,
         "PRECISION": "tf32",
         "PDL": True,
+        **NO_LORA,
     }
     made = compile_for_hopper(linear_kernel, types, constants, num_warps=launch.warps)
     assert made.spilled_bytes == 0
     assert made.shared_bytes <= SHARED_BYTES
     assert f"m64n{launch.block_r}k16" in made.ptx
     assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("cp.async.cg")
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_a_linear_with_an_adapter_compiles_for_hopper_without_spills(name: str) -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.kernel import linear_kernel
+    from idlm.kernels.linear.launch import SHARED_BYTES
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    sizes, _, gated, _ = PROJECTIONS[name]
+    _, launch = lora_launches(name)
+    constants: Mapping[str, object] = {
+        "GATED": gated,
+        "SCALED": False,
+        "HAS_BIAS": False,
+        "EVEN_D": True,
+        "MANY": True,
+        "SERIAL": False,
+        "BLOCK_E": launch.block_e,
+        "BLOCK_R": launch.block_r,
+        "BLOCK_D": launch.block_d,
+        "STAGES": launch.stages,
+        "PRECISION": "tf32",
+        "PDL": True,
+        "LORA": True,
+        "FETCH_B": True,
+        "BLOCK_K": 128,
+        "BLOCK_T": 1 << (sum(sizes) // launch.block_e // (2 if gated else 1) - 1).bit_length(),
+    }
+    options = {"num_warps": launch.warps, **rounds_as_written()}
+    made = compile_for_hopper(linear_kernel, Integers(LINEAR_TYPES), constants, **options)
+    assert made.spilled_bytes == 0
+    programs = 3 if launch.stages == 3 else 2
+    assert programs * made.shared_bytes <= SHARED_BYTES, f"{programs=} do not fit"
+    assert programs * made.registers * 32 * launch.warps <= 1 << 16, f"{programs=} do not fit"
+    assert "fma.rn" not in made.ptx, "a product and a sum are rounded once"
+    assert "cp.async.ca" not in made.ptx, "the weight is not read by 16 bytes"
+    # B is asked for before the kernel ahead has ended; once h is there, it and B before either is used.
+    ahead, _, behind = made.ptx.rpartition("ld.global.gpu.acquire")
+    assert ahead.index("prefetch.global.L2") < ahead.index("griddepcontrol.wait")
+    assert behind.count(" ld.global.v4.b32") == (16 if gated else 8)
+    assert behind.index("ld.global.cg") < behind.rindex(" ld.global.v4.b32") < behind.index("st.shared.v")
 
 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:

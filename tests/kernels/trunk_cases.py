@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.gated_lora import expand_add, expand_swiglu, gated_lora_reference
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu, gated_lora_reference
 from idlm.kernels.hopper import runs_kernels
 from idlm.kernels.linear import (
     Fp8Weight,
@@ -24,7 +26,7 @@ from idlm.kernels.linear import (
     linear_swiglu_reference,
     quantise_fp8,
 )
-from idlm.kernels.linear.launch import Launch
+from idlm.kernels.linear.launch import Launch, make_workspace, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache, qkv_rope_cache_reference
 from idlm.kernels.qkv_rope_cache.op import plain_qkv_rope_cache, rope_tables
 from idlm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
@@ -46,6 +48,15 @@ VARIANTS = (
     (128, 16, 64, False, True, True),
 )
 """Linears: outputs, rows and columns of a tile, serial, gated, with a bias."""
+
+LORA_VARIANTS = (
+    (64, 128, (64,), 128, False, False),
+    (64, 128, (128, 64, 64), 128, False, True),
+    (128, 64, (256, 128), 24, False, False),
+    (64, 64, (128, 128), 128, True, True),
+    (64, 64, (64, 64), 16, True, False),
+)
+"""Linears with an adapter: outputs and columns of a tile, outputs of the parts, rank, gated, with a bias."""
 
 
 class Draw:
@@ -232,10 +243,123 @@ def check_linear(draw: Draw) -> None:
         assert same or not runs_kernels(x), f"the number of rows changed a row: {what}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """A projection with an adapter, its rows and the launch: one case."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora: GatedLora
+    launch: Launch
+    gated: bool
+
+    @staticmethod
+    def drawn(draw: Draw) -> Adapted:
+        rows, width = draw.random.choice([1, 3, 7, 16]), draw.size(16, 96, 100, 520, 800, 3000)
+        # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
+        block_e, block_d, sizes, rank, gated, has_bias = draw.random.choice(LORA_VARIANTS)
+        launch = Launch(
+            block_e=block_e,
+            block_r=16,
+            block_d=32 if draw.largest <= 1000 or draw.dtype == torch.float32 else block_d,
+            splits=draw.random.choice([1, 2, 4]),
+            stages=2 if gated or draw.dtype == torch.float32 else 3,
+            splits_h=draw.random.choice([1, 2, 4, 8]),
+            fetch_b=has_bias,
+        )
+        x, _ = draw.poisoned(rows, width)
+        x[-1] = NAN
+        is_mask = torch.rand(rows, generator=draw.generator) < draw.random.choice([0.0, 0.4, 1.0])
+        b = draw.tensor(sum(sizes), rank)
+        lora = GatedLora(b_Er=b, is_mask_R=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
+        weight = draw.tensor(sum(sizes) + lora.num_ranks, width, scale=width**-0.5)
+        bias = draw.tensor(len(weight)) if has_bias else None
+        if bias is not None:
+            bias[sum(sizes) :] = 0
+        return Adapted(x=x, weight=weight, bias=bias, lora=lora, launch=launch, gated=gated)
+
+    @property
+    def num_outputs(self) -> int:
+        """Of the projection itself."""
+        return sum(self.lora.sizes)
+
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the projection itself."""
+        bias = None if self.bias is None else self.bias[: self.num_outputs]
+        return self.weight[: self.num_outputs], bias
+
+    def separate(self) -> tuple[Tensor, Tensor]:
+        """The projection without the adapter, and with it added by a kernel behind."""
+        (weight, bias), lora = self.own(), self.lora
+        alone = replace(self.launch, splits_h=0)
+        y = linear(self.x, weight, bias_E=bias, launch=alone)
+        of_h = replace(alone, splits=self.launch.splits_h)
+        h = linear(self.x, self.weight[self.num_outputs :], launch=of_h)
+        if self.gated:
+            plain = linear_swiglu(self.x, weight, bias_E=bias, launch=alone)
+            return plain, expand_swiglu(y, lora.is_mask_R, h, lora.b_Er, scaling=lora.scaling)
+        added = expand_add(y.clone(), lora.is_mask_R, h, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
+        return y, added
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """By torch in the dtype of `x`, and in fp64."""
+        (weight, bias), lora = self.own(), self.lora
+        a = self.weight[self.num_outputs :].view(len(lora.sizes), -1, self.x.shape[1])
+        true = linear_reference(self.x.double(), weight, bias_E=bias)
+        true = gated_lora_reference(
+            true, self.x.double(), lora.is_mask_R, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
+        )
+        parts = zip(a, lora.b_Er.split(lora.sizes), strict=True)
+        gain = lora.scaling * torch.cat([F.linear(F.linear(self.x, one), b) for one, b in parts], dim=1)
+        plain = F.linear(self.x, weight, bias)
+        plain = torch.where(lora.is_mask_R[:, None], plain + gain, plain)
+        if self.gated:
+            gate, up = plain.chunk(2, dim=1)
+            return F.silu(gate) * up, swiglu_reference(true)
+        return plain, true
+
+
+def check_linear_lora(draw: Draw) -> None:
+    case = Adapted.drawn(draw)
+    x, lora, launch, rows = case.x, case.lora, case.launch, len(case.x)
+    rank, kept = lora.b_Er.shape[1], slice(0, rows - 1)
+    what = f"linear_lora {rows=} {x.shape[1]=} {rank=} {lora.sizes=} {case.gated=} {launch}"
+    out = case.num_outputs // (2 if case.gated else 1)
+    y, memory = draw.poisoned(rows, out)
+    X = rank if case.gated else lora.num_ranks
+    floats, tiles = workspace_size(launch, rows, out, x.shape[1], gated=case.gated, X=X)
+    space = make_workspace(torch.device(draw.device), num_floats=floats, num_tiles=tiles)
+    op = partial(linear_swiglu, out_RF=y) if case.gated else partial(linear, out_RE=y)
+    for _ in range(2):
+        y.fill_(NAN)
+        space.partials.fill_(NAN)
+        found = op(x, case.weight, bias_E=case.bias, lora=lora, launch=launch, workspace=space)
+        assert not space.counters.any(), what
+    assert found.data_ptr() == y.data_ptr() and found[-1].isnan().all()
+    assert memory[0].isnan().all() and memory[-1].isnan().all() and memory[:, out:].isnan().all(), what
+    plain, separate = case.separate()
+    if runs_kernels(x):
+        others = ~lora.is_mask_R[kept]
+        assert torch.equal(bits(found[kept][others]), bits(plain[kept][others])), what
+        # The interpreter's product is numpy's, whose order of sums follows the tile; fp32 on a GPU is fused.
+        if draw.dtype.itemsize == 2 if x.is_cuda else launch.block_e == 64 and rank == 128:
+            assert torch.equal(found[kept], separate[kept]), what
+    if rows > 1:
+        stock, true = case.expected()
+        assert_close(found[kept], stock[kept], true[kept], what)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Of each number, as an integer: two zeros differ."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
 CHECKS: dict[str, Callable[[Draw], None]] = {
     "rms_norm": check_rms_norm,
     "swiglu": check_swiglu,
     "qkv_rope_cache": check_qkv_rope_cache,
     "gated_lora": check_gated_lora,
     "linear": check_linear,
+    "linear_lora": check_linear_lora,
 }

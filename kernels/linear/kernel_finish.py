@@ -1,0 +1,240 @@
+"""What the skinny linear does with a tile's product: scale, bias, gated LoRA, SwiGLU, each rounded as the
+separate ops round it, and the store.
+
+With gated LoRA, tiles of h = A x have programs of their own, the first of the grid. Each counts in the
+counters of all tiles of outputs, whose last program waits for that with its product in hand. Programs are
+started in the order of their ids and a tile of h waits for nobody, so the wait ends.
+
+R rows, E output width, X ranks of h in one product: those of all parts, or GATED of gate (and up).
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from idlm.kernels.gated_lora.kernel import rounded_gain, rows_of_b
+from idlm.kernels.hopper import INTERPRETED
+
+IN_INTERPRETER: tl.constexpr = tl.constexpr(INTERPRETED)
+IN_FLIGHT: tl.constexpr = tl.constexpr(4)
+"""Parts that are asked for before the first is there."""
+LINE_BYTES: tl.constexpr = tl.constexpr(128)
+H_TILE: tl.constexpr = tl.constexpr(1 << 16)
+"""What a tile of h adds to the counter of every tile of outputs, in which a split counts 1."""
+
+
+@triton.jit
+def p_of_part(partials, tile, splits, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Where the product of a tile's first split lies; those of the others follow."""
+    at = tl.arange(0, BLOCK_E)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    return partials + tile.to(tl.int64) * splits * (SLOTS * BLOCK_E * BLOCK_R) + at
+
+
+@triton.jit
+def store_part(acc, acc_up, p_part, split, splits, SLOTS: tl.constexpr):
+    """The product of one split where the last of its tile finds it."""
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    if splits > 1:
+        tl.store(p_part + split * (SLOTS * SIZE), acc)
+        if SLOTS == 2:
+            tl.store(p_part + split * (SLOTS * SIZE) + SIZE, acc_up)
+
+
+@triton.jit
+def sum_of_parts(acc, acc_up, p_part, splits, SLOTS: tl.constexpr):
+    """The products of all splits, added in their order; `acc` where there is one."""
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    if splits > 1:
+        acc = tl.zeros(acc.shape, dtype=tl.float32)
+        acc_up = tl.zeros(acc.shape, dtype=tl.float32)
+        for first in range(0, splits, IN_FLIGHT // SLOTS):
+            for s in tl.static_range(IN_FLIGHT // SLOTS):
+                # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
+                p, is_part = p_part + (first + s) * (SLOTS * SIZE), first + s < splits
+                acc += tl.load(p, mask=is_part, other=0.0, cache_modifier=".cg")
+                if SLOTS == 2:
+                    acc_up += tl.load(p + SIZE, mask=is_part, other=0.0, cache_modifier=".cg")
+    return acc, acc_up
+
+
+@triton.jit
+def _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The product as a linear returns it: scaled, biased, rounded; in fp32 again."""
+    if SCALED:
+        acc = acc * tl.load(scale_E + e, mask=m_e, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_E + e, mask=m_e, other=0.0).to(tl.float32)[:, None]
+    return acc.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _swiglu(gate, up, dtype):
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def _store(y, y_RE, e, m_e, row, m_row, stride_y):
+    """Write [BLOCK_E, BLOCK_R]; every step before has rounded, so this rounds once at most."""
+    mask = m_row[:, None] & m_e[None, :]
+    tl.store(y_RE + row[:, None] * stride_y + e[None, :], y.to(y_RE.dtype.element_ty).T, mask=mask)
+
+
+@triton.jit
+def finish(
+    acc,
+    acc_up,
+    y_RE,
+    scale_E,
+    bias_E,
+    e,
+    m_e,
+    row,
+    m_row,
+    E,
+    stride_y,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Epilogue and store; every step rounds as the separate torch ops do."""
+    dtype = y_RE.dtype.element_ty
+    y = _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED, HAS_BIAS)
+    if GATED:
+        up = _rounded(acc_up, scale_E + E, bias_E + E, e, m_e, dtype, SCALED, HAS_BIAS)
+        y = _swiglu(y, up, dtype)
+    _store(y, y_RE, e, m_e, row, m_row, stride_y)
+
+
+@triton.jit
+def fetch_b(
+    b_Er,
+    is_wanted,
+    first,
+    E,
+    rank,
+    stride_b,
+    SLOTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Ask for rows `first` and on of B, of gate and of up (two SLOTS), in the L2 cache."""
+    PER_LINE: tl.constexpr = LINE_BYTES // (b_Er.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = (BLOCK_K + PER_LINE - 1) // PER_LINE
+    if is_wanted:
+        line = tl.arange(0, SLOTS * BLOCK_E * LINES)
+        row, column = line // LINES, tl.minimum(line % LINES * PER_LINE, rank - 1)
+        row = first + row % BLOCK_E + row // BLOCK_E * E
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(b_Er + row.to(tl.int64) * stride_b + column).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _late(x):
+    """The same, but made here: an operand goes to shared memory, so is waited for, where it is made."""
+    if not IN_INTERPRETER:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [x],
+            dtype=x.dtype,
+            is_pure=False,
+            pack=32 // x.dtype.primitive_bitwidth,
+        )
+    return x
+
+
+@triton.jit
+def _with_gain(y, b, h, is_mask, scaling, dtype, PRECISION: tl.constexpr):
+    """round(y + gain) in MASK rows, y in others; [BLOCK_E, BLOCK_R] fp32."""
+    b, h = _late(b), tl.where(is_mask[:, None], _late(h), 0.0)
+    gain = rounded_gain(tl.dot(b, h.T, input_precision=PRECISION), scaling, dtype)
+    return tl.where(is_mask[None, :], (y + gain).to(dtype).to(tl.float32), y)
+
+
+@triton.jit
+def finish_with_lora(
+    acc,
+    acc_up,
+    y_RE,
+    bias_E,
+    p_part,
+    counters,
+    is_mask_R,
+    h_RX,
+    b_Er,
+    is_h,
+    count,
+    tile,
+    splits,
+    e,
+    m_e,
+    row,
+    m_row,
+    E,
+    X,
+    end_0,
+    end_1,
+    rank,
+    scaling,
+    stride_y,
+    stride_b,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`finish` with scaling * B h added to MASK rows; or, where `is_h`, the store of a tile of h.
+
+    A tile lies in one of the parts, which end at outputs `end_0`, `end_1` and E. `count`: of the tile's
+    counter when its last split was added to it.
+    """
+    dtype = y_RE.dtype.element_ty
+    SLOTS: tl.constexpr = 2 if GATED else 1
+    stride_h = X * SLOTS
+    tiles_e = tl.cdiv(E, BLOCK_E)
+    if is_h:
+        acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
+        _store(acc, h_RX, e, m_e, row, m_row, stride_h)
+        if GATED:
+            _store(acc_up, h_RX + X, e, m_e, row, m_row, stride_h)
+        tl.store(counters + tile, 0)
+        tl.debug_barrier()
+        other = tl.arange(0, BLOCK_T)
+        tl.atomic_add(counters - tiles_e + other, H_TILE, mask=other < tiles_e, sem="release", scope="gpu")
+    else:
+        while count < tl.cdiv(X, BLOCK_E) * H_TILE:
+            count = tl.atomic_add(counters + tile, 0, sem="acquire", scope="gpu")
+        tl.store(counters + tile, 0)
+        # All is asked for before any of it is used.
+        k = tl.arange(0, BLOCK_K)
+        m_h = m_row[:, None] & (k < rank)[None, :]
+        first = tile * BLOCK_E
+        part = 0 if GATED else (first >= end_0).to(tl.int32) + (first >= end_1).to(tl.int32)
+        p_h = h_RX + row[:, None] * stride_h + part * rank + k[None, :]
+        # Other multiprocessors wrote it: .cg reads past this one's L1 cache.
+        h = tl.load(p_h, mask=m_h, other=0.0, cache_modifier=".cg")
+        b = rows_of_b(b_Er, e, m_e, k, rank, stride_b)
+        h_up, b_up = h, b
+        if GATED:
+            h_up = tl.load(p_h + X, mask=m_h, other=0.0, cache_modifier=".cg")
+            b_up = rows_of_b(b_Er, E + e, m_e, k, rank, stride_b)
+        is_mask = (tl.load(is_mask_R + row, mask=m_row, other=0) != 0) & m_row
+        acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
+        y = _rounded(acc, y_RE, bias_E, e, m_e, dtype, False, HAS_BIAS)
+        y = _with_gain(y, b, h, is_mask, scaling, dtype, PRECISION)
+        if GATED:
+            up = _rounded(acc_up, y_RE, bias_E + E, e, m_e, dtype, False, HAS_BIAS)
+            up = _with_gain(up, b_up, h_up, is_mask, scaling, dtype, PRECISION)
+            y = _swiglu(y, up, dtype)
+        _store(y, y_RE, e, m_e, row, m_row, stride_y)
