@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
@@ -271,10 +270,11 @@ class DenseTrunk(nn.Module):
         return is_mask_R if self.is_adapted else None
 
     def _embed(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
+        # By index: F.embedding takes four times as long for the few rows of a decoding pass.
         if self.mask_row is None or gate_R is None:
-            return F.embedding(token_ids_R, self.embed)
+            return self.embed[token_ids_R]
         # The id of these rows may lie outside the table.
-        x_RD = F.embedding(token_ids_R.masked_fill(gate_R, 0), self.embed)
+        x_RD = self.embed[token_ids_R.masked_fill(gate_R, 0)]
         return torch.where(gate_R[:, None], self.mask_row, x_RD)
 
 
