@@ -154,9 +154,8 @@ def _late(x):
 
 @triton.jit
 def _with_gain(y, b, h, is_mask, scaling, dtype, PRECISION: tl.constexpr):
-    """round(y + gain) in MASK rows, y in others; [BLOCK_E, BLOCK_R] fp32."""
-    b, h = _late(b), tl.where(is_mask[:, None], _late(h), 0.0)
-    gain = rounded_gain(tl.dot(b, h.T, input_precision=PRECISION), scaling, dtype)
+    """round(y + gain) in MASK rows, y in others, whose h may be NaN; [BLOCK_E, BLOCK_R] fp32."""
+    gain = rounded_gain(tl.dot(_late(b), _late(h).T, input_precision=PRECISION), scaling, dtype)
     return tl.where(is_mask[None, :], (y + gain).to(dtype).to(tl.float32), y)
 
 

@@ -13,7 +13,7 @@ import torch
 from idlm.kernels.linear import linear, linear_swiglu
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace, num_splits, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
-from tests.kernels.trunk_cases import CHECKS, Draw
+from tests.kernels.trunk_cases import CHECKS, LORA_VARIANTS, Draw, check_linear_lora
 
 SMALL = Launch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
 """One tile for all rows: a product in the interpreter is numpy's, whose order of sums follows the tile."""
@@ -31,10 +31,11 @@ def test_splits_of_a_linear(seed: int) -> None:
     CHECKS["linear"](Draw(100 + seed, "cpu", torch.float32, largest=800))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("seed", range(8))
-def test_splits_of_a_linear_with_an_adapter(seed: int, dtype: torch.dtype) -> None:
-    CHECKS["linear_lora"](Draw(200 + seed, "cpu", dtype, largest=800))
+@pytest.mark.parametrize(("seed", "dtype"), [(30, torch.float16), (329, torch.float32)])
+@pytest.mark.parametrize("variant", range(len(LORA_VARIANTS)))
+def test_splits_of_a_linear_with_an_adapter(variant: int, seed: int, dtype: torch.dtype) -> None:
+    """Four splits and two of A x, one and four; of 7 rows some are MASK."""
+    check_linear_lora(Draw(seed, "cpu", dtype, largest=800), variant)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -255,10 +255,11 @@ class Adapted:
     gated: bool
 
     @staticmethod
-    def drawn(draw: Draw) -> Adapted:
+    def drawn(draw: Draw, variant: int | None) -> Adapted:
         rows, width = draw.random.choice([1, 3, 7, 16]), draw.size(16, 96, 100, 520, 800, 3000)
         # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
-        block_e, block_d, sizes, rank, gated, has_bias = draw.random.choice(LORA_VARIANTS)
+        drawn = draw.random.choice(LORA_VARIANTS)
+        block_e, block_d, sizes, rank, gated, has_bias = drawn if variant is None else LORA_VARIANTS[variant]
         launch = Launch(
             block_e=block_e,
             block_r=16,
@@ -320,8 +321,8 @@ class Adapted:
         return plain, true
 
 
-def check_linear_lora(draw: Draw) -> None:
-    case = Adapted.drawn(draw)
+def check_linear_lora(draw: Draw, variant: int | None = None) -> None:
+    case = Adapted.drawn(draw, variant)
     x, lora, launch, rows = case.x, case.lora, case.launch, len(case.x)
     rank, kept = lora.b_Er.shape[1], slice(0, rows - 1)
     what = f"linear_lora {rows=} {x.shape[1]=} {rank=} {lora.sizes=} {case.gated=} {launch}"
