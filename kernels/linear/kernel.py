@@ -17,7 +17,6 @@ import triton.language as tl
 
 from idlm.kernels.linear.kernel_finish import (
     H_TILE,
-    fetch_b,
     finish,
     finish_with_lora,
     p_of_part,
@@ -73,7 +72,7 @@ def _product(
     return acc, acc_up
 
 
-@triton.jit(do_not_specialize=["splits", "splits_h", "R"])
+@triton.jit(do_not_specialize=["splits", "R"])
 def linear_kernel(
     x_RD,
     w_ED,
@@ -88,9 +87,6 @@ def linear_kernel(
     R,
     E,
     D,
-    X,
-    end_0,
-    end_1,
     rank,
     scaling,
     stride_x,
@@ -99,7 +95,6 @@ def linear_kernel(
     stride_y,
     stride_b,
     splits,
-    splits_h,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -113,7 +108,6 @@ def linear_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     LORA: tl.constexpr,
-    FETCH_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -121,27 +115,23 @@ def linear_kernel(
 
     MANY: every split has a program of its own, or waits for those of h.
     GATED: `w_ED` has 2E rows, gate before up, and the output is silu(gate) * up.
-    LORA: behind them it has X rows of A (GATED: 2X), whose tiles, in `splits_h` splits, come first; there is
-    one tile of rows.
+    LORA (of a gated one): behind them it has the A of gate and of up, `rank` rows each, whose tiles come
+    first; there is one tile of rows.
     """
     SLOTS: tl.constexpr = 2 if GATED else 1
     tiles_r = tl.cdiv(R, BLOCK_R)
-    program, num_outputs, is_h = tl.program_id(0), E, False
-    if LORA:
-        tiles_h = tl.cdiv(X, BLOCK_E)
-        is_h = program < tiles_h * splits_h
-        before = tl.where(is_h, 0, tiles_h * splits_h)
-        program -= before
-        partials += before * (SLOTS * BLOCK_E * BLOCK_R)
-        counters += tl.where(is_h, tl.cdiv(E, BLOCK_E), 0)
-        w_ED += tl.where(is_h, (E * SLOTS).to(tl.int64) * stride_w, 0)
-        up_offset = tl.where(is_h, X * stride_w, up_offset)
-        num_outputs = tl.where(is_h, X, E)
-        splits = tl.where(is_h, splits_h, splits)
     programs = splits if MANY else 1
-    row = (program % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
-    split = program // tiles_r % programs
-    tile_e = program // tiles_r // programs
+    row = (tl.program_id(0) % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
+    split = tl.program_id(0) // tiles_r % programs
+    tile_e = tl.program_id(0) // tiles_r // programs
+    tile = tile_e * tiles_r + tl.program_id(0) % tiles_r
+    num_outputs, is_h = E, False
+    if LORA:
+        is_h = tile_e < tl.cdiv(rank, BLOCK_E)
+        tile_e -= tl.where(is_h, 0, tl.cdiv(rank, BLOCK_E))
+        w_ED += tl.where(is_h, (2 * E).to(tl.int64) * stride_w, 0)
+        up_offset = tl.where(is_h, rank * stride_w, up_offset)
+        num_outputs = tl.where(is_h, rank, E)
     e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
     m_row, m_e = row < R, e < num_outputs
     o_column = tl.arange(0, BLOCK_D)
@@ -151,8 +141,6 @@ def linear_kernel(
     if GATED:
         p_up += up_offset
     p_x = x_RD + row[:, None] * stride_x + o_column[None, :]
-    if FETCH_B:
-        fetch_b(b_Er, (split == 0) & (not is_h), tile_e * BLOCK_E, E, rank, stride_b, SLOTS, BLOCK_E, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -170,7 +158,6 @@ def linear_kernel(
     if PDL:
         # Not before: the next large kernel would be spread over what this one has left free, unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tile_e * tiles_r + program % tiles_r
     p_part = p_of_part(partials, tile, splits, SLOTS, BLOCK_E, BLOCK_R)
     is_last, count = True, 0
     if MANY:
@@ -199,14 +186,10 @@ def linear_kernel(
                 row,
                 m_row,
                 E,
-                X,
-                end_0,
-                end_1,
                 rank,
                 scaling,
                 stride_y,
                 stride_b,
-                GATED,
                 HAS_BIAS,
                 BLOCK_E,
                 BLOCK_K,

@@ -5,7 +5,7 @@ With gated LoRA, tiles of h = A x have programs of their own, the first of the g
 counters of all tiles of outputs, whose last program waits for that with its product in hand. Programs are
 started in the order of their ids and a tile of h waits for nobody, so the wait ends.
 
-R rows, E output width, X ranks of h in one product: those of all parts, or GATED of gate (and up).
+R rows, E output width, X ranks of h: those of gate, then those of up.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -21,7 +21,6 @@ from idlm.kernels.hopper import INTERPRETED
 IN_INTERPRETER: tl.constexpr = tl.constexpr(INTERPRETED)
 IN_FLIGHT: tl.constexpr = tl.constexpr(4)
 """Parts that are asked for before the first is there."""
-LINE_BYTES: tl.constexpr = tl.constexpr(128)
 H_TILE: tl.constexpr = tl.constexpr(1 << 16)
 """What a tile of h adds to the counter of every tile of outputs, in which a split counts 1."""
 
@@ -109,35 +108,6 @@ def finish(
 
 
 @triton.jit
-def fetch_b(
-    b_Er,
-    is_wanted,
-    first,
-    E,
-    rank,
-    stride_b,
-    SLOTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Ask for rows `first` and on of B, of gate and of up (two SLOTS), in the L2 cache."""
-    PER_LINE: tl.constexpr = LINE_BYTES // (b_Er.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = (BLOCK_K + PER_LINE - 1) // PER_LINE
-    if is_wanted:
-        line = tl.arange(0, SLOTS * BLOCK_E * LINES)
-        row, column = line // LINES, tl.minimum(line % LINES * PER_LINE, rank - 1)
-        row = first + row % BLOCK_E + row // BLOCK_E * E
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(b_Er + row.to(tl.int64) * stride_b + column).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _late(x):
     """The same, but made here: an operand goes to shared memory, so is waited for, where it is made."""
     if not IN_INTERPRETER:
@@ -179,61 +149,45 @@ def finish_with_lora(
     row,
     m_row,
     E,
-    X,
-    end_0,
-    end_1,
     rank,
     scaling,
     stride_y,
     stride_b,
-    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`finish` with scaling * B h added to MASK rows; or, where `is_h`, the store of a tile of h.
-
-    A tile lies in one of the parts, which end at outputs `end_0`, `end_1` and E. `count`: of the tile's
-    counter when its last split was added to it.
+    """`finish` of a SwiGLU with scaling * B h added to MASK rows of gate and up; or, where `is_h`, the store
+    of a tile of h. `count`: of the tile's counter when its last split was added to it.
     """
     dtype = y_RE.dtype.element_ty
-    SLOTS: tl.constexpr = 2 if GATED else 1
-    stride_h = X * SLOTS
-    tiles_e = tl.cdiv(E, BLOCK_E)
+    tiles_h, tiles_e = tl.cdiv(rank, BLOCK_E), tl.cdiv(E, BLOCK_E)
     if is_h:
-        acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
-        _store(acc, h_RX, e, m_e, row, m_row, stride_h)
-        if GATED:
-            _store(acc_up, h_RX + X, e, m_e, row, m_row, stride_h)
+        acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
+        _store(acc, h_RX, e, m_e, row, m_row, 2 * rank)
+        _store(acc_up, h_RX + rank, e, m_e, row, m_row, 2 * rank)
         tl.store(counters + tile, 0)
         tl.debug_barrier()
         other = tl.arange(0, BLOCK_T)
-        tl.atomic_add(counters - tiles_e + other, H_TILE, mask=other < tiles_e, sem="release", scope="gpu")
+        tl.atomic_add(counters + tiles_h + other, H_TILE, mask=other < tiles_e, sem="release", scope="gpu")
     else:
-        while count < tl.cdiv(X, BLOCK_E) * H_TILE:
+        while count < tiles_h * H_TILE:
             count = tl.atomic_add(counters + tile, 0, sem="acquire", scope="gpu")
         tl.store(counters + tile, 0)
-        # All is asked for before any of it is used.
+        # All is asked for before any of it is used. Others wrote h: .cg reads past the L1 cache.
         k = tl.arange(0, BLOCK_K)
         m_h = m_row[:, None] & (k < rank)[None, :]
-        first = tile * BLOCK_E
-        part = 0 if GATED else (first >= end_0).to(tl.int32) + (first >= end_1).to(tl.int32)
-        p_h = h_RX + row[:, None] * stride_h + part * rank + k[None, :]
-        # Other multiprocessors wrote it: .cg reads past this one's L1 cache.
+        p_h = h_RX + row[:, None] * (2 * rank) + k[None, :]
         h = tl.load(p_h, mask=m_h, other=0.0, cache_modifier=".cg")
         b = rows_of_b(b_Er, e, m_e, k, rank, stride_b)
-        h_up, b_up = h, b
-        if GATED:
-            h_up = tl.load(p_h + X, mask=m_h, other=0.0, cache_modifier=".cg")
-            b_up = rows_of_b(b_Er, E + e, m_e, k, rank, stride_b)
+        h_up = tl.load(p_h + rank, mask=m_h, other=0.0, cache_modifier=".cg")
+        b_up = rows_of_b(b_Er, E + e, m_e, k, rank, stride_b)
         is_mask = (tl.load(is_mask_R + row, mask=m_row, other=0) != 0) & m_row
-        acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
-        y = _rounded(acc, y_RE, bias_E, e, m_e, dtype, False, HAS_BIAS)
-        y = _with_gain(y, b, h, is_mask, scaling, dtype, PRECISION)
-        if GATED:
-            up = _rounded(acc_up, y_RE, bias_E + E, e, m_e, dtype, False, HAS_BIAS)
-            up = _with_gain(up, b_up, h_up, is_mask, scaling, dtype, PRECISION)
-            y = _swiglu(y, up, dtype)
-        _store(y, y_RE, e, m_e, row, m_row, stride_y)
+        acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
+        gate = _rounded(acc, y_RE, bias_E, e, m_e, dtype, False, HAS_BIAS)
+        gate = _with_gain(gate, b, h, is_mask, scaling, dtype, PRECISION)
+        up = _rounded(acc_up, y_RE, bias_E + E, e, m_e, dtype, False, HAS_BIAS)
+        up = _with_gain(up, b_up, h_up, is_mask, scaling, dtype, PRECISION)
+        _store(_swiglu(gate, up, dtype), y_RE, e, m_e, row, m_row, stride_y)

@@ -12,12 +12,11 @@ from idlm.kernels.gated_lora.op import GatedLora
 from idlm.kernels.hopper import INTERPRETED, rounds_as_written
 from idlm.kernels.linear.kernel import linear_kernel
 from idlm.kernels.linear.launch import (
-    MOST_RANKS,
     Launch,
     Workspace,
     make_workspace,
     num_splits,
-    num_splits_h,
+    with_lora,
     workspace_size,
 )
 
@@ -40,8 +39,8 @@ def run(
     if num_rows == 0:
         return out_RE
     adapter = _arguments(x_RD, out_RE, launch, lora, gated)
-    splits, splits_h, X = num_splits(launch, D), num_splits_h(launch, D), int(adapter["X"])
-    floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, X=X)
+    splits, rank = num_splits(launch, D), int(adapter["rank"])
+    floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, rank=rank)
     if tiles and workspace is None:
         workspace = make_workspace(x_RD.device, num_floats=floats, num_tiles=tiles)
     if workspace is None:
@@ -51,8 +50,8 @@ def run(
         assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
     block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
     programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
-    programs_h = triton.cdiv(X, launch.block_e) * splits_h
-    linear_kernel[(programs * (1 if launch.serial else splits) + programs_h,)](
+    programs += triton.cdiv(rank, launch.block_e)
+    linear_kernel[(programs * (1 if launch.serial else splits),)](
         x_RD,
         weight_ED,
         out_RE,
@@ -68,7 +67,6 @@ def run(
         up_offset=E * weight_ED.stride(0),
         stride_y=out_RE.stride(0),
         splits=splits,
-        splits_h=splits_h,
         GATED=gated,
         SCALED=scale_E is not None,
         HAS_BIAS=bias_E is not None,
@@ -92,30 +90,28 @@ def _arguments(
     x_RD: Tensor, out_RE: Tensor, launch: Launch, lora: GatedLora | None, gated: bool
 ) -> dict[str, Any]:
     """What the kernel is told of an adapter, and the launch option that its rounding needs."""
-    tensors = {"is_mask_R": out_RE, "h_RX": out_RE, "b_Er": out_RE}
-    numbers = dict.fromkeys(("X", "end_0", "end_1", "rank", "stride_b"), 0)
     if lora is None:
-        sizes = {"LORA": False, "FETCH_B": False, "BLOCK_K": 16, "BLOCK_T": 1}
-        return {**tensors, **numbers, "scaling": 1.0, **sizes}
+        nothing = dict.fromkeys(("is_mask_R", "h_RX", "b_Er"), out_RE)
+        return {
+            **nothing,
+            "rank": 0,
+            "scaling": 1.0,
+            "stride_b": 0,
+            "LORA": False,
+            "BLOCK_K": 16,
+            "BLOCK_T": 1,
+        }
     (num_rows, E), rank = out_RE.shape, lora.b_Er.shape[1]
-    X = rank if gated else lora.num_ranks
-    assert launch.splits_h > 0 and not launch.serial and num_rows <= launch.block_r, f"{launch=} {num_rows=}"
-    assert rank <= MOST_RANKS, f"{rank=}"
-    assert all(size % launch.block_e == 0 for size in lora.sizes), f"{lora.sizes=} {launch.block_e=}"
-    assert sum(lora.sizes) == len(lora.b_Er) == E * (2 if gated else 1), f"{lora.sizes=} {E=}"
-    ends = (lora.sizes[0], sum(lora.sizes[:2])) if len(lora.sizes) > 1 and not gated else (E, E)
+    assert gated and lora.sizes == (E, E) and len(lora.b_Er) == 2 * E, f"{gated=} {lora.sizes=} {E=}"
+    assert with_lora(launch, num_rows, E, rank=rank) is not None, f"{launch=} {num_rows=} {E=} {rank=}"
     return {
         "is_mask_R": lora.is_mask_R,
-        "h_RX": x_RD.new_empty(num_rows, lora.num_ranks),
+        "h_RX": x_RD.new_empty(num_rows, 2 * rank),
         "b_Er": lora.b_Er,
-        "X": X,
-        "end_0": ends[0],
-        "end_1": ends[1],
         "rank": rank,
         "scaling": lora.scaling,
         "stride_b": lora.b_Er.stride(0),
         "LORA": True,
-        "FETCH_B": launch.fetch_b and not INTERPRETED,
         "BLOCK_K": max(16, triton.next_power_of_2(rank)),
         "BLOCK_T": triton.next_power_of_2(E // launch.block_e),
         **(rounds_as_written() if x_RD.dtype.itemsize == 2 else {}),

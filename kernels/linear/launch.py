@@ -52,10 +52,8 @@ class Launch:
     stages: int = 4
     pdl: bool = False
     """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
-    splits_h: int = 0
-    """Shares of the columns of A x, where a gated LoRA is added in the epilogue; 0: in a kernel behind."""
-    fetch_b: bool = True
-    """Ask for B in the L2 cache ahead of the product."""
+    adds_lora: bool = False
+    """A gated LoRA of a SwiGLU is added in the epilogue, else in a kernel behind."""
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""
@@ -80,26 +78,21 @@ def make_workspace(device: torch.device, *, num_floats: int, num_tiles: int) -> 
 
 
 def workspace_size(
-    launch: Launch, num_rows: int, E: int, D: int, *, gated: bool, X: int = 0
+    launch: Launch, num_rows: int, E: int, D: int, *, gated: bool, rank: int = 0
 ) -> tuple[int, int]:
-    """(floats, tiles) that one call needs; X: ranks of A x that one product has (of gate and up: either)."""
-    splits, splits_h = num_splits(launch, D), num_splits_h(launch, D) if X else 1
-    if (splits == 1 and X == 0) or launch.serial:
+    """(floats, tiles) that one call needs; `rank`: of a LoRA that it adds."""
+    splits = num_splits(launch, D)
+    if (splits == 1 and rank == 0) or launch.serial:
         return 0, 0
     tiles = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
-    tiles_h = triton.cdiv(X, launch.block_e)
-    size = launch.block_e * launch.block_r * (2 if gated else 1)
-    return (tiles * splits + tiles_h * splits_h) * size, tiles + tiles_h
+    tiles += triton.cdiv(rank, launch.block_e)
+    floats = tiles * splits * launch.block_e * launch.block_r * (2 if gated else 1)
+    return floats if splits > 1 else 0, tiles
 
 
 def num_splits(launch: Launch, D: int) -> int:
     """Shares that are really used of D columns."""
     return max(1, min(launch.splits, triton.cdiv(D, QUANTUM.value)))
-
-
-def num_splits_h(launch: Launch, D: int) -> int:
-    """The same of A x."""
-    return num_splits(replace(launch, splits=launch.splits_h), D)
 
 
 def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False) -> Launch:
@@ -144,25 +137,13 @@ def few_rows_launch(
     return Launch(block_r=16, block_d=64 if gated else 128, splits=splits)
 
 
-def with_lora(
-    launch: Launch, num_rows: int, D: int, *, sizes: tuple[int, ...], rank: int, gated: bool
-) -> Launch | None:
-    """The launch that adds a gated LoRA in its epilogue as well, None where that is not served.
+def with_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> Launch | None:
+    """The launch of a SwiGLU that adds a gated LoRA as well, None where that is not served.
 
-    A x gets smaller shares of the columns than the outputs: it is there when they are done.
+    Of a plain linear none does: there the kernel behind is as fast on an H200.
     """
-    if launch.serial or num_rows > min(FEW_ROWS, launch.block_r) or rank > MOST_RANKS:
-        return None
-    if any(size % launch.block_e for size in sizes):
-        return None
-    splits = num_splits(launch, D)
-    most = min(4 * splits, triton.cdiv(D, QUANTUM.value) // 2)
-    splits_h = max(splits, 1 << max(0, most.bit_length() - 1))
-    tiles_h = triton.cdiv(rank * (1 if gated else len(sizes)), launch.block_e)
-    programs = splits * (sizes[0] if gated else sum(sizes)) // launch.block_e + splits_h * tiles_h
-    # Of shallower pipelines a third fits a multiprocessor: all programs run at once.
-    stages = min(launch.stages, 3) if programs > FEW_PROGRAMS else launch.stages
-    return replace(launch, splits_h=splits_h, stages=stages)
+    is_served = not launch.serial and num_rows <= launch.block_r and rank <= MOST_RANKS
+    return replace(launch, adds_lora=True) if is_served and E % launch.block_e == 0 else None
 
 
 def fits(launch: Launch, itemsize: int, weight_itemsize: int, *, gated: bool) -> bool:

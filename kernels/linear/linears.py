@@ -46,8 +46,6 @@ class Linears:
         changes no bit of the others.
         """
         launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
-        if lora is not None:
-            launch = self._with_lora(launch, x_RD, weight_ED, lora, gated=False) or launch
         return op.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace)
 
     def swiglu(
@@ -62,7 +60,7 @@ class Linears:
         num_outputs = _num_outputs(weight_ED, lora)
         launch = self._launch(x_RD, weight_ED, num_outputs // 2, gated=True)
         if lora is not None:
-            launch = self._with_lora(launch, x_RD, weight_ED, lora, gated=True)
+            launch = self._with_lora(launch, x_RD, weight_ED, lora)
             launch = launch or self._launch(x_RD, weight_ED, num_outputs, gated=False)
         elif launch is None:
             return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
@@ -71,15 +69,14 @@ class Linears:
         )
 
     def _with_lora(
-        self, launch: Launch | None, x_RD: Tensor, weight_ED: Weight, lora: GatedLora, *, gated: bool
+        self, launch: Launch | None, x_RD: Tensor, weight_ED: Weight, lora: GatedLora
     ) -> Launch | None:
         """The launch that adds `lora` as well, None where a kernel behind the product does it."""
         if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight):
             return None
         from idlm.kernels.linear.launch import with_lora
 
-        num_rows, D = x_RD.shape
-        return with_lora(launch, num_rows, D, sizes=lora.sizes, rank=lora.b_Er.shape[1], gated=gated)
+        return with_lora(launch, len(x_RD), lora.sizes[0], rank=lora.b_Er.shape[1])
 
     def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
         if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:

@@ -35,10 +35,10 @@ def linear(
 
     Without a launch, or on a CPU, the library computes it. A launch with splits needs a workspace that no
     other stream uses meanwhile; without one it allocates its own. `lora`: the last rows of the weight are its
-    A (of a bias zeros); added by the same kernel if the launch has `splits_h`.
+    A (of a bias zeros).
     """
     _check(x_RD, weight_ED, bias_E)
-    if lora is not None and not _fuses(x_RD, weight_ED, launch):
+    if lora is not None:
         both_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=workspace)
         y_RE, h_RX = both_RE[:, : -lora.num_ranks], both_RE[:, -lora.num_ranks :]
         y_RE = expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
@@ -48,8 +48,7 @@ def linear(
     from idlm.kernels.linear.kernel_run import run
 
     values_ED, scale_E = _parts(weight_ED)
-    width = len(values_ED) - (0 if lora is None else lora.num_ranks)
-    out_RE = x_RD.new_empty(len(x_RD), width) if out_RE is None else out_RE
+    out_RE = x_RD.new_empty(len(x_RD), len(values_ED)) if out_RE is None else out_RE
     return run(
         x_RD,
         values_ED,
@@ -57,7 +56,6 @@ def linear(
         launch=launch,
         scale_E=scale_E,
         bias_E=bias_E,
-        lora=lora,
         workspace=workspace,
     )
 
@@ -73,7 +71,7 @@ def linear_swiglu(
     out_RF: Tensor | None = None,
 ) -> Tensor:
     """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's, with `lora`
-    those of their A behind (a launch without `splits_h` is then one of all rows without the SwiGLU).
+    those of their A behind (a launch without `adds_lora` is then one of all rows without the SwiGLU).
 
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
@@ -131,7 +129,7 @@ def _takes(x_RD: Tensor) -> bool:
 
 def _fuses(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, launch: Launch | None) -> bool:
     """Whether the product's own kernel adds the adapter's part."""
-    is_asked = launch is not None and launch.splits_h > 0 and not isinstance(weight_ED, Fp8Weight)
+    is_asked = launch is not None and launch.adds_lora and not isinstance(weight_ED, Fp8Weight)
     return is_asked and _takes(x_RD)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.lora import gated_linear
 from tests.kernels.interpreter import run_interpreted
-
-if TYPE_CHECKING:
-    from idlm.kernels.linear.launch import Launch
 
 
 def test_the_interpreted_kernels_compute_the_definitions() -> None:
@@ -133,22 +129,14 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
 
 def test_an_adapter_is_added_by_the_product_where_that_is_served() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.launch import FEW_PROGRAMS, Launch, with_lora
+    from idlm.kernels.linear.launch import Launch, few_rows_launch, with_lora
 
-    for name, (sizes, D, gated, splits_h) in PROJECTIONS.items():
-        plain, fused = lora_launches(name)
-        assert fused == replace(plain, splits_h=splits_h, stages=fused.stages)
-        programs = plain.splits * sum(sizes) // 64 // (2 if gated else 1)
-        programs += splits_h * 2 * (1 if gated else len(sizes))
-        # Two or three for each multiprocessor.
-        assert fused.stages == (4 if programs <= FEW_PROGRAMS else 3) and 2 * programs <= 3 * FEW_PROGRAMS
-        for refused in ({"num_rows": 17}, {"rank": 256}, {"sizes": (100,)}):
-            one = {"num_rows": 7, "rank": 128, "sizes": sizes} | refused
-            assert with_lora(plain, D=D, gated=gated, **one) is None, f"{refused=}"
-    full = Launch(splits=FEW_PROGRAMS)
-    assert with_lora(replace(full, serial=True), 7, 4096, sizes=(64,), rank=8, gated=False) is None
-    fused = with_lora(replace(full, splits=8), 7, 4096, sizes=(64 * 64,), rank=8, gated=False)
-    assert fused is not None and fused.splits_h == 8
+    launch = few_rows_launch(7, 12288, 4096, torch.bfloat16, gated=True)
+    assert launch is not None
+    assert with_lora(launch, 7, 12288, rank=128) == replace(launch, adds_lora=True)
+    for num_rows, E, rank in ((17, 12288, 128), (7, 12288, 256), (7, 100, 128)):
+        assert with_lora(launch, num_rows, E, rank=rank) is None, f"{num_rows=} {E=} {rank=}"
+    assert with_lora(Launch(serial=True), 7, 64, rank=8) is None
 
 
 LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"), "*bf16") | {
@@ -158,26 +146,7 @@ LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"),
     "is_mask_R": "*i1",
     "scaling": "fp32",
 }
-NO_LORA = {"LORA": False, "FETCH_B": False, "BLOCK_K": 16, "BLOCK_T": 1}
-PROJECTIONS: dict[str, tuple[tuple[int, ...], int, bool, int]] = {
-    "qkv": ((4096, 1024, 1024), 4096, False, 8),
-    "o": ((4096,), 4096, False, 8),
-    "gate_up": ((12288, 12288), 4096, True, 4),
-    "down": ((4096,), 12288, False, 16),
-}
-"""Of Qwen3-8B: outputs of the parts, input width, gated, shares of A x that 7 rows and rank 128 get."""
-
-
-def lora_launches(name: str) -> tuple[Launch, Launch]:
-    """Those of 7 rows, without and with an adapter of rank 128."""
-    from idlm.kernels.linear.launch import few_rows_launch, with_lora
-
-    sizes, D, gated, _ = PROJECTIONS[name]
-    plain = few_rows_launch(7, sizes[0] if gated else sum(sizes), D, torch.bfloat16, gated=gated)
-    assert plain is not None
-    fused = with_lora(plain, 7, D, sizes=sizes, rank=128, gated=gated)
-    assert fused is not None
-    return plain, fused
+NO_LORA = {"LORA": False, "BLOCK_K": 16, "BLOCK_T": 1}
 
 
 class Integers(dict[str, str]):
@@ -219,17 +188,16 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("cp.async.cg")
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
-def test_a_linear_with_an_adapter_compiles_for_hopper_without_spills(name: str) -> None:
+def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.kernel import linear_kernel
-    from idlm.kernels.linear.launch import SHARED_BYTES
+    from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
     from tests.kernels.hopper_compiler import compile_for_hopper
 
-    sizes, _, gated, _ = PROJECTIONS[name]
-    _, launch = lora_launches(name)
+    launch = few_rows_launch(7, 12288, 4096, torch.bfloat16, gated=True)
+    assert launch is not None
     constants: Mapping[str, object] = {
-        "GATED": gated,
+        "GATED": True,
         "SCALED": False,
         "HAS_BIAS": False,
         "EVEN_D": True,
@@ -242,22 +210,19 @@ def test_a_linear_with_an_adapter_compiles_for_hopper_without_spills(name: str) 
         "PRECISION": "tf32",
         "PDL": True,
         "LORA": True,
-        "FETCH_B": True,
         "BLOCK_K": 128,
-        "BLOCK_T": 1 << (sum(sizes) // launch.block_e // (2 if gated else 1) - 1).bit_length(),
+        "BLOCK_T": 256,
     }
     options = {"num_warps": launch.warps, **rounds_as_written()}
     made = compile_for_hopper(linear_kernel, Integers(LINEAR_TYPES), constants, **options)
     assert made.spilled_bytes == 0
-    programs = 3 if launch.stages == 3 else 2
-    assert programs * made.shared_bytes <= SHARED_BYTES, f"{programs=} do not fit"
-    assert programs * made.registers * 32 * launch.warps <= 1 << 16, f"{programs=} do not fit"
+    assert 2 * made.shared_bytes <= SHARED_BYTES, "two programs do not fit"
+    assert 2 * made.registers * 32 * launch.warps <= 1 << 16, "two programs do not fit"
     assert "fma.rn" not in made.ptx, "a product and a sum are rounded once"
     assert "cp.async.ca" not in made.ptx, "the weight is not read by 16 bytes"
-    # B is asked for before the kernel ahead has ended; once h is there, it and B before either is used.
-    ahead, _, behind = made.ptx.rpartition("ld.global.gpu.acquire")
-    assert ahead.index("prefetch.global.L2") < ahead.index("griddepcontrol.wait")
-    assert behind.count(" ld.global.v4.b32") == (16 if gated else 8)
+    # Once h is there, it and both B are asked for before any is used.
+    _, _, behind = made.ptx.rpartition("ld.global.gpu.acquire")
+    assert behind.count(" ld.global.v4.b32") == 16
     assert behind.index("ld.global.cg") < behind.rindex(" ld.global.v4.b32") < behind.index("st.shared.v")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,13 +49,12 @@ VARIANTS = (
 """Linears: outputs, rows and columns of a tile, serial, gated, with a bias."""
 
 LORA_VARIANTS = (
-    (64, 128, (64,), 128, False, False),
-    (64, 128, (128, 64, 64), 128, False, True),
-    (128, 64, (256, 128), 24, False, False),
-    (64, 64, (128, 128), 128, True, True),
-    (64, 64, (64, 64), 16, True, False),
+    (64, 128, 64, 128, False),
+    (64, 64, 128, 128, True),
+    (128, 64, 256, 24, False),
+    (64, 64, 64, 16, True),
 )
-"""Linears with an adapter: outputs and columns of a tile, outputs of the parts, rank, gated, with a bias."""
+"""SwiGLUs with an adapter: outputs and columns of a tile, outputs of a part, rank, with a bias."""
 
 
 class Draw:
@@ -245,40 +243,38 @@ def check_linear(draw: Draw) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """A projection with an adapter, its rows and the launch: one case."""
+    """A SwiGLU with an adapter, its rows and the launch: one case."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     lora: GatedLora
     launch: Launch
-    gated: bool
 
     @staticmethod
     def drawn(draw: Draw, variant: int | None) -> Adapted:
         rows, width = draw.random.choice([1, 3, 7, 16]), draw.size(16, 96, 100, 520, 800, 3000)
         # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
         drawn = draw.random.choice(LORA_VARIANTS)
-        block_e, block_d, sizes, rank, gated, has_bias = drawn if variant is None else LORA_VARIANTS[variant]
+        block_e, block_d, size, rank, has_bias = drawn if variant is None else LORA_VARIANTS[variant]
         launch = Launch(
             block_e=block_e,
             block_r=16,
             block_d=32 if draw.largest <= 1000 or draw.dtype == torch.float32 else block_d,
             splits=draw.random.choice([1, 2, 4]),
-            stages=2 if gated or draw.dtype == torch.float32 else 3,
-            splits_h=draw.random.choice([1, 2, 4, 8]),
-            fetch_b=has_bias,
+            stages=2,
+            adds_lora=True,
         )
         x, _ = draw.poisoned(rows, width)
         x[-1] = NAN
         is_mask = torch.rand(rows, generator=draw.generator) < draw.random.choice([0.0, 0.4, 1.0])
-        b = draw.tensor(sum(sizes), rank)
+        b, sizes = draw.tensor(2 * size, rank), (size, size)
         lora = GatedLora(b_Er=b, is_mask_R=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
-        weight = draw.tensor(sum(sizes) + lora.num_ranks, width, scale=width**-0.5)
+        weight = draw.tensor(2 * size + lora.num_ranks, width, scale=width**-0.5)
         bias = draw.tensor(len(weight)) if has_bias else None
         if bias is not None:
-            bias[sum(sizes) :] = 0
-        return Adapted(x=x, weight=weight, bias=bias, lora=lora, launch=launch, gated=gated)
+            bias[2 * size :] = 0
+        return Adapted(x=x, weight=weight, bias=bias, lora=lora, launch=launch)
 
     @property
     def num_outputs(self) -> int:
@@ -291,22 +287,18 @@ class Adapted:
         return self.weight[: self.num_outputs], bias
 
     def separate(self) -> tuple[Tensor, Tensor]:
-        """The projection without the adapter, and with it added by a kernel behind."""
+        """The SwiGLU without the adapter, and with it added by a kernel behind."""
         (weight, bias), lora = self.own(), self.lora
-        alone = replace(self.launch, splits_h=0)
+        alone = replace(self.launch, adds_lora=False)
+        plain = linear_swiglu(self.x, weight, bias_E=bias, launch=alone)
         y = linear(self.x, weight, bias_E=bias, launch=alone)
-        of_h = replace(alone, splits=self.launch.splits_h)
-        h = linear(self.x, self.weight[self.num_outputs :], launch=of_h)
-        if self.gated:
-            plain = linear_swiglu(self.x, weight, bias_E=bias, launch=alone)
-            return plain, expand_swiglu(y, lora.is_mask_R, h, lora.b_Er, scaling=lora.scaling)
-        added = expand_add(y.clone(), lora.is_mask_R, h, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
-        return y, added
+        h = linear(self.x, self.weight[self.num_outputs :], launch=alone)
+        return plain, expand_swiglu(y, lora.is_mask_R, h, lora.b_Er, scaling=lora.scaling)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """By torch in the dtype of `x`, and in fp64."""
         (weight, bias), lora = self.own(), self.lora
-        a = self.weight[self.num_outputs :].view(len(lora.sizes), -1, self.x.shape[1])
+        a = self.weight[self.num_outputs :].view(2, -1, self.x.shape[1])
         true = linear_reference(self.x.double(), weight, bias_E=bias)
         true = gated_lora_reference(
             true, self.x.double(), lora.is_mask_R, a, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling
@@ -314,28 +306,24 @@ class Adapted:
         parts = zip(a, lora.b_Er.split(lora.sizes), strict=True)
         gain = lora.scaling * torch.cat([F.linear(F.linear(self.x, one), b) for one, b in parts], dim=1)
         plain = F.linear(self.x, weight, bias)
-        plain = torch.where(lora.is_mask_R[:, None], plain + gain, plain)
-        if self.gated:
-            gate, up = plain.chunk(2, dim=1)
-            return F.silu(gate) * up, swiglu_reference(true)
-        return plain, true
+        gate, up = torch.where(lora.is_mask_R[:, None], plain + gain, plain).chunk(2, dim=1)
+        return F.silu(gate) * up, swiglu_reference(true)
 
 
 def check_linear_lora(draw: Draw, variant: int | None = None) -> None:
     case = Adapted.drawn(draw, variant)
     x, lora, launch, rows = case.x, case.lora, case.launch, len(case.x)
-    rank, kept = lora.b_Er.shape[1], slice(0, rows - 1)
-    what = f"linear_lora {rows=} {x.shape[1]=} {rank=} {lora.sizes=} {case.gated=} {launch}"
-    out = case.num_outputs // (2 if case.gated else 1)
+    rank, kept, out = lora.b_Er.shape[1], slice(0, rows - 1), lora.sizes[0]
+    what = f"linear_lora {rows=} {x.shape[1]=} {rank=} {lora.sizes=} {launch}"
     y, memory = draw.poisoned(rows, out)
-    X = rank if case.gated else lora.num_ranks
-    floats, tiles = workspace_size(launch, rows, out, x.shape[1], gated=case.gated, X=X)
+    floats, tiles = workspace_size(launch, rows, out, x.shape[1], gated=True, rank=rank)
     space = make_workspace(torch.device(draw.device), num_floats=floats, num_tiles=tiles)
-    op = partial(linear_swiglu, out_RF=y) if case.gated else partial(linear, out_RE=y)
     for _ in range(2):
         y.fill_(NAN)
         space.partials.fill_(NAN)
-        found = op(x, case.weight, bias_E=case.bias, lora=lora, launch=launch, workspace=space)
+        found = linear_swiglu(
+            x, case.weight, bias_E=case.bias, lora=lora, launch=launch, workspace=space, out_RF=y
+        )
         assert not space.counters.any(), what
     assert found.data_ptr() == y.data_ptr() and found[-1].isnan().all()
     assert memory[0].isnan().all() and memory[-1].isnan().all() and memory[:, out:].isnan().all(), what
