@@ -142,7 +142,7 @@ def with_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> Launch | N
 
     Of a plain linear none does: there the kernel behind is as fast on an H200.
     """
-    is_served = not launch.serial and num_rows <= launch.block_r and rank <= MOST_RANKS
+    is_served = not launch.serial and num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MOST_RANKS
     return replace(launch, adds_lora=True) if is_served and E % launch.block_e == 0 else None
 
 
