@@ -14,9 +14,9 @@ from idlm.kernels.linear.kernel import linear_kernel
 from idlm.kernels.linear.launch import (
     Launch,
     Workspace,
+    adds_lora,
     make_workspace,
     num_splits,
-    with_lora,
     workspace_size,
 )
 
@@ -39,7 +39,7 @@ def run(
     if num_rows == 0:
         return out_RE
     adapter = _arguments(x_RD, out_RE, launch, lora, gated)
-    splits, rank = num_splits(launch, D), int(adapter["rank"])
+    splits, rank = num_splits(launch, D), 0 if lora is None else lora.b_Er.shape[1]
     floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, rank=rank)
     if tiles and workspace is None:
         workspace = make_workspace(x_RD.device, num_floats=floats, num_tiles=tiles)
@@ -103,7 +103,9 @@ def _arguments(
         }
     (num_rows, E), rank = out_RE.shape, lora.b_Er.shape[1]
     assert gated and lora.sizes == (E, E) and len(lora.b_Er) == 2 * E, f"{gated=} {lora.sizes=} {E=}"
-    assert with_lora(launch, num_rows, E, rank=rank) is not None, f"{launch=} {num_rows=} {E=} {rank=}"
+    assert lora.is_mask_R.dtype == torch.bool and len(lora.is_mask_R) == num_rows, f"{lora.is_mask_R.shape=}"
+    assert lora.b_Er.stride(1) == 1, f"{lora.b_Er.stride()=}"
+    assert adds_lora(launch, num_rows, E, rank=rank), f"{launch=} {num_rows=} {E=} {rank=}"
     return {
         "is_mask_R": lora.is_mask_R,
         "h_RX": x_RD.new_empty(num_rows, 2 * rank),

@@ -52,8 +52,6 @@ class Launch:
     stages: int = 4
     pdl: bool = False
     """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
-    adds_lora: bool = False
-    """A gated LoRA of a SwiGLU is added in the epilogue, else in a kernel behind."""
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""
@@ -137,13 +135,13 @@ def few_rows_launch(
     return Launch(block_r=16, block_d=64 if gated else 128, splits=splits)
 
 
-def with_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> Launch | None:
-    """The launch of a SwiGLU that adds a gated LoRA as well, None where that is not served.
+def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
+    """Whether the launch of a SwiGLU can add a gated LoRA in its epilogue.
 
     Of a plain linear none does: there the kernel behind is as fast on an H200.
     """
-    is_served = not launch.serial and num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MOST_RANKS
-    return replace(launch, adds_lora=True) if is_served and E % launch.block_e == 0 else None
+    is_few = num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MOST_RANKS
+    return is_few and not launch.serial and E % launch.block_e == 0
 
 
 def fits(launch: Launch, itemsize: int, weight_itemsize: int, *, gated: bool) -> bool:

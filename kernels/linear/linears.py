@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
+from idlm.kernels.hopper import has_pdl, runs_kernels
 from idlm.kernels.linear import op
 from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from idlm.kernels.gated_lora import GatedLora
     from idlm.kernels.linear.launch import Launch, Workspace
 
 Weight = Tensor | Fp8Weight
@@ -46,7 +46,11 @@ class Linears:
         changes no bit of the others.
         """
         launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
-        return op.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace)
+        y_RE = op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+        if lora is None:
+            return y_RE
+        y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
+        return expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
 
     def swiglu(
         self,
@@ -57,29 +61,44 @@ class Linears:
         lora: GatedLora | None = None,
     ) -> Tensor:
         """silu(gate) * up, [R, F], of the stacked gate and up projections; `lora` as in `linear`."""
-        num_outputs = _num_outputs(weight_ED, lora)
-        launch = self._launch(x_RD, weight_ED, num_outputs // 2, gated=True)
-        if lora is not None:
-            launch = self._with_lora(launch, x_RD, weight_ED, lora)
-            launch = launch or self._launch(x_RD, weight_ED, num_outputs, gated=False)
-        elif launch is None:
+        width = _num_outputs(weight_ED, lora) // 2
+        launch = self._launch(x_RD, weight_ED, width, gated=True)
+        if lora is not None and not self._adds(launch, weight_ED, lora):
+            return self._swiglu_behind(x_RD, weight_ED, bias_E, lora, launch)
+        if launch is None:
             return swiglu(op.linear(x_RD, weight_ED, bias_E=bias_E))
         return op.linear_swiglu(
             x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace
         )
 
-    def _with_lora(
-        self, launch: Launch | None, x_RD: Tensor, weight_ED: Weight, lora: GatedLora
-    ) -> Launch | None:
-        """The launch that adds `lora` as well, None where a kernel behind the product does it."""
+    def _adds(self, launch: Launch | None, weight_ED: Weight, lora: GatedLora) -> bool:
+        """Whether the SwiGLU's own kernel adds the adapter's part."""
         if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight):
-            return None
-        from idlm.kernels.linear.launch import with_lora
+            return False
+        from idlm.kernels.linear.launch import adds_lora
 
-        return with_lora(launch, len(x_RD), lora.sizes[0], rank=lora.b_Er.shape[1])
+        return adds_lora(launch, len(lora.is_mask_R), lora.sizes[0], rank=lora.b_Er.shape[1])
+
+    def _swiglu_behind(
+        self,
+        x_RD: Tensor,
+        weight_ED: Weight,
+        bias_E: Tensor | None,
+        lora: GatedLora,
+        gated: Launch | None,
+    ) -> Tensor:
+        """The product of gate, up and A, then what is left of the SwiGLU. `gated`: its launch without `lora`,
+        whose shares of the columns are kept where a row is to have the same bits without.
+        """
+        launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
+        if self.deterministic and launch is not None and gated is not None:
+            launch = replace(launch, splits=gated.splits)
+        y_RE = op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+        y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
+        return expand_swiglu(y_RE, lora.is_mask_R, h_RX, lora.b_Er, scaling=lora.scaling)
 
     def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
-        if not x_RD.is_cuda or x_RD.dtype not in op.DTYPES:
+        if not runs_kernels(x_RD) or x_RD.dtype not in op.DTYPES:
             return None
         from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace
 

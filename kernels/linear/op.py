@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.hopper import runs_kernels
 from idlm.kernels.linear.fp8 import Fp8Weight
 
 if TYPE_CHECKING:
+    from idlm.kernels.gated_lora import GatedLora
     from idlm.kernels.linear.launch import Launch, Workspace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +26,6 @@ def linear(
     weight_ED: Tensor | Fp8Weight,
     *,
     bias_E: Tensor | None = None,
-    lora: GatedLora | None = None,
     launch: Launch | None = None,
     workspace: Workspace | None = None,
     out_RE: Tensor | None = None,
@@ -34,15 +33,9 @@ def linear(
     """x W^T (+ bias), rounded: [R, E] in the dtype of `x_RD`.
 
     Without a launch, or on a CPU, the library computes it. A launch with splits needs a workspace that no
-    other stream uses meanwhile; without one it allocates its own. `lora`: the last rows of the weight are its
-    A (of a bias zeros).
+    other stream uses meanwhile; without one it allocates its own.
     """
     _check(x_RD, weight_ED, bias_E)
-    if lora is not None:
-        both_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=workspace)
-        y_RE, h_RX = both_RE[:, : -lora.num_ranks], both_RE[:, -lora.num_ranks :]
-        y_RE = expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
-        return y_RE if out_RE is None else out_RE.copy_(y_RE)
     if launch is None or not _takes(x_RD):
         return _library(x_RD, weight_ED, bias_E, out_RE)
     from idlm.kernels.linear.kernel_run import run
@@ -70,17 +63,13 @@ def linear_swiglu(
     workspace: Workspace | None = None,
     out_RF: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's, with `lora`
-    those of their A behind (a launch without `adds_lora` is then one of all rows without the SwiGLU).
+    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's, then, with
+    `lora`, come those of its A (of a bias zeros). That needs a launch of which `adds_lora` is true.
 
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
     _check(x_RD, weight_ED, bias_E)
-    if lora is not None and not _fuses(x_RD, weight_ED, launch):
-        both_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=workspace)
-        y_RE, h_RX = both_RE[:, : -lora.num_ranks], both_RE[:, -lora.num_ranks :]
-        result_RF = expand_swiglu(y_RE, lora.is_mask_R, h_RX, lora.b_Er, scaling=lora.scaling)
-        return result_RF if out_RF is None else out_RF.copy_(result_RF)
+    assert lora is None or launch is not None, "without a launch the adapter has a kernel of its own"
     width = (len(weight_ED) - (0 if lora is None else lora.num_ranks)) // 2
     if launch is None or not _takes(x_RD):
         gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
@@ -125,12 +114,6 @@ def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
 def _takes(x_RD: Tensor) -> bool:
     """Whether our kernel knows the dtype, and runs where the tensor is."""
     return runs_kernels(x_RD) and x_RD.dtype in DTYPES
-
-
-def _fuses(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, launch: Launch | None) -> bool:
-    """Whether the product's own kernel adds the adapter's part."""
-    is_asked = launch is not None and launch.adds_lora and not isinstance(weight_ED, Fp8Weight)
-    return is_asked and _takes(x_RD)
 
 
 def _check(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, bias_E: Tensor | None) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmarks.stock import rms_norm, rotate
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear import Linears, linear, linear_swiglu
-from idlm.kernels.linear.launch import Launch, few_rows_launch, fixed_launch, make_workspace, with_lora
+from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch, fixed_launch, make_workspace
 from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -186,7 +186,7 @@ def in_two_kernels(
         both = linear(x, weight, launch=launch)
         y, h = both[:, :num_outputs], both[:, num_outputs:]
         return expand_add(y, is_mask, h, b, sizes=sizes, scaling=1.7)
-    assert launch is not None and with_lora(launch, len(x), sizes[0], rank=RANK), "two kernels anyway"
+    assert launch is not None and adds_lora(launch, len(x), sizes[0], rank=RANK), "two kernels anyway"
     y, h = linear(x, weight[:num_outputs], launch=launch), linear(x, weight[num_outputs:], launch=launch)
     return expand_swiglu(y, is_mask, h, b, scaling=1.7)
 
@@ -210,6 +210,19 @@ def test_an_adapter_has_the_same_bits_in_the_product_and_behind_it() -> None:
         x, is_mask = randn(rows, 4096), torch.rand(rows, device="cuda") < share
         found = in_one_kernel("gate_up", x, weight, b, is_mask, linears)
         assert torch.equal(found, in_two_kernels("gate_up", x, weight, b, is_mask)), f"{rows=} {share=}"
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("rows", [7, 64, 300])
+def test_a_deterministic_row_has_the_same_bits_with_an_adapter_and_without(name: str, rows: int) -> None:
+    """Rows that are not MASK: R-ISD's are then the base model's, bit for bit."""
+    torch.manual_seed(0)
+    linears, (weight, b) = Linears(deterministic=True), adapted_weight(name)
+    x, is_mask = randn(rows, ADAPTED[name][1]), torch.rand(rows, device="cuda") < 0.5
+    found = in_one_kernel(name, x, weight, b, is_mask, linears)
+    own = weight[: sum(ADAPTED[name][0])]
+    plain = linears.swiglu(x, own) if name == "gate_up" else linears.linear(x, own)
+    assert torch.equal(found[~is_mask], plain[~is_mask])
 
 
 def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_each() -> None:

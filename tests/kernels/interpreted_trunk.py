@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from idlm.kernels.linear import linear, linear_swiglu
+from idlm.kernels.gated_lora import GatedLora
+from idlm.kernels.linear import Linears, linear, linear_swiglu, op
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace, num_splits, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from tests.kernels.trunk_cases import CHECKS, LORA_VARIANTS, Draw, check_linear_lora
@@ -36,6 +38,36 @@ def test_splits_of_a_linear(seed: int) -> None:
 def test_splits_of_a_linear_with_an_adapter(variant: int, seed: int, dtype: torch.dtype) -> None:
     """One, four and two, of 16 rows of which some or all are MASK."""
     check_linear_lora(Draw(seed, "cpu", dtype, largest=800), variant)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a width where gate and up alone are split otherwise than as twice as many outputs. (The bits are
+    compared on a GPU: numpy's product sums in the order of the tile.)
+    """
+    F, D, rank, splits = 1600, 4096, 16, []
+    adapted, alone = (
+        fixed_launch(rows, width, D, torch.float16, gated=width == F) for width in (2 * F + 2 * rank, F)
+    )
+    assert adapted.splits != alone.splits
+
+    def product(x_RD: Tensor, weight_ED: Tensor, *, launch: Launch, **_: object) -> Tensor:
+        splits.append(num_splits(launch, D))
+        return x_RD.new_zeros(len(x_RD), len(weight_ED))
+
+    monkeypatch.setattr(op, "linear", product)
+    monkeypatch.setattr(op, "linear_swiglu", product)
+    weight, b = torch.zeros(2 * F + 2 * rank, D).half(), torch.zeros(2 * F, rank).half()
+    x, is_mask = torch.zeros(rows, D).half(), torch.zeros(rows, dtype=torch.bool)
+    lora, linears = (
+        GatedLora(b_Er=b, is_mask_R=is_mask, sizes=(F, F), scaling=1.0),
+        Linears(deterministic=True),
+    )
+    linears.swiglu(x, weight[: 2 * F])
+    linears.swiglu(x, weight, lora=lora)
+    assert splits == [alone.splits] * 2
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -5,7 +5,6 @@ sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 import torch
@@ -129,14 +128,14 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
 
 def test_an_adapter_is_added_by_the_product_where_that_is_served() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear.launch import Launch, few_rows_launch, with_lora
+    from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch
 
     launch = few_rows_launch(7, 12288, 4096, torch.bfloat16, gated=True)
-    assert launch is not None
-    assert with_lora(launch, 7, 12288, rank=128) == replace(launch, adds_lora=True)
+    assert launch is not None and adds_lora(launch, 7, 12288, rank=128)
     for num_rows, E, rank in ((17, 12288, 128), (7, 12288, 256), (7, 100, 128)):
-        assert with_lora(launch, num_rows, E, rank=rank) is None, f"{num_rows=} {E=} {rank=}"
-    assert with_lora(Launch(serial=True), 7, 64, rank=8) is None
+        assert not adds_lora(launch, num_rows, E, rank=rank), f"{num_rows=} {E=} {rank=}"
+    assert not adds_lora(Launch(serial=True), 7, 64, rank=8)
+    assert not adds_lora(Launch(block_r=64), 33, 12288, rank=128), "no GPU has checked it"
 
 
 LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"), "*bf16") | {
