@@ -35,6 +35,7 @@ from benchmarks.attention_step import (
     time_in_turns,
 )
 from benchmarks.stream import stream_rate
+from idlm.errors import UserError
 
 LAYERS = 32
 FINALISTS = 4
@@ -49,7 +50,7 @@ Variants = dict[str, dict[Any, None]]
 
 
 def variants(step: Step, names: str) -> Variants:
-    """Launches of the families in `names`, the chosen one first; without repetition."""
+    """Launches of the families in `names`, the chosen one first; without repetition. UserError IDLM-0107."""
     chosen, fixed = (replace(launch_of(step, fixed=fixed), pdl=True) for fixed in (False, True))
     families = {
         "walk": (chosen, _walks),
@@ -57,11 +58,14 @@ def variants(step: Step, names: str) -> Variants:
         "sum": (chosen, _sums),
         "fixed": (fixed, _fixed),
     }
-    return {
-        name: dict.fromkeys([first, *family(first), replace(first, pdl=False)])
-        for name, (first, family) in families.items()
-        if name in names.split(",")
-    }
+    unknown = sorted(set(names.split(",")) - families.keys())
+    if unknown:
+        raise UserError("IDLM-0107", f"families={names}", fix=f"use some of {sorted(families)}")
+    found = {}
+    for name in names.split(","):
+        first, family = families[name]
+        found[name] = dict.fromkeys([first, *family(first), replace(first, pdl=False)])
+    return found
 
 
 def _walks(chosen: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ KINDS = (
     ("norms", r"norm"),
     ("rope", r"rope"),
     ("swiglu", r"swiglu"),
+    ("adapter", r"expand_kernel"),
     ("sampling", r"stats_kernel|law_kernel|draw|judge|probability|uniforms|softmax|Entr"),
     ("rows", r"pack_|map_slots|commit|unmask|choose"),
     ("linears", r"gemm|cutlass|nvjet|cublas|splitK|split_kernel|linear|mm\b|addmm"),

@@ -168,15 +168,11 @@ def attend_kernel(
     if SPLIT_BLOCKS:
         acc, total, highest = sum_o, sum_total, sum_highest
 
-    is_done = num_items == 1
-    has_part = num_items > 1
-    if SPLIT_BLOCKS:
-        has_part = has_part & (low == 0)
-    if has_part:
-        store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)
-    if is_done:
+    if num_items == 1:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         if SCALED:
             acc = acc * tl.load(v_scale_K + kv_head)
         at_o = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
         tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
+    elif (SPLIT_BLOCKS == 0) | (low == 0):
+        store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)

@@ -34,7 +34,8 @@ def _in_half(acc, total, highest):
     """The same part with `acc` in [-2, 2] of float16: a power of two of each row moves into its maximum.
 
     float16 keeps 11 bits of the largest of a row, where the bfloat16 of the output keeps 8. The power's range
-    keeps parts of unlike size comparable in float32.
+    keeps parts of unlike size comparable in float32; beyond it, above 2^76, a part is infinite, and below
+    2^-64 it is 0.
     """
     largest = tl.max(tl.abs(acc), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -40), 60)
@@ -61,7 +62,7 @@ def store_part(
 
 
 @triton.jit
-def sum_in_order(
+def _sum_in_order(
     partial_o,
     partial_sums,
     first_m,
@@ -81,7 +82,6 @@ def sum_in_order(
     highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
     for i in tl.range(0, num_parts, num_stages=STAGES):
         at = first_m + i * STRIDE
-        # Other multiprocessors wrote these: .cg reads past this one's L1 cache.
         o_total = tl.load(partial_sums + at * 2, mask=in_tile, other=0.0, cache_modifier=".cg")
         o_highest = tl.load(partial_sums + at * 2 + 1, mask=in_tile, other=NOTHING, cache_modifier=".cg")
         at_o = at[:, None] * H + columns[None, :]
@@ -167,7 +167,9 @@ def combine_kernel(
     if PARTS > 1:
         o = _sum_at_once(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, PARTS, BLOCK_M, BLOCK_H)
     else:
-        o = sum_in_order(partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES)
+        o = _sum_in_order(
+            partial_o, partial_sums, at, num_parts, in_tile, STRIDE, H, BLOCK_M, BLOCK_H, STAGES
+        )
     if SCALED:
         o = o * tl.load(v_scale_K + kv_head)
     columns = tl.arange(0, BLOCK_H)

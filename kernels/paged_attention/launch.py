@@ -83,7 +83,6 @@ class TritonPlan:
     num_items: int
     tiles: torch.Tensor
     items: torch.Tensor
-    fence: torch.Tensor
     partial_o: torch.Tensor
     partial_sums: torch.Tensor
 
@@ -133,14 +132,13 @@ def choose_launch(
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
     # One program with twice the bytes on their way hides latency better than two, if each has work.
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
-    is_short = block_m == 64 and 0 < num_blocks <= 2 * multiprocessors
     programs_per_sm = 1 if is_long else 2
     num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
     combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
     if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
         # Hardly a tile is split: what counts is how many programs find nothing to add up.
         combine_rows = 16
-    if is_short:
+    elif block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
         # Items of a few blocks end more evenly with small ones.
         block_n = block_n // 2 if packed > block_m else block_n
@@ -203,7 +201,6 @@ def plan(
         num_items=num_items,
         tiles=tiles,
         items=items,
-        fence=torch.empty(1, dtype=torch.int32, device=device),
         partial_o=torch.empty(packed * shape.head_dim, dtype=part_dtype, device=device),
         partial_sums=torch.empty(packed * 2, dtype=torch.float32, device=device),
     )
@@ -245,7 +242,7 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         num_warps=1 if plan.num_tiles <= 256 else 4,
     )
     # Not a kernel that may overlap the next: what follows starts when the lists are complete (README.md).
-    plan.fence.zero_()
+    torch.zeros(1, dtype=torch.int32, device=plan.tiles.device)
 
 
 def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int) -> int:

@@ -62,6 +62,10 @@ SETTINGS = {
         shape=heads(32, 8, 128), deterministic=True, tunables=(("pdl", True), ("combine_rows", 4))
     ),
     "qwen3_8b_long": Setting(shape=heads(32, 8, 128), tunables=(("block_n", 128), ("programs_per_sm", 1))),
+    "qwen3_8b_short": Setting(
+        shape=heads(32, 8, 128), tunables=(("block_n", 32), ("combine_rows", 2), ("pdl", True))
+    ),
+    "wide_short": Setting(shape=heads(8, 2, 256), tunables=(("block_n", 16), ("combine_rows", 2))),
     "qwen3_600m_large_tile": Setting(
         shape=heads(16, 8, 128), tunables=(("block_m", 128), ("warps", 8), ("min_blocks", 1))
     ),

@@ -55,7 +55,9 @@ def test_many_random_steps_in_the_interpreter() -> None:
     )
 
 
-def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int) -> Any:
+def compiled(
+    kernel: Any, constants: dict[str, Any], *, warps: int, stages: int, half_parts: bool = False
+) -> Any:
     """The kernel for sm_90, with pointers and strides as aligned as the engine's; needs no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,7 +70,7 @@ def compiled(kernel: Any, constants: dict[str, Any], *, warps: int, stages: int)
         elif name in ("q_RNH", "o_RNH", "k_cache_SKH", "v_cache_SKH"):
             signature[name] = "*bf16"
         elif name == "partial_o":
-            signature[name] = "*fp16" if constants.get("SPLIT_BLOCKS") == 0 else "*fp32"
+            signature[name] = "*fp16" if half_parts else "*fp32"
         elif name.startswith(("partial", "k_scale", "v_scale")):
             signature[name] = "*fp32"
         elif name in ("tiles", "items"):
@@ -103,7 +105,8 @@ def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, determinist
         "EARLY": launch.early,
     }
     constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
-    result = compiled(kernel.attend_kernel, constants, warps=launch.warps, stages=launch.stages)
+    sizes = {"warps": launch.warps, "stages": launch.stages}
+    result = compiled(kernel.attend_kernel, constants, half_parts=launch.half_parts, **sizes)
     assert launch.programs_per_sm * (result.metadata.shared + 1024) <= MAX_SHARED_BYTES
     ptx = result.asm["ptx"]
     assert ptx.count("griddepcontrol") == 2
@@ -136,6 +139,9 @@ def test_planning_and_combining_compile_for_hopper() -> None:
     combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12, "PARTS": 1}
     result = compiled(kernel_parts.combine_kernel, combine, warps=4, stages=3)
     assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
+    at_once = heads | {"TILE_M": 64, "BLOCK_M": 2, "STAGES": 12, "PARTS": 16}
+    for half_parts in (False, True):
+        compiled(kernel_parts.combine_kernel, at_once, warps=1, stages=3, half_parts=half_parts)
     tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "FIXED": False}
     compiled(kernel_plan.tile_kernel, tile, warps=1, stages=1)
     for split_blocks in (0, 8):
