@@ -27,6 +27,7 @@ from benchmarks.decode_profile import print_profiles
 from benchmarks.decode_trace import Trace
 from benchmarks.results import result_row
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.errors import UserError
 from idlm.infer.models.loader import LoadedModel
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
@@ -204,6 +205,18 @@ def _note(bench: Bench, measured: Measured, *, has_rows: bool) -> None:
         bench.add(_case(measured), "step_ms", step, "ms", baseline=linears, floor=floor)
 
 
+def _published_stride(bench: Bench) -> int:
+    """The largest up to the authors'; UserError IDLM-0107."""
+    served = [stride for stride in bench.strides if stride <= PUBLISHED_STRIDE]
+    if not served:
+        raise UserError(
+            "IDLM-0107",
+            f"strides={','.join(map(str, bench.strides))}, but this part takes one up to {PUBLISHED_STRIDE}",
+            fix=f"name strides={PUBLISHED_STRIDE} as well",
+        )
+    return max(served)
+
+
 def sweep(bench: Bench) -> None:
     """AR and every stride and strategy at every concurrency and context."""
     for context in bench.contexts:
@@ -280,7 +293,7 @@ def published(bench: Bench) -> None:
 
 def host(bench: Bench) -> None:
     """Idle share of the GPU and passes per wait of the host, in steady decoding."""
-    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    stride = _published_stride(bench)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
         for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
             num_tokens = arm.stride * bench.num_passes
@@ -296,7 +309,7 @@ def host(bench: Bench) -> None:
 
 def adapter(bench: Bench) -> None:
     """The step of R-ISD, base weights and a gated adapter on MASK rows, over that of ISD."""
-    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    stride = _published_stride(bench)
     arm = Arm(name=f"cold {stride}", strategy="cold", stride=stride)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c in (16, 64))}):
         load = bench.load(concurrency, bench.contexts[0])
@@ -312,7 +325,7 @@ def adapter(bench: Bench) -> None:
 
 def deterministic(bench: Bench) -> None:
     """What it costs that a row's bits depend on nobody else: the step over that of the same decoder."""
-    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    stride = _published_stride(bench)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
         load = bench.load(concurrency, bench.contexts[0])
         for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
@@ -331,7 +344,7 @@ def deterministic(bench: Bench) -> None:
 
 def profile(bench: Bench) -> None:
     """Kernels of AR, ISD and R-ISD, printed."""
-    stride = max(stride for stride in bench.strides if stride <= PUBLISHED_STRIDE)
+    stride = _published_stride(bench)
     arms = [AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)]
     print_profiles(bench, arms, adapter_rank=ADAPTER_RANK)
     forget(bench.model.device)

@@ -6,19 +6,21 @@ python -m pytest tests/gpu -m gpu
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.decode_harness import MODELS, SAMPLING, Arm, Load, Seats, adapted, random_model
 from benchmarks.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import evaluate, task_samples
 from idlm.infer.models.fp8 import quantise
-from idlm.infer.models.loader import load_model
+from idlm.infer.models.loader import LoadedModel, load_model
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
 from tests.adapters import write_adapter
@@ -91,6 +93,34 @@ def test_an_adapter_with_a_mask_outside_the_embedding_answers_as_its_base(
     engine = Engine.from_pretrained(adapter, "isd", adaptive=adaptive, **options)
     assert engine.settings.graphs == "on"
     assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("concurrency", [1, 7, 30])
+def test_an_adapter_leaves_a_model_of_true_width_its_bits(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int
+) -> None:
+    """Two layers of Qwen3-8B's: a tiny model's products are never split, and so could not be split unlike."""
+    monkeypatch.setitem(MODELS, "two layers", {**MODELS["qwen3-8b"], "num_hidden_layers": 2})
+    model = random_model("two layers", device="cuda", dtype=torch.bfloat16)
+    base = greedy_tokens(model, Arm(name="base", decoder="ar", stride=1, deterministic=True), concurrency)
+    with adapted(model, 128):
+        arm = Arm(name="adapted", strategy="cold", deterministic=True)
+        assert greedy_tokens(model, arm, concurrency) == base
+
+
+def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, list[int]]:
+    """Answers to random prompts of unlike length."""
+    load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
+    engine = Seats(model, arm, load, None).engine
+    params = replace(load.sampling, max_tokens=load.num_tokens, ignore_eos=True)
+    dice, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
+    for number in range(concurrency):
+        prompt = torch.randint(0, model.spec.vocab_size - 1, (1 + number % 40,), generator=dice).tolist()
+        engine.add_request(str(number), prompt, params)
+    while engine._active:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    return tokens
 
 
 def test_eight_bits_keep_the_task(converted: Path) -> None:
