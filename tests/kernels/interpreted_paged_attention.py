@@ -78,7 +78,7 @@ def test_a_mixed_step(tunables: Launch) -> None:
     check(build(MIXED, SMALL), tunables)
 
 
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
 def test_parts_in_half_precision(size: float) -> None:
     """Against what the largest part can be, for values of any size and 1,000 times smaller ones."""
     case = build(MIXED, SMALL)
