@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode [mode=quick|full] [contexts=1024,8192,32768] [concurrency=1,2,..,256]
         [strides=2,3,4,8] [strategies=cold,branch,adaptive] [sampling=T1|greedy|qwen3] [trace=p0.90|tiny|FILE]
-        [parts=sweep,published,host,adapter,deterministic,profile] [rounds=3] [tokens=192] [least=2048]
+        [parts=sweep,published,host,adapter,deterministic,profile] [rounds=3] [tokens=192] [least=1024]
         [passes=240] [record=true] [plot=FILE.png]
     python -m benchmarks.decode record_trace=FILE model=outputs/tiny
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
@@ -64,7 +64,7 @@ MODES = {
         "parts": "sweep,published,host,adapter,deterministic",
         "rounds": "3",
         "tokens": "192",
-        "least": "2048",
+        "least": "1024",
     },
     "quick": {
         "contexts": "1024",

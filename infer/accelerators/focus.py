@@ -20,6 +20,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, Kept, RowsAccelerator, RowsPass
 from idlm.infer.accelerators.view import PassView
+from idlm.infer.transfer import to_device
 
 LAST_LAYER = 1
 """Whose attention is looked at, and behind whose queries and keys rows are dropped."""
@@ -124,7 +125,7 @@ class Memory:
         """Forget."""
         self.blocks.reset(lanes)
         for column in (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z):
-            column[lanes] = 0
+            column.index_fill_(0, to_device(lanes, column.device), 0)
 
     def turn(self, view: PassView, mine_B: Tensor) -> None:
         """Where a block is new, begin with it; its predecessor's masks are all decoded."""
