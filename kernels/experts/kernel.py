@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.swiglu.kernel import rounded_swiglu
+
 
 @triton.jit
 def _weight(p_w, box, row, column, m_column, EVEN: tl.constexpr, TMA: tl.constexpr):
@@ -159,8 +161,6 @@ def grouped_kernel(
             out, up = tl.split(pairs)
         else:
             up = acc_up.to(dtype)
-        gate = out.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        out = (gate * up.to(tl.float32)).to(dtype)
+        out = rounded_swiglu(out.to(tl.float32), up.to(tl.float32), dtype).to(dtype)
     p_y = y + row_y.to(tl.int64)[:, None] * stride_y + o[None, :]
     tl.store(p_y, out.T, mask=m_row[:, None] & (o < OUT)[None, :])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.swiglu.kernel import rounded_swiglu
+
 
 @triton.jit
 def rows_of_b(b_Er, e, m_e, k, rank, stride_b):
@@ -127,6 +129,5 @@ def expand_kernel(
             b_up, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, IS_WIDE, PRECISION
         )
         up = (up.to(tl.float32) + gain).to(dtype).to(tl.float32)
-        gate = y.to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], (silu * up).to(dtype), mask=mask)
+        out = rounded_swiglu(y.to(tl.float32), up, dtype)
+        tl.store(out_RF + row[:, None] * stride_out + o_e[None, :], out.to(dtype), mask=mask)

@@ -166,7 +166,9 @@ def linear_kernel(
         count = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         is_last = count % H_TILE == splits - 1
     if is_last:
+        place = (e, m_e, row, m_row)
         if LORA:
+            adapter = (is_mask_R, h_RX, b_Er, rank, scaling, stride_b)
             finish_with_lora(
                 acc,
                 acc_up,
@@ -174,22 +176,14 @@ def linear_kernel(
                 bias_E,
                 p_part,
                 counters,
-                is_mask_R,
-                h_RX,
-                b_Er,
+                adapter,
                 is_h,
                 count,
                 tile,
                 splits,
-                e,
-                m_e,
-                row,
-                m_row,
+                place,
                 E,
-                rank,
-                scaling,
                 stride_y,
-                stride_b,
                 HAS_BIAS,
                 BLOCK_E,
                 BLOCK_K,
@@ -200,6 +194,4 @@ def linear_kernel(
             if MANY:
                 acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, SLOTS)
                 tl.store(counters + tile, 0)
-            finish(
-                acc, acc_up, y_RE, scale_E, bias_E, e, m_e, row, m_row, E, stride_y, GATED, SCALED, HAS_BIAS
-            )
+            finish(acc, acc_up, y_RE, scale_E, bias_E, place, E, stride_y, GATED, SCALED, HAS_BIAS)

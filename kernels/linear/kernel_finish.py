@@ -5,7 +5,8 @@ With gated LoRA, tiles of h = A x have programs of their own, the first of the g
 counters of all tiles of outputs, whose last program waits for that with its product in hand. Programs are
 started in the order of their ids and a tile of h waits for nobody, so the wait ends.
 
-R rows, E output width, X ranks of h: those of gate, then those of up.
+R rows, E output width, X ranks of h: those of gate, then those of up. `place`: outputs and rows of a tile,
+each with its mask.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from idlm.kernels.gated_lora.kernel import rounded_gain, rows_of_b
 from idlm.kernels.hopper import INTERPRETED
+from idlm.kernels.swiglu.kernel import rounded_swiglu
 
 IN_INTERPRETER: tl.constexpr = tl.constexpr(INTERPRETED)
 IN_FLIGHT: tl.constexpr = tl.constexpr(4)
@@ -70,13 +72,9 @@ def _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED: tl.constexpr, HAS_BIAS
 
 
 @triton.jit
-def _swiglu(gate, up, dtype):
-    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-
-
-@triton.jit
-def _store(y, y_RE, e, m_e, row, m_row, stride_y):
+def _store(y, y_RE, place, stride_y):
     """Write [BLOCK_E, BLOCK_R]; every step before has rounded, so this rounds once at most."""
+    e, m_e, row, m_row = place
     mask = m_row[:, None] & m_e[None, :]
     tl.store(y_RE + row[:, None] * stride_y + e[None, :], y.to(y_RE.dtype.element_ty).T, mask=mask)
 
@@ -88,10 +86,7 @@ def finish(
     y_RE,
     scale_E,
     bias_E,
-    e,
-    m_e,
-    row,
-    m_row,
+    place,
     E,
     stride_y,
     GATED: tl.constexpr,
@@ -100,11 +95,12 @@ def finish(
 ):
     """Epilogue and store; every step rounds as the separate torch ops do."""
     dtype = y_RE.dtype.element_ty
+    e, m_e = place[0], place[1]
     y = _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED, HAS_BIAS)
     if GATED:
         up = _rounded(acc_up, scale_E + E, bias_E + E, e, m_e, dtype, SCALED, HAS_BIAS)
-        y = _swiglu(y, up, dtype)
-    _store(y, y_RE, e, m_e, row, m_row, stride_y)
+        y = rounded_swiglu(y, up, dtype)
+    _store(y, y_RE, place, stride_y)
 
 
 @triton.jit
@@ -137,22 +133,14 @@ def finish_with_lora(
     bias_E,
     p_part,
     counters,
-    is_mask_R,
-    h_RX,
-    b_Er,
+    adapter,
     is_h,
     count,
     tile,
     splits,
-    e,
-    m_e,
-    row,
-    m_row,
+    place,
     E,
-    rank,
-    scaling,
     stride_y,
-    stride_b,
     HAS_BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -163,11 +151,13 @@ def finish_with_lora(
     of a tile of h. `count`: of the tile's counter when its last split was added to it.
     """
     dtype = y_RE.dtype.element_ty
+    e, m_e, row, m_row = place
+    is_mask_R, h_RX, b_Er, rank, scaling, stride_b = adapter
     tiles_h, tiles_e = tl.cdiv(rank, BLOCK_E), tl.cdiv(E, BLOCK_E)
     if is_h:
         acc, acc_up = sum_of_parts(acc, acc_up, p_part, splits, 2)
-        _store(acc, h_RX, e, m_e, row, m_row, 2 * rank)
-        _store(acc_up, h_RX + rank, e, m_e, row, m_row, 2 * rank)
+        _store(acc, h_RX, place, 2 * rank)
+        _store(acc_up, h_RX + rank, place, 2 * rank)
         tl.store(counters + tile, 0)
         tl.debug_barrier()
         other = tl.arange(0, BLOCK_T)
@@ -190,4 +180,4 @@ def finish_with_lora(
         gate = _with_gain(gate, b, h, is_mask, scaling, dtype, PRECISION)
         up = _rounded(acc_up, y_RE, bias_E + E, e, m_e, dtype, False, HAS_BIAS)
         up = _with_gain(up, b_up, h_up, is_mask, scaling, dtype, PRECISION)
-        _store(_swiglu(gate, up, dtype), y_RE, e, m_e, row, m_row, stride_y)
+        _store(rounded_swiglu(gate, up, dtype), y_RE, place, stride_y)

@@ -49,7 +49,7 @@ class Linears:
         y_RE = op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
         if lora is None:
             return y_RE
-        y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
+        y_RE, h_RX = _apart(y_RE, lora)
         return expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
 
     def swiglu(
@@ -93,8 +93,8 @@ class Linears:
         launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
         if self.deterministic and launch is not None and gated is not None:
             launch = replace(launch, splits=gated.splits)
-        y_RE = op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
-        y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
+        both_RE = op.linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+        y_RE, h_RX = _apart(both_RE, lora)
         return expand_swiglu(y_RE, lora.is_mask_R, h_RX, lora.b_Er, scaling=lora.scaling)
 
     def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
@@ -117,6 +117,11 @@ class Linears:
 
 def _num_outputs(weight_ED: Weight, lora: GatedLora | None) -> int:
     return len(weight_ED) - (0 if lora is None else lora.num_ranks)
+
+
+def _apart(both_RE: Tensor, lora: GatedLora) -> tuple[Tensor, Tensor]:
+    """The projection's own outputs, and A x."""
+    return both_RE[:, : -lora.num_ranks], both_RE[:, -lora.num_ranks :]
 
 
 def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:

@@ -12,8 +12,17 @@ from torch import Tensor
 
 
 @triton.jit
+def rounded_swiglu(gate, up, dtype):
+    """silu(gate) * up of fp32 values, in fp32; the silu is rounded before it is multiplied, as torch does.
+
+    Linears, experts and gated LoRA call it too: that a row has the same bits from either rests on it.
+    """
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
 def swiglu_kernel(gate_up_RE, out_RF, stride_in, stride_out, F, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
-    """A block of one row; the silu is rounded before it is multiplied, as torch rounds it."""
+    """A block of one row."""
     blocks = tl.cdiv(F, BLOCK_F)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     o_column = tl.program_id(0) % blocks * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -25,8 +34,8 @@ def swiglu_kernel(gate_up_RE, out_RF, stride_in, stride_out, F, BLOCK_F: tl.cons
     gate = tl.load(p_gate, mask=m_column, other=0.0).to(tl.float32)
     up = tl.load(p_gate + F, mask=m_column, other=0.0).to(tl.float32)
     dtype = out_RF.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_RF + row * stride_out + o_column, (silu * up).to(dtype), mask=m_column)
+    out = rounded_swiglu(gate, up, dtype)
+    tl.store(out_RF + row * stride_out + o_column, out.to(dtype), mask=m_column)
 
 
 def run(gate_up_RE: Tensor, out_RF: Tensor, *, block: int, warps: int, pdl: bool) -> None:

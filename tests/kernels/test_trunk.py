@@ -5,6 +5,7 @@ sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels them
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.lora import gated_linear
 from tests.kernels.interpreter import run_interpreted
+
+if TYPE_CHECKING:
+    from idlm.kernels.linear.launch import Launch
 
 
 def test_the_interpreted_kernels_compute_the_definitions() -> None:
@@ -145,7 +149,6 @@ LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"),
     "is_mask_R": "*i1",
     "scaling": "fp32",
 }
-NO_LORA = {"LORA": False, "BLOCK_K": 16, "BLOCK_T": 1}
 
 
 class Integers(dict[str, str]):
@@ -153,6 +156,28 @@ class Integers(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return "i32"
+
+
+def linear_constants(launch: Launch, **more: object) -> Mapping[str, object]:
+    """What the linear is compiled for: no bias, no scale, no adapter, but for `more`."""
+    return {
+        "GATED": False,
+        "SCALED": False,
+        "HAS_BIAS": False,
+        "EVEN_D": True,
+        "MANY": True,
+        "SERIAL": launch.serial,
+        "BLOCK_E": launch.block_e,
+        "BLOCK_R": launch.block_r,
+        "BLOCK_D": launch.block_d,
+        "STAGES": launch.stages,
+        "PRECISION": "tf32",
+        "PDL": True,
+        "LORA": False,
+        "BLOCK_K": 16,
+        "BLOCK_T": 1,
+        **more,
+    }
 
 
 @pytest.mark.parametrize("rows", [7, 448])
@@ -165,21 +190,7 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
 
     launch = fixed_launch(rows, 6144, 4096, torch.bfloat16)
     types = Integers(LINEAR_TYPES | ({"w_ED": "*fp8e4nv"} if is_fp8 else {}))
-    constants: Mapping[str, object] = {
-        "GATED": False,
-        "SCALED": is_fp8,
-        "HAS_BIAS": True,
-        "EVEN_D": True,
-        "MANY": not launch.serial,
-        "SERIAL": launch.serial,
-        "BLOCK_E": launch.block_e,
-        "BLOCK_R": launch.block_r,
-        "BLOCK_D": launch.block_d,
-        "STAGES": launch.stages,
-        "PRECISION": "tf32",
-        "PDL": True,
-        **NO_LORA,
-    }
+    constants = linear_constants(launch, SCALED=is_fp8, HAS_BIAS=True, MANY=not launch.serial)
     made = compile_for_hopper(linear_kernel, types, constants, num_warps=launch.warps)
     assert made.spilled_bytes == 0
     assert made.shared_bytes <= SHARED_BYTES
@@ -195,23 +206,7 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills() -> None:
 
     launch = few_rows_launch(7, 12288, 4096, torch.bfloat16, gated=True)
     assert launch is not None
-    constants: Mapping[str, object] = {
-        "GATED": True,
-        "SCALED": False,
-        "HAS_BIAS": False,
-        "EVEN_D": True,
-        "MANY": True,
-        "SERIAL": False,
-        "BLOCK_E": launch.block_e,
-        "BLOCK_R": launch.block_r,
-        "BLOCK_D": launch.block_d,
-        "STAGES": launch.stages,
-        "PRECISION": "tf32",
-        "PDL": True,
-        "LORA": True,
-        "BLOCK_K": 128,
-        "BLOCK_T": 256,
-    }
+    constants = linear_constants(launch, GATED=True, LORA=True, BLOCK_K=128, BLOCK_T=256)
     options = {"num_warps": launch.warps, **rounds_as_written()}
     made = compile_for_hopper(linear_kernel, Integers(LINEAR_TYPES), constants, **options)
     assert made.spilled_bytes == 0
