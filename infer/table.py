@@ -96,7 +96,7 @@ class SequenceTable:
         """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
         random stream stay.
         """
-        # Not an assignment, which copies the number to the device and waits for all that runs there.
+        # Not an assignment, which would wait for the device (`transfer.fill_lanes`).
         self.num_computed_Z[lane].fill_(num_computed)
 
     def laws(

@@ -1,4 +1,4 @@
-"""Host lists to device tensors without waiting for the device."""
+"""Host lists to device tensors without waiting for the device. Z lanes."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype
     if device.type != "cuda":
         return on_host.to(device)
     return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
+    """Set these lanes of columns of one device. An assignment, column_Z[lanes] = value, would copy the number
+    to the device and wait for all that runs there.
+    """
+    lanes_B = to_device(lanes, columns_Z[0].device)
+    for column_Z in columns_Z:
+        column_Z.index_fill_(0, lanes_B, value)

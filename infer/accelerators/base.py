@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.view import PassView
-from idlm.infer.transfer import to_device
+from idlm.infer.transfer import fill_lanes
 from idlm.registry import Registry
 
 Side = Literal["kv", "rows"]
@@ -201,7 +201,7 @@ class BlockMemory:
 
     def reset(self, lanes: list[int]) -> None:
         """Forget."""
-        self.starts_Z.index_fill_(0, to_device(lanes, self.starts_Z.device), -1)
+        fill_lanes(lanes, -1, self.starts_Z)
 
 
 ACCELERATORS: Registry[type[Accelerator]] = Registry("accelerator", "idlm.infer.accelerators")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, Kept, RowsAccelerator, RowsPass
 from idlm.infer.accelerators.view import PassView
-from idlm.infer.transfer import to_device
+from idlm.infer.transfer import fill_lanes
 
 LAST_LAYER = 1
 """Whose attention is looked at, and behind whose queries and keys rows are dropped."""
@@ -124,8 +124,8 @@ class Memory:
     def reset(self, lanes: list[int]) -> None:
         """Forget."""
         self.blocks.reset(lanes)
-        for column in (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z):
-            column.index_fill_(0, to_device(lanes, column.device), 0)
+        counts = (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z)
+        fill_lanes(lanes, 0, *counts)
 
     def turn(self, view: PassView, mine_B: Tensor) -> None:
         """Where a block is new, begin with it; its predecessor's masks are all decoded."""

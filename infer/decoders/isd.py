@@ -30,7 +30,7 @@ from idlm.infer.decoders.base import (
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
-from idlm.infer.transfer import to_device
+from idlm.infer.transfer import fill_lanes
 from idlm.kernels.sampling import draft_laws, emit_and_draft, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
@@ -124,8 +124,7 @@ class IsdDecoder:
 
     def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have no drafts."""
-        # Not stock_Z[lanes] = 0, which copies the number to the device and waits for all that runs there.
-        self.stock_Z.index_fill_(0, to_device(lanes, self.stock_Z.device), 0)
+        fill_lanes(lanes, 0, self.stock_Z)
 
     def rewind(self, lanes: list[int]) -> None:
         """Drafts and their laws need no cache."""
