@@ -64,13 +64,8 @@ def expected_ms(
 
 def profiled(seats: BlockSeats, num_passes: int) -> list[KernelTime]:
     """Kernels of so many passes in steady decoding."""
-
-    def run() -> None:
-        seats.run_passes(num_passes)
-        seats.drain()
-
     with seats._toggles():
         seats.settle()
-        times = kernel_times(run, num_passes, seats.engine.table.device)
+        times = kernel_times(seats, num_passes)
         seats.leave()
     return times

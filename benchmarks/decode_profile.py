@@ -36,17 +36,11 @@ def print_profiles(bench: Bench, arms: list[Arm], *, adapter_rank: int) -> None:
 
 def _profiled(bench: Bench, arm: Arm, concurrency: int, context: int) -> list[KernelTime]:
     """Of passes in steady decoding. The engine is gone when this returns."""
-    num_passes = min(MOST_PASSES, bench.num_passes)
     seats = Seats(bench.model, arm, bench.load(concurrency, context), bench.trace(arm))
-
-    def run() -> None:
-        seats.run_passes(num_passes)
-        seats.drain()
-
     with seats._toggles(), replaying(seats.replay):
         seats.sit()
         seats.run_tokens(seats.warm_up_tokens)
         seats.drain()
-        times = kernel_times(run, num_passes, seats.engine.table.device)
+        times = kernel_times(seats, min(MOST_PASSES, bench.num_passes))
         seats.leave()
     return times

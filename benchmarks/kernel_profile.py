@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from benchmarks.decode_harness import Seats
 
 KINDS = (
     ("attention", r"attend_kernel|combine_kernel|tile_kernel|item_kernel"),
@@ -38,14 +40,15 @@ class KernelTime:
         return next((kind for kind, pattern in KINDS if re.search(pattern, self.name)), "small")
 
 
-def kernel_times(run: Callable[[], object], num_passes: int, device: torch.device) -> list[KernelTime]:
-    """Kernels (on a CPU: operations) of `run`, which makes so many passes, the longest first."""
+def kernel_times(seats: Seats, num_passes: int) -> list[KernelTime]:
+    """Kernels (on a CPU: operations) of so many passes of a steady engine, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
-    is_cuda = device.type == "cuda"
+    is_cuda = seats.engine.table.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     with profile(activities=[activity]) as record:
-        run()
+        seats.run_passes(num_passes)
+        seats.drain()
         if is_cuda:
             torch.cuda.synchronize()
     found = [_time(event, num_passes, is_cuda) for event in record.key_averages()]
