@@ -18,7 +18,7 @@ FIXED_PROGRAMS = 384
 A constant, so that the same weights give the same bits on every device.
 """
 FIXED_ROWS = (16, 32, 64, 128)
-FEW_ROWS = 16
+FEW_ROWS = 32
 """Above, cuBLAS is as fast or faster on an H200 (benchmarks/linears.py)."""
 FEW_PROGRAMS = 264
 """Two for each of an H200's multiprocessors."""
@@ -52,6 +52,8 @@ class Launch:
     stages: int = 4
     pdl: bool = False
     """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
+    ahead: int = 0
+    """Columns of every row of the weight, at most 256, that are asked for in the L2 cache before that wait."""
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""
@@ -127,12 +129,13 @@ def few_rows_launch(
         return Launch(block_r=64, block_d=64)
     if num_rows > FEW_ROWS or dtype.itemsize != 2:
         return None
+    block_r = 16 if num_rows <= 16 else 32
     if not gated and FEW_PROGRAMS < tiles <= 2 * FEW_PROGRAMS:
         # Tiles of 64 would leave the second round of programs half empty.
-        return Launch(block_e=128, block_r=16, block_d=64)
+        return Launch(block_e=128, block_r=block_r, block_d=64)
     most = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
     splits = 1 << max(0, most.bit_length() - 1)
-    return Launch(block_r=16, block_d=64 if gated else 128, splits=splits)
+    return Launch(block_r=block_r, block_d=64 if gated else 128, splits=splits)
 
 
 def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch, Workspace
 
 Weight = Tensor | Fp8Weight
+AHEAD = 128
+"""As much as memory has not begun to deliver when a kernel ends; more takes as long as it saves (H200)."""
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 
@@ -112,7 +114,9 @@ class Linears:
             launch = fixed_launch(*shape, gated=gated)
         else:
             launch = few_rows_launch(*shape, gated=gated, is_fp8=isinstance(weight_ED, Fp8Weight))
-        return None if launch is None else replace(launch, pdl=has_pdl(x_RD.device))
+        if launch is None or not has_pdl(x_RD.device):
+            return launch
+        return replace(launch, pdl=True, ahead=AHEAD)
 
 
 def _num_outputs(weight_ED: Weight, lora: GatedLora | None) -> int:

@@ -155,9 +155,8 @@ def combine_kernel(
     count, num_items = tl.load(record + 2), tl.load(record + 15)
     row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        # Not before: a large product behind it would be spread over what the walk has left free.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_tile = m < count * G
     if (tl.program_id(1) * BLOCK_M >= count * G) | (num_items <= 1):

@@ -92,8 +92,8 @@ def qkv_rope_cache_kernel(
         p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
         norm_low, norm_high = _halves(p_norm, mask & is_rotated, HALF)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     p_qkv = qkv_RJH + row * stride_row + head[:, None] * stride_head + o_half[None, :]
     low, high = _halves(p_qkv, mask, HALF)
     new_low, new_high = low, high

@@ -35,8 +35,8 @@ def add_rms_norm_kernel(
     m_column = o_column < D
     weight = tl.load(weight_D + o_column, mask=m_column, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_RD + row * stride_x + o_column, mask=m_column, other=0.0)
     if HAS_RESIDUAL:
         p_residual = residual_RD + row * stride_residual + o_column

@@ -206,7 +206,7 @@ def in_one_kernel(
 def test_an_adapter_has_the_same_bits_in_the_product_and_behind_it() -> None:
     torch.manual_seed(0)
     linears, (weight, b) = Linears(), adapted_weight("gate_up")
-    for rows, share in itertools.product((1, 3, 7, 16), (0.0, 0.5, 1.0)):
+    for rows, share in itertools.product((1, 3, 7, 16, 17, 28, 32), (0.0, 0.5, 1.0)):
         x, is_mask = randn(rows, 4096), torch.rand(rows, device="cuda") < share
         found = in_one_kernel("gate_up", x, weight, b, is_mask, linears)
         assert torch.equal(found, in_two_kernels("gate_up", x, weight, b, is_mask)), f"{rows=} {share=}"
@@ -225,12 +225,13 @@ def test_a_deterministic_row_has_the_same_bits_with_an_adapter_and_without(name:
     assert torch.equal(found[~is_mask], plain[~is_mask])
 
 
-def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_each() -> None:
+@pytest.mark.parametrize("rows", [7, 28])
+def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_each(rows: int) -> None:
     """Two layers of Qwen3-8B without attention, replayed with changing rows and gates: what a tile waits for
     has another value each time, and its counters start where the last replay left them.
     """
     torch.manual_seed(0)
-    linears, rows = Linears(), 7
+    linears = Linears()
     layers = [{name: adapted_weight(name) for name in ADAPTED} for _ in range(2)]
     norm, x = randn(4096), randn(rows, 4096)
     is_mask = torch.zeros(rows, dtype=torch.bool, device="cuda")

@@ -119,11 +119,12 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
 
     bf16 = torch.bfloat16
     for E, D, gated in ((6144, 4096, False), (4096, 12288, False), (12288, 4096, True), (24832, 4096, False)):
-        launch = few_rows_launch(7, E, D, bf16, gated=gated)
-        assert launch is not None
-        programs = -(-E // launch.block_e) * launch.splits
-        assert FEW_PROGRAMS / 2 < programs <= FEW_PROGRAMS, f"{E=} {D=} {launch=}"
-    assert few_rows_launch(17, 6144, 4096, bf16) is None
+        for rows in (7, 28):
+            launch = few_rows_launch(rows, E, D, bf16, gated=gated)
+            assert launch is not None and launch.block_r >= rows, "one tile of rows"
+            programs = -(-E // launch.block_e) * launch.splits
+            assert FEW_PROGRAMS / 2 < programs <= FEW_PROGRAMS, f"{E=} {D=} {launch=}"
+    assert few_rows_launch(33, 6144, 4096, bf16) is None
     assert few_rows_launch(64, 12288, 4096, bf16, gated=True) is not None
     assert few_rows_launch(64, 12288, 4096, bf16) is few_rows_launch(64, 3072, 1024, bf16, gated=True) is None
     assert few_rows_launch(65, 12288, 4096, bf16, gated=True) is None
@@ -173,6 +174,7 @@ def linear_constants(launch: Launch, **more: object) -> Mapping[str, object]:
         "STAGES": launch.stages,
         "PRECISION": "tf32",
         "PDL": True,
+        "AHEAD": 128,
         "LORA": False,
         "BLOCK_K": 16,
         "BLOCK_T": 1,
@@ -195,16 +197,18 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     assert made.spilled_bytes == 0
     assert made.shared_bytes <= SHARED_BYTES
     assert f"m64n{launch.block_r}k16" in made.ptx
-    assert made.ptx.index("griddepcontrol.wait") < made.ptx.index("cp.async.cg")
+    asks, waits = made.ptx.index("cp.async.bulk.prefetch.L2"), made.ptx.index("griddepcontrol.wait")
+    assert asks < waits < made.ptx.index("cp.async.cg"), "activations are read before they are written"
 
 
-def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills() -> None:
+@pytest.mark.parametrize("rows", [7, 28])
+def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.kernel import linear_kernel
     from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
     from tests.kernels.hopper_compiler import compile_for_hopper
 
-    launch = few_rows_launch(7, 12288, 4096, torch.bfloat16, gated=True)
+    launch = few_rows_launch(rows, 12288, 4096, torch.bfloat16, gated=True)
     assert launch is not None
     constants = linear_constants(launch, GATED=True, LORA=True, BLOCK_K=128, BLOCK_T=256)
     options = {"num_warps": launch.warps, **rounds_as_written()}
