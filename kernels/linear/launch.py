@@ -53,7 +53,7 @@ class Launch:
     pdl: bool = False
     """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
     ahead: int = 0
-    """Columns of every row of the weight, at most 256, that are asked for in the L2 cache before that wait."""
+    """Columns of each row of the weight, at most 256, that are asked for in the L2 cache before that wait."""
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""
