@@ -19,7 +19,7 @@ A constant, so that the same weights give the same bits on every device.
 """
 FIXED_ROWS = (16, 32, 64, 128)
 FEW_ROWS = 32
-"""Above, cuBLAS is as fast or faster on an H200 (benchmarks/linears.py)."""
+"""Above, a decoding step is faster with cuBLAS on an H200 (benchmarks/decode.py, 60 rows)."""
 FEW_PROGRAMS = 264
 """Two for each of an H200's multiprocessors."""
 GATED_ROWS, GATED_TILES = range(33, 65), range(132, FEW_PROGRAMS + 1)
