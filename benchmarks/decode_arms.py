@@ -32,8 +32,8 @@ from idlm.infer.models.loader import LoadedModel
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
 ADAPTER_RANK = 128
-MOST_ADAPTED = 64
-"""Sequences beyond which an adapter is not measured: its share of a step only shrinks."""
+ADAPTED = (1, 2, 4, 8, 16, 64)
+"""Sequences of which an adapter is measured; its share of a step only shrinks beyond."""
 BRANCH_ROWS = 512
 """Beyond so many rows a branch pass is not tried: it is bound by arithmetic long before."""
 FORMULAS = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}
@@ -313,7 +313,7 @@ def adapter(bench: Bench) -> None:
     """The step of R-ISD, base weights and a gated adapter on MASK rows, over that of ISD."""
     stride = _published_stride(bench)
     arm = Arm(name=f"cold {stride}", strategy="cold", stride=stride)
-    for concurrency in (c for c in bench.concurrency if c <= MOST_ADAPTED):
+    for concurrency in sorted({min(bench.concurrency), *(c for c in bench.concurrency if c in ADAPTED)}):
         load = bench.load(concurrency, bench.contexts[0])
         plain = measure_arms(bench, [arm], load, has_rows=False).get(arm.name)
         with adapted(bench.model, ADAPTER_RANK):

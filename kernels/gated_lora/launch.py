@@ -57,7 +57,7 @@ def run_expand(
         IS_WIDE=rank > block_k,
         PRECISION="ieee" if y_RE.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=4,
+        num_warps=8,
         **(rounds_as_written() if y_RE.dtype.itemsize == 2 else {}),
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -37,9 +37,9 @@ def _first_column(split, splits, D):
 def _ask_ahead(p_row, AHEAD: tl.constexpr):
     """Ask for the first AHEAD columns of every row in the L2 cache, by two requests each; nobody waits."""
     NUM_BYTES: tl.constexpr = AHEAD // 2 * p_row.dtype.element_ty.primitive_bitwidth // 8
-    p = p_row[:, None] + tl.arange(0, 2)[None, :] * (AHEAD // 2)
+    p = p_row[:, None] + tl.arange(0, 8)[None, :] * (AHEAD // 8)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l,r",
         [p.to(tl.int64), tl.full(p.shape, NUM_BYTES, tl.int32)],
         dtype=tl.int32,

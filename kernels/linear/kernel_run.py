@@ -10,11 +10,12 @@ from torch import Tensor
 
 from idlm.kernels.gated_lora.op import GatedLora
 from idlm.kernels.hopper import INTERPRETED, rounds_as_written
-from idlm.kernels.linear.kernel import QUANTUM, linear_kernel
+from idlm.kernels.linear.kernel import linear_kernel
 from idlm.kernels.linear.launch import (
     Launch,
     Workspace,
     adds_lora,
+    columns_ahead,
     make_workspace,
     num_splits,
     workspace_size,
@@ -48,9 +49,6 @@ def run(
     else:
         partials, counters = workspace.partials, workspace.counters
         assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
-    # Requests ahead are whole and aligned: every share has at least QUANTUM columns.
-    is_aligned = D % QUANTUM.value == weight_ED.stride(0) * weight_ED.element_size() % 16 == 0
-    is_aligned = is_aligned and weight_ED.data_ptr() % 16 == 0
     block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
     programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
     programs += triton.cdiv(rank, launch.block_e)
@@ -82,7 +80,7 @@ def run(
         STAGES=launch.stages,
         PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
         PDL=launch.pdl and not INTERPRETED,
-        AHEAD=launch.ahead if is_aligned else 0,
+        AHEAD=columns_ahead(launch, weight_ED, num_rows),
         num_warps=launch.warps,
         **adapter,
         **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),

@@ -53,7 +53,11 @@ class Launch:
     pdl: bool = False
     """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
     ahead: int = 0
-    """Columns of each row of the weight, at most 256, that are asked for in the L2 cache before that wait."""
+    """Columns of each row of the weight that are asked for in the L2 cache before that wait."""
+
+    def __post_init__(self) -> None:
+        # Half of it is one request, of a multiple of 16 bytes.
+        assert 0 <= self.ahead <= QUANTUM.value and self.ahead % 32 == 0, f"{self.ahead=}"
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""
@@ -88,6 +92,15 @@ def workspace_size(
     tiles += triton.cdiv(rank, launch.block_e)
     floats = tiles * splits * launch.block_e * launch.block_r * (2 if gated else 1)
     return floats if splits > 1 else 0, tiles
+
+
+def columns_ahead(launch: Launch, weight_ED: Tensor, num_rows: int) -> int:
+    """`ahead` where requests are aligned and no share is narrower, and where one tile of rows asks: others
+    would ask for the same.
+    """
+    is_aligned = weight_ED.stride(0) * weight_ED.element_size() % 16 == 0 and weight_ED.data_ptr() % 16 == 0
+    is_whole = weight_ED.shape[1] % QUANTUM.value == 0
+    return launch.ahead if is_aligned and is_whole and num_rows <= launch.block_r else 0
 
 
 def num_splits(launch: Launch, D: int) -> int:
@@ -135,7 +148,8 @@ def few_rows_launch(
         return Launch(block_e=128, block_r=block_r, block_d=64)
     most = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
     splits = 1 << max(0, most.bit_length() - 1)
-    return Launch(block_r=block_r, block_d=64 if gated else 128, splits=splits)
+    stages = 3 if gated and FEW_PROGRAMS < tiles <= 3 * FEW_PROGRAMS // 2 else 4
+    return Launch(block_r=block_r, block_d=64 if gated else 128, splits=splits, stages=stages)
 
 
 def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:

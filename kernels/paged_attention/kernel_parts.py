@@ -150,12 +150,13 @@ def combine_kernel(
 
     PARTS: how many parts are added at once; 1 adds them in order, which is what fixed splits are for.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head, tile = tl.program_id(0) % K, tl.program_id(0) // K
     record = tiles + tile * RECORD
     count, num_items = tl.load(record + 2), tl.load(record + 15)
     row, first_part, num_parts = tl.load(record + 1), tl.load(record + 12), tl.load(record + 13)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_tile = m < count * G

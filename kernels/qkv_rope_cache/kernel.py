@@ -74,6 +74,8 @@ def qkv_rope_cache_kernel(
     PDL: tl.constexpr,
 ):
     """q of its heads in place; k and v of its heads into the caches, unless the row's slot is -1."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (N + 2 * K + BLOCK_J - 1) // BLOCK_J
     row = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = (tl.program_id(0) % GROUPS) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -92,7 +94,6 @@ def qkv_rope_cache_kernel(
         p_norm = qk_norm_YH + head[:, None] * stride_norm + o_half[None, :]
         norm_low, norm_high = _halves(p_norm, mask & is_rotated, HALF)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     p_qkv = qkv_RJH + row * stride_row + head[:, None] * stride_head + o_half[None, :]
     low, high = _halves(p_qkv, mask, HALF)

@@ -30,12 +30,13 @@ def add_rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """normed = rms_norm(x + residual) * weight of one row; the sum replaces the residual."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BLOCK_D)
     m_column = o_column < D
     weight = tl.load(weight_D + o_column, mask=m_column, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_RD + row * stride_x + o_column, mask=m_column, other=0.0)
     if HAS_RESIDUAL:
