@@ -30,7 +30,7 @@ from benchmarks.stream import Timer
 from idlm import command
 from idlm.errors import UserError
 from idlm.kernels.linear import Fp8Weight, dequantised, linear, linear_swiglu, quantise_fp8
-from idlm.kernels.linear.launch import Launch, Workspace, fixed_launch, make_workspace
+from idlm.kernels.linear.launch import AHEAD, Launch, Workspace, fixed_launch, make_workspace
 from idlm.kernels.linear.linears import check_rows_agree
 
 BF16 = torch.bfloat16
@@ -72,6 +72,8 @@ class Model:
 
 MODELS = {
     "qwen3-8b": Model(layers=36, width=4096, qkv=6144, o_width=4096, ffn=12288, vocabulary=151_936),
+    "qwen3-14b": Model(layers=40, width=5120, qkv=7168, o_width=5120, ffn=17408, vocabulary=151_936),
+    "qwen3-32b": Model(layers=64, width=5120, qkv=10240, o_width=8192, ffn=25600, vocabulary=151_936),
     "qwen3-0.6b": Model(layers=28, width=1024, qkv=4096, o_width=2048, ffn=3072, vocabulary=151_936),
     "tiny": Model(layers=2, width=256, qkv=512, o_width=256, ffn=512, vocabulary=1000),
 }
@@ -254,7 +256,7 @@ def _fixed(bench: Bench) -> None:
         weights = _weights(E, D, gated)
         for rows in FIXED_ROWS:
             x_RD = torch.randn(rows, D, device="cuda", dtype=BF16)
-            launch = replace(fixed_launch(rows, E, D, BF16, gated=gated), pdl=True)
+            launch = replace(fixed_launch(rows, E, D, BF16, gated=gated), pdl=True, ahead=AHEAD)
             agrees = agrees and _is_right(bench, weights[0], launch, gated, x_RD)
             times = [_time(bench, weights, choice, gated, x_RD) for choice in (launch, None)]
             case = {"op": "fixed", "shape": name, "rows": rows}
@@ -309,7 +311,8 @@ def _step(bench: Bench, rows: int) -> None:
         F.linear(x_RD, head)
 
     def ours(pdl: bool) -> None:
-        best = {name: None if launch is None else replace(launch, pdl=pdl) for name, launch in picked.items()}
+        ahead = AHEAD if pdl else 0
+        best = {name: one and replace(one, pdl=pdl, ahead=ahead) for name, one in picked.items()}
         for qkv, o, gate_up, down in layers:
             linear(x_RD, qkv, launch=best["qkv"], workspace=space)
             hidden_RD = linear(o_RD, o, launch=best["o"], workspace=space)

@@ -12,6 +12,7 @@ from idlm.kernels.hopper import has_pdl, rounds_as_written
 BLOCK_E = 64
 MOST_RANKS = 128
 ROWS = (16, 32, 64)
+WARPS = 8
 
 
 def run_expand(
@@ -57,7 +58,7 @@ def run_expand(
         IS_WIDE=rank > block_k,
         PRECISION="ieee" if y_RE.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=8,
+        num_warps=WARPS,
         **(rounds_as_written() if y_RE.dtype.itemsize == 2 else {}),
         **({"launch_pdl": True} if pdl else {}),
     )

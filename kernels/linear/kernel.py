@@ -26,6 +26,8 @@ from idlm.kernels.linear.kernel_finish import (
 
 QUANTUM: tl.constexpr = tl.constexpr(256)
 """Splits start at multiples of it, whatever the tile, so that tiles of any width share the same ranges."""
+SECTOR_BITS: tl.constexpr = tl.constexpr(256)
+"""What a request asks for at least."""
 
 
 @triton.jit
@@ -35,13 +37,16 @@ def _first_column(split, splits, D):
 
 @triton.jit
 def _ask_ahead(p_row, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD columns of every row in the L2 cache, by two requests each; nobody waits."""
-    NUM_BYTES: tl.constexpr = AHEAD // 2 * p_row.dtype.element_ty.primitive_bitwidth // 8
-    p = p_row[:, None] + tl.arange(0, 8)[None, :] * (AHEAD // 8)
+    """Ask for the first AHEAD columns of every row in the L2 cache; nobody waits.
+
+    A bulk request per row would be one for 256 bytes, but a warp makes those one by one.
+    """
+    STEP: tl.constexpr = SECTOR_BITS // p_row.dtype.element_ty.primitive_bitwidth
+    p = p_row[:, None] + tl.arange(0, AHEAD // STEP)[None, :] * STEP
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l,r",
-        [p.to(tl.int64), tl.full(p.shape, NUM_BYTES, tl.int32)],
+        "=r,l",
+        [p.to(tl.int64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

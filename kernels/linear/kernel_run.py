@@ -80,7 +80,7 @@ def run(
         STAGES=launch.stages,
         PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
         PDL=launch.pdl and not INTERPRETED,
-        AHEAD=columns_ahead(launch, weight_ED, num_rows),
+        AHEAD=columns_ahead(launch, num_rows, D),
         num_warps=launch.warps,
         **adapter,
         **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),

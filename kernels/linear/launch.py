@@ -22,6 +22,8 @@ FEW_ROWS = 32
 """Above, a decoding step is faster with cuBLAS on an H200 (benchmarks/decode.py, 60 rows)."""
 FEW_PROGRAMS = 264
 """Two for each of an H200's multiprocessors."""
+AHEAD = 128
+"""Columns; what memory has not begun to deliver when a kernel ends. More take as long as they save (H200)."""
 GATED_ROWS, GATED_TILES = range(33, 65), range(132, FEW_PROGRAMS + 1)
 """Here the product with its SwiGLU takes as long as the library's without one: a launch less. Tiles of 64
 outputs, one round of programs.
@@ -56,8 +58,8 @@ class Launch:
     """Columns of each row of the weight that are asked for in the L2 cache before that wait."""
 
     def __post_init__(self) -> None:
-        # Half of it is one request, of a multiple of 16 bytes.
-        assert 0 <= self.ahead <= QUANTUM.value and self.ahead % 32 == 0, f"{self.ahead=}"
+        # A power of two, no more than any share has.
+        assert self.ahead in (0, 32, 64, 128, QUANTUM.value), f"{self.ahead=}"
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
         """Shared memory of the pipeline, about."""
@@ -94,13 +96,9 @@ def workspace_size(
     return floats if splits > 1 else 0, tiles
 
 
-def columns_ahead(launch: Launch, weight_ED: Tensor, num_rows: int) -> int:
-    """`ahead` where requests are aligned and no share is narrower, and where one tile of rows asks: others
-    would ask for the same.
-    """
-    is_aligned = weight_ED.stride(0) * weight_ED.element_size() % 16 == 0 and weight_ED.data_ptr() % 16 == 0
-    is_whole = weight_ED.shape[1] % QUANTUM.value == 0
-    return launch.ahead if is_aligned and is_whole and num_rows <= launch.block_r else 0
+def columns_ahead(launch: Launch, num_rows: int, D: int) -> int:
+    """`ahead` where every share is as wide and one tile of rows asks: others would ask for the same."""
+    return launch.ahead if D % QUANTUM.value == 0 and num_rows <= launch.block_r else 0
 
 
 def num_splits(launch: Launch, D: int) -> int:
@@ -148,7 +146,9 @@ def few_rows_launch(
         return Launch(block_e=128, block_r=block_r, block_d=64)
     most = min(FEW_PROGRAMS // tiles, triton.cdiv(D, QUANTUM.value))
     splits = 1 << max(0, most.bit_length() - 1)
-    stages = 3 if gated and FEW_PROGRAMS < tiles <= 3 * FEW_PROGRAMS // 2 else 4
+    # With three stages, four programs of 16 rows fit a multiprocessor, or three of 32: then all run at once.
+    at_once = 2 * FEW_PROGRAMS if block_r == 16 else 3 * FEW_PROGRAMS // 2
+    stages = 3 if gated and FEW_PROGRAMS < tiles <= at_once else 4
     return Launch(block_r=block_r, block_d=64 if gated else 128, splits=splits, stages=stages)
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch, Workspace
 
 Weight = Tensor | Fp8Weight
-AHEAD = 128
-"""As much as memory has not begun to deliver when a kernel ends; more takes as long as it saves (H200)."""
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 
@@ -102,7 +100,7 @@ class Linears:
     def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
         if not runs_kernels(x_RD) or x_RD.dtype not in op.DTYPES:
             return None
-        from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace
+        from idlm.kernels.linear.launch import AHEAD, few_rows_launch, fixed_launch, make_workspace
 
         if self._workspace is None:
             self._workspace = make_workspace(

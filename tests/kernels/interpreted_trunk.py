@@ -33,10 +33,10 @@ def test_splits_of_a_linear(seed: int) -> None:
     CHECKS["linear"](Draw(100 + seed, "cpu", torch.float32, largest=800))
 
 
-@pytest.mark.parametrize(("seed", "dtype"), [(45, torch.float16), (53, torch.float32), (54, torch.float16)])
+@pytest.mark.parametrize(("seed", "dtype"), [(45, torch.float16), (68, torch.float32), (107, torch.float16)])
 @pytest.mark.parametrize("variant", range(len(LORA_VARIANTS)))
 def test_splits_of_a_linear_with_an_adapter(variant: int, seed: int, dtype: torch.dtype) -> None:
-    """One, four and two, of 16 rows of which some or all are MASK."""
+    """One, four and two, of 16, 28 and 17 rows of which some or all are MASK."""
     check_linear_lora(Draw(seed, "cpu", dtype, largest=800), variant)
 
 

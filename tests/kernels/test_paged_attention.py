@@ -139,6 +139,9 @@ def test_planning_and_combining_compile_for_hopper() -> None:
     combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12, "PARTS": 1}
     result = compiled(kernel_parts.combine_kernel, combine, warps=4, stages=3)
     assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
+    before, _, _ = result.asm["ptx"].partition("griddepcontrol.wait")
+    assert before.index("griddepcontrol.launch_dependents") < before.index("ld.global")
+    assert "cp.async" not in before, "parts are read too early"
     at_once = heads | {"TILE_M": 64, "BLOCK_M": 2, "STAGES": 12, "PARTS": 16}
     for half_parts in (False, True):
         compiled(kernel_parts.combine_kernel, at_once, warps=1, stages=3, half_parts=half_parts)

@@ -119,9 +119,9 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
 
     bf16 = torch.bfloat16
     for E, D, gated in ((6144, 4096, False), (4096, 12288, False), (12288, 4096, True), (24832, 4096, False)):
-        for rows in (7, 28):
+        for rows in (1, 16, 17, 32):
             launch = few_rows_launch(rows, E, D, bf16, gated=gated)
-            assert launch is not None and launch.block_r >= rows, "one tile of rows"
+            assert launch is not None and launch.block_r == (16 if rows <= 16 else 32), "one tile of rows"
             programs = -(-E // launch.block_e) * launch.splits
             assert FEW_PROGRAMS / 2 < programs <= FEW_PROGRAMS, f"{E=} {D=} {launch=}"
     assert few_rows_launch(33, 6144, 4096, bf16) is None
@@ -129,6 +129,39 @@ def test_few_rows_get_tiles_that_fill_the_device() -> None:
     assert few_rows_launch(64, 12288, 4096, bf16) is few_rows_launch(64, 3072, 1024, bf16, gated=True) is None
     assert few_rows_launch(65, 12288, 4096, bf16, gated=True) is None
     assert few_rows_launch(1, 6144, 4096, torch.float32) is None
+
+
+@pytest.mark.parametrize(("F", "rows"), [(17408, 7), (17408, 28), (25600, 7), (28672, 7)])
+def test_the_tiles_of_a_wide_swiglu_run_at_once(F: int, rows: int) -> None:
+    """Qwen3-14B, Qwen3-32B, Llama-70B: a second round of a few programs would take as long as the first."""
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
+
+    launch = few_rows_launch(rows, F, 5120, torch.bfloat16, gated=True)
+    assert launch is not None and launch.splits == 1
+    at_once = 132 * (SHARED_BYTES // launch.shared_bytes(2, gated=True))
+    assert -(-F // launch.block_e) <= at_once
+
+
+def test_columns_are_asked_for_ahead_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear import linears
+    from idlm.kernels.linear.launch import AHEAD, Launch, columns_ahead
+
+    launch = Launch(block_r=16, ahead=128)
+    assert columns_ahead(launch, 16, 4096) == 128
+    assert columns_ahead(launch, 17, 4096) == 0, "two tiles of rows would ask for the same"
+    assert columns_ahead(launch, 16, 1000) == 0, "a share may be narrower"
+    for wrong in (-32, 1, 96, 512):
+        with pytest.raises(AssertionError, match="ahead"):
+            Launch(ahead=wrong)
+    x_RD, weight_ED = torch.zeros(7, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
+    monkeypatch.setattr(linears, "runs_kernels", lambda x: True)
+    for has_pdl, expected in ((True, (True, AHEAD)), (False, (False, 0))):
+        monkeypatch.setattr(linears, "has_pdl", lambda device, value=has_pdl: value)
+        for deterministic in (False, True):
+            made = linears.Linears(deterministic=deterministic)._launch(x_RD, weight_ED, 64, gated=False)
+            assert made is not None and (made.pdl, made.ahead) == expected
 
 
 def test_an_adapter_is_added_by_the_product_where_that_is_served() -> None:
@@ -197,8 +230,35 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
     assert made.spilled_bytes == 0
     assert made.shared_bytes <= SHARED_BYTES
     assert f"m64n{launch.block_r}k16" in made.ptx
-    asks, waits = made.ptx.index("cp.async.bulk.prefetch.L2"), made.ptx.index("griddepcontrol.wait")
-    assert asks < waits < made.ptx.index("cp.async.cg"), "activations are read before they are written"
+    assert_asks_ahead(made.ptx, gated=False)
+
+
+def assert_asks_ahead(ptx: str, *, gated: bool) -> None:
+    """Of the weights alone, ahead of the wait; 128 columns of 64 rows by 128 threads."""
+    ahead, _, behind = ptx.partition("griddepcontrol.wait")
+    requests = ahead.count("prefetch.global.L2")
+    assert requests == ptx.count("prefetch.global.L2") > 0 and requests % (2 if gated else 1) == 0
+    assert "cp.async" not in ahead and "ld.global" not in ahead, "activations are read too early"
+    assert behind.index("cp.async.cg") < behind.index("griddepcontrol.launch_dependents")
+
+
+@pytest.mark.parametrize("rows", [7, 28])
+@pytest.mark.parametrize("gated", [False, True])
+def test_two_programs_of_a_decoding_step_fit_a_multiprocessor(rows: int, gated: bool) -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.linear.kernel import linear_kernel
+    from idlm.kernels.linear.launch import SHARED_BYTES, few_rows_launch
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    launch = few_rows_launch(rows, 12288 if gated else 6144, 4096, torch.bfloat16, gated=gated)
+    assert launch is not None
+    constants = linear_constants(launch, GATED=gated, MANY=launch.splits > 1)
+    made = compile_for_hopper(linear_kernel, Integers(LINEAR_TYPES), constants, num_warps=launch.warps)
+    assert made.spilled_bytes == 0 and 2 * made.shared_bytes <= SHARED_BYTES
+    assert 2 * made.registers * 32 * launch.warps <= 1 << 16
+    assert f"m64n{launch.block_r}k16" in made.ptx
+    assert_asks_ahead(made.ptx, gated=gated)
+    assert made.ptx.count("prefetch.global.L2") == (8 if gated else 4), "each sector once"
 
 
 @pytest.mark.parametrize("rows", [7, 28])
@@ -227,6 +287,7 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.gated_lora.kernel import expand_kernel
+    from idlm.kernels.gated_lora.launch import WARPS
     from idlm.kernels.linear.launch import SHARED_BYTES
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel
@@ -241,16 +302,21 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     types |= {"positions_R": "*i64", "slot_mapping_R": "*i64", "is_mask_R": "*i1"}
     products = {"BLOCK_R": 64, "BLOCK_E": 64, "BLOCK_K": 128, "IS_WIDE": False, "PRECISION": "tf32"}
     heads = {"N": 32, "K": 8, "HALF": 64, "HAS_NORM": True, "HAS_SCALE": False}
-    for kernel, constants in (
-        (add_rms_norm_kernel, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
-        (swiglu_kernel, {"BLOCK_F": 1024}),
-        (qkv_rope_cache_kernel, {**heads, "IS_FP8": False, "BLOCK_J": 4, "BLOCK_h": 64}),
-        (expand_kernel, {**products, "GATED": False}),
-        (expand_kernel, {**products, "GATED": True}),
+    # How often a thread reads ahead of its wait, which is what no kernel of the chain writes, and whether the
+    # next kernel may launch before.
+    for kernel, warps, num_ahead, is_early, constants in (
+        (add_rms_norm_kernel, 4, 4, True, {"HAS_RESIDUAL": True, "BLOCK_D": 4096}),
+        (swiglu_kernel, 4, 0, False, {"BLOCK_F": 1024}),
+        (qkv_rope_cache_kernel, 4, 9, True, {**heads, "IS_FP8": False, "BLOCK_J": 4, "BLOCK_h": 64}),
+        (expand_kernel, WARPS, 11, False, {**products, "GATED": False}),
+        (expand_kernel, WARPS, 12, False, {**products, "GATED": True}),
     ):
-        options = {"num_warps": 4, **rounds_as_written()}
+        options = {"num_warps": warps, **rounds_as_written()}
         made = compile_for_hopper(kernel, types, {**constants, "PDL": True}, **options)
         assert made.spilled_bytes == 0, kernel
         assert 4 * made.shared_bytes <= SHARED_BYTES and made.registers <= 128, "four programs do not fit"
-        assert "griddepcontrol.wait" in made.ptx
+        ahead, _, behind = made.ptx.partition("griddepcontrol.wait")
+        assert ahead.count("ld.global") == num_ahead and behind.count("ld.global") > 0, kernel
+        assert ("griddepcontrol.launch" in ahead.partition("ld.global")[0]) == is_early, kernel
+        assert made.ptx.count("griddepcontrol") == 2 and "st.global" not in ahead, kernel
         assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {kernel}"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu, gated_lora_reference
-from idlm.kernels.hopper import runs_kernels
+from idlm.kernels.hopper import has_pdl, runs_kernels
 from idlm.kernels.linear import (
     Fp8Weight,
     Linears,
@@ -46,6 +46,8 @@ VARIANTS = (
     (128, 64, 128, True, False, False),
     (64, 32, 64, True, False, True),
     (128, 16, 64, False, True, True),
+    (64, 32, 128, False, False, False),
+    (64, 32, 64, False, True, False),
 )
 """Linears: outputs, rows and columns of a tile, serial, gated, with a bias."""
 
@@ -75,6 +77,16 @@ class Draw:
 
     def tensor(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=self.generator)).to(self.device, self.dtype)
+
+    def weight(self, num_outputs: int, width: int) -> Tensor:
+        """Rows that may lie apart, at an odd address."""
+        memory = self.tensor(num_outputs, width + 3, scale=width**-0.5)
+        return memory[:, 1 : 1 + width] if self.random.random() < 0.2 else memory[:, :width].contiguous()
+
+    def launched_early(self) -> dict[str, int | bool]:
+        """Whether a kernel may start before the one ahead of it has ended, and what it asks for meanwhile."""
+        pdl = has_pdl(torch.device(self.device))
+        return {"pdl": pdl, "ahead": self.random.choice([0, 32, 128, 256]) if pdl else 0}
 
     def poisoned(self, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
         """(rows, the memory around them, which is NaN); some rows are NaN as well."""
@@ -201,7 +213,7 @@ def check_gated_lora(draw: Draw) -> None:
 
 
 def check_linear(draw: Draw) -> None:
-    rows, width = draw.num_rows, draw.size(16, 96, 100, 520, 800, 3000)
+    rows, width = draw.num_rows, draw.size(16, 96, 100, 520, 768, 800, 3000, 4096)
     out = draw.size(1, 16, 40, 65, 200, 1000)
     small = draw.largest <= 1000
     # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
@@ -213,11 +225,12 @@ def check_linear(draw: Draw) -> None:
         splits=draw.random.choice([1, 2, 3, 5]),
         serial=serial,
         stages=2 if gated or draw.dtype == torch.float32 else 3,
+        **draw.launched_early(),
     )
     x, _ = draw.poisoned(rows, width)
     x[-1] = NAN
     kept = slice(0, rows - 1)
-    weight: Tensor | Fp8Weight = draw.tensor(2 * out if gated else out, width, scale=width**-0.5)
+    weight: Tensor | Fp8Weight = draw.weight(2 * out if gated else out, width)
     bias = draw.tensor(weight.shape[0]) if has_bias else None
     if not small and draw.random.random() < 0.2:
         weight = quantise_fp8(weight)
@@ -254,23 +267,25 @@ class Adapted:
 
     @staticmethod
     def drawn(draw: Draw, variant: int | None) -> Adapted:
-        rows, width = draw.random.choice([1, 3, 7, 16]), draw.size(16, 96, 100, 520, 800, 3000)
+        rows = draw.random.choice([1, 3, 7, 16, 17, 28, 32])
+        width = draw.size(16, 96, 100, 520, 768, 800, 3000, 4096)
         # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
         drawn = draw.random.choice(LORA_VARIANTS)
         block_e, block_d, size, rank, has_bias = drawn if variant is None else LORA_VARIANTS[variant]
         launch = Launch(
             block_e=block_e,
-            block_r=16,
+            block_r=16 if rows <= 16 else 32,
             block_d=32 if draw.largest <= 1000 or draw.dtype == torch.float32 else block_d,
             splits=draw.random.choice([1, 2, 4]),
             stages=2,
+            **draw.launched_early(),
         )
         x, _ = draw.poisoned(rows, width)
         x[-1] = NAN
         is_mask = torch.rand(rows, generator=draw.generator) < draw.random.choice([0.0, 0.4, 1.0])
         b, sizes = draw.tensor(2 * size, rank), (size, size)
         lora = GatedLora(b_Er=b, is_mask_R=is_mask.to(draw.device), sizes=sizes, scaling=1.7)
-        weight = draw.tensor(2 * size + lora.num_ranks, width, scale=width**-0.5)
+        weight = draw.weight(2 * size + lora.num_ranks, width)
         bias = draw.tensor(len(weight)) if has_bias else None
         if bias is not None:
             bias[2 * size :] = 0
