@@ -53,8 +53,7 @@ def check_config(config: TrainConfig) -> None:
         *data_problems(config.data),
         *control_problems(config.plan, config.eval, config.wandb, config.report),
     ]
-    if not config.output_dir:
-        problems.append("output_dir is empty: name a folder")
+    problems += _empty_paths(config)
     target = Path(config.output_dir).absolute()
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
@@ -71,6 +70,26 @@ def check_config(config: TrainConfig) -> None:
             f"the configuration has {len(problems)} problem{plural}:{listed}",
             fix="correct the values on the command line or in the recipe",
         )
+
+
+def _empty_paths(config: TrainConfig) -> list[str]:
+    """Paths that are given but blank, as an unset shell variable leaves them: pathlib takes those for the
+    current folder.
+    """
+    paths = {
+        "output_dir": (config.output_dir, "name a folder"),
+        "model.path": (config.model.path, "name a checkpoint directory"),
+        "model.tokenizer": (config.model.tokenizer, "name a directory, or leave it out"),
+        "data.path": (config.data.path, "name a file, a folder or a pattern"),
+        "data.cache_dir": (config.data.cache_dir, "name a folder, or leave it out"),
+        "eval.path": (config.eval.path, "name a file, or leave it out"),
+        "train.deepspeed": (config.train.deepspeed, "name a file, or leave it out"),
+    }
+    return [
+        f"{key} is empty: {fix}"
+        for key, (path, fix) in paths.items()
+        if path is not None and not path.strip()
+    ]
 
 
 def _not_numbers(values: Any, key: str = "") -> list[str]:

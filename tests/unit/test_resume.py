@@ -192,6 +192,19 @@ def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, argument: str
         check_config(compose("train", TrainConfig, [*arguments, argument]))
 
 
+PATHS = ("output_dir", "model.path", "model.tokenizer", "data.path", "data.cache_dir", "eval.path")
+
+
+@pytest.mark.parametrize("key", [*PATHS, "train.deepspeed"])
+def test_an_empty_path_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "private.jsonl"):
+        Path(name).write_text("{}\n")
+    values = {"output_dir": "out", "objective": "ar", "train.steps": 9} | {key: ""}
+    with pytest.raises(UserError, match=f"(?s)IDLM-0504.*{key} is empty"):
+        check_config(compose("train", TrainConfig, [f"{name}={value}" for name, value in values.items()]))
+
+
 def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) -> None:
     frozen = tmp_path / "frozen.yaml"
     frozen.write_text(config_text(config_of(tmp_path)))

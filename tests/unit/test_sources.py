@@ -19,6 +19,7 @@ from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
 from idlm.tokens import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.config import DataConfig
 from idlm.train.data.base import SOURCES, Encoder, without_thinking
+from idlm.train.data.files import SUFFIXES, find_files
 
 MASK = 190
 USER, ASSISTANT = "Sam has 1 keys.", "Sam has 2."
@@ -284,6 +285,17 @@ def test_the_mask_token_is_refused_in_data_and_in_caches(tmp_path: Path, tokeniz
     read(config, encoder)
     with pytest.raises(UserError, match=r"IDLM-0206.*data\.jsonl:3 contains"):
         read(config, strict)
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "private.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"IDLM-0209.*empty"):
+        find_files(path, SUFFIXES["jsonl"])
 
 
 def test_missing_empty_and_damaged_files_are_named(tmp_path: Path, encoder: Encoder) -> None:

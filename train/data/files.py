@@ -74,6 +74,9 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
+    if not path.strip():
+        # pathlib takes it for the current folder.
+        raise UserError("IDLM-0209", "the data path is empty", fix="name a file, a folder or a pattern")
     given = Path(path).expanduser()
     if any(mark in path for mark in GLOB_MARKS) and not given.exists():
         found = [Path(name) for name in glob.glob(str(given), recursive=True)]

@@ -69,7 +69,7 @@ def data_problems(data: DataConfig) -> list[str]:
         problems.append(f"data.workers={data.workers} must be at least 0")
     if data.source in (*SUFFIXES, "hf") and data.path is None:
         problems.append(f"data.path is missing: the {data.source} source needs one")
-    elif data.source in SUFFIXES and data.path is not None:
+    elif data.source in SUFFIXES and data.path is not None and data.path.strip():
         try:
             find_files(data.path, SUFFIXES[data.source])
         except UserError as error:
