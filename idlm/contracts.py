@@ -88,6 +88,10 @@ class SamplingParams:
                 not all(_is_int(token, 0) for token in self.stop_token_ids),
             ),
             (
+                f"ignore_eos={self.ignore_eos!r} must be true or false",
+                not isinstance(self.ignore_eos, bool),
+            ),
+            (
                 f"logprobs={self.logprobs!r} must be an integer >= 0",
                 self.logprobs is not None and not _is_int(self.logprobs, 0),
             ),

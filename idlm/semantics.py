@@ -48,8 +48,12 @@ class Semantics:
             problems.append(f"causality={self.causality!r} is not one of {CAUSALITIES}")
         if self.mask_region not in MASK_REGIONS:
             problems.append(f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}")
+        if not isinstance(self.logit_shift, bool):
+            problems.append(f"logit_shift={self.logit_shift!r} is not true or false")
         if not _is_int(self.stride) or not 1 <= self.stride <= MAX_STRIDE:
             problems.append(f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]")
+        elif self.stride > 1 and self.mask_token_id is None:
+            problems.append(f"stride={self.stride} needs a mask_token_id")
         if self.mask_token_id is not None and (not _is_int(self.mask_token_id) or self.mask_token_id < 0):
             problems.append(f"mask_token_id={self.mask_token_id!r} is not a token id")
         if not isinstance(self.gated, bool):
@@ -64,8 +68,6 @@ class Semantics:
             problems.append(
                 f"mask_token_id={self.mask_token_id} is one of stop_token_ids: the list is another model's"
             )
-        if self.stride > 1 and self.mask_token_id is None:
-            problems.append(f"stride={self.stride} needs a mask_token_id")
         if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
             problems.append(f"stop_token_ids={self.stop_token_ids!r} are not token ids")
         if problems:

@@ -184,11 +184,14 @@ def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowe
 
 
 def check_causal(semantics: Semantics, decoder: str) -> None:
-    """UserError IDLM-0452 where rows see what is behind them: nothing else would show that."""
-    if semantics.causality != "causal":
+    """UserError IDLM-0452 where rows see what is behind them, or predict their own token: nothing else would
+    show that.
+    """
+    if semantics.causality != "causal" or not semantics.logit_shift:
         raise UserError(
             "IDLM-0452",
-            f"decoder {decoder} is token-causal; the checkpoint says causality={semantics.causality!r}",
+            f"decoder {decoder} is token-causal and a row predicts the next token; the checkpoint says "
+            f"causality={semantics.causality!r}, logit_shift={semantics.logit_shift}",
             fix="use decoder=block for a block-causal checkpoint, or correct idlm_config.json",
         )
 
