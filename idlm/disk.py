@@ -10,7 +10,7 @@ from pathlib import Path
 
 from idlm.errors import UserError
 
-DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 # safetensors, tokenizers and torch's file writer report a full disk through their own exception types; the
 # first two with the text of the OS error, torch with a complaint about its position in the file.
 DISK_TEXTS = (
@@ -18,6 +18,8 @@ DISK_TEXTS = (
     "os error 28",
     "Disk quota exceeded",
     "os error 122",
+    "File too large",
+    "os error 27",
     "Read-only file system",
     "PytorchStreamWriter failed writing",
     "inline_container.cc",
@@ -26,7 +28,7 @@ DISK_TEXTS = (
 
 @contextmanager
 def telling_of_disk(target: Path) -> Iterator[None]:
-    """Inside, a full, quota-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
+    """Inside, a full, size-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
     whatever library met it.
     """
     try:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from idlm.disk import telling_of_disk
 from idlm.log import rank, run_fingerprint
 from idlm.tokens import stop_token_ids
 from idlm.train.data.checks import inspect_data
@@ -109,29 +110,31 @@ def finish(
     data = inspect_data(config, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
     exports = [stage_directory(config.output_dir, stage) for stage in stages[:-1]]
     plan = run / PLAN_FILE
-    return write_report(
-        target,
-        metrics=metrics,
-        config_yaml=config_text(config),
-        fingerprint=run_fingerprint(),
-        facts=facts,
-        samples=samples,
-        run=RunFacts(
-            evaluations=tuple(record for record in records if EVALUATION in record),
-            running_samples=tuple(read_samples(run / SAMPLES_FILE)),
-            data_lines=tuple(data.lines()),
-            exports=tuple(str(path.relative_to(target)) for path in exports if path.is_dir()),
-            plan=json.loads(plan.read_text()) if plan.is_file() else None,
-        ),
-    )
+    with telling_of_disk(target / "report.md"):
+        return write_report(
+            target,
+            metrics=metrics,
+            config_yaml=config_text(config),
+            fingerprint=run_fingerprint(),
+            facts=facts,
+            samples=samples,
+            run=RunFacts(
+                evaluations=tuple(record for record in records if EVALUATION in record),
+                running_samples=tuple(read_samples(run / SAMPLES_FILE)),
+                data_lines=tuple(data.lines()),
+                exports=tuple(str(path.relative_to(target)) for path in exports if path.is_dir()),
+                plan=json.loads(plan.read_text()) if plan.is_file() else None,
+            ),
+        )
 
 
 def _store_plan(config: TrainConfig, prepared: Prepared, run: Path, *, num_gpus: int) -> None:
     """What was expected, for the report to compare."""
     estimate = estimate_run(config, prepared.model, prepared.dataset, prepared.curriculum, gpus=num_gpus)
     if estimate is not None:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / PLAN_FILE).write_text(json.dumps(estimate.as_dict()) + "\n", encoding="utf-8")
+        with telling_of_disk(run / PLAN_FILE):
+            run.mkdir(parents=True, exist_ok=True)
+            (run / PLAN_FILE).write_text(json.dumps(estimate.as_dict()) + "\n", encoding="utf-8")
 
 
 def _num_prompts(num_samples: int | None) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from idlm.disk import telling_of_disk
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.dataset import PackedDataset, collate
 from idlm.train.distributed import all_reduce, is_distributed
@@ -132,8 +133,9 @@ class RunningSamples(TrainerCallback):
         if state.is_world_process_zero and self.path.exists():
             kept = [one for one in read_samples(self.path) if one["step"] <= state.global_step]
             aside = self.path.with_suffix(".tmp")
-            aside.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
-            os.replace(aside, self.path)
+            with telling_of_disk(self.path):
+                aside.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+                os.replace(aside, self.path)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -144,7 +146,7 @@ class RunningSamples(TrainerCallback):
             texts = self.generate()
         if not state.is_world_process_zero:
             return
-        with self.path.open("a", encoding="utf-8") as file:
+        with telling_of_disk(self.path), self.path.open("a", encoding="utf-8") as file:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 shown = self.tokenizer.decode(prompt, skip_special_tokens=False)
                 file.write(json.dumps({"step": state.global_step, "prompt": shown, "response": text}) + "\n")

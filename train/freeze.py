@@ -12,6 +12,7 @@ from pathlib import Path
 
 from idlm import command
 from idlm.compose import compose
+from idlm.disk import telling_of_disk
 from idlm.train.config import TrainConfig
 from idlm.train.config_check import check_config
 from idlm.train.resume import config_hash, config_text
@@ -24,10 +25,11 @@ def freeze(overrides: list[str]) -> Path:
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     path = Path(config.output_dir).absolute() / LAUNCH_FOLDER / f"config-{config_hash(config)}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(config_text(config), encoding="utf-8")
-    os.replace(aside, path)
+    with telling_of_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(config_text(config), encoding="utf-8")
+        os.replace(aside, path)
     return path
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from idlm.disk import telling_of_disk
 from idlm.train.distributed import all_reduce, highest
 from idlm.train.estimate import span
 from idlm.train.flops import ModelWork, fed_of, peak_of, train_flops, work_of
@@ -117,10 +118,7 @@ class Progress(TrainerCallback):
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record of another kind, with its `step`, to the metrics. On rank 0."""
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        if self.tracker is not None:
-            self.tracker.log(record)
+        self._append(record)
         self._say(f"step {record['step']}  {describe(record)}")
 
     def on_train_begin(
@@ -222,10 +220,7 @@ class Progress(TrainerCallback):
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def _show(self, record: dict[str, Any], state: TrainerState) -> None:
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        if self.tracker is not None:
-            self.tracker.log(record)
+        self._append(record)
         text = describe(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, text=text)
@@ -233,12 +228,19 @@ class Progress(TrainerCallback):
             left = span(record["step_seconds"] * (state.max_steps - state.global_step))
             self._say(f"step {record['step']}/{state.max_steps}  {text}  left {left}")
 
+    def _append(self, record: dict[str, Any]) -> None:
+        with telling_of_disk(self.metrics_path), self.metrics_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if self.tracker is not None:
+            self.tracker.log(record)
+
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         """A resumed run repeats the steps after its checkpoint; their old lines go."""
-        self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
         aside = self.metrics_path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(record) + "\n" for record in records))
-        os.replace(aside, self.metrics_path)
+        with telling_of_disk(self.metrics_path):
+            self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text("".join(json.dumps(record) + "\n" for record in records))
+            os.replace(aside, self.metrics_path)
 
 
 def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

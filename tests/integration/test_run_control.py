@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -209,6 +210,30 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     assert not trained & held_out
     assert trained | held_out == set(range(40))
     assert data.dataset.num_dropped == data.held_out.num_dropped == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.tmp", "plan.json", "samples.jsonl", "report.tmp"])
+def test_a_file_of_the_run_that_cannot_be_written_is_named(
+    name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Path.open
+
+    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if self.name == name and mode[0] in "aw":
+            raise OSError(27, "File too large")
+        return plain(self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "write_text", lambda self, text, **_: open_text(full, self, text))
+    changes = WATCHED | {"train.stages": "[{stride: 2, steps: 2}]"}
+    assert cli.main(arguments(base, tmp_path / "out", **changes), sampler=nothing) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0301" in told and Path(name).stem in told and "File too large" in told
+
+
+def open_text(opened: Any, path: Path, text: str) -> None:
+    with opened(path, "w") as file:
+        file.write(text)
 
 
 def bare(base: Path, target: Path) -> Path:

@@ -258,6 +258,8 @@ def _fix(config: TrainConfig, world_size: int) -> str:
     [
         RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed"),
         OSError(28, "No space left on device"),
+        OSError(27, "File too large"),
+        RuntimeError("I/O error: File too large (os error 27)"),
         RuntimeError("I/O error: No space left on device (os error 28)"),
     ],
 )

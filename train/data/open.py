@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from idlm.checkpoint import read_json
+from idlm.disk import telling_of_disk
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.data.base import SOURCES, Encoder, Source
@@ -83,8 +84,9 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
             )
         return
     aside = run / f".{DATA_FILE}.tmp"
-    aside.write_text(json.dumps(now), encoding="utf-8")
-    os.replace(aside, known)
+    with telling_of_disk(known):
+        aside.write_text(json.dumps(now), encoding="utf-8")
+        os.replace(aside, known)
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
@@ -105,8 +107,9 @@ def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> Non
             )
         return
     aside = run / f".{BASE_FILE}.tmp"
-    aside.write_text(json.dumps({"base_identity": identity}), encoding="utf-8")
-    os.replace(aside, known)
+    with telling_of_disk(known):
+        aside.write_text(json.dumps({"base_identity": identity}), encoding="utf-8")
+        os.replace(aside, known)
 
 
 def _while_others_wait(work: Callable[[], None] | None) -> None:
