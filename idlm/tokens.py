@@ -358,10 +358,12 @@ class Detokenizer:
         return _decode(self._tokenizer, self._context + self._pending)[len(before) :]
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: Any, generation_config: Mapping[str, Any] | None, *, source: str = "generation_config.json"
+) -> tuple[int, ...]:
     """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos.
 
-    Either argument may be None. Raises `UserError` IDLM-0216 when `eos_token_id` is neither an id nor a list.
+    Either argument may be None; the former is the content of the file `source`. Raises `UserError` IDLM-0216 when `eos_token_id` is neither an id nor a list.
     """
     given = (generation_config or {}).get("eos_token_id")
     listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
@@ -369,8 +371,8 @@ def stop_token_ids(tokenizer: Any, generation_config: Mapping[str, Any] | None) 
     if wrong:
         raise UserError(
             "IDLM-0216",
-            f"eos_token_id in generation_config.json is {given!r}, allowed are a token id or a list of them",
-            fix="correct generation_config.json",
+            f"eos_token_id in {source} is {given!r}, allowed are a token id or a list of them",
+            fix=f"correct {source}",
         )
     own = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return tuple(sorted({*listed, *own}))

@@ -26,6 +26,7 @@ from idlm.infer.pace import AdaptivePace, FixedPace, Pace
 from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.prompts import check_text
+from idlm.infer.room import check_room, telling_of_room
 from idlm.infer.runner import Runner, head_shape, set_deterministic
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.settings import EngineSettings, check_options, decoder_config
@@ -38,6 +39,8 @@ from idlm.log import get_logger
 from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
 
 PAGE_SIZE = 16
+LEAST_LANE_BYTES = 256
+"""Of a lane's numbers on the device and its entries in the books of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +136,23 @@ def _assemble(
     assert settings.max_length is not None
     device, dtype = model.trunk.embed.device, model.trunk.embed.dtype
     num_lanes, kv_dtype = _num_lanes(settings), _kv_dtype(settings, model)
-    decoder.allocate(num_lanes, model.spec.vocab_size, dtype=dtype, device=device)
-    pool = _pool(settings, model, decoder, stack, shards)
-    stack.allocate_pages(pool.num_pages)
-    cache = KVCache(
-        (
-            model.spec.num_layers,
-            pool.num_pages * pool.page_size,
-            model.local.num_kv_heads,
-            model.spec.head_dim,
-        ),
-        dtype=kv_dtype,
-        device=device,
-        scales=None if kv_dtype == dtype else model.kv_scales,
-    )
-    table = SequenceTable(num_lanes, settings.max_length, device)
+    _check_lanes(settings, decoder, device)
+    with telling_of_room(device):
+        decoder.allocate(num_lanes, model.spec.vocab_size, dtype=dtype, device=device)
+        pool = _pool(settings, model, decoder, stack, shards)
+        stack.allocate_pages(pool.num_pages)
+        cache = KVCache(
+            (
+                model.spec.num_layers,
+                pool.num_pages * pool.page_size,
+                model.local.num_kv_heads,
+                model.spec.head_dim,
+            ),
+            dtype=kv_dtype,
+            device=device,
+            scales=None if kv_dtype == dtype else model.kv_scales,
+        )
+        table = SequenceTable(num_lanes, settings.max_length, device)
     attention = _attention(settings, model, kv_dtype)
     settings = _resolve_graphs(settings, attention, model, stack.eager)
     set_deterministic(model, settings.deterministic)
@@ -178,6 +183,15 @@ def _assemble(
 def _num_lanes(settings: EngineSettings) -> int:
     """One more than anybody sits on: for the padding of passes of static shape."""
     return settings.max_num_seqs + 1
+
+
+def _check_lanes(settings: EngineSettings, decoder: Decoder, device: torch.device) -> None:
+    """UserError IDLM-0405 where lanes cannot fit: their tokens, page numbers and entries in the books."""
+    assert settings.max_length is not None
+    max_pages = -(-_max_slots(settings, decoder) // settings.slots_per_page)
+    lane_bytes = LEAST_LANE_BYTES + 8 * (settings.max_length + 1 + max_pages)
+    what = f"the tokens of max_num_seqs={settings.max_num_seqs} sequences of max_length={settings.max_length}"
+    check_room(what, _num_lanes(settings) * lane_bytes, device)
 
 
 def _kv_dtype(settings: EngineSettings, model: LoadedModel) -> torch.dtype:
@@ -228,6 +242,8 @@ def _pool(
         device=model.device,
     )
     manager = MEMORY_MANAGERS.get(settings.memory)()
+    if settings.num_pages is not None:
+        check_room(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
     return PagePool(
         num_pages=settings.num_pages or shards.least(manager.num_pages(demand)),
         page_size=settings.slots_per_page,
@@ -358,9 +374,6 @@ def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
         return model.semantics.stop_token_ids
     generation_path = model.directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else None
-    if tokenizer is not None:
-        return tuple(stop_token_ids(tokenizer, generation))
-    eos = (generation or {}).get(
-        "eos_token_id", read_json(model.directory / "config.json").get("eos_token_id")
-    )
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if tokenizer is None and "eos_token_id" not in (generation or {}):
+        return stop_token_ids(None, read_json(model.directory / "config.json"), source="config.json")
+    return stop_token_ids(tokenizer, generation)

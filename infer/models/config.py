@@ -10,7 +10,7 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec
-from idlm.infer.models.rope import rope_frequencies
+from idlm.infer.models.rope import is_positive, rope_frequencies
 
 MUST_BE_NULL = (
     "attn_logit_softcapping",
@@ -61,9 +61,9 @@ class ConfigReader:
 
     def positive_float(self, name: str, default: float) -> float:
         value = self.config.get(name, default)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        if is_positive(value):
             return float(value)
-        self.problems.append(f"{name}={value!r} (must be a number above 0)")
+        self.problems.append(f"{name}={value!r} (must be a finite number above 0)")
         return 1.0
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -162,6 +162,9 @@ def _refuse_unsupported(reader: ConfigReader, num_layers: int) -> None:
         reader.allow(name, None)
     config = reader.config
     layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        reader.problems.append(f"layer_types={layer_types!r} (must be a list)")
+        return
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if other:
         reader.problems.append(f"layer_types contains {other} (supported: 'full_attention' in every layer)")

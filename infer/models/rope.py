@@ -6,6 +6,8 @@ the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,12 @@ import torch
 
 SCALED_TYPES = ("linear", "llama3", "yarn")
 LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a number above 0 that fp64 can hold."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max
 
 
 def rope_frequencies(
@@ -41,10 +49,19 @@ def rope_frequencies(
         rotated = head_dim if rotary_dim is None else rotary_dim
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         still = [0.0] * ((head_dim - rotated) // 2)
-        return (*(1.0 / theta**exponents).tolist(), *still), 1.0, []
+        return _checked((1.0 / theta**exponents).tolist(), 1.0, parameters, still)
     return _scaled(
         config, {**parameters, "rope_type": rope_type, "rope_theta": theta}, head_dim, max_positions
     )
+
+
+def _checked(
+    frequencies: list[float], scaling: Any, parameters: dict[str, Any], still: Sequence[float] = ()
+) -> tuple[tuple[float, ...], float, list[str]]:
+    """What `rope_frequencies` returns; a formula computes with any factor it is given, 0 and NaN too."""
+    if not is_positive(scaling) or not all(map(is_positive, frequencies)):
+        return (), 1.0, [f"rope_parameters={parameters!r} give frequencies or a scale not above 0 and finite"]
+    return (*frequencies, *still), float(scaling), []
 
 
 def _problems(
@@ -53,8 +70,8 @@ def _problems(
     problems = []
     if any(isinstance(value, dict) for value in parameters.values()):
         problems.append("rope_parameters differs between layer types (supported: one set for all layers)")
-    elif isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        problems.append(f"rope_theta={theta!r} (must be a number above 0, here or in rope_parameters)")
+    elif not is_positive(theta):
+        problems.append(f"rope_theta={theta!r} (must be a finite number above 0, here or in rope_parameters)")
     supported = ", ".join(("default", *SCALED_TYPES))
     if rope_type in LENGTH_DEPENDENT_TYPES:
         problems.append(
@@ -92,6 +109,6 @@ def _scaled(
     )
     try:
         inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](view, device=None)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         return (), 1.0, [f"rope_parameters={parameters!r} cannot be used: {type(error).__name__}: {error}"]
-    return tuple(inv_freq.float().tolist()), float(attention_scaling), []
+    return _checked(inv_freq.float().tolist(), attention_scaling, parameters)

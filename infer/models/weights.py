@@ -20,6 +20,8 @@ from idlm.infer.models.dense import WeightTarget
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
+FLOATS = ("F", "BF")
+"""How the names of floating-point types begin in a safetensors header."""
 MAX_NAMED = 8
 
 
@@ -74,9 +76,9 @@ def _locate_sharded(directory: Path) -> dict[str, Path]:
 def check(
     targets: Mapping[str, WeightTarget], files: Mapping[str, Path], is_ignored: Callable[[str], bool]
 ) -> None:
-    """Compare names and shapes; reads headers only, so the targets may lie on the meta device.
+    """Compare names, shapes and types; reads headers only, so the targets may lie on the meta device.
 
-    All missing, unused and wrong-shaped tensors are reported in one UserError IDLM-0603.
+    All missing, unused, wrong-shaped and integer tensors are reported in one UserError IDLM-0603.
     """
     problems = misfits(targets, files, is_ignored, said_by="config.json")
     if problems:
@@ -94,12 +96,18 @@ def misfits(
     *,
     said_by: str,
 ) -> list[str]:
-    """What of names and shapes does not fit, in words; `said_by` is the file that the shapes come from."""
-    wrong_shapes = []
+    """What of names, shapes and types does not fit, in words; `said_by` is the file that the shapes come from.
+
+    Integers are refused: of quantised weights they are codes, which mean nothing without scales.
+    """
+    wrong_shapes, wrong_types = [], []
     for path, names in _by_file(targets, files).items():
         with _opened(path) as file:
             for name in names:
-                shape = tuple(file.get_slice(name).get_shape())
+                stored = file.get_slice(name)
+                shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
+                if not dtype.startswith(FLOATS):
+                    wrong_types.append(f"{name} holds {dtype}")
                 if shape != targets[name].shape:
                     wrong_shapes.append(
                         f"{name} is {list(shape)}, {said_by} says {list(targets[name].shape)}"
@@ -108,7 +116,12 @@ def misfits(
     unused = sorted(name for name in files.keys() - targets.keys() if not is_ignored(name))
     return [
         f"{len(found)} {what}: {_some(found)}"
-        for what, found in (("missing", missing), ("of the wrong shape", wrong_shapes), ("not used", unused))
+        for what, found in (
+            ("missing", missing),
+            ("of the wrong shape", wrong_shapes),
+            ("not floating point", wrong_types),
+            ("not used", unused),
+        )
         if found
     ]
 
