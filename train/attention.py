@@ -134,6 +134,21 @@ def document_masks(meta: RowMeta) -> DocumentMasks:
     return DocumentMasks(rows=torch.cat(rows), masks=tuple(masks))
 
 
+UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "attention sinks"}
+"""What transformers hands to the attention of some families, and none of ours computes."""
+
+
+def _refuse_further(module: nn.Module, further: dict[str, Any]) -> None:
+    """An argument that changes the result, and that nobody would miss if it were dropped."""
+    for name, what in UNSUPPORTED.items():
+        if further.get(name) is not None:
+            raise UserError(
+                "IDLM-0505",
+                f"{type(module).__name__} has {what} ({name}), which idlm's attention does not compute",
+                fix="use a model without it: trained without, it would be another model",
+            )
+
+
 def sdpa_attention(
     module: nn.Module,
     query_BNTH: Tensor,
@@ -143,11 +158,12 @@ def sdpa_attention(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **further: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention under a bool mask; returns [B, T, N, H]. Without a mask it is plain
     causal.
     """
+    _refuse_further(module, further)
     output = functional.scaled_dot_product_attention(
         query_BNTH,
         key_BKTH,
@@ -171,9 +187,10 @@ def document_attention(
     document_masks: DocumentMasks | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **further: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention document by document; returns [B, T, N, H], zero for padding rows."""
+    _refuse_further(module, further)
     assert document_masks is not None, "the model does not hand keyword arguments on to its attention"
     rows_M = document_masks.rows
     sizes = [mask.shape[-1] for mask in document_masks.masks]
@@ -208,9 +225,10 @@ def split_attention(
     row_ranges: tuple[Tensor, ...] | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **further: Any,
 ) -> tuple[Tensor, None]:
     """The kernel of `idlm.kernels.split_attention`; returns [B, T, N, H], zero for padding rows."""
+    _refuse_further(module, further)
     assert row_ranges is not None, "the model does not hand keyword arguments on to its attention"
     assert dropout == 0.0, f"{dropout=}"
     scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
@@ -236,9 +254,10 @@ def flex_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
-    **_: Any,
+    **further: Any,
 ) -> tuple[Tensor, None]:
     """FlexAttention under a BlockMask; returns [B, T, N, H]. Attention dropout is not supported."""
+    _refuse_further(module, further)
     assert attention_mask is not None and dropout == 0.0, f"{attention_mask is None=} {dropout=}"
     query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
     output = _flex_kernel(query.device.type)(

@@ -15,6 +15,7 @@ from idlm.checkpoint import read_json, verify
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.attention import register_attention
+from idlm.train.generation_config import settled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +60,8 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
             "causal language model that transformers knows",
         ) from error
     _require_complete(path, report)
+    if model.generation_config is not None:
+        model.generation_config = settled(model.generation_config, directory)
     return model
 
 
@@ -113,5 +116,8 @@ def create_base(
         raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
     register_attention()
     torch.manual_seed(seed)
-    with torch.device(device or "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        with torch.device(device or "cpu"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except ValueError as error:
+        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error

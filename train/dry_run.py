@@ -27,6 +27,7 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.dataset import PackedDataset
 from idlm.train.estimate import disk_plan, size_text, span
 from idlm.train.gated import add_adapter
+from idlm.train.generation_config import read_generation_config
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.plan import DEVICE_BYTES, GIB, MemoryPlan
 from idlm.train.preview import LEGEND, coloured, pieces_of, plain
@@ -129,6 +130,8 @@ def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
                 fix="restore config.json; the architecture must be one that transformers knows",
             ) from error
         model = create_base(values, attention="eager", dtype=dtype, seed=0, device=meta)
+        read = read_generation_config(Path(config.model.path))
+        model.generation_config = model.generation_config if read is None else read
     else:
         model = _prepare("prepare_model")(config, tokenizer, "eager", meta)
     return model

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from idlm.checkpoint import MANIFEST
 from idlm.errors import UserError
 from idlm.train.base_model import load_base
+from idlm.train.generation_config import read_generation_config
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -83,3 +84,38 @@ def test_a_base_with_a_manifest_is_checked_against_it(tmp_path: Path) -> None:
     path.write_bytes(bytes(content))
     with pytest.raises(UserError, match="IDLM-0302"):
         load_base(str(tmp_path / "base"), attention="idlm_sdpa", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
+        ({"do_sample": False, "temperature": 0.7}, {"do_sample": False, "temperature": None}),
+        (
+            {"num_beams": 1, "length_penalty": 0.5},
+            {"num_beams": 1, "length_penalty": None, "do_sample": None},
+        ),
+        ({"do_sample": True, "top_k": 20}, {"do_sample": True, "top_k": 20}),
+        ({"pad_token_id": -1}, {"pad_token_id": None}),
+    ],
+)
+def test_a_generation_config_in_the_wild_can_be_saved(
+    tmp_path: Path, given: dict[str, object], kept: dict[str, object]
+) -> None:
+    directory = tmp_path / "base"
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns(MANIFEST, "generation_config.json"))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **given}))
+    model = load_base(str(directory), attention="idlm_sdpa", dtype=torch.float32)
+    model.generation_config.eos_token_id = [1, 2]
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {name: saved.get(name) for name in kept} == kept
+    read = read_generation_config(directory)
+    assert read is not None and {name: getattr(read, name) for name in kept} == kept
+
+
+def test_a_generation_config_that_nothing_mends_is_refused(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path) is None
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 0}))
+    with pytest.raises(UserError, match="IDLM-0541.*max_new_tokens"):
+        read_generation_config(tmp_path)
