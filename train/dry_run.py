@@ -34,7 +34,7 @@ from idlm.train.preview import LEGEND, coloured, pieces_of, plain
 from idlm.train.resume import config_text
 from idlm.train.run_data import make_objective, prepare_data
 from idlm.train.run_plan import Estimate, estimate_run, gpu_name, num_gpus
-from idlm.train.weights_check import embedding_norm, weight_problems
+from idlm.train.weights_check import embedding_norm, is_renamed, weight_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +148,7 @@ def _plan(
         for names in getattr(model, "_tied_weights_keys", None) or ():
             if model.config.tie_word_embeddings:
                 expected.pop(names, None)
-        found.problems += weight_problems(Path(config.model.path), expected)
+        found.problems += weight_problems(Path(config.model.path), expected, is_renamed=is_renamed(model))
     mask_token_id = None
     with found.guarding():
         mask_token_id, lines = mask_choice(config, model, tokenizer)

@@ -7,8 +7,10 @@ bitwise equal to the weights in memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +58,7 @@ def export(
             tokenizer.save_pretrained(staging)
         if semantics.stride > 1:
             semantics.save(staging)
-        _require_bitwise(weights, staging)
+        _require_bitwise(weights, staging, type(model))
     log.info("published %s", target)
 
 
@@ -83,20 +85,40 @@ def _complete_config(path: Path, dtype: torch.dtype | None) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _require_bitwise(weights: dict[str, torch.Tensor], directory: Path) -> None:
+def _require_bitwise(
+    weights: dict[str, torch.Tensor], directory: Path, model_class: type[PreTrainedModel]
+) -> None:
+    """The files hold `weights`, under their own names or, where transformers stores a family under others
+    (experts one by one), as that family loads them.
+    """
+    names: set[str] = set()
+    for name, value in _read_back(directory, weights.keys(), model_class):
+        names.add(name)
+        expected = weights[name].detach().cpu()
+        assert value.dtype == expected.dtype, f"{name=} {value.dtype=} {expected.dtype=}"
+        assert _bits(value).equal(_bits(expected)), f"{name} was not written as it is in memory"
+    tied = {weights[name].data_ptr() for name in names}
+    missing = [name for name in weights if name not in names and weights[name].data_ptr() not in tied]
+    assert names and not missing, f"the export lacks {missing=}"
+
+
+def _read_back(
+    directory: Path, names: Collection[str], model_class: type[PreTrainedModel]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every tensor, one at a time where the files have the model's own names."""
     from safetensors import safe_open
 
-    stored: set[str] = set()
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                stored.add(name)
-                written, expected = tensors.get_tensor(name), weights[name].detach().cpu()
-                assert written.dtype == expected.dtype, f"{name=} {written.dtype=} {expected.dtype=}"
-                assert _bits(written).equal(_bits(expected)), f"{name} was not written as it is in memory"
-    tied = {weights[name].data_ptr() for name in stored}
-    missing = [name for name, value in weights.items() if name not in stored and value.data_ptr() not in tied]
-    assert stored and not missing, f"the export lacks {missing=}"
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(file, framework="pt"))
+            for file in sorted(directory.glob("*.safetensors"))
+        ]
+        if all(name in names for file in files for name in file.keys()):  # noqa: SIM118  (not a mapping)
+            for file in files:
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            return
+    loaded = model_class.from_pretrained(directory, dtype="auto", local_files_only=True)
+    yield from loaded.state_dict().items()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

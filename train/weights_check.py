@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from idlm.checkpoint import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_NAMED = 4
@@ -21,10 +24,20 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / SINGLE] if (directory / SINGLE).is_file() else []
 
 
-def weight_problems(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+def is_renamed(model: PreTrainedModel) -> bool:
+    """Whether transformers stores the family's weights under other names (experts one by one)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def weight_problems(
+    directory: Path, expected: Mapping[str, tuple[int, ...]], *, is_renamed: bool = False
+) -> list[str]:
     """What is wrong with the weights of `directory`, whose tensors should be `expected` (name to shape).
 
-    Values are not read; of tensors that are tied only one has to be there.
+    Values are not read; of tensors that are tied only one has to be there. `is_renamed`: transformers stores
+    the family under other names, so that a name may be missing.
     """
     files = weight_files(directory)
     if not files:
@@ -49,8 +62,8 @@ def weight_problems(directory: Path, expected: Mapping[str, tuple[int, ...]]) ->
             f"{list(found[first])}, not {list(expected[first])}"
         )
     missing = [name for name in expected if name not in found]
-    # Families whose files use other names are renamed by transformers while loading.
-    if missing and len(missing) < len(expected):
+    # A checkpoint of the body alone names all of them otherwise.
+    if missing and len(missing) < len(expected) and not is_renamed:
         problems.append(f"{len(missing)} tensors are in no file of {directory}: {_some(missing)}")
     return problems
 
