@@ -110,7 +110,7 @@ class LoopConfig:
     device: str = _setting("auto", "auto, cpu or cuda")
     threads: int | None = _setting(None, "CPU threads; null leaves torch's choice")
     workers: int = _setting(0, "processes that prepare rows; 0 prepares them in the training process")
-    log_every: int = _setting(10, "steps between metrics")
+    log_every: int = _setting(10, "steps between metrics, which every stage ends with too")
     save_every: int = _setting(500, "steps between checkpoints")
     save_total_limit: int = _setting(2, "checkpoints kept")
     zero_stage: int | None = _setting(

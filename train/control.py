@@ -37,7 +37,7 @@ class Control:
         self, config: TrainConfig, prepared: Prepared, args: TrainingArguments, console: Any
     ) -> None:
         run = Path(args.output_dir)
-        self.progress = Progress(run / "metrics.jsonl", log_every=config.train.log_every, console=console)
+        self.progress = Progress(run / "metrics.jsonl", console=console)
         self.held_out: HeldOut | None = None
         self.samples: RunningSamples | None = None
         if config.eval.every is not None and prepared.held_out is not None:

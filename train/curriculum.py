@@ -61,6 +61,11 @@ class Curriculum:
             step -= stage.num_steps
         raise AssertionError("unreachable: the stages add up to num_steps")
 
+    def ends_stage(self, step: int) -> bool:
+        """Whether the 1-based optimizer step is the last one of a stage."""
+        stage = self.stage_of_step(step - 1)
+        return step == self.num_steps or self.stage_of_step(step).index != stage.index
+
     def stage_of_item(self, item: int) -> Stage:
         """Stage of the 0-based data item (packed row)."""
         return self.stage_of_step(item // self.global_batch)

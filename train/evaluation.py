@@ -51,8 +51,7 @@ class HeldOut(TrainerCallback):
         assert self.trainer is not None
         curriculum, step = self.trainer.curriculum, state.global_step
         stage = curriculum.stage_of_step(step - 1)
-        is_stage_end = step == curriculum.num_steps or curriculum.stage_of_step(step).index != stage.index
-        if step % self.every and not is_stage_end:
+        if step % self.every and not curriculum.ends_stage(step):
             return
         with self.progress.paused():
             record = {"step": step, EVALUATION: self.num_items, **self.measure(stage)}

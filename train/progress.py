@@ -1,7 +1,7 @@
 """What a run shows while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
 
-Losses are means over all tokens since the last line; acceptance is the teacher-forced expectation of the step
-shown.
+Losses are means over all tokens since the last line, which are of one stage; acceptance is the teacher-forced
+expectation of the step shown.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from idlm.disk import telling_of_disk
 from idlm.train.distributed import all_reduce, highest
 from idlm.train.estimate import span
 from idlm.train.flops import ModelWork, fed_of, peak_of, train_flops, work_of
-from idlm.train.step import StepLosses
+from idlm.train.window import Window, restored
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -52,46 +51,21 @@ def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str,
     return records
 
 
-@dataclass(slots=True)
-class Window:
-    """What happened since the last report, on this rank, in tensors; `fed` by stage."""
+class Progress(TrainerCallback, ExportableState):
+    """Reports the steps that the trainer calls logged; `attach` gives it the trainer whose steps it reads.
 
-    step: int
-    start: float
-    sums: Tensor | None = None
-    counts: Tensor | None = None
-    tokens: Tensor | None = None
-    fed: dict[int, Tensor] = field(default_factory=dict)
-
-    def add(self, step: StepLosses) -> None:
-        """Take in an optimizer step."""
-        if self.sums is None or self.counts is None or self.tokens is None:
-            self.sums, self.counts, self.tokens = (
-                step.sums.clone(),
-                step.counts.clone(),
-                step.num_tokens.clone(),
-            )
-        else:
-            self.sums += step.sums
-            self.counts += step.counts
-            self.tokens += step.num_tokens
-        known = self.fed.get(step.stage.index)
-        self.fed[step.stage.index] = step.fed.clone() if known is None else known + step.fed
-
-
-class Progress(TrainerCallback):
-    """Reports every `log_every` steps; `attach` gives it the trainer whose steps it reads.
-
-    Between reports nothing here waits for the device. `tracker` gets every record too.
+    Between reports nothing here waits for the device. `tracker` gets every record too. What is not reported
+    yet is saved in `trainer_state.json`.
     """
 
-    def __init__(self, metrics_path: Path, *, log_every: int, console: Any) -> None:
-        self.metrics_path, self.log_every, self.console = metrics_path, log_every, console
+    def __init__(self, metrics_path: Path, *, console: Any) -> None:
+        self.metrics_path, self.console = metrics_path, console
         self.tracker: Tracker | None = None
         self.trainer: IdlmTrainer | None = None
         self._bar: Bar | None = None
         self._task: Any = None
         self._window: Window | None = None
+        self._gathered: dict[str, Any] | None = None
         self._paused = 0.0
         self._work: ModelWork | None = None
         self._grad_norm: Any = None
@@ -108,6 +82,17 @@ class Progress(TrainerCallback):
             return None if trainer.is_deepspeed_enabled else self._grad_norm
 
         trainer.accelerator.clip_grad_norm_ = clip_and_keep
+        trainer.before_save = self.gather
+
+    def gather(self) -> None:
+        """Make `state` that of this step. Collective; waits for the device."""
+        assert self._window is not None
+        seconds = time.perf_counter() - self._window.start - self._paused
+        self._gathered = self._window.gathered(seconds=seconds)
+
+    def state(self) -> dict[str, Any]:
+        """What transformers writes with a checkpoint."""
+        return {"args": {}, "attributes": {"window": self._gathered}}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -124,7 +109,15 @@ class Progress(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._window = Window(step=state.global_step, start=time.perf_counter())
+        # Checkpoints from before windows were saved have no entry, and transformers replaces only entries.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self._window = restored(
+            saved["attributes"].get("window"),
+            step=state.global_step,
+            rank=args.process_index,
+            world_size=args.world_size,
+            device=args.device,
+        )
         if not state.is_world_process_zero:
             return
         kept = read_metrics(self.metrics_path, up_to_step=state.global_step)
@@ -141,11 +134,7 @@ class Progress(TrainerCallback):
     ) -> None:
         assert self.trainer is not None and self.trainer.step_losses is not None and self._window is not None
         self._window.add(self.trainer.step_losses)
-        if (
-            state.global_step == 1
-            or state.global_step % self.log_every == 0
-            or state.global_step == state.max_steps
-        ):
+        if self.trainer.is_logged(state.global_step):
             record = self._record(self._window, state)
             self._window = Window(step=state.global_step, start=time.perf_counter())
             self._paused = 0.0
@@ -169,14 +158,17 @@ class Progress(TrainerCallback):
         """Collective: every rank comes here at the same steps."""
         trainer = self.trainer
         assert trainer is not None and trainer.step_losses is not None
-        assert window.sums is not None and window.counts is not None and window.tokens is not None
+        assert window.sums is not None and window.counts is not None
+        assert window.num_tokens is not None and window.fed is not None
         step = trainer.step_losses
         overlap = torch.stack([step.overlap_sums, step.overlap_counts])
-        for tensor in (window.sums, overlap, window.tokens, *window.fed.values()):
+        for tensor in (window.sums, overlap, window.num_tokens, window.fed):
             all_reduce(tensor)
         means = (window.sums / window.counts.clamp_min(1)).tolist()
-        tokens, num_processes = int(window.tokens), trainer.args.world_size
-        flops = self._flops(window)
+        tokens, num_processes = int(window.num_tokens), trainer.args.world_size
+        flops = None
+        if self._work is not None:
+            flops = train_flops(self._work, fed_of(window.fed), trains_clean=step.stage.clean_weight != 0)
         # Read last: everything above has waited for the device.
         seconds = max(time.perf_counter() - window.start - self._paused, 1e-9)
         num_steps = state.global_step - window.step
@@ -205,16 +197,6 @@ class Progress(TrainerCallback):
         if trainer.args.device.type == "cuda":
             record["peak_memory"] = highest(torch.cuda.max_memory_allocated())
         return record
-
-    def _flops(self, window: Window) -> float | None:
-        """FLOPs that the rows of the window needed, over all ranks."""
-        if self._work is None or self.trainer is None:
-            return None
-        stages = self.trainer.curriculum.stages
-        return sum(
-            train_flops(self._work, fed_of(fed), trains_clean=stages[index].clean_weight != 0)
-            for index, fed in window.fed.items()
-        )
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

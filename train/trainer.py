@@ -8,7 +8,7 @@ transformers'.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class IdlmTrainer(SavingTrainer):
         self.curriculum = train_dataset.curriculum
         self.runner = BodyAndHead(model)
         self.guard = LossGuard(Path(args.output_dir))
+        self.before_save: Callable[[], None] | None = None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The dataset is already in training order; a random order would undo curriculum and resume.
@@ -78,7 +79,7 @@ class IdlmTrainer(SavingTrainer):
             return batches, torch.zeros(0)
         self.guard.begin(self.state.global_step + 1, num_micro_batches=len(batches))
         stage = self.curriculum.stage_of_step(self.state.global_step)
-        is_shown = self._is_logged_step()
+        is_shown = self.is_logged(self.state.global_step + 1)
         per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_shown) for batch in batches]
         counts = torch.stack(per_batch).sum(dim=0).to(device)
         all_reduce(counts)
@@ -117,9 +118,14 @@ class IdlmTrainer(SavingTrainer):
         self.guard.note(terms.loss, inputs)
         return terms.loss
 
-    def _is_logged_step(self) -> bool:
-        step = self.state.global_step + 1
-        return step in (1, self.state.max_steps) or step % self.log_every == 0
+    def is_logged(self, step: int) -> bool:
+        """Whether the metrics get a line after this 1-based step; those of two stages share none."""
+        return step == 1 or step % self.log_every == 0 or self.curriculum.ends_stage(step)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.before_save is not None:
+            self.before_save()
+        super()._save_checkpoint(model, trial)
 
     def _weigh(self, step: StepLosses, batches: list[Batch]) -> None:
         """Set the weights of the terms, unless they follow from the step's one micro-batch while it runs.
@@ -143,7 +149,7 @@ class IdlmTrainer(SavingTrainer):
 
     def _terms(self, model: nn.Module, batch: Batch, step: StepLosses, *, trains: bool) -> Terms:
         """Losses of a micro-batch, computed inside the head's forward; with `trains`, to differentiate."""
-        stage, want_overlap = step.stage, trains and self._is_logged_step()
+        stage, want_overlap = step.stage, trains and self.is_logged(self.state.global_step + 1)
 
         def sums_only(head: Head, hidden_BTD: Tensor) -> Terms:
             return self.objective.terms(

@@ -31,6 +31,21 @@ def ctrl_c_after(num_steps: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def failing_after(num_steps: int) -> Iterator[None]:
+    """A crash in the optimizer step behind the first `num_steps`."""
+    plain = IdlmTrainer.training_step
+
+    def failing(self: IdlmTrainer, *args: Any) -> torch.Tensor:
+        if self.state.global_step == num_steps:
+            raise RuntimeError("power cut")
+        return plain(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IdlmTrainer, "training_step", failing)
+        yield
+
+
 def assert_same_weights(one: Path, other: Path) -> None:
     """Two safetensors files hold the same bits."""
     first, second = load_file(one), load_file(other)

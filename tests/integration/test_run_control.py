@@ -20,6 +20,7 @@ from idlm.train.evaluation import read_samples
 from idlm.train.progress import EVALUATION, read_metrics, training_records
 from idlm.train.report import SampleReport
 from idlm.train.run_data import held_out_flags
+from tests.integration.stopped_runs import failing_after
 from tests.integration.test_train_tiny import arguments
 from tests.tiny_training import tiny_config
 
@@ -119,21 +120,11 @@ def test_metrics_say_what_was_fed_and_how_fast(watched: tuple[Path, Service]) ->
 
 
 def test_a_stopped_run_keeps_its_evaluations_once(
-    watched: tuple[Path, Service], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watched: tuple[Path, Service], base: Path, tmp_path: Path
 ) -> None:
-    from idlm.train.trainer import IdlmTrainer
-
-    output, step = tmp_path / "out", IdlmTrainer.training_step
-
-    def failing(self, *args):
-        if self.state.global_step == 3:
-            raise RuntimeError("power cut")
-        return step(self, *args)
-
-    monkeypatch.setattr(IdlmTrainer, "training_step", failing)
-    with pytest.raises(RuntimeError, match="power cut"):
+    output = tmp_path / "out"
+    with failing_after(3), pytest.raises(RuntimeError, match="power cut"):
         cli.main(arguments(base, output, **WATCHED), sampler=nothing)
-    monkeypatch.undo()
     assert cli.main(arguments(base, output, **WATCHED), sampler=nothing) == 0
     whole = [record for record in records_of(watched[0]) if EVALUATION in record]
     assert [record for record in records_of(output) if EVALUATION in record] == whole

@@ -29,7 +29,7 @@ from idlm.train.layout import IGNORE_LABEL
 from idlm.train.model import BodyAndHead
 from idlm.train.report import Measurement, SampleReport, SampleText
 from idlm.train.trainer import IdlmTrainer
-from tests.integration.stopped_runs import assert_same_weights, ctrl_c_after
+from tests.integration.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
 from tests.tiny_training import tiny_config
 
 STAGES = (
@@ -148,6 +148,32 @@ def test_a_stopped_run_resumes_bitwise(
     assert_same_weights(finished / "model.safetensors", output / "model.safetensors")
     kept = sorted(path.name for path in (output / "run").glob("checkpoint-*"))
     assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
+
+
+@pytest.mark.parametrize("ctrl_c", [True, False])
+def test_a_line_of_metrics_is_of_one_stage_and_the_same_after_a_stop_within_it(
+    finished: Path, base: Path, tmp_path: Path, ctrl_c: bool
+) -> None:
+    whole, stopped, settings = tmp_path / "whole", tmp_path / "stopped", {"train.log_every": 3}
+    assert cli.main(arguments(base, whole, **settings)) == 0
+    lines = metrics_of(whole)
+    assert [(line["step"], line["first_item"] // 2) for line in lines] == [
+        *((1, 0), (3, 1), (5, 3), (6, 5), (9, 6), (10, 9))
+    ]
+    for line in lines:
+        steps = metrics_of(finished)[line["first_item"] // 2 : line["step"]]
+        assert {step["stride"] for step in steps} == {line["stride"]}
+        assert line["num_tokens"] == sum(step["num_tokens"] for step in steps)
+        losses = [step["mask_loss"] for step in steps]
+        assert min(losses) <= line["mask_loss"] <= max(losses)
+    if ctrl_c:
+        with ctrl_c_after(7):
+            assert cli.main(arguments(base, stopped, **settings)) == 130
+    else:
+        with failing_after(9), pytest.raises(RuntimeError, match="power cut"):
+            cli.main(arguments(base, stopped, **settings))
+    assert cli.main([*arguments(base, stopped, **settings), "resume=auto"]) == 0
+    assert metrics_of(stopped) == lines
 
 
 def test_balance_by_the_previous_step_resumes_bitwise(base: Path, tmp_path: Path) -> None:
