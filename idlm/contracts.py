@@ -17,6 +17,8 @@ from torch import Tensor
 from idlm.errors import UserError
 
 LARGEST_NUMBER = sys.float_info.max
+MAX_SAMPLES = 1 << 16
+"""Samples of one request: all of them are queued at once."""
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "logprobs", "n", "tau")
 """The sampling settings that are one."""
 
@@ -95,7 +97,10 @@ class SamplingParams:
                 f"logprobs={self.logprobs!r} must be an integer >= 0",
                 self.logprobs is not None and not _is_int(self.logprobs, 0),
             ),
-            (f"n={self.n!r} must be an integer >= 1", not _is_int(self.n, 1)),
+            (
+                f"n={self.n!r} must be an integer in [1, {MAX_SAMPLES}]",
+                not (_is_int(self.n, 1) and self.n <= MAX_SAMPLES),
+            ),
             (
                 f"tau={self.tau!r} must be a finite number >= 0 (0 is exact)",
                 not (_is_number(self.tau) and self.tau >= 0),

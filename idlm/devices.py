@@ -8,8 +8,11 @@ from idlm.errors import UserError
 
 
 def require_gpu(device: str, *, key: str) -> None:
-    """UserError IDLM-0418 where `device`, the value of the setting `key`, is a GPU and torch sees none."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """UserError IDLM-0418 where `device`, the value of the setting `key`, names a GPU that is not there."""
+    wanted = torch.device(device)
+    num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type == "cuda" and (wanted.index or 0) >= num_seen:
+        seen = f"{num_seen} GPUs" if num_seen else "no GPU"
         raise UserError(
-            "IDLM-0418", f"{key}={device!r}, but torch sees no GPU", fix=f"use {key}=cpu or {key}=auto"
+            "IDLM-0418", f"{key}={device!r}, but torch sees {seen}", fix=f"use {key}=cpu or {key}=auto"
         )

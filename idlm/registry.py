@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         with the `key` that it was given for.
         """
         self._scan()
-        if name not in self._members:
+        if not isinstance(name, str) or name not in self._members:
             raise UserError(
                 "IDLM-0102",
                 f"{key and f'{key}={name}: '}unknown {self.kind} {name!r}{did_you_mean(name, self._members)}",

@@ -40,7 +40,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return None if best is None else best[1]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The sentence part that follows an unknown word: its nearest neighbour, or nothing."""
-    match = nearest(word, known)
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The sentence part that follows an unknown word: its nearest neighbour, or nothing; nothing is near what
+    is no text.
+    """
+    match = nearest(word, known) if isinstance(word, str) else None
     return "" if match is None else f"; did you mean {match!r}?"

@@ -363,7 +363,8 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """Return the ids that end a response, sorted: those of `generation_config` and the tokenizer's eos.
 
-    Either argument may be None; the former is the content of the file `source`. Raises `UserError` IDLM-0216 when `eos_token_id` is neither an id nor a list.
+    Either argument may be None; `generation_config` is the content of the file `source`. Raises `UserError`
+    IDLM-0216 when `eos_token_id` is neither an id nor a list.
     """
     given = (generation_config or {}).get("eos_token_id")
     listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]

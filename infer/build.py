@@ -343,6 +343,12 @@ def resolve_device(device: str) -> torch.device:
         raise UserError(
             "IDLM-0417", f"device={device!r} is not a device", fix="use auto, cpu or cuda:0"
         ) from error
+    if resolved.type not in AUTO:
+        raise UserError(
+            "IDLM-0417",
+            f"device={device!r}: no engine runs on {resolved.type}",
+            fix="use auto, cpu or cuda:0",
+        )
     require_gpu(device, key="device")
     return resolved
 

@@ -355,6 +355,8 @@ class Engine:
         return [(name, k) for name, setting in zip(ids, settings, strict=True) for k in range(setting.n)]
 
     def _check_new(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise UserError("IDLM-0409", f"request id {request_id!r} is no text", fix="give a string")
         is_unread = any(event.request_id == request_id for event in self._events)
         if request_id in self._active or is_unread:
             state = "has news that step() has not returned yet" if is_unread else "is in use"

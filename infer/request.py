@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +99,15 @@ def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequenc
 
 def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
     """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too."""
-    if not isinstance(prompt, Iterable):
+    try:
+        # Not by the look of it: a tensor without dimensions has __iter__ too.
+        tokens = list(prompt)
+    except TypeError as error:
         raise UserError(
             "IDLM-0421",
             f"request {request_id!r}: a prompt is text or a list of token ids, not {prompt!r}",
             fix="give a string, or whole numbers from the checkpoint's tokenizer",
-        )
-    tokens = list(prompt)
+        ) from error
     known = [(token, _index_of(token)) for token in tokens]
     bad = [token for token, index in known if index is None or not 0 <= index < num_rows]
     if bad:

@@ -1,4 +1,4 @@
-"""Room for what an engine allocates when it is built: one error for what can never fit, and for what does not.
+"""Room for what an engine allocates when it is built: one error for what can never fit, or does not.
 
 Passes that run out of memory later on are another matter: shortage.py.
 """

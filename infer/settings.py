@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -109,7 +110,7 @@ def _check_settings(settings: EngineSettings) -> None:
             ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
             ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
         )
-        if not isinstance(value, int) or value < least
+        if not isinstance(value, int) or isinstance(value, bool) or value < least
     ]
     if settings.deterministic is True and settings.tensor_parallel not in (1, 2):
         problems.append(
@@ -120,8 +121,9 @@ def _check_settings(settings: EngineSettings) -> None:
         given = getattr(settings, name)
         if get_origin(hint) is Literal and given not in get_args(hint):
             problems.append(f"{name}={given!r} must be one of {', '.join(get_args(hint))}")
-        if hint is bool and not isinstance(given, bool):
-            problems.append(f"{name}={given!r} must be true or false")
+        kinds = schema.members(hint)
+        if set(kinds) <= {bool, str, NoneType} and not isinstance(given, kinds):
+            problems.append(f"{name}={given!r} must be {schema.describe_type(hint)}")
     if settings.attention not in ("auto", *BACKENDS):
         problems.append(
             f"attention={settings.attention!r} is not one of auto, {', '.join(BACKENDS)}"

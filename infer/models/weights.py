@@ -96,7 +96,7 @@ def misfits(
     *,
     said_by: str,
 ) -> list[str]:
-    """What of names, shapes and types does not fit, in words; `said_by` is the file that the shapes come from.
+    """What of names, shapes and types does not fit, in words; `said_by`: the file that the shapes come from.
 
     Integers are refused: of quantised weights they are codes, which mean nothing without scales.
     """

@@ -40,3 +40,11 @@ def test_an_engine_is_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0418: device='cuda:0'"):
         resolve_device("cuda:0")
     assert resolve_device("auto") == torch.device("cpu")
+
+
+def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UserError, match="IDLM-0418: device='cuda:2', but torch sees 2 GPUs"):
+        resolve_device("cuda:2")

@@ -76,6 +76,7 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("stop_token_ids", (-1,)),
         ("logprobs", -1),
         ("n", 0),
+        ("n", 10**9),
         ("tau", -0.1),
         ("tau", math.nan),
         ("tau", 10**400),
@@ -135,6 +136,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("IDLM-0412", [[1] * 64], None, ("64", "context")),
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
+        ("IDLM-0421", torch.tensor([1, 2]), None, ("tensor(1)",)),
+        ("IDLM-0421", np.array([1, 2]), None, ("a prompt is text",)),
         ("IDLM-0407", "hello", None, ("string",)),
         ("IDLM-0407", 3, None, ("prompts is 3",)),
         ("IDLM-0407", None, None, ("prompts is None",)),
@@ -173,6 +176,12 @@ def test_a_check_queues_nothing_and_refuses_what_adding_refuses(engine: Engine) 
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("request_id", [3, None, ["a"]])
+def test_request_ids_are_text(engine: Engine, request_id: Any) -> None:
+    assert _refusal(engine.add_request, request_id, [1, 2]).code == "IDLM-0409"
+    assert not engine.has_work
+
+
 def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
     assert _refusal(engine.generate, [[1], [2], []]).code == "IDLM-0410"
     assert not engine._active
@@ -193,7 +202,25 @@ def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
         ("IDLM-0415", "ar", {"max_num_seqs": 0}, ("max_num_seqs=0",)),
         ("IDLM-0415", "ar", {"page_size": 0, "max_prompt_rows": 0}, ("page_size=0", "max_prompt_rows=0")),
         ("IDLM-0415", "ar", {"template": "chat"}, ("template",)),
+        (
+            "IDLM-0415",
+            "ar",
+            {"max_num_seqs": True, "num_pages": True},
+            ("max_num_seqs=True", "num_pages=True"),
+        ),
+        ("IDLM-0415", "ar", {"device": None, "dtype": None}, ("device=None", "dtype=None", "text")),
+        (
+            "IDLM-0415",
+            "ar",
+            {"attention": None, "memory": ["caching"]},
+            ("attention=None", "memory=['caching']"),
+        ),
+        ("IDLM-0102", 5, {}, ("decoder 5",)),
+        ("IDLM-0102", ["ar"], {}, ("decoder ['ar']",)),
         ("IDLM-0417", "ar", {"device": "tpu9"}, ("tpu9",)),
+        ("IDLM-0417", "ar", {"device": "mps"}, ("mps",)),
+        ("IDLM-0417", "ar", {"device": "meta"}, ("meta",)),
+        ("IDLM-0417", "ar", {"device": "xpu:0"}, ("xpu",)),
         ("IDLM-0419", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
         ("IDLM-0420", "ar", {"max_length": 100_000}, ("100000", "512")),
         ("IDLM-0102", "ar", {"memory": "cacheing"}, ("'caching'",)),
