@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
-TOLERANCE = 1e-3
+TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
+"""Of the largest logit: in float32 on a CPU; where attention rounds to 16 bits, or its products do."""
 
 
 def num_vocabulary_rows(model: PreTrainedModel) -> int:
@@ -192,9 +193,9 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
     name = type(model).__name__
     if not bool(own.isfinite().all()):
         raise UserError("IDLM-0505", f"the logits of {name} are not finite", fix="restore the base's weights")
-    is_exact = packed.dtype == torch.float32 and model.dtype == torch.float32
+    is_exact = model.dtype == torch.float32 and device.type == "cpu"
     gap, scale = float((packed - own).abs().max()), float(own.abs().max().clamp_min(1.0))
-    if not gap <= scale * (TOLERANCE if is_exact else 5e-2):
+    if not gap <= scale * (TOLERANCE if is_exact else ROUGH_TOLERANCE):
         raise UserError(
             "IDLM-0505",
             f"{name} does not honour a prepared attention mask, has attention that idlm does not compute, or "
