@@ -105,10 +105,13 @@ def fed_of(counts: Tensor) -> Fed:
 def work_of(model: PreTrainedModel) -> ModelWork | None:
     """What a transformers model (also on the meta device) multiplies per row.
 
-    None where weights other than linear layers do, as in mixtures of experts: no count is better than a wrong
-    one.
+    None where weights other than linear layers do, as in mixtures of experts and in GPT-2, or where the heads
+    are not told: no count is better than a wrong one.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
+    sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    if not isinstance(head, nn.Linear) or not all(hasattr(config, name) for name in sizes):
+        return None
     layers = adapter = 0
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -116,7 +119,9 @@ def work_of(model: PreTrainedModel) -> ModelWork | None:
                 layers += module.in_features * module.out_features
             if isinstance(module, GatedLinear):
                 adapter += whole_shape(module.lora_A)[0] * (module.in_features + module.out_features)
-        elif any(len(whole_shape(value)) > 2 for value in module.parameters(recurse=False)):
+        elif isinstance(module, nn.Embedding):
+            continue
+        elif any(len(whole_shape(value)) > 1 for value in module.parameters(recurse=False)):
             return None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelWork(

@@ -110,16 +110,18 @@ class MemoryPlan:
 
 def shape_of(model: PreTrainedModel) -> ModelShape | None:
     """The shape of a transformers decoder, wherever its weights lie, its adapter left out; None for one that
-    is not dense.
+    is not dense, or whose configuration or layers go by other names.
     """
     config = model.config.get_text_config()
-    if not hasattr(config, "intermediate_size") or any(
-        len(whole_shape(value)) > 2 for value in model.parameters()
-    ):
+    sizes = ("intermediate_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+    layers = [list(module) for name, module in model.named_modules() if name.endswith("layers")]
+    head = model.get_output_embeddings()
+    if not all(isinstance(getattr(config, name, None), int) for name in sizes) or head is None or not layers:
+        return None
+    if any(len(whole_shape(value)) > 2 for value in model.parameters()):
         return None
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layers = [list(module) for name, module in model.named_modules() if name.endswith("layers")]
     return ModelShape(
         width=config.hidden_size,
         ffn=config.intermediate_size,
@@ -128,7 +130,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape | None:
         layers=config.num_hidden_layers,
         vocabulary=whole_shape(model.get_input_embeddings().weight)[0],
         has_qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        is_tied=model.get_input_embeddings().weight is model.get_output_embeddings().weight,
+        is_tied=model.get_input_embeddings().weight is head.weight,
         num_parameters=_num_own(model),
         layer_parameters=_num_own(layers[0][0]),
     )

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from idlm.lora import AdapterSpec
 from idlm.train.estimate import DiskPlan, TimePlan, span
+from idlm.train.flops import work_of
 from idlm.train.gated import add_adapter
 from idlm.train.plan import ModelShape, RunSetup, kept_per_mask_row, kept_per_row, memory_plan, shape_of
 
@@ -50,6 +51,24 @@ def decoder(family: str, dtype: torch.dtype):
         num_key_value_heads=2, head_dim=16, vocab_size=512, tie_word_embeddings=False,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="plan_stand_in").train()
+
+
+@pytest.mark.parametrize(
+    ("family", "is_counted"), [("gpt2", False), ("falcon", True), ("bloom", True), ("mamba", False)]
+)
+def test_an_architecture_of_other_names_has_no_estimate_instead_of_a_crash(
+    family: str, is_counted: bool
+) -> None:
+    config = AutoConfig.for_model(
+        family, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    config.intermediate_size = 256
+    if family == "mamba":
+        del config.num_attention_heads
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape_of(model) is None
+    assert (work_of(model) is not None) == is_counted
 
 
 def kept_bytes(model, *, autocast: bool = False) -> int:
