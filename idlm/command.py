@@ -4,6 +4,7 @@ options.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -35,8 +36,12 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
     warnings.showwarning = _print_warning
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
+    _take_any_text()
     try:
-        return command(sys.argv[1:] if argv is None else argv)
+        status = command(sys.argv[1:] if argv is None else argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"error {error}", file=sys.stderr)
         return USER_ERROR_STATUS
@@ -49,6 +54,43 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError:
+        reason = _why_stdout_is_stuck()
+        if reason is None:
+            raise
+        told = UserError(
+            "IDLM-0442",
+            f"cannot write to standard output: {reason}",
+            fix="free space, or choose another place",
+        )
+        print(f"error {told}", file=sys.stderr)
+        return USER_ERROR_STATUS
+
+
+def _take_any_text() -> None:
+    """Write what the terminal's encoding lacks as escapes, and let bytes that are no text be refused where
+    they are read, like those of arguments.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
+
+
+def _why_stdout_is_stuck() -> str | None:
+    """Why standard output takes nothing more (a full disk), None if it takes a line end. What waits there is
+    given up: the interpreter would complain about it when it ends.
+    """
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, ValueError):
+        return None
+    try:
+        sys.stdout.flush()
+        os.write(number, b"\n")
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return error.strerror
+    return None
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

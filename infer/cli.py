@@ -28,8 +28,9 @@ from idlm.infer.engine import Engine
 from idlm.infer.models.describe import description
 from idlm.infer.models.loader import read_outline
 from idlm.infer.output import answer_file, check_output, partial_path
-from idlm.infer.prompts import PromptLine, check_prompts, read_prompts, text_prompts
+from idlm.infer.prompts import PromptLine, check_prompts, check_text, read_prompts, text_prompts
 from idlm.infer.settings import check_options, decoder_config
+from idlm.paths import telling_of_path
 from idlm.schema import show_default
 from idlm.tokens import encode_messages
 
@@ -216,8 +217,10 @@ def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
         return read_prompts(config.input, config.sampling)
     if config.prompt:
         return iter(text_prompts(config.prompt, config.sampling, place="prompt"))
-    if not sys.stdin.isatty():
-        return iter(text_prompts([sys.stdin.read().rstrip("\r\n")], config.sampling, place="stdin"))
+    # None: the command was started with standard input closed.
+    if sys.stdin is None or not sys.stdin.isatty():
+        text = "" if sys.stdin is None else sys.stdin.read().rstrip("\r\n")
+        return iter(text_prompts([text], config.sampling, place="stdin"))
     if config.output is not None or config.sampling.n > 1:
         raise UserError(
             "IDLM-0440", "a chat has no output file and one answer per turn", fix="give -p TEXT or input=FILE"
@@ -232,8 +235,9 @@ def _is_complete(config: GenerateConfig) -> bool:
             "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
         )
     output, source = Path(config.output), config.input
-    if not output.is_file():
-        return False
+    with telling_of_path("IDLM-0442", output, fix="choose another output="):
+        if not output.is_file():
+            return False
     if next(begun(output, lambda: read_prompts(source, config.sampling)).missing, None) is not None:
         raise UserError(
             "IDLM-0446",
@@ -327,6 +331,7 @@ def _chat(engine: Engine, config: GenerateConfig) -> int:
             continue
         messages.append({"role": "user", "content": text})
         try:
+            check_text("this turn", text)
             prompt = encode_messages(engine.tokenizer, messages) if engine.tokenizer.chat_template else text
             completion = _stream(engine, prompt, config.sampling.params(), config.stats)
         except UserError as error:

@@ -6,6 +6,7 @@ Not for checkpoints: idlm.checkpoint publishes those.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 from idlm.errors import UserError
 from idlm.infer.continuation import Begun
+from idlm.paths import telling_of_path
 
 
 class AnswerFile:
@@ -25,13 +27,31 @@ class AnswerFile:
         self.num_records = 0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; UserError IDLM-0442 when the disk does not take it."""
+        """Append one line; UserError IDLM-0442 when the disk does not take it. JSON has neither NaN nor
+        infinities: such log-probabilities (of tokens that a law excludes, of a broken model) are null.
+        """
         try:
-            self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._out.write(_as_json(record) + "\n")
             self._out.flush()
         except OSError as error:
             raise _cannot_write(self._path, error) from error
         self.num_records += 1
+
+
+def _as_json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_with_nulls(record), ensure_ascii=False, allow_nan=False)
+
+
+def _with_nulls(value: Any) -> Any:
+    """Plain data with null for every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def partial_path(output: str) -> Path:
@@ -47,7 +67,14 @@ def check_output(output: str | None, *, overwrite: bool, resume: bool = False) -
     """Refuse, before anything is computed, a file that could not be written or that would be lost."""
     if output is None:
         return
+    with telling_of_path("IDLM-0442", output, fix="choose another output="):
+        _check_place(output, overwrite=overwrite, resume=resume)
+
+
+def _check_place(output: str, *, overwrite: bool, resume: bool) -> None:
     path, partial = Path(output), partial_path(output)
+    # Also where it does not matter whether it is there: its name is the longer one.
+    has_partial = partial.exists()
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(
             "IDLM-0442",
@@ -61,7 +88,7 @@ def check_output(output: str | None, *, overwrite: bool, resume: bool = False) -
         return
     if path.exists():
         raise UserError("IDLM-0431", f"output={output!r} exists", fix="give overwrite=true or another name")
-    if partial.exists() and not resume:
+    if has_partial and not resume:
         raise UserError(
             "IDLM-0431",
             f"{str(partial)!r} exists: the answers of an interrupted run",

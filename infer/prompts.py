@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.config import SamplingConfig
+from idlm.paths import telling_of_path
 from idlm.suggest import did_you_mean
 
 SHAPES = ("prompt", "prompt_ids", "messages")
@@ -48,17 +49,18 @@ def read_prompts(path: str, sampling: SamplingConfig) -> Iterator[PromptLine]:
 
     UserError with file and line number for anything that is not a request.
     """
-    source = Path(path)
-    if not source.is_file():
-        raise UserError(
-            "IDLM-0430",
-            f"input={path!r} is not a file",
-            fix="give a file of JSON lines; text that is piped in needs no input=",
-        )
-    with source.open("rb") as lines:
+    with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _parse(f"{path}:{number}", number, line, sampling)
+
+
+def _opened(path: str) -> BinaryIO:
+    source, fix = Path(path), "give a file of JSON lines; text that is piped in needs no input="
+    with telling_of_path("IDLM-0430", path, fix=fix):
+        if not source.is_file():
+            raise UserError("IDLM-0430", f"input={path!r} is not a file", fix=fix)
+        return source.open("rb")
 
 
 def check_prompts(path: str, sampling: SamplingConfig) -> None:
@@ -79,11 +81,18 @@ def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> Pr
             f"{place}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], KEYS)}",
             fix=f"use {KEYS}",
         )
+    request_id = record.get("id", number)
+    if isinstance(request_id, bool) or not isinstance(request_id, str | int):
+        raise UserError(
+            "IDLM-0436",
+            f"{place}: id is {request_id!r}",
+            fix="give a text or a whole number, or leave it out",
+        )
     shape = next(key for key in SHAPES if key in record)
     _check_shape(place, shape, record[shape])
     return PromptLine(
         place=place,
-        request_id=str(record.get("id", number)),
+        request_id=str(request_id),
         prompt=record[shape],
         params=_params(place, record.get("sampling", {}), sampling),
     )
@@ -92,13 +101,23 @@ def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> Pr
 def _record(place: str, line: bytes) -> Any:
     try:
         text = line.decode("utf-8-sig")
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise UserError(
             "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line, in UTF-8"
         ) from error
     check_text(place, json.dumps(record, ensure_ascii=False))
     return record
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; ValueError for a key that is given twice, of which readers take the one or the other."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
 
 
 def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParams:

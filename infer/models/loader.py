@@ -23,6 +23,7 @@ from idlm.infer.models.fp8 import read_kv_scales, scale_names
 from idlm.infer.models.moe import make_trunk, refuse
 from idlm.infer.parallel import ALONE, Shards
 from idlm.lora import is_adapter
+from idlm.paths import telling_of_path
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 from idlm.suggest import did_you_mean
@@ -122,7 +123,8 @@ def read_outline(
     shards: Shards = ALONE,
 ) -> Outline:
     """Everything that `load_model` checks before it takes memory, with its errors."""
-    directory, adapter = _open(Path(path), base, semantics)
+    with telling_of_path("IDLM-0600", path, fix="give another model= or base="):
+        directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
     config = read_json(directory / "config.json")
     architecture, family = _family(config)

@@ -22,6 +22,8 @@ from tests.integration.command_lines import (
 
 BASE = [*MODEL, *AR, *GREEDY]
 GOOD = {"prompt": "Lea has 9 shells."}
+LONG = "x" * 300
+"""Longer than a file system takes a name."""
 
 
 def _refusal(arguments: list[str]) -> UserError:
@@ -45,6 +47,8 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("IDLM-0432", '{"prompt": "x"', "JSON"),
         ("IDLM-0432", "[" * 100_000, "JSON"),
+        ("IDLM-0432", '{"prompt": "a", "prompt": "b"}', "'prompt'"),
+        ("IDLM-0432", '{"prompt": "a", "sampling": {"seed": 1, "seed": 2}}', "'seed'"),
         ("IDLM-0433", "[]", "exactly one"),
         ("IDLM-0433", {"prompt": "x", "prompt_ids": [1]}, "exactly one"),
         ("IDLM-0433", {"id": 3}, "exactly one"),
@@ -54,6 +58,11 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ("IDLM-0435", {"prompt": "x", "sampling": {"stop": "abc"}}, "list"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"temperature": -1}}, "temperature=-1"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"n": "two"}}, "n='two'"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"ignore_eos": "no"}}, "ignore_eos='no'"),
+        ("IDLM-0436", {"prompt": "x", "id": None}, "id is None"),
+        ("IDLM-0436", {"prompt": "x", "id": [1]}, "id is [1]"),
+        ("IDLM-0436", {"prompt": "x", "id": 1.5}, "id is 1.5"),
+        ("IDLM-0436", {"prompt": "x", "id": True}, "id is True"),
         ("IDLM-0436", {"prompt": 3}, "prompt is 3"),
         ("IDLM-0436", {"prompt": ""}, "empty"),
         ("IDLM-0436", '{"prompt": "\\ud800"}', "not valid text"),
@@ -91,6 +100,10 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     ("code", "arguments", "words"),
     [
         ("IDLM-0430", ["input=nowhere.jsonl"], "nowhere.jsonl"),
+        ("IDLM-0430", [f"input={LONG}"], LONG),
+        ("IDLM-0442", ["-p", "x", f"output={LONG}"], LONG),
+        ("IDLM-0442", ["-p", "x", f"output={LONG[:250]}", "overwrite=true"], ".partial"),
+        ("IDLM-0442", ["input=README.md", f"output={LONG}", "resume=true"], LONG),
         ("IDLM-0437", ["-p"], "-p"),
         ("IDLM-0439", ["-p", "x", "input=README.md"], "both"),
         ("IDLM-0442", ["-p", "x", "output=/nowhere/out"], "/nowhere"),
@@ -141,6 +154,11 @@ def test_no_model_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _refusal([]).code == "IDLM-0438"
 
 
+@pytest.mark.parametrize("arguments", [[f"model={LONG}"], [f"model={TINY}", f"base={LONG}"]])
+def test_a_model_of_a_name_too_long_is_refused(arguments: list[str]) -> None:
+    assert _refusal([*arguments, "-p", "x"]).code in ("IDLM-0600", "IDLM-0611")
+
+
 @pytest.mark.usefixtures("_no_model")
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     output = tmp_path / "out"
@@ -180,6 +198,12 @@ def test_empty_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch
     error = _refusal(BASE)
     assert error.code == "IDLM-0436"
     assert error.message == "stdin: prompt is empty"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert _refusal(BASE).message == "stdin: prompt is empty"
 
 
 @pytest.mark.usefixtures("_no_model")
