@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ class AdapterSpec:
             problems.append(f"bias={content['bias']!r}")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             problems.append(f"r={rank!r}")
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
             problems.append(f"lora_alpha={alpha!r}")
         if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
             problems.append(f"target_modules={targets!r}")

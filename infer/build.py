@@ -111,6 +111,7 @@ def build(
     chosen = DECODERS.get(decoder or default_decoder(model.semantics))
     config = decoder_config(chosen, decoder_options)
     decoder_object = chosen(config, model.semantics)
+    _check_mask_row(model, decoder_object)
     tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.spec.vocab_size)
@@ -122,6 +123,20 @@ def build(
     stack = _stack(settings, model, decoder_object, dataclasses.asdict(config))
     eos_ids = _eos_ids(model, tokenizer)
     return _assemble(settings, model, tokenizer, decoder_object, eos_ids, shards, stack)
+
+
+def _check_mask_row(model: LoadedModel, decoder: Decoder) -> None:
+    """UserError IDLM-0606 where MASK rows would be NaN: attention would carry that into rows of text."""
+    mask_token_id = model.semantics.mask_token_id
+    if mask_token_id is None or max(decoder.widths) == 1:
+        return
+    row_D = model.trunk.embed[mask_token_id] if model.trunk.mask_row is None else model.trunk.mask_row
+    if not bool(row_D.isfinite().all()):
+        raise UserError(
+            "IDLM-0606",
+            f"the embedding row of mask_token_id={mask_token_id} holds values that are not finite",
+            fix="give the id that the checkpoint was trained with, or decoder=ar, which needs none",
+        )
 
 
 def _assemble(

@@ -81,6 +81,13 @@ def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None
             fix=f"restore {CONFIG_FILE} and {WEIGHTS_FILE} from one and the same export",
         )
     weights.copy(targets, adapter.files)
+    bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]
+    if bad:
+        raise UserError(
+            "IDLM-0613",
+            f"{len(bad)} tensors of {adapter.directory} hold values that are not finite, {bad[0]} first",
+            fix="use an adapter of an earlier step, before its training diverged",
+        )
     trunk.is_adapted = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,27 @@ def test_a_damaged_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     (target / WEIGHTS_FILE).write_bytes(bytes(content))
     refused(target, "IDLM-0302", WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_an_adapter_that_is_not_finite_is_refused(adapter: Path, value: str, tmp_path: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "bad")
+    tensors = load_file(tmp_path / "bad" / WEIGHTS_FILE)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[-1] = float(value)
+    save_file(tensors, tmp_path / "bad" / WEIGHTS_FILE)
+    refused(tmp_path / "bad", "IDLM-0613", "not finite", name)
+    shutil.copytree(adapter, tmp_path / "alpha")
+    path = tmp_path / "alpha" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": float(value)}))
+    refused(tmp_path / "alpha", "IDLM-0610", "lora_alpha")
+
+
+def test_a_mask_row_that_is_not_finite_is_refused_where_it_is_used(qwen: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen, tmp_path / "bad")
+    path = tmp_path / "bad" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][MASK] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    refused(tmp_path / "bad", "IDLM-0606", "not finite", decoder="isd", mask_token_id=MASK, stride=3)
+    Engine.from_pretrained(tmp_path / "bad", "ar", device="cpu", mask_token_id=MASK)
