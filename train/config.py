@@ -174,12 +174,14 @@ def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
         fitting = [
             n for n in range(1, loop.global_batch + 1) if loop.global_batch % (n * loop.batch_size) == 0
         ]
+        smaller = [n for n in range(1, loop.batch_size) if loop.global_batch % (n * world_size) == 0]
+        fixes = [f"start {', '.join(map(str, fitting))} processes"] if fitting else []
+        fixes += [f"set train.batch_size={smaller[-1]}"] if smaller else []
         raise UserError(
             "IDLM-0516",
             f"train.global_batch={loop.global_batch} rows are not a multiple of {world_size} processes x "
             f"train.batch_size={loop.batch_size}",
-            fix=f"start {', '.join(map(str, fitting)) or 'fewer'} processes, or set train.global_batch="
-            f"{max(1, accumulation) * per_pass}{' or train.batch_size=1' if loop.batch_size > 1 else ''}",
+            fix=", or ".join([*fixes, f"set train.global_batch={max(1, accumulation) * per_pass}"]),
         )
     if loop.accumulation not in (1, accumulation):
         raise UserError(

@@ -27,7 +27,11 @@ from idlm.train.settings import control_problems
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 INFINITE = float("inf")
-PUBLISHED_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+PUBLISHED_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("adapter_config.json", "adapter_model.safetensors", "idlm_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+)
 RANGES = (
     ("warmup", 0, 1),
     ("weight_decay", 0, INFINITE),
@@ -50,7 +54,7 @@ def check_config(config: TrainConfig) -> None:
         *_loop_problems(config),
         *_stage_problems(config),
         *_sample_problems(config),
-        *data_problems(config.data),
+        *data_problems(config.data, config.eval.path),
         *control_problems(config.plan, config.eval, config.wandb, config.report),
     ]
     problems += _empty_paths(config)
@@ -58,7 +62,9 @@ def check_config(config: TrainConfig) -> None:
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
-    for name in foreign_files(target, PUBLISHED_FILES):
+    for name in foreign_files(
+        target, (*PUBLISHED_FILES, *(() if config.adapter is None else ("README.md",)))
+    ):
         problems.append(
             f"output_dir={config.output_dir} has a {name} of somebody else, which would be replaced"
         )

@@ -6,7 +6,6 @@ Assumptions of the plan, held-out evaluation, Weights & Biases, the report.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from idlm.suggest import did_you_mean
@@ -94,6 +93,4 @@ def control_problems(
         )
     if not 0 < evaluation.holdout < 1:
         problems.append(f"eval.holdout={evaluation.holdout} must be in (0, 1)")
-    if evaluation.every is not None and evaluation.path is not None and not Path(evaluation.path).exists():
-        problems.append(f"eval.path={evaluation.path} does not exist")
     return problems

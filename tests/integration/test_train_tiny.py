@@ -24,6 +24,7 @@ from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli, pipeline
 from idlm.train.base_model import create_base
+from idlm.train.config_check import PUBLISHED_FILES
 from idlm.train.export import export
 from idlm.train.layout import IGNORE_LABEL
 from idlm.train.model import BodyAndHead
@@ -96,6 +97,8 @@ def test_the_export_is_a_stock_checkpoint_with_semantics(finished: Path, base: P
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     verify(finished)
+    published = json.loads((finished / "manifest.json").read_text())["files"]
+    assert set(published) <= set(PUBLISHED_FILES), "files of these names are refused before training"
     model = AutoModelForCausalLM.from_pretrained(finished, dtype=torch.float32)
     assert type(model).__name__ == "Qwen3ForCausalLM"
     config = json.loads((finished / "config.json").read_text())

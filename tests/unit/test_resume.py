@@ -205,6 +205,31 @@ def test_an_empty_path_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         check_config(compose("train", TrainConfig, [f"{name}={value}" for name, value in values.items()]))
 
 
+def test_held_out_data_is_looked_for_before_it_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    changes = {"data.source": "jsonl", "data.path": tmp_path / "data.jsonl"}
+    with pytest.raises(UserError, match=r"(?s)IDLM-0504.*eval\.path.*/nope"):
+        check_config(config_of(tmp_path, **changes, **{"eval.path": "/nope"}))
+    for path in ("data.jsonl", "*.jsonl"):
+        with pytest.raises(UserError) as caught:
+            check_config(config_of(tmp_path, **changes, **{"eval.path": tmp_path / path}))
+        assert "eval.path" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "idlm_config.json", "generation_config.json", "README.md"]
+)
+def test_files_of_somebody_else_are_refused_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}\n")
+    told = {}
+    for adapter in ("null", "{rank: 2}"):
+        with pytest.raises(UserError, match="IDLM-0504") as caught:
+            check_config(config_of(tmp_path, adapter=adapter))
+        told[adapter] = f"has a {name} of somebody else" in caught.value.message
+    assert told == {"null": name != "README.md", "{rank: 2}": True}
+
+
 def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) -> None:
     frozen = tmp_path / "frozen.yaml"
     frozen.write_text(config_text(config_of(tmp_path)))
@@ -245,6 +270,13 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -
     assert "train.global_batch=30" in _fix(config, 5)
     other = config_of(tmp_path, **{"train.global_batch": 32, "train.accumulation": 3})
     assert "give one of them" in _fix(other, 8)
+
+
+def test_one_process_is_told_what_fits(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"train.global_batch": 5, "train.batch_size": 2})
+    assert _fix(config, 1) == "set train.batch_size=1, or set train.global_batch=4"
+    config = config_of(tmp_path, **{"train.global_batch": 12, "train.batch_size": 8})
+    assert _fix(config, 2) == "set train.batch_size=6, or set train.global_batch=16"
 
 
 def _fix(config: TrainConfig, world_size: int) -> str:

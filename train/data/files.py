@@ -82,7 +82,7 @@ def _find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
         found = [Path(name) for name in glob.glob(str(given), recursive=True)]
         found = sorted(name for name in found if name.is_file())
         if not found:
-            raise UserError("IDLM-0209", f"no file matches data.path={path}", fix="correct the pattern")
+            raise UserError("IDLM-0209", f"no file matches {path}", fix="correct the pattern")
         return tuple(found)
     if given.is_dir():
         for suffix in suffixes:
@@ -98,7 +98,7 @@ def _find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
         raise UserError(
             "IDLM-0209",
             f"the data file {path} does not exist",
-            fix="set data.path to a file, a folder or a pattern",
+            fix="name a file, a folder or a pattern",
         )
     return (given,)
 

@@ -51,8 +51,10 @@ class DataConfig:
     )
 
 
-def data_problems(data: DataConfig) -> list[str]:
-    """Everything that is wrong with the section, as sentences; looks for the files but opens none."""
+def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
+    """Everything that is wrong with the section and with `eval.path`, as sentences; looks for the files but
+    opens none.
+    """
     choices = {
         "source": (data.source, tuple(SOURCES.names())),
         "shape": (data.shape, SHAPE_CHOICES),
@@ -69,9 +71,10 @@ def data_problems(data: DataConfig) -> list[str]:
         problems.append(f"data.workers={data.workers} must be at least 0")
     if data.source in (*SUFFIXES, "hf") and data.path is None:
         problems.append(f"data.path is missing: the {data.source} source needs one")
-    elif data.source in SUFFIXES and data.path is not None and data.path.strip():
-        try:
-            find_files(data.path, SUFFIXES[data.source])
-        except UserError as error:
-            problems.append(f"data.path: {error.message}")
+    for key, path in (("data.path", data.path), ("eval.path", held_out)):
+        if data.source in SUFFIXES and path is not None and path.strip():
+            try:
+                find_files(path, SUFFIXES[data.source])
+            except UserError as error:
+                problems.append(f"{key}: {error.message}")
     return problems
