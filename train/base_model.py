@@ -53,6 +53,12 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
         )
     # What a damaged directory makes transformers, its validators and safetensors raise has no common base.
     except Exception as error:
+        if attention in str(error):
+            raise UserError(
+                "IDLM-0505",
+                f"the architecture of model.path={path} lets nobody choose its attention ({error})",
+                fix="use a causal model of transformers with standard attention layers",
+            ) from error
         raise UserError(
             "IDLM-0541",
             f"model.path={path} cannot be loaded: {type(error).__name__}: {error}",

@@ -187,10 +187,18 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
     was_training = model.training
     model.eval()
     runner = BodyAndHead(model)
-    packed = runner.head(runner.hidden(model, batch, attention)[0]).float()
+    name = type(model).__name__
+    try:
+        packed = runner.head(runner.hidden(model, batch, attention)[0]).float()
+    # What a model makes of arguments that it does not know has no common base.
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            "IDLM-0505",
+            f"{name} does not run under a prepared attention mask: {type(error).__name__}: {error}",
+            fix="use a causal model of transformers with standard attention layers and a plain output head",
+        ) from error
     own = _own_logits(model, ids_BT.view(2, num_tokens))
     model.train(was_training)
-    name = type(model).__name__
     if not bool(own.isfinite().all()):
         raise UserError("IDLM-0505", f"the logits of {name} are not finite", fix="restore the base's weights")
     is_exact = model.dtype == torch.float32 and device.type == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from idlm.errors import UserError
 from idlm.masks import RowMeta, dense_mask
 from idlm.train import attention as attention_module
 from idlm.train import model as model_module
-from idlm.train.base_model import create_base
+from idlm.train.base_model import create_base, load_base
 from idlm.train.layout import IGNORE_LABEL
 from idlm.train.model import BodyAndHead, check_model, prepare_mask_row, window_problem
 from idlm.train.objectives import base
@@ -334,6 +335,16 @@ def test_attention_that_would_be_another_is_refused(family: str, monkeypatch: py
     with pytest.raises(UserError, match="attention that idlm does not compute"):
         check_model(model, attention=attention)
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_an_architecture_with_attention_of_its_own_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    values = {"model_type": family, "vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 2}
+    values |= {"num_hidden_layers": 1, "num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None}
+    create_base(values, attention="eager", dtype=torch.float32, seed=0).save_pretrained(tmp_path)
+    attention = "idlm_documents"
+    with pytest.raises(UserError, match="IDLM-0505"):
+        check_model(load_base(str(tmp_path), attention=attention, dtype=torch.float32), attention=attention)
 
 
 def test_a_base_that_computes_nan_is_named_as_such() -> None:
