@@ -88,7 +88,7 @@ class Semantics:
             return cls()
         try:
             payload = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 "IDLM-0303", f"{path} is not valid JSON: {error}", fix="restore the file"
             ) from error

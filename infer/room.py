@@ -23,7 +23,7 @@ def check_room(what: str, num_bytes: int, device: torch.device) -> None:
     """UserError IDLM-0405 where `what` takes more than the device has when it is empty."""
     size = _size_of(device)
     if num_bytes > size:
-        raise UserError("IDLM-0405", f"{what} take {num_bytes:,} bytes; {device} has {size:,}", fix=FIX)
+        raise UserError("IDLM-0405", f"{what}: {num_bytes:,} bytes; {device} has {size:,}", fix=FIX)
 
 
 @contextmanager

@@ -64,6 +64,12 @@ def test_semantics_of_another_type_are_named(checkpoint: Path, meaning: dict[str
     assert words in error.message
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"stride": ' + "9" * 5000 + "}"])
+def test_semantics_that_cannot_be_parsed_are_told(checkpoint: Path, text: str) -> None:
+    (checkpoint / FILE_NAME).write_text(text)
+    assert _refusal(checkpoint).code == "IDLM-0303"
+
+
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("given", [[[1]], {}, "x", True, 9.0, -1])
 def test_an_end_of_sequence_that_is_no_id_is_named(checkpoint: Path, file: str, given: Any) -> None:
