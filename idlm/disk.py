@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,15 @@ def telling_of_disk(target: Path) -> Iterator[None]:
         if reason is None:
             raise
         raise cannot_save(target, reason) from error
+
+
+def replace_text(target: Path, text: str) -> None:
+    """Write `target` whole, or leave it as it was. UserError IDLM-0301 as `telling_of_disk`."""
+    aside = target.with_suffix(".tmp")
+    with telling_of_disk(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, target)
 
 
 def cannot_save(target: Path, reason: str) -> UserError:

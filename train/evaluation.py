@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from idlm.disk import telling_of_disk
+from idlm.disk import replace_text, telling_of_disk
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.dataset import PackedDataset, collate
 from idlm.train.distributed import all_reduce, is_distributed
@@ -131,10 +130,7 @@ class RunningSamples(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero and self.path.exists():
             kept = [one for one in read_samples(self.path) if one["step"] <= state.global_step]
-            aside = self.path.with_suffix(".tmp")
-            with telling_of_disk(self.path):
-                aside.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
-                os.replace(aside, self.path)
+            replace_text(self.path, "".join(json.dumps(one) + "\n" for one in kept))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

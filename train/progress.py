@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from idlm.disk import telling_of_disk
+from idlm.disk import replace_text, telling_of_disk
 from idlm.train.distributed import all_reduce, highest
 from idlm.train.estimate import span
 from idlm.train.flops import ModelWork, fed_of, peak_of, train_flops, work_of
@@ -218,11 +217,7 @@ class Progress(TrainerCallback, ExportableState):
 
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         """A resumed run repeats the steps after its checkpoint; their old lines go."""
-        aside = self.metrics_path.with_suffix(".tmp")
-        with telling_of_disk(self.metrics_path):
-            self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text("".join(json.dumps(record) + "\n" for record in records))
-            os.replace(aside, self.metrics_path)
+        replace_text(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

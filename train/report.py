@@ -6,13 +6,13 @@ Generations come from a `Sampler` that the command line passes in, because train
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.disk import replace_text
 from idlm.train.estimate import size_text, span
 
 PLOT_FOLDER = "report"
@@ -91,9 +91,7 @@ def write_report(
     parts += ["## Configuration", f"```yaml\n{config_yaml.rstrip()}\n```"]
     parts += ["## Environment", f"```json\n{json.dumps(fingerprint, indent=2)}\n```"]
     path = directory / "report.md"
-    aside = path.with_suffix(".tmp")
-    aside.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, "\n\n".join(parts) + "\n")
     return path
 
 

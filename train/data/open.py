@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from idlm.checkpoint import read_json
-from idlm.disk import telling_of_disk
+from idlm.disk import replace_text
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.data.base import SOURCES, Encoder, Source
@@ -83,10 +83,7 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
                 fix="restore the data files, or start a new run: another output_dir, or resume=never",
             )
         return
-    aside = run / f".{DATA_FILE}.tmp"
-    with telling_of_disk(known):
-        aside.write_text(json.dumps(now), encoding="utf-8")
-        os.replace(aside, known)
+    replace_text(known, json.dumps(now))
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
@@ -106,10 +103,7 @@ def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> Non
                 fix="restore them, or start a new run: another output_dir, or resume=never",
             )
         return
-    aside = run / f".{BASE_FILE}.tmp"
-    with telling_of_disk(known):
-        aside.write_text(json.dumps({"base_identity": identity}), encoding="utf-8")
-        os.replace(aside, known)
+    replace_text(known, json.dumps({"base_identity": identity}))
 
 
 def _while_others_wait(work: Callable[[], None] | None) -> None:
