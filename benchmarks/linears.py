@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from benchmarks.stream import Timer
 from idlm import command
 from idlm.errors import UserError
 from idlm.kernels.linear import Fp8Weight, dequantised, linear, linear_swiglu, quantise_fp8
-from idlm.kernels.linear.launch import AHEAD, Launch, Workspace, fixed_launch, make_workspace
+from idlm.kernels.linear.launch import Launch, Workspace, fixed_launch, make_workspace, with_pdl
 from idlm.kernels.linear.linears import check_rows_agree
 
 BF16 = torch.bfloat16
@@ -256,7 +256,7 @@ def _fixed(bench: Bench) -> None:
         weights = _weights(E, D, gated)
         for rows in FIXED_ROWS:
             x_RD = torch.randn(rows, D, device="cuda", dtype=BF16)
-            launch = replace(fixed_launch(rows, E, D, BF16, gated=gated), pdl=True, ahead=AHEAD)
+            launch = with_pdl(fixed_launch(rows, E, D, BF16, gated=gated), True)
             agrees = agrees and _is_right(bench, weights[0], launch, gated, x_RD)
             times = [_time(bench, weights, choice, gated, x_RD) for choice in (launch, None)]
             case = {"op": "fixed", "shape": name, "rows": rows}
@@ -311,8 +311,7 @@ def _step(bench: Bench, rows: int) -> None:
         F.linear(x_RD, head)
 
     def ours(pdl: bool) -> None:
-        ahead = AHEAD if pdl else 0
-        best = {name: one and replace(one, pdl=pdl, ahead=ahead) for name, one in picked.items()}
+        best = {name: None if launch is None else with_pdl(launch, pdl) for name, launch in picked.items()}
         for qkv, o, gate_up, down in layers:
             linear(x_RD, qkv, launch=best["qkv"], workspace=space)
             hidden_RD = linear(o_RD, o, launch=best["o"], workspace=space)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from idlm.kernels.linear.launch import AHEAD, Launch, fits, num_splits
+from idlm.kernels.linear.launch import Launch, fits, num_splits, with_pdl
 
 ROW_BUCKETS = (16, 32, 64, 128)
 """Tiles of rows; above them the library is as fast."""
@@ -24,11 +24,7 @@ class Shape:
 
 def shortlist(shape: Shape, *, full: bool) -> list[Launch]:
     """Candidates with programs near two or three for each multiprocessor; `full` keeps all."""
-    found = [
-        replace(launch, pdl=pdl, ahead=AHEAD if pdl else 0)
-        for pdl in (False, True)
-        for launch in _candidates(shape)
-    ]
+    found = [with_pdl(launch, pdl) for pdl in (False, True) for launch in _candidates(shape)]
     if full:
         return found
     kept = []

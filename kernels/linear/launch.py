@@ -96,6 +96,11 @@ def workspace_size(
     return floats if splits > 1 else 0, tiles
 
 
+def with_pdl(launch: Launch, pdl: bool) -> Launch:
+    """The launch with or without what a dependent one does ahead of its wait."""
+    return replace(launch, pdl=pdl, ahead=AHEAD if pdl else 0)
+
+
 def columns_ahead(launch: Launch, num_rows: int, D: int) -> int:
     """`ahead` where every share is as wide and one tile of rows asks: others would ask for the same."""
     return launch.ahead if D % QUANTUM.value == 0 and num_rows <= launch.block_r else 0

@@ -100,7 +100,7 @@ class Linears:
     def _launch(self, x_RD: Tensor, weight_ED: Weight, num_outputs: int, *, gated: bool) -> Launch | None:
         if not runs_kernels(x_RD) or x_RD.dtype not in op.DTYPES:
             return None
-        from idlm.kernels.linear.launch import AHEAD, few_rows_launch, fixed_launch, make_workspace
+        from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace, with_pdl
 
         if self._workspace is None:
             self._workspace = make_workspace(
@@ -112,9 +112,7 @@ class Linears:
             launch = fixed_launch(*shape, gated=gated)
         else:
             launch = few_rows_launch(*shape, gated=gated, is_fp8=isinstance(weight_ED, Fp8Weight))
-        if launch is None or not has_pdl(x_RD.device):
-            return launch
-        return replace(launch, pdl=True, ahead=AHEAD)
+        return None if launch is None else with_pdl(launch, has_pdl(x_RD.device))
 
 
 def _num_outputs(weight_ED: Weight, lora: GatedLora | None) -> int:
