@@ -68,16 +68,16 @@ class SamplingParams:
         return [
             (
                 f"temperature={self.temperature!r} must be a finite number >= 0 (0 is greedy)",
-                not (_is_number(self.temperature) and self.temperature >= 0),
+                not (is_number(self.temperature) and self.temperature >= 0),
             ),
-            (f"top_p={self.top_p!r} must be in (0, 1]", not (_is_number(self.top_p) and 0 < self.top_p <= 1)),
+            (f"top_p={self.top_p!r} must be in (0, 1]", not (is_number(self.top_p) and 0 < self.top_p <= 1)),
             (
                 f"top_k={self.top_k!r} must be an integer in [0, 2**31) (0 is off)",
                 not (_is_int(self.top_k, 0) and self.top_k < 2**31),
             ),
             (
                 f"min_p={self.min_p!r} must be in [0, 1]",
-                not (_is_number(self.min_p) and 0 <= self.min_p <= 1),
+                not (is_number(self.min_p) and 0 <= self.min_p <= 1),
             ),
             (
                 f"seed={self.seed!r} must be an integer in [0, 2**63)",
@@ -103,7 +103,7 @@ class SamplingParams:
             ),
             (
                 f"tau={self.tau!r} must be a finite number >= 0 (0 is exact)",
-                not (_is_number(self.tau) and self.tau >= 0),
+                not (is_number(self.tau) and self.tau >= 0),
             ),
             (
                 f"decoder_options={self.decoder_options!r} must be a dict of names",
@@ -132,7 +132,7 @@ def _own_number(value: object) -> object:
     return float(value) if isinstance(value, Real) else value
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether it is a number that fp64 can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 

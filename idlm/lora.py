@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from idlm.checkpoint import read_json
+from idlm.contracts import is_number
 from idlm.errors import UserError
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -96,7 +96,7 @@ class AdapterSpec:
             problems.append(f"bias={content['bias']!r}")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             problems.append(f"r={rank!r}")
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        if not is_number(alpha):
             problems.append(f"lora_alpha={alpha!r}")
         if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
             problems.append(f"target_modules={targets!r}")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
+FIX = "use a causal model of transformers with standard attention layers and a plain output head"
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
 """Of the largest logit: in float32 on a CPU; where attention rounds to 16 bits, or its products do."""
 
@@ -195,7 +196,7 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
         raise UserError(
             "IDLM-0505",
             f"{name} does not run under a prepared attention mask: {type(error).__name__}: {error}",
-            fix="use a causal model of transformers with standard attention layers and a plain output head",
+            fix=FIX,
         ) from error
     own = _own_logits(model, ids_BT.view(2, num_tokens))
     model.train(was_training)
@@ -209,7 +210,7 @@ def check_model(model: PreTrainedModel, *, attention: str) -> None:
             f"{name} does not honour a prepared attention mask, has attention that idlm does not compute, or "
             f"changes its logits after the head (two packed documents differ by {gap:.3g} from the same "
             "documents alone under the model's own attention)",
-            fix="use a causal model of transformers with standard attention layers and a plain output head",
+            fix=FIX,
         )
 
 

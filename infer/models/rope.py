@@ -6,12 +6,13 @@ the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from idlm.contracts import is_number
 
 SCALED_TYPES = ("linear", "llama3", "yarn")
 LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
@@ -19,8 +20,7 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
 
 def is_positive(value: Any) -> bool:
     """Whether it is a number above 0 that fp64 can hold."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value <= sys.float_info.max
+    return is_number(value) and value > 0
 
 
 def rope_frequencies(

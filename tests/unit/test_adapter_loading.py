@@ -223,8 +223,7 @@ def test_an_adapter_that_is_not_finite_is_refused(adapter: Path, value: str, tmp
     save_file(tensors, tmp_path / "bad" / WEIGHTS_FILE)
     refused(tmp_path / "bad", "IDLM-0613", "not finite", name)
     shutil.copytree(adapter, tmp_path / "alpha")
-    path = tmp_path / "alpha" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": float(value)}))
+    edit(tmp_path / "alpha" / CONFIG_FILE, lora_alpha=float(value))
     refused(tmp_path / "alpha", "IDLM-0610", "lora_alpha")
 
 
