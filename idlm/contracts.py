@@ -254,10 +254,13 @@ class StepOutcome:
     """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them
-    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j.
+    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `lawless_B` (int64): 1
+    where a row that was drawn from had logits that are no law (`kernels.sampling.lawless`); the sequence's
+    tokens mean nothing then.
     """
 
     token_ids_BJ: Tensor
     num_emitted_B: Tensor
     num_accepted_B: Tensor
     num_tested_B: Tensor
+    lawless_B: Tensor

@@ -19,10 +19,10 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.admission import Admission, Prompt, check_list, check_one
 from idlm.infer.build import EngineParts
+from idlm.infer.failures import LEAST_IN_A_ROW, given_up, is_shortage, not_finite
 from idlm.infer.flight import Emission, Flight
 from idlm.infer.request import Request, fresh_ids, strip_stop_id
 from idlm.infer.settings import EngineSettings
-from idlm.infer.shortage import LEAST_IN_A_ROW, given_up, is_shortage
 from idlm.infer.team import hire
 from idlm.infer.text import AnswerText
 from idlm.infer.worker import Worker
@@ -31,7 +31,8 @@ from idlm.infer.worker import Worker
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
     """News of one sample after a pass: newly committed tokens, newly readable text, and at the end the
-    completion; `error` where that is not the whole answer (IDLM-0448: memory was short).
+    completion; `error` where that is not the whole answer (IDLM-0448: memory was short, IDLM-0457: logits
+    were not finite).
     """
 
     request_id: str
@@ -92,8 +93,9 @@ class Engine:
     ) -> list[Completion]:
         """Answers in the order of the prompts; `n` samples of a prompt stand next to each other.
 
-        Raises UserError IDLM-0448, and aborts the rest, when memory is too short for one of them; those who
-        want the other answers call `add_request` and `step`.
+        Raises UserError IDLM-0448, and aborts the rest, when memory is too short for one of them, and
+        IDLM-0457 when its logits are not finite; those who want the other answers call `add_request` and
+        `step`.
         """
         keys = self._add_all(prompts, params, request_ids)
         own = {request_id for request_id, _ in keys}
@@ -111,8 +113,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Events of one prompt as passes finish; closing the iterator aborts the request.
 
-        The request is checked and queued at once, before the first event is asked for. UserError IDLM-0448:
-        memory is too short for it.
+        The request is checked and queued at once, before the first event is asked for. UserError as from
+        `generate`.
         """
         check_one(prompt)
         [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
@@ -221,17 +223,23 @@ class Engine:
         youngest = next((one for one in reversed(self._last_fed) if one.finish_reason is None), None)
         if self._num_shortages < LEAST_IN_A_ROW or youngest is None:
             return
-        youngest.finish_reason = "error"
         most_rows = self.settings.max_prompt_rows
-        error = given_up(youngest.request_id, self._num_shortages, reason, max_prompt_rows=most_rows)
-        text = self._texts[youngest].finish() if youngest in self._texts else ""
+        self._give_up(
+            youngest,
+            given_up(youngest.request_id, self._num_shortages, reason, max_prompt_rows=most_rows),
+        )
+
+    def _give_up(self, request: Request, error: UserError) -> None:
+        """End a request with what it has."""
+        request.finish_reason = "error"
+        text = self._texts[request].finish() if request in self._texts else ""
         self._events.append(
             StreamEvent(
-                request_id=youngest.request_id,
-                index=youngest.index,
+                request_id=request.request_id,
+                index=request.index,
                 token_ids=(),
                 text=text,
-                completion=self._finish(youngest, error),
+                completion=self._finish(request, error),
                 error=error,
             )
         )
@@ -268,6 +276,10 @@ class Engine:
         """Book what a pass committed for one request, finish it if it is done."""
         request.num_forwards += 1
         if not samples:
+            return
+        if emission.is_lawless:
+            dtype, num_tokens = self._parts.model.dtype, len(request.token_ids)
+            self._give_up(request, not_finite(request.request_id, num_tokens, dtype=dtype))
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)

@@ -1,6 +1,6 @@
 """Room for what an engine allocates when it is built: one error for what can never fit, or does not.
 
-Passes that run out of memory later on are another matter: shortage.py.
+Passes that run out of memory later on are another matter: failures.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from idlm.errors import UserError
-from idlm.infer.shortage import is_shortage
+from idlm.infer.failures import is_shortage
 
 FIX = "lower max_num_seqs, max_length or num_pages"
 # A CPU's allocator, and sizes beyond what 64 bits count, are told by a plain RuntimeError.

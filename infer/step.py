@@ -22,8 +22,9 @@ from idlm.infer.table import SequenceTable
 class StepResult:
     """What the host wants to know of a pass, still on the device.
 
-    `counts_BJ`: per sequence the number of tokens emitted, drafts accepted and drafts tested, then the token
-    ids. The rest is None where no logprobs are wanted: the tokens' own, ids and logprobs of the likeliest.
+    `counts_BJ`: per sequence 1 if its logits were no law, the number of tokens emitted, drafts accepted and
+    drafts tested, then the token ids. The rest is None where no logprobs are wanted: the tokens' own, ids and
+    logprobs of the likeliest.
     """
 
     counts_BJ: Tensor
@@ -47,7 +48,7 @@ class Step:
         if has_logits_X is not None:
             plan = replace(plan, has_logits_X=has_logits_X)
         outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
-        counts = (outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B)
+        counts = (outcome.lawless_B, outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 from idlm.errors import UserError
 from idlm.infer.build import EngineParts, build, resolve_device
+from idlm.infer.failures import is_shortage
 from idlm.infer.graphs import StaticStep
 from idlm.infer.orders import Channel, Message, pass_order
 from idlm.infer.parallel import ALONE, Shards
 from idlm.infer.scheduler import Schedule
 from idlm.infer.settings import check_options
-from idlm.infer.shortage import is_shortage
 from idlm.infer.step import StepResult
 from idlm.infer.worker import Worker
 

@@ -28,7 +28,7 @@ from idlm.infer.decoders.base import (
 from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
-from idlm.kernels.sampling import draw
+from idlm.kernels.sampling import draw, lawless
 from idlm.semantics import Semantics
 
 
@@ -83,4 +83,5 @@ class ArDecoder:
             num_emitted_B=num_emitted_B,
             num_accepted_B=none_B,
             num_tested_B=none_B,
+            lawless_B=lawless(laws, rows_B[:, None]),
         )

@@ -37,7 +37,7 @@ from idlm.infer.table import SequenceTable
 from idlm.infer.transfer import to_device
 from idlm.kernels.block_step import RULES, BlockLanes, BlockShape, Limits, Proposed, decide_blocks
 from idlm.kernels.hopper import runs_kernels
-from idlm.kernels.sampling import entropy, judged_draws, uniforms
+from idlm.kernels.sampling import entropy, judged_draws, lawless, uniforms
 from idlm.semantics import Semantics
 
 
@@ -130,22 +130,29 @@ class BlockDecoder:
     def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Draw a token for every open mask, decide some, and emit the blocks that are clean by that."""
         assert isinstance(plan, BlockPlan) and plan.work is not None, f"{type(plan)=}"
-        proposed = self._propose(table, batch, plan, logits_XV)
+        proposed, lawless_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
         decide = self._decide_by_kernel if has_kernel else self._decide
         emitted_BW, num_emitted_B = decide(table, plan, proposed)
         none_B = torch.zeros_like(num_emitted_B)
         return StepOutcome(
-            token_ids_BJ=emitted_BW, num_emitted_B=num_emitted_B, num_accepted_B=none_B, num_tested_B=none_B
+            token_ids_BJ=emitted_BW,
+            num_emitted_B=num_emitted_B,
+            num_accepted_B=none_B,
+            num_tested_B=none_B,
+            lawless_B=lawless_B,
         )
 
     def _quota(self, plan: StepPlan) -> Tensor | None:
         """The least that is decided of each sequence, int64 [B]; None: what its steps allot."""
         return None
 
-    def _propose(self, table: SequenceTable, batch: Batch, plan: BlockPlan, logits_XV: Tensor) -> Proposed:
-        """A token for every place, how sure it is, and what strategies look at beside that. It means nothing
-        for closed places, but that those which may be edited get the likeliest.
+    def _propose(
+        self, table: SequenceTable, batch: Batch, plan: BlockPlan, logits_XV: Tensor
+    ) -> tuple[Proposed, Tensor]:
+        """A token for every place, how sure it is, and what strategies look at beside that; which sequences'
+        logits are no law. It means nothing for closed places, but that those which may be edited get the
+        likeliest.
         """
         assert plan.work is not None
         lanes_B, size, open_BW = plan.lanes_B, self.shape.size, plan.work.open_BW
@@ -161,11 +168,14 @@ class BlockDecoder:
             takes_best_X=(~open_BW).flatten() if self._edits else None,
             always_own=self.config.confidence == "model",
         )
-        return Proposed(
+        rows_BW = torch.arange(len(ids_X), device=table.device).view(open_BW.shape)
+        is_read_BW = open_BW if plan.has_logits_X is None else open_BW & plan.has_logits_X.view(open_BW.shape)
+        proposed = Proposed(
             token_ids_BW=ids_X.view(open_BW.shape),
             confidence_BW=confidence_X.view(open_BW.shape),
             entropy_BW=entropy(laws).view(open_BW.shape) if self._strategy.needs_entropy else None,
         )
+        return proposed, lawless(laws, torch.where(is_read_BW, rows_BW, -1))
 
     def _decide_by_kernel(
         self, table: SequenceTable, plan: BlockPlan, proposed: Proposed

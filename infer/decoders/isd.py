@@ -31,7 +31,7 @@ from idlm.infer.decoders.layout import Picture
 from idlm.infer.decoders.rejection import layouts
 from idlm.infer.table import SequenceTable
 from idlm.infer.transfer import fill_lanes
-from idlm.kernels.sampling import draft_laws, emit_and_draft, put, verify
+from idlm.kernels.sampling import draft_laws, emit_and_draft, lawless, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ACCEPTANCES = ("exact", "published")
@@ -179,4 +179,5 @@ class IsdDecoder:
             num_emitted_B=verdict.num_emitted_B,
             num_accepted_B=verdict.accepted_B,
             num_tested_B=verdict.tested_B,
+            lawless_B=lawless(laws, torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)),
         )

@@ -154,14 +154,16 @@ def stats_kernel(
         b_values = tl.where(o_token == forbidden, lowest, b_values)
         is_mine = forbidden // (TILE * CHUNK) == i_tile
         tl.store(p_logits + i_row * row_stride + forbidden, lowest, mask=is_mine)
-    b_max = tl.max(b_values.to(tl.float32), 1)
+    b_logits = b_values.to(tl.float32)
+    # A maximum passes over NaN, which is no less wrong than an overflow.
+    b_max = tl.max(tl.where(b_logits == b_logits, b_logits, float("inf")), 1)
     b_weight = weight(b_values, b_max[:, None], scale)
     b_mass = tl.sum(b_weight, 1)
     o_chunk = o_chunk.to(tl.int64)
     if OWN:
         if scale != own_scale():
             b_weight = weight(b_values, b_max[:, None], own_scale())
-        b_moment = tl.where(b_weight > 0, b_weight * (b_values.to(tl.float32) - b_max[:, None]), 0.0)
+        b_moment = tl.where(b_weight > 0, b_weight * (b_logits - b_max[:, None]), 0.0)
         p_chunk = i_row * num_chunks + o_chunk
         tl.store(p_own + p_chunk, tl.sum(b_weight, 1), mask=o_chunk < num_chunks)
         tl.store(p_moments + p_chunk, tl.sum(b_moment, 1), mask=o_chunk < num_chunks)
@@ -195,6 +197,18 @@ def probability_kernel(
     b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_pair, other=0.0)
     b_law = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
     tl.store(p_out + o_pair, b_law, mask=o_pair < num_pairs)
+
+
+@triton.jit
+def lawless_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """1 where one of a sequence's rows has no finite largest logit, else 0; row -1 has nothing."""
+    wait_for_previous(PDL)
+    i_sequence = tl.program_id(0).to(tl.int64)
+    o_row = tl.arange(0, ROWS)
+    b_row = tl.load(p_rows + i_sequence * num_rows + o_row, mask=o_row < num_rows, other=-1).to(tl.int64)
+    b_max = tl.load(p_numbers + b_row * NUM_NUMBERS + MAX, mask=b_row >= 0, other=0.0)
+    b_is_finite = tl.abs(b_max) < float("inf")
+    tl.store(p_out + i_sequence, tl.max(tl.where(b_is_finite, 0, 1), 0).to(tl.int64))
 
 
 @triton.jit

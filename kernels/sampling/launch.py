@@ -168,6 +168,23 @@ def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
     return out
 
 
+def lawless(laws: RowLaws, rows_BJ: Tensor) -> Tensor:
+    """1 where a row has no law, else 0 [B]."""
+    num_sequences, num_rows = rows_BJ.shape
+    rows_BJ = rows_BJ.contiguous()
+    out_B = torch.zeros(num_sequences, dtype=torch.int64, device=rows_BJ.device)
+    if rows_BJ.numel():
+        kernel.lawless_kernel[(num_sequences,)](
+            laws.numbers_XF,
+            rows_BJ,
+            out_B,
+            num_rows,
+            ROWS=triton.next_power_of_2(num_rows),
+            **options(laws.tuning, warps=1),
+        )
+    return out_B
+
+
 def draw(laws: RowLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """Tokens [B]."""
     shape = Shape(laws.logits_XV.shape[1], laws.tuning)

@@ -90,11 +90,12 @@ class RowLaws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainLaws:
-    """Laws as probabilities, fp64. `own_XV`: the model's own, `best_X`: its likeliest token (None: nobody
-    asked).
+    """Laws as probabilities, fp64. `is_lawless_X` (bool): rows whose logits are no law; `own_XV`: the model's
+    own, `best_X`: its likeliest token (None: nobody asked).
     """
 
     law_XV: Tensor
+    is_lawless_X: Tensor | None = None
     own_XV: Tensor | None = None
     best_X: Tensor | None = None
 

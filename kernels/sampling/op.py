@@ -84,6 +84,17 @@ def probability(laws: Laws, rows: Tensor, token_ids: Tensor) -> Tensor:
     return launch.probability(laws, rows, token_ids)
 
 
+def lawless(laws: Laws, rows_BJ: Tensor) -> Tensor:
+    """1 (int64 [B]) where any of a sequence's rows has no law, since a logit is NaN or infinite, or all of
+    them are -inf; what is drawn from such a row means nothing. Row -1 is nobody's.
+    """
+    if isinstance(laws, PlainLaws):
+        return plain.lawless(laws, rows_BJ)
+    from idlm.kernels.sampling import launch
+
+    return launch.lawless(laws, rows_BJ)
+
+
 def draw(laws: Laws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
     if isinstance(laws, PlainLaws):

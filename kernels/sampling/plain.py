@@ -25,9 +25,15 @@ def row_laws(
         with torch.inference_mode():
             logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
     law_XV = _laws(logits_XV, settings, lanes_B, filters=filters)
+    is_lawless_X = ~logits_XV.amax(-1).isfinite()
     if not own:
-        return PlainLaws(law_XV=law_XV)
-    return PlainLaws(law_XV=law_XV, own_XV=logits_XV.double().softmax(-1), best_X=logits_XV.argmax(-1))
+        return PlainLaws(law_XV=law_XV, is_lawless_X=is_lawless_X)
+    return PlainLaws(
+        law_XV=law_XV,
+        is_lawless_X=is_lawless_X,
+        own_XV=logits_XV.double().softmax(-1),
+        best_X=logits_XV.argmax(-1),
+    )
 
 
 def _laws(
@@ -94,6 +100,13 @@ def _keep_top_p(law_XV: Tensor, logits_XV: Tensor, top_p_X: Tensor) -> Tensor:
 def probability(laws: PlainLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
     """fp64, shaped as `rows`."""
     return torch.where(rows >= 0, laws.law_XV[rows.clamp(min=0), token_ids], 0.0)
+
+
+def lawless(laws: PlainLaws, rows_BJ: Tensor) -> Tensor:
+    """1 where a row has no law, else 0 [B]."""
+    assert laws.is_lawless_X is not None, "laws that are not those of logits"
+    is_lawless_BJ = (rows_BJ >= 0) & laws.is_lawless_X[rows_BJ.clamp(min=0)]
+    return is_lawless_BJ.any(-1).long()
 
 
 def draw(laws: PlainLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:

@@ -192,6 +192,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
         # Plain laws may look: on a GPU they are kernels.
         patch.setattr(SequenceTable, "laws", lambda *_, **__: None)
         patch.setattr(block, "judged_draws", lambda _, drawn, *__, **___: (drawn.long(), drawn))
+        patch.setattr(block, "lawless", lambda _, rows_BW: rows_BW.amax(-1))
         patch.setattr(block, "entropy", lambda _: torch.zeros(num_sequences * SIZE, device=device))
         logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
         outcome = decoder.advance(table, batch, plan, logits_XV)

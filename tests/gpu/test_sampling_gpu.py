@@ -17,6 +17,7 @@ from tests.kernels.sampling_cases import (
     Case,
     check_draws,
     check_judged,
+    check_lawless,
     check_laws,
     make_case,
     poisoned,
@@ -73,6 +74,16 @@ def test_random_judged_draws(seed: int) -> None:
         num_rows = draw_from.choice([2, 8, 32]) if num_tokens < 50_000 else 2
         tuning = draw_from.choice(TUNINGS)
         check_judged(draw_from, num_rows, num_tokens, device="cuda", tuning=tuning)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_without_a_law_are_told(seed: int) -> None:
+    draw_from = random.Random(seed)
+    num_tokens = VOCABULARIES[seed % len(VOCABULARIES)]
+    for _ in range(CASES_PER_SEED):
+        num_rows = draw_from.choice([2, 8, 32]) if num_tokens < 50_000 else 4
+        tuning = draw_from.choice(TUNINGS)
+        check_lawless(draw_from, num_rows, num_tokens, device="cuda", tuning=tuning)
 
 
 @pytest.mark.parametrize("seed", range(60))

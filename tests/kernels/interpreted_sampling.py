@@ -13,6 +13,7 @@ from tests.kernels.sampling_cases import (
     Case,
     check_draws,
     check_judged,
+    check_lawless,
     check_laws,
     make_case,
     poisoned,
@@ -69,6 +70,14 @@ def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_judged_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     check_judged(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 6, CRAMPED), (300, 4, WIDE), (1, 4, SMALL)]
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_without_a_law_are_told(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
+    check_lawless(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

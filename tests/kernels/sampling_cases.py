@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import Laws, LayoutTables, entropy, judged_draws, probability, row_laws
+from idlm.kernels.sampling import Laws, LayoutTables, entropy, judged_draws, lawless, probability, row_laws
 
 Settings = tuple[Tensor, Tensor, Tensor, Tensor]
 Oracle = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -187,6 +187,32 @@ def check_judged(draw: random.Random, num_rows: int, num_tokens: int, *, device:
     torch.testing.assert_close(confidence_X[:num_rows], expected_X, atol=SLACK, rtol=SLACK)
     entropy_X = torch.special.entr(own_XV).sum(-1)
     torch.testing.assert_close(entropy(laws)[:num_rows], entropy_X, atol=1e-5, rtol=1e-5)
+
+
+def check_lawless(
+    draw: random.Random, num_rows: int, num_tokens: int, *, device: str, **options: Any
+) -> None:
+    """Rows with a NaN or an infinite logit, or without any, are told; the others' laws stay as they are."""
+    case = make_case(draw, num_rows, num_tokens, device=device)
+    settings, logits_XV = case.settings, case.logits_XV
+    ids_XV = torch.arange(num_tokens, device=device).expand(num_rows, -1)
+    rows_XV = torch.arange(num_rows, device=device)[:, None].expand(-1, num_tokens)
+    before_XV = probability(row_laws(logits_XV, *settings, filters=True, **options), rows_XV, ids_XV)
+    has_law_X = torch.ones(num_rows, dtype=torch.bool, device=device)
+    for row, row_V in enumerate(logits_XV):
+        kind = draw.choice(["whole", "whole", "nan", "nans", "overflow", "nothing"])
+        has_law_X[row] = kind == "whole"
+        if kind in ("nan", "overflow"):
+            row_V[draw.randrange(num_tokens)] = torch.nan if kind == "nan" else torch.inf
+        elif kind != "whole":
+            row_V.fill_(torch.nan if kind == "nans" else -torch.inf)
+    laws = row_laws(logits_XV, *settings, filters=case.has_filters, **options)
+    after_XV = probability(laws, rows_XV, ids_XV)
+    assert torch.equal(after_XV[has_law_X], before_XV[has_law_X])
+    rows_BJ = torch.tensor([[draw.randrange(-1, num_rows) for _ in range(3)] for _ in range(40)]).to(device)
+    expected_B = (~has_law_X[rows_BJ] & (rows_BJ >= 0)).any(-1)
+    assert torch.equal(lawless(laws, rows_BJ), expected_B.long())
+    assert torch.equal(lawless(laws, rows_BJ[:, :1]) > 0, ~has_law_X[rows_BJ[:, 0]] & (rows_BJ[:, 0] >= 0))
 
 
 def random_tables(draw: random.Random, num_masks: int, width: int, *, device: str = "cpu") -> LayoutTables:

@@ -19,6 +19,7 @@ from idlm.kernels.sampling import (
     emit_and_draft,
     judged_draws,
     law_reference,
+    lawless,
     op,
     put,
     row_laws,
@@ -29,7 +30,7 @@ from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
 from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from idlm.sampling import Warp, to_law
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sampling_cases import check_judged, check_laws, make_case, whole_law
+from tests.kernels.sampling_cases import check_judged, check_lawless, check_laws, make_case, whole_law
 from tests.kernels.sampling_steps import run_steps
 
 CPU = torch.device("cpu")
@@ -84,6 +85,11 @@ def test_draws_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_judged_draws(seed: int) -> None:
     check_judged(random.Random(seed), 2 * (seed % 4 + 1), [2, 11, 37][seed % 3], device="cpu")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_without_a_law_are_told(seed: int) -> None:
+    check_lawless(random.Random(seed), 2 * (seed % 4 + 1), [1, 11, 37][seed % 3], device="cpu")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -267,6 +273,7 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
     emit_and_draft(laws, store, verdict, **lane, uniforms_BA=uniforms_BD[:, 3:])
     put(store, lanes_B, laws, verdict.draft_rows_BJ, active_B=active_B)
     draw(laws, lanes_B, uniforms_BD[:, 0])
+    lawless(laws, verdict.draft_rows_BJ)
     draft_probability(store, lanes_B, drafts_ZJ[:1])
     return launches
 
@@ -306,7 +313,7 @@ def test_every_launch_of_a_step_compiles_for_hopper(
 ) -> None:
     pytest.importorskip("triton")
     launches = launches_of_a_step(monkeypatch, dtype)
-    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 10
+    assert len({kernel.fn.__name__ for kernel, _, _ in launches}) == 11
     variants = {(launch[0], launch[2].get("FILTERS"), launch[2].get("OWN")): launch for launch in launches}
     for kernel, arguments, options in variants.values():
         ptx = compiled(kernel, arguments, options).asm["ptx"]

@@ -1,5 +1,6 @@
-"""A pass that ran out of device memory: how to tell, and what its request is told. What is done about it is
-in `Engine`, `Scheduler.halve_budget` and `Worker.relieve`.
+"""What ends a request without its answer: device memory that stays short, logits that are no law.
+
+What is done about a shortage is in `Engine`, `Scheduler.halve_budget` and `Worker.relieve`.
 """
 
 from __future__ import annotations
@@ -30,4 +31,15 @@ def given_up(request_id: str, num_in_a_row: int, reason: str, *, max_prompt_rows
         f"request {request_id!r} was given up: {num_in_a_row} passes in a row ran out of memory ({reason})",
         fix=f"lower max_prompt_rows to {max(1, max_prompt_rows // 2)}, max_num_seqs, or num_pages, which "
         "leaves more beside the KV cache",
+    )
+
+
+def not_finite(request_id: str, num_tokens: int, *, dtype: torch.dtype) -> UserError:
+    """The same, for logits in `dtype` that are not finite behind `num_tokens` tokens of the answer."""
+    advice = "use dtype=bfloat16 or float32, which hold larger numbers, or " * (dtype == torch.float16)
+    return UserError(
+        "IDLM-0457",
+        f"request {request_id!r} was given up: behind {num_tokens} tokens of its answer the model's logits "
+        "are not finite, so nothing can be drawn",
+        fix=f"{advice}look for what overflows: an adapter that diverged, a checkpoint that is damaged",
     )
