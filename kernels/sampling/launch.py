@@ -172,14 +172,14 @@ def lawless(laws: RowLaws, rows_BJ: Tensor) -> Tensor:
     """1 where a row has no law, else 0 [B]."""
     num_sequences, num_rows = rows_BJ.shape
     rows_BJ = rows_BJ.contiguous()
-    out_B = torch.zeros(num_sequences, dtype=torch.int64, device=rows_BJ.device)
-    if rows_BJ.numel():
+    out_B = torch.empty(num_sequences, dtype=torch.int64, device=rows_BJ.device)
+    if num_sequences:
         kernel.lawless_kernel[(num_sequences,)](
             laws.numbers_XF,
             rows_BJ,
             out_B,
             num_rows,
-            ROWS=triton.next_power_of_2(num_rows),
+            ROWS=triton.next_power_of_2(max(1, num_rows)),
             **options(laws.tuning, warps=1),
         )
     return out_B
