@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Protocol
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -62,11 +61,17 @@ class FixedPace:
 
 @dataclass(slots=True)
 class _Timing:
-    """Times of one picture at one batch size. The first is dropped: it has compiled or captured something."""
+    """Times of one picture at one batch size. The first is dropped: it has compiled or captured something. Of
+    the others the least counts: what disturbs a pass only ever makes it longer.
+    """
 
     num_seen: int = 0
     last_trial: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
+
+    def least(self) -> float:
+        """Of those that are kept."""
+        return min(self.seconds)
 
 
 class AdaptivePace:
@@ -143,7 +148,7 @@ class AdaptivePace:
         """Time of a pass: measured, else foreseen from passes with about as many rows."""
         timing = self._timings.get((size, number))
         if timing is not None and timing.seconds:
-            return median(timing.seconds)
+            return timing.least()
         return self._foreseen(size * self._widths[number])
 
     def _foreseen(self, num_rows: int) -> float:
@@ -152,7 +157,7 @@ class AdaptivePace:
         A roofline, hence rather too hopeful than too bad: what looks best is then tried and timed.
         """
         known = sorted(
-            (size * self._widths[number], median(timing.seconds))
+            (size * self._widths[number], timing.least())
             for (size, number), timing in self._timings.items()
             if timing.seconds
         )
