@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +20,15 @@ FIRST_GUESS = 0.85
 REMEMBERED = 4096
 """Tests per draft position after which older ones count half."""
 TIMES_KEPT = 5
-PASSES_BETWEEN_TRIALS = 1000
+PASSES_KEPT = 24
+"""Behind a longer pause a picture's times say nothing any more: a GPU that computes much gets slower by 15 %
+within a second (an H200 at 64 sequences), and its clock dips now and then.
+"""
+PASSES_BETWEEN_TRIALS = 32
+LOST_TO_A_TRIAL = 0.001
+"""Share of the tokens that trying a picture again may cost: the worse it looked, the longer that takes."""
+PASSES_SHORT = 1000
+"""As long a shortage of memory is remembered."""
 
 
 class Pace(Protocol):
@@ -66,7 +75,8 @@ class _Timing:
     """
 
     num_seen: int = 0
-    last_trial: int = 0
+    last_chosen: int = 0
+    last_learned: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
 
     def least(self) -> float:
@@ -94,6 +104,9 @@ class AdaptivePace:
         """
         self._num_passes += 1
         number = self._choice(num_sequences)
+        timing = self._timings.get((_rounded(num_sequences), number))
+        if timing is not None:
+            timing.last_chosen = self._num_passes
         self._last_rows = num_sequences * self._widths[number]
         return number
 
@@ -101,15 +114,13 @@ class AdaptivePace:
         since = self._num_passes - self._last_shortage
         if self._last_shortage and since == 1:
             return self._narrowest
-        if since > PASSES_BETWEEN_TRIALS:
+        if since > PASSES_SHORT:
             self._most_rows = math.inf
         fitting = [n for n, width in enumerate(self._widths) if num_sequences * width <= self._most_rows]
         size = _rounded(num_sequences)
-        trial = self._trial(size, fitting)
-        if trial is not None:
-            return trial
         rates = {number: self.tokens(number) / self.seconds(number, size) for number in fitting}
-        return max(rates, key=rates.__getitem__, default=self._narrowest)
+        trial = self._trial(size, rates)
+        return max(rates, key=rates.__getitem__, default=self._narrowest) if trial is None else trial
 
     def learn_shortage(self) -> None:
         """Remember the rows of the pass and when it was."""
@@ -119,8 +130,10 @@ class AdaptivePace:
     def learn_time(self, picture: int, num_sequences: int, seconds: float) -> None:
         """Keep the newest few times of the picture at this load."""
         timing = self._timings.setdefault((_rounded(num_sequences), picture), _Timing())
+        if self._num_passes - timing.last_learned > PASSES_KEPT:
+            timing.seconds.clear()
         timing.num_seen += 1
-        timing.last_trial = self._num_passes
+        timing.last_learned = self._num_passes
         if timing.num_seen > 1:
             timing.seconds.append(seconds)
 
@@ -168,14 +181,16 @@ class AdaptivePace:
         rows, seconds = above[0] if above else below[-1]
         return max(seconds * num_rows / rows, below[-1][1] if below else 0.0)
 
-    def _trial(self, size: int, fitting: list[int]) -> int | None:
-        """A timed picture whose times are old, or that has only the one time that does not count."""
-        for number in fitting:
+    def _trial(self, size: int, rates: Mapping[int, float]) -> int | None:
+        """A picture that has only the one time that does not count, or whose times are old."""
+        best = max(rates.values(), default=0.0)
+        for number, rate in rates.items():
             timing = self._timings.get((size, number))
             if timing is None:
                 continue
-            if not timing.seconds or self._num_passes - timing.last_trial > PASSES_BETWEEN_TRIALS:
-                timing.last_trial = self._num_passes
+            since = self._num_passes - timing.last_chosen
+            is_due = since > PASSES_BETWEEN_TRIALS and since * LOST_TO_A_TRIAL * best > best - rate
+            if not timing.seconds or is_due:
                 return number
         return None
 

@@ -38,6 +38,7 @@ def run(
     *,
     noise: float,
     disturbed: float = 0.0,
+    slowness: float = 1.0,
 ) -> list[int]:
     """Pictures chosen pass by pass on the made-up machine; a share of the passes takes up to half as long
     again.
@@ -51,7 +52,7 @@ def run(
             accepted = next((j for j in range(tested) if dice.random() >= acceptance), tested)
             pace.learn_drafts(accepted, min(tested, accepted + 1))
         factor = dice.uniform(1, 1.5) if dice.random() < disturbed else dice.uniform(1, 1 + noise)
-        pace.learn_time(number, num_sequences, factor * seconds(number, num_sequences))
+        pace.learn_time(number, num_sequences, slowness * factor * seconds(number, num_sequences))
     return chosen
 
 
@@ -73,6 +74,17 @@ def test_passes_that_were_disturbed_do_not_count(num_sequences: int) -> None:
     chosen = run(pace, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.3)
     rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(PICTURES))]
     assert sum(rates[number] for number in chosen) >= 0.995 * len(chosen) * max(rates)
+
+
+@pytest.mark.parametrize("num_sequences", [8, 16, 32, 64])
+@pytest.mark.parametrize("num_slow", [5, 12, 30])
+def test_a_dip_of_the_clock_is_soon_forgotten(num_sequences: int, num_slow: int) -> None:
+    pace = AdaptivePace(PICTURES, WIDTHS)
+    run(pace, num_sequences, 0.9, 80, noise=0.01)
+    run(pace, num_sequences, 0.9, num_slow, noise=0.01, slowness=1.3)
+    chosen = run(pace, num_sequences, 0.9, 400, noise=0.01)[-100:]
+    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(PICTURES))]
+    assert sum(rates[number] for number in chosen) >= 0.99 * len(chosen) * max(rates)
 
 
 def test_it_follows_a_change_of_load_and_of_acceptance() -> None:
