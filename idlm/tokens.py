@@ -1,6 +1,6 @@
-"""Text to token ids and back: tokenizer files, mask token, prompts, conversations, streaming text, stop ids.
+"""Text to token ids: tokenizer files, mask token, prompts, conversations, stop ids.
 
-The only module that touches transformers' tokenizers, and it does so lazily, offline and without remote code.
+The only module that loads transformers' tokenizers, and it does so lazily, offline and without remote code.
 A checkpoint without tokenizer files is legal everywhere: its tokenizer is None and it speaks token ids.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ _TOKENIZER_FILES = (
     "spiece.model",
 )
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-_REPLACEMENT = "\ufffd"
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -262,7 +261,7 @@ def _num_tail_tokens(tokenizer: Any, answer: Sequence[int]) -> int:
     """Count the whitespace tokens behind the special token that closes a turn; 0 when none closes it."""
     special = special_token_ids(tokenizer)
     last = max((idx for idx, token_id in enumerate(answer) if token_id in special), default=None)
-    if last is None or _decode(tokenizer, answer[last + 1 :]).strip():
+    if last is None or plain_text(tokenizer, answer[last + 1 :]).strip():
         return 0
     return len(answer) - last - 1
 
@@ -311,51 +310,12 @@ def _plain_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[i
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return what the ids stand for, specials included, spaces as they are."""
     text: str = tokenizer.decode(
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return text
-
-
-class Detokenizer:
-    """Turns a stream of token ids into text pieces whose concatenation is the decoded whole.
-
-    A character split over several tokens is held back until it is complete. Special tokens are dropped unless
-    `keep_special`. Mutable: one object per generated sequence.
-    """
-
-    def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._dropped = frozenset() if keep_special else special_token_ids(tokenizer)
-        # Decoding starts one settled group early, because some decoders strip the first token's space.
-        self._context: list[int] = []
-        self._pending: list[int] = []
-        self._num_emitted = 0
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next ids and return the text that is settled by them (often empty, never wrong)."""
-        self._pending += [token_id for token_id in token_ids if token_id not in self._dropped]
-        if not self._pending:
-            return ""
-        text = self._pending_text()
-        settled = text.rstrip(_REPLACEMENT)
-        delta = settled[self._num_emitted :]
-        if len(settled) == len(text):
-            self._context, self._pending, self._num_emitted = self._pending, [], 0
-        else:
-            self._num_emitted = max(self._num_emitted, len(settled))
-        return delta
-
-    def flush(self) -> str:
-        """Return what is still held back; a character that never became complete comes out as U+FFFD."""
-        delta = self._pending_text()[self._num_emitted :] if self._pending else ""
-        self._context, self._pending, self._num_emitted = self._pending or self._context, [], 0
-        return delta
-
-    def _pending_text(self) -> str:
-        before = _decode(self._tokenizer, self._context) if self._context else ""
-        return _decode(self._tokenizer, self._context + self._pending)[len(before) :]
 
 
 def stop_token_ids(

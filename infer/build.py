@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import read_json
+from idlm.detokenizer import Detokenizer, answer_text
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack, stack_of
@@ -31,12 +31,13 @@ from idlm.infer.runner import Runner, head_shape, set_deterministic
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.settings import EngineSettings, check_options, decoder_config
 from idlm.infer.step import EagerStep, Step, StepResult
+from idlm.infer.stops import eos_ids
 from idlm.infer.table import SequenceTable
 from idlm.infer.text import IncrementalDetokenizer
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
-from idlm.tokens import Detokenizer, check_vocabulary, encode_prompt, load_tokenizer, stop_token_ids
+from idlm.tokens import check_vocabulary, encode_prompt, load_tokenizer
 
 PAGE_SIZE = 16
 LEAST_LANE_BYTES = 256
@@ -78,12 +79,10 @@ class EngineParts:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer; empty without a tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh incremental decoder."""
+        """A fresh incremental decoder; its pieces are what `decode` gives."""
         return Detokenizer(self.tokenizer)
 
 
@@ -121,8 +120,8 @@ def build(
         page_size=_page_size(settings, decoder_object.feeding.grain),
     )
     stack = _stack(settings, model, decoder_object, dataclasses.asdict(config))
-    eos_ids = _eos_ids(model, tokenizer)
-    return _assemble(settings, model, tokenizer, decoder_object, eos_ids, shards, stack)
+    stop_ids = eos_ids(model, tokenizer)
+    return _assemble(settings, model, tokenizer, decoder_object, stop_ids, shards, stack)
 
 
 def _check_mask_row(model: LoadedModel, decoder: Decoder) -> None:
@@ -387,14 +386,3 @@ def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
             fix=f"give max_length <= {context}",
         )
     return settings.max_length or context
-
-
-def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the checkpoint's own list, else tokenizer, generation_config and config."""
-    if model.semantics.stop_token_ids:
-        return model.semantics.stop_token_ids
-    generation_path = model.directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else None
-    if tokenizer is None and "eos_token_id" not in (generation or {}):
-        return stop_token_ids(None, read_json(model.directory / "config.json"), source="config.json")
-    return stop_token_ids(tokenizer, generation)

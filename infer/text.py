@@ -16,7 +16,7 @@ class IncrementalDetokenizer(Protocol):
 class AnswerText:
     """Releases text as soon as it cannot be part of a stop string any more.
 
-    `text` is what has been released; the stop string itself and everything behind it never is.
+    Not the stop string itself, nor anything behind it.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]) -> None:
@@ -26,8 +26,13 @@ class AnswerText:
         for text in stop:
             self._stops.setdefault(text[0], []).append(text)
         self._held = ""
-        self.text = ""
+        self._released: list[str] = []
         self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All that has been released."""
+        return "".join(self._released)
 
     def push(self, token_ids: list[int]) -> str:
         """Add tokens; returns the newly released text."""
@@ -50,7 +55,7 @@ class AnswerText:
         else:
             cut = len(self._held) if is_last else self._first_open(begins)
             released, self._held = self._held[:cut], self._held[cut:]
-        self.text += released
+        self._released.append(released)
         return released
 
     def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:

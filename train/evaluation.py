@@ -19,6 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from idlm.detokenizer import answer_text
 from idlm.disk import replace_text, telling_of_disk
 from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.dataset import PackedDataset, collate
@@ -157,7 +158,7 @@ class RunningSamples(TrainerCallback):
                     answer.append(token)
             if not is_distributed() and all(a[-1] == self.tokenizer.eos_token_id for a in answers):
                 break
-        return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        return [answer_text(self.tokenizer, answer) for answer in answers]
 
     def _next_tokens(self, answers: list[list[int]]) -> list[int]:
         trainer = self.trainer

@@ -4,7 +4,6 @@ right."""
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 import sys
@@ -16,21 +15,10 @@ from idlm import tokens
 from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, TaskEncoder, num_embedding_rows, save_tokenizer, vocabulary
+from tests.small_tokenizers import CHATML, save_byte_level
 
 ROOT = Path(__file__).parents[2]
 QWEN3 = ROOT.parent / "shared" / "data" / "tokenizers" / "qwen3"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
-)
-TEXTS = [
-    "Plain words, 12 numbers.\n\n\tTabs  and   spaces ",
-    "naïve café — Ünïcödé, 日本語のテキスト, 한국어, Ελληνικά, עברית",
-    "emoji 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 and 𝔘𝔫𝔦 \u200b zero width",
-    "a real \ufffd in the text \ufffd\ufffd x \ufffd",
-    " leading space",
-]
 
 
 @pytest.fixture(scope="module")
@@ -47,69 +35,12 @@ def task_tokenizer(task_dir):
 
 @pytest.fixture(scope="module")
 def byte_level_dir(tmp_path_factory):
-    """A small byte-level BPE with ChatML's specials, trained on too little text to merge most characters
-    whole."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS[:2] * 3, trainer)
-    directory = tmp_path_factory.mktemp("byte_level")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "chat_template": CHATML,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
+    return save_byte_level(tmp_path_factory.mktemp("byte_level"))
 
 
 @pytest.fixture(scope="module")
 def byte_level(byte_level_dir):
     return tokens.load_tokenizer(byte_level_dir)
-
-
-@pytest.fixture(scope="module")
-def byte_fallback(tmp_path_factory):
-    """Like sentencepiece: words start with a meta space, unknown characters fall back to byte tokens."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    pieces = [
-        "<unk>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        *"abcdefghijklmnopqrstuvwxyz",
-    ]
-    vocab = {piece: idx for idx, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<unk>", "</s>"])
-    directory = tmp_path_factory.mktemp("byte_fallback")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>", "unk_token": "<unk>"}')
-    return tokens.load_tokenizer(directory)
-
-
-def every_tokenizer(request):
-    names = ["task_tokenizer", "byte_level", "byte_fallback"]
-    found = {name: request.getfixturevalue(name) for name in names}
-    if QWEN3.is_dir():
-        found["qwen3"] = tokens.load_tokenizer(QWEN3)
-    return found
 
 
 @pytest.mark.parametrize("model_type", [None, "qwen3", "qwen2", "llama"])
@@ -309,60 +240,6 @@ def test_missing_and_refusing_templates_are_named(byte_level_dir):
     with pytest.raises(UserError, match="IDLM-0215"):
         tokens.render_conversation(tokenizer, TURNS)
     assert tokenizer.decode(tokens.encode_prompt(tokenizer, "Hi")) == "Hi"
-
-
-def stream(tokenizer, token_ids, rng, **settings):
-    """Push the ids in random chunks and check that what is shown is never taken back."""
-    whole = tokenizer.decode(
-        token_ids, skip_special_tokens=not settings.get("keep_special"), clean_up_tokenization_spaces=False
-    )
-    detokenizer, shown, position = tokens.Detokenizer(tokenizer, **settings), "", 0
-    while position < len(token_ids):
-        num = rng.randint(1, 3)
-        shown += detokenizer.push(token_ids[position : position + num])
-        assert whole.startswith(shown)
-        position += num
-    assert shown + detokenizer.flush() == whole
-    assert detokenizer.flush() == ""
-    return whole
-
-
-def test_detokenizer_agrees_with_decode_on_text(request):
-    rng = random.Random(0)
-    for name, tokenizer in every_tokenizer(request).items():
-        for text in TEXTS:
-            if name != "task_tokenizer":
-                whole = stream(tokenizer, tokenizer.encode(text, add_special_tokens=False), rng)
-                assert whole == text or name == "qwen3", name
-    task = TASKS.get("ledger")(level="tiny")
-    tokenizer = request.getfixturevalue("task_tokenizer")
-    for index in range(20):
-        response = task.sample(index, "test").response
-        token_ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-        assert stream(tokenizer, token_ids, rng) == response
-        assert stream(tokenizer, token_ids, rng, keep_special=True) == f"{response}<eos>"
-
-
-def test_detokenizer_agrees_with_decode_on_random_bytes(request):
-    rng = random.Random(1)
-    for name, tokenizer in every_tokenizer(request).items():
-        # Its decoder takes a complete character back when the byte after it is broken: no stream can agree.
-        if name == "byte_fallback":
-            continue
-        for _ in range(60):
-            stream(tokenizer, [rng.randrange(len(tokenizer)) for _ in range(rng.randint(0, 30))], rng)
-
-
-def test_detokenizer_holds_back_half_a_character(byte_level):
-    token_ids = byte_level.encode("a👍b", add_special_tokens=False)
-    detokenizer = tokens.Detokenizer(byte_level)
-    deltas = [detokenizer.push([token_id]) for token_id in token_ids]
-    assert deltas == ["a", "", "", "", "👍", "b"]
-    assert [detokenizer.push([token_ids[1]]), detokenizer.push(token_ids[2:3]), detokenizer.flush()] == [
-        "",
-        "",
-        "\ufffd",
-    ]
 
 
 def test_stop_token_ids(task_tokenizer):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkabl
 
 import numpy as np
 
+from idlm.detokenizer import answer_text
 from idlm.errors import UserError
 from idlm.registry import Registry
 from idlm.tokens import Message, encode_messages, encode_prompt, num_token_ids, render_conversation
@@ -184,7 +185,7 @@ class Encoder:
                 fix="use the tokenizer and the chat template of the model that answered (data.chat_template)",
             )
         token_ids = answer["token_ids"]
-        is_ours = self.tokenizer.decode(token_ids, skip_special_tokens=True) == answer["text"]
+        is_ours = answer_text(self.tokenizer, token_ids) == answer["text"]
         if is_ours and token_ids and self.thinking == "keep":
             return [self._checked(Sample.from_pair(prompt_ids, token_ids, origin=origin))]
         sample = self._rendered_answer(prompt, answer["text"], origin)
