@@ -7,7 +7,7 @@ J tokens a pass can emit for one sequence, W places of a block.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
@@ -50,11 +50,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(map(_own_number, _as_tuple(self.stop_token_ids))))
+        object.__setattr__(self, "stop_token_ids", tuple(map(own_number, _as_tuple(self.stop_token_ids))))
         for name in NUMBERS:
-            object.__setattr__(self, name, _own_number(getattr(self, name)))
+            object.__setattr__(self, name, own_number(getattr(self, name)))
         if isinstance(self.decoder_options, Mapping):
-            object.__setattr__(self, "decoder_options", dict(self.decoder_options))
+            options = {name: own_number(value) for name, value in self.decoder_options.items()}
+            object.__setattr__(self, "decoder_options", options)
         problems = [text for text, is_bad in self._checks() if is_bad]
         if problems:
             raise UserError("IDLM-0401", "; ".join(problems), fix="correct the sampling settings named")
@@ -120,10 +121,14 @@ def _as_tuple(value: object) -> tuple[Any, ...]:
     """One value, several, or None for none; whatever cannot be iterated is left to the checks."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    try:
+        # Not by the look of it: a tensor without dimensions has __iter__ too.
+        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+    except TypeError:
+        return (value,)
 
 
-def _own_number(value: object) -> object:
+def own_number(value: object) -> object:
     """A number of numpy's, or of anybody's, as Python's own; all else as it is."""
     if isinstance(value, int | float):
         return value

@@ -1,10 +1,12 @@
-"""Names of files and folders that the system refuses to look at: too long, no permission."""
+"""Names of files and folders: what is none, and those that the system refuses (too long, no permission)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from idlm.errors import UserError
 
@@ -17,3 +19,10 @@ def telling_of_path(code: str, path: str | Path, *, fix: str) -> Iterator[None]:
     except OSError as error:
         met = str(path if error.filename is None else error.filename)
         raise UserError(code, f"cannot open {met!r}: {error.strerror}", fix=fix) from error
+
+
+def given_path(code: str, path: Any, *, fix: str) -> Path:
+    """The path that a caller has given; UserError `code` for anything else."""
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(code, f"{path!r} is no path", fix=fix)
+    return Path(path)

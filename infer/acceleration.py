@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from idlm import schema
-from idlm.contracts import StepPlan
+from idlm.contracts import StepPlan, own_number
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import (
     ACCELERATORS,
@@ -159,7 +159,7 @@ def _options_of(name: Any, options: Any) -> dict[str, Any]:
             f"accelerators: the options of {name} are {options!r}, not options by name",
             fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for its defaults',
         )
-    return dict(options or {})
+    return {key: own_number(value) for key, value in (options or {}).items()}
 
 
 def accelerator_configs(given: Given) -> dict[str, Any]:

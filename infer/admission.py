@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from idlm.contracts import SamplingParams
@@ -79,14 +79,14 @@ def _checked(request_id: str, params: Any) -> SamplingParams:
 
 
 def check_list(prompts: Any) -> None:
-    """UserError IDLM-0407 for anything but several prompts."""
+    """UserError IDLM-0407 for anything but several prompts, in order."""
     if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in _items(prompts)):
         raise UserError(
             "IDLM-0407",
             "prompts is a single prompt (a string or token ids), a list of prompts is wanted",
             fix="give a list: generate([prompt], ...)",
         )
-    if not hasattr(prompts, "__len__"):
+    if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping | Set):
         raise UserError(
             "IDLM-0407",
             f"prompts is {prompts!r}, a list of prompts is wanted",

@@ -26,6 +26,7 @@ from idlm.infer.settings import EngineSettings
 from idlm.infer.team import hire
 from idlm.infer.text import AnswerText
 from idlm.infer.worker import Worker
+from idlm.paths import given_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class Engine:
         unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends them, as does
         the end of this one.
         """
-        worker = hire(path, decoder, options)
+        directory = given_path("IDLM-0600", path, fix="give the directory of a checkpoint")
+        worker = hire(directory, decoder, options)
         return cls(worker.parts, worker)
 
     def close(self) -> None:
@@ -157,7 +159,8 @@ class Engine:
     def abort(self, request_id: str) -> list[Completion]:
         """Stop a request wherever it is; returns what it had, [] when it is not (or no longer) here."""
         completions = []
-        for request in list(self._active.get(request_id, ())):
+        # What is no text names no request, and need not be hashable.
+        for request in list(self._active.get(request_id, ()) if isinstance(request_id, str) else ()):
             request.finish_reason = "abort"
             completions.append(self._finish(request))
         return completions

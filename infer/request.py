@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+import reprlib
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,18 +99,25 @@ def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequenc
 
 
 def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
-    """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too."""
-    try:
-        # Not by the look of it: a tensor without dimensions has __iter__ too.
-        tokens = list(prompt)
-    except TypeError as error:
+    """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too. UserError
+    IDLM-0421 for what is none, IDLM-0411 and IDLM-0410 for one that the model cannot be fed.
+    """
+    tokens = _items(prompt)
+    if tokens is None:
         raise UserError(
             "IDLM-0421",
-            f"request {request_id!r}: a prompt is text or a list of token ids, not {prompt!r}",
-            fix="give a string, or whole numbers from the checkpoint's tokenizer",
-        ) from error
+            f"request {request_id!r}: a prompt is text or a list of token ids, not {reprlib.repr(prompt)}",
+            fix=_fix_of([prompt]),
+        )
     known = [(token, _index_of(token)) for token in tokens]
-    bad = [token for token, index in known if index is None or not 0 <= index < num_rows]
+    strangers = [token for token, index in known if index is None]
+    if strangers:
+        raise UserError(
+            "IDLM-0421",
+            f"request {request_id!r}: {reprlib.repr(strangers[:5])} in the prompt are no token ids",
+            fix=_fix_of(strangers),
+        )
+    bad = [index for _, index in known if index is not None and not 0 <= index < num_rows]
     if bad:
         raise UserError(
             "IDLM-0411",
@@ -121,6 +129,24 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
             "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
         )
     return [index for _, index in known if index is not None]
+
+
+def _items(prompt: Any) -> list[Any] | None:
+    """What stands in a prompt of token ids; None where it is no sequence, or one of bytes."""
+    if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set):
+        return None
+    try:
+        # Not by the look of it: a tensor without dimensions has __iter__ too.
+        return list(prompt)
+    except TypeError:
+        return None
+
+
+def _fix_of(strangers: Sequence[Any]) -> str:
+    """What to give in place of something that is no prompt."""
+    if any(isinstance(value, Mapping) and "role" in value for value in strangers):
+        return "render a conversation first: idlm.tokens.encode_messages(engine.tokenizer, messages)"
+    return "give a string, or whole numbers from the checkpoint's tokenizer"
 
 
 def _index_of(value: Any) -> int | None:

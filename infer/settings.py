@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from idlm import schema
+from idlm.contracts import own_number
 from idlm.errors import UserError
 from idlm.infer.acceleration import accelerator_configs, as_options
 from idlm.infer.decoders.base import DECODERS, Decoder
@@ -85,6 +86,7 @@ def check_options(decoder: str | None, options: dict[str, Any]) -> tuple[EngineS
 
 def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
     names = {field.name for field in dataclasses.fields(EngineSettings)}
+    options = {key: own_number(value) for key, value in options.items()}
     mine = {key: value for key, value in options.items() if key in names}
     if isinstance(mine.get("dtype"), torch.dtype):
         mine["dtype"] = str(mine["dtype"]).removeprefix("torch.")
