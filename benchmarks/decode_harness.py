@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ class Measured:
 
     def step_ms(self) -> float:
         """Median over rounds of the time of a pass."""
-        return _median([1e3 * seconds / num for seconds, num in zip(self.seconds, self.passes)])
+        return median([1e3 * seconds / num for seconds, num in zip(self.seconds, self.passes)])
 
     def tokens_per_second(self) -> float:
         """Those of an average pass in the time of a median one: the luck of the trace evens out."""
@@ -191,10 +192,6 @@ class Measured:
     def tokens_per_forward(self) -> float:
         """Of a sequence, over all rounds."""
         return sum(self.tokens) / sum(self.passes) / self.load.concurrency
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 class Seats:
