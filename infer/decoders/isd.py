@@ -41,8 +41,9 @@ ADAPTIVE_STRIDES = (2, 3, 4, 8)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsdConfig:
     """`stride` None: the checkpoint's. `adaptive`: every pass chooses the picture, of this stride or a
-    smaller one (1 is AR), that measured fastest at the load. `acceptance=published` is the authors'
-    argmax-draft rule, lossy.
+    smaller one (1 is AR), that measured fastest at the load. As that follows the clock, a seed then does not
+    repeat a sampled answer; its law stays, and greedy answers do but for rounding. `acceptance=published` is
+    the authors' argmax-draft rule, lossy.
     """
 
     stride: int | None = None

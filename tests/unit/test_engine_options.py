@@ -12,6 +12,7 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.acceleration import as_options
+from idlm.infer.cli import describe_decoders
 from idlm.infer.engine import Engine
 from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
@@ -54,6 +55,10 @@ def test_numbers_of_numpy_are_numbers(checkpoint: Path) -> None:
     error = _refusal(check_options, "ar", {"num_pages": np.float32(2), "max_num_seqs": np.bool_(True)})
     assert error.code == "IDLM-0415"
     assert error.message.count("must be an integer") == 2
+
+
+def test_help_says_that_a_seed_does_not_hold_an_adaptive_stride() -> None:
+    assert "a seed then does not\n    repeat a sampled answer" in describe_decoders()
 
 
 @pytest.mark.parametrize(
