@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -26,13 +25,12 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from idlm.disk import DISK_ERRNOS, cannot_save, telling_of_disk
+from idlm.disk import DISK_ERRNOS, NO_LOCKS, cannot_save, lock_file, telling_of_disk
 from idlm.errors import UserError
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
-NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 
 
 @contextmanager
@@ -280,7 +278,7 @@ def _staging_root(target: Path) -> Iterator[Path]:
         root = target.parent / f".{target.name}.staging-{secrets.token_hex(4)}"
         try:
             os.mkdir(root)
-            lock = _lock(root)
+            lock = lock_file(root / "lock")
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -298,32 +296,10 @@ def _staging_root(target: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _lock(root: Path) -> int | None:
-    """Take the lock of a staging directory: an open descriptor, or None when its owner lives or it has gone.
-
-    Raises OSError with an errno of NO_LOCKS on file systems without locks: there the owner may live.
-    """
-    try:
-        descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(root / "lock").st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
 def _remove_stale(target: Path) -> None:
     for root in target.parent.glob(_staging_pattern(target)):
         try:
-            lock = _lock(root)
+            lock = lock_file(root / "lock")
         except OSError:
             continue
         if lock is None:

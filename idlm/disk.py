@@ -1,8 +1,9 @@
-"""A disk that refuses to write, told by one error whatever library met it."""
+"""A disk that refuses to write, told by one error whatever library met it; files that one process holds."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ DISK_TEXTS = (
     "PytorchStreamWriter failed writing",
     "inline_container.cc",
 )
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
+"""What a file system without locks says."""
 
 
 @contextmanager
@@ -50,6 +53,35 @@ def replace_text(target: Path, text: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, target)
+
+
+def lock_file(path: Path) -> int | None:
+    """A descriptor of `path`, which is made where it is missing, with its exclusive lock: that ends when the
+    descriptor is closed or the process dies, in whatever way. None while another one has it, and where the
+    folder has gone.
+
+    Raises OSError with an errno of NO_LOCKS on file systems without locks: there another one may have it.
+    """
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last owner may have removed the file since it was opened here: the next one makes another,
+            # which the lock of this one would not guard.
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def cannot_save(target: Path, reason: str) -> UserError:
