@@ -7,6 +7,7 @@ fused form.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def read_outline(
 
 def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> tuple[Path, Adapter | None]:
     """The directory of a whole model, or that of an adapter's base and the adapter."""
-    directory = _existing(path)
+    directory = checkpoint_directory(path)
     if is_adapter(directory):
         adapter = open_adapter(directory, base=base, semantics=semantics)
         return adapter.base, adapter
@@ -178,7 +179,9 @@ def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> t
     return directory, None
 
 
-def _existing(directory: Path) -> Path:
+def checkpoint_directory(path: str | Path) -> Path:
+    """The directory of a model or adapter, after an interrupted publication; UserError IDLM-0600 for none."""
+    directory = Path(path)
     recover(directory)
     if not directory.exists():
         siblings = [item.name for item in directory.parent.iterdir()] if directory.parent.is_dir() else []
@@ -245,11 +248,14 @@ def _semantics(
         )
     if given is None:
         given = Semantics.load(directory) if is_said else family.semantics(config)
-    meaning = given
-    if mask_token_id is None and meaning.mask_token_id is None:
-        mask_token_id = config.get("mask_token_id")
-    if mask_token_id is not None:
-        meaning = replace(meaning, mask_token_id=mask_token_id)
+    own = config.get("mask_token_id") if given.mask_token_id is None else given.mask_token_id
+    if None not in (mask_token_id, own) and mask_token_id != own:
+        warnings.warn(
+            f"mask_token_id={mask_token_id} is used in place of {own}, which the checkpoint says that it was "
+            "trained with",
+            stacklevel=2,
+        )
+    meaning = replace(given, mask_token_id=own if mask_token_id is None else mask_token_id)
     problems = family.contradictions(config, meaning)
     if problems:
         raise UserError(

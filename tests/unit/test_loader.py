@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,20 @@ def test_mask_token_id_must_be_a_row(checkpoint: Path) -> None:
     assert load_model(checkpoint, device="cpu").semantics.mask_token_id is None
     assert load_model(checkpoint, device="cpu", mask_token_id=10).semantics.mask_token_id == 10
     refused(checkpoint, "IDLM-0606", "mask_token_id=11", "11 embedding rows", mask_token_id=11)
+
+
+def test_a_mask_in_place_of_the_checkpoints_own_is_warned_of(checkpoint: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(checkpoint, device="cpu", mask_token_id=10)
+        edit_config(checkpoint, mask_token_id=9)
+        load_model(checkpoint, device="cpu", mask_token_id=9)
+    with pytest.warns(UserWarning, match="mask_token_id=10 is used in place of 9") as caught:
+        load_model(checkpoint, device="cpu", mask_token_id=10)
+    assert len(caught) == 1
+    Semantics(stride=3, mask_token_id=8).save(checkpoint)
+    with pytest.warns(UserWarning, match="mask_token_id=9 is used in place of 8"):
+        assert load_model(checkpoint, device="cpu", mask_token_id=9).semantics.mask_token_id == 9
 
 
 @pytest.mark.parametrize(
