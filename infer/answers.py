@@ -13,6 +13,7 @@ from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.prompts import PromptLine
+from idlm.infer.provenance import MadeWith, of_request
 from idlm.tokens import encode_messages
 
 QUEUE_FACTOR = 4
@@ -132,17 +133,20 @@ def _placed(line: PromptLine) -> Iterator[None]:
 def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
     """What the engine takes: a conversation is rendered by the tokenizer's chat template."""
     prompt: Any = line.prompt
-    if not (isinstance(prompt, list) and isinstance(prompt[0], dict)):
-        return prompt
-    if engine.tokenizer is None:
-        raise UserError("IDLM-0414", "messages need a tokenizer", fix="give prompt_ids")
-    return encode_messages(engine.tokenizer, prompt)
+    are_messages = isinstance(prompt, list) and isinstance(prompt[0], dict)
+    if engine.tokenizer is None and (are_messages or isinstance(prompt, str)):
+        raise UserError(
+            "IDLM-0414",
+            f"{'messages need' if are_messages else 'text needs'} a tokenizer, and the checkpoint has none",
+            fix='give token ids: input=FILE with lines like {"prompt_ids": [1, 2, 3]}',
+        )
+    return encode_messages(engine.tokenizer, prompt) if are_messages else prompt
 
 
-def as_record(engine: Engine, line: PromptLine, done: Completion) -> dict[str, Any]:
-    """One line of an output file."""
+def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: MadeWith) -> dict[str, Any]:
+    """One line of an output file. `common`: what all answers of the run are made with."""
     made_by = {"decoder": engine.decoder.name, "accelerators": dict(engine.settings.accelerators)}
-    return {"prompt": line.prompt, **made_by, **figures(done)}
+    return {"prompt": line.prompt, **made_by, "made_with": of_request(common, line.params), **figures(done)}
 
 
 def figures(done: Completion) -> dict[str, Any]:

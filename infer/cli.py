@@ -21,14 +21,15 @@ from idlm.errors import UserError
 from idlm.infer.acceleration import accelerator_configs, as_options
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.answers import AnswerRun, Tally, as_record, check_lines, encode_line
-from idlm.infer.config import GenerateConfig
+from idlm.infer.config import GenerateConfig, refuse_empty
 from idlm.infer.continuation import Begun, begun
 from idlm.infer.decoders.base import DECODERS, default_decoder
 from idlm.infer.engine import Engine
 from idlm.infer.models.describe import description
 from idlm.infer.models.loader import read_outline
-from idlm.infer.output import answer_file, check_output, partial_path
+from idlm.infer.output import answer_file, claimed, partial_path
 from idlm.infer.prompts import PromptLine, check_prompts, check_text, read_prompts, text_prompts
+from idlm.infer.provenance import MadeWith, made_with, of_request
 from idlm.infer.settings import check_options, decoder_config
 from idlm.paths import telling_of_path
 from idlm.schema import show_default
@@ -49,15 +50,32 @@ def generate(arguments: list[str]) -> int:
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose("generate", GenerateConfig, rest)
     config.prompt = [*texts, *config.prompt]
+    refuse_empty(config)
     settings = with_options(config.options(), accelerator_options)
     if config.describe:
         print(describe_model(config, decoder, settings, options))
         return 0
-    if config.resume and _is_complete(config):
+    _check_resume(config)
+    with claimed(config.output, overwrite=config.overwrite, resume=config.resume):
+        return _run(config, decoder, settings, options)
+
+
+def _run(
+    config: GenerateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
+) -> int:
+    """Answer whatever is asked, a chat too, with the output claimed."""
+    model = _given(config.model)
+    lines = _lines(config)
+    earlier, common = None, {}
+    if config.output is not None:
+        accelerators = settings["accelerators"]
+        common = made_with(config, model, decoder=decoder, options=options, accelerators=accelerators)
+        earlier = _begun(config, common) if config.resume else None
+    if earlier is not None and earlier.is_whole and earlier.source != partial_path(str(config.output)):
         print(f"{config.output} is complete", file=sys.stderr)
         return 0
-    _given(config.model)
-    lines = _lines(config)
+    if earlier is not None:
+        print(_told(earlier), file=sys.stderr)
     engine = load_engine(config.model, decoder, settings, options)
     if lines is None:
         return _chat(engine, config)
@@ -68,7 +86,8 @@ def generate(arguments: list[str]) -> int:
     first = list(itertools.islice(lines, 2))
     if config.input is None and config.output is None and len(first) == 1 and first[0].params.n == 1:
         return _print_one(engine, first[0], config)
-    return _answer_all(engine, itertools.chain(first, lines), config)
+    lines = itertools.chain(first, lines) if earlier is None else earlier.missing
+    return _answer_all(engine, lines, config, earlier=earlier, common=common)
 
 
 def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -209,7 +228,6 @@ def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
     config.sampling.params()
     if config.prompt and config.input:
         raise UserError("IDLM-0439", "both prompt and input are given", fix="give one of them")
-    check_output(config.output, overwrite=config.overwrite, resume=config.resume)
     if config.input:
         if config.output and Path(config.output).resolve() == Path(config.input).resolve():
             raise UserError("IDLM-0439", "input and output are the same file", fix="choose another output=")
@@ -228,35 +246,39 @@ def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
     return None
 
 
-def _is_complete(config: GenerateConfig) -> bool:
-    """Whether an earlier run has finished the output. Resuming needs files at both ends."""
-    if config.input is None or config.output is None or config.overwrite:
+def _check_resume(config: GenerateConfig) -> None:
+    """Resuming needs files at both ends."""
+    if config.resume and (config.input is None or config.output is None or config.overwrite):
         raise UserError(
             "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
         )
-    output, source = Path(config.output), config.input
-    with telling_of_path("IDLM-0442", output, fix="choose another output="):
-        if not output.is_file():
-            return False
-    if next(begun(output, lambda: read_prompts(source, config.sampling)).missing, None) is not None:
+
+
+def _begun(config: GenerateConfig, common: MadeWith) -> Begun | None:
+    """What an earlier run has left to go on with: its partial file, or a finished one."""
+    assert config.input is not None and config.output is not None, f"{config=}"
+    partial, output, source = partial_path(config.output), Path(config.output), config.input
+    earlier = next((path for path in (partial, output) if path.exists()), None)
+    if earlier is None:
+        return None
+    with telling_of_path("IDLM-0442", earlier, fix="choose another output="):
+        found = begun(
+            earlier,
+            lambda: read_prompts(source, config.sampling),
+            lambda line: of_request(common, line.params),
+        )
+    if earlier == output and found.num_unanswered:
         raise UserError(
             "IDLM-0446",
             f"output={config.output!r} is finished, but input={source!r} has lines that it does not answer",
-            fix=f"name it {str(partial_path(config.output))!r} to go on with it, or give another output=",
+            fix=f"name it {str(partial)!r} to go on with it, or give another output=",
         )
-    return True
-
-
-def _begun(config: GenerateConfig) -> Begun | None:
-    """What an interrupted run has left to go on with."""
-    if not config.resume or config.input is None or config.output is None:
-        return None
-    partial, source = partial_path(config.output), config.input
-    if not partial.exists():
-        return None
-    found = begun(partial, lambda: read_prompts(source, config.sampling))
-    print(f"{found.num_records} answers are in {partial} already", file=sys.stderr)
     return found
+
+
+def _told(earlier: Begun) -> str:
+    again = f"; {earlier.num_failed} requests failed and are answered again" * (earlier.num_failed > 0)
+    return f"{earlier.num_records} answers are in {earlier.source} already{again}"
 
 
 def _print_one(engine: Engine, line: PromptLine, config: GenerateConfig) -> int:
@@ -282,13 +304,19 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, sta
     return completion
 
 
-def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateConfig) -> int:
+def _answer_all(
+    engine: Engine,
+    lines: Iterator[PromptLine],
+    config: GenerateConfig,
+    *,
+    earlier: Begun | None,
+    common: MadeWith,
+) -> int:
     """Answer every line; what is finished when a run is stopped is written as well. Status 1 when some were
     given up: their records have an `error`.
     """
     start = time.perf_counter()
-    earlier = _begun(config)
-    run, tally = AnswerRun(engine, lines if earlier is None else earlier.missing), Tally()
+    run, tally = AnswerRun(engine, lines), Tally()
     if config.output is None:
         for _, done in run:
             tally.add(done)
@@ -301,10 +329,10 @@ def _answer_all(engine: Engine, lines: Iterator[PromptLine], config: GenerateCon
                 for line, done in run:
                     tally.add(done)
                     _report(done)
-                    answers.write(as_record(engine, line, done))
+                    answers.write(as_record(engine, line, done, common=common))
             finally:
                 for line, done in run.finished():
-                    answers.write(as_record(engine, line, done))
+                    answers.write(as_record(engine, line, done, common=common))
     if config.stats:
         print(tally.line(engine_name(engine), time.perf_counter() - start), file=sys.stderr)
     return int(tally.num_failed > 0)

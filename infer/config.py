@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from idlm.contracts import SamplingParams
+from idlm.errors import UserError
 from idlm.infer.acceleration import as_options
 
 
@@ -93,6 +94,16 @@ class EngineConfig:
         return {"accelerators": as_options(values.pop("accelerator")), **values}
 
 
+def refuse_empty(config: EngineConfig) -> None:
+    """UserError IDLM-0464 for a path that is given and empty, as by a shell variable that nobody set."""
+    for name in ("model", "base", "input", "output"):
+        value = getattr(config, name, None)
+        if value is not None and not value.strip():
+            raise UserError(
+                "IDLM-0464", f"{name}={value!r} is empty", fix=f"give a path, or leave {name}= out"
+            )
+
+
 @dataclass(kw_only=True)
 class GenerateConfig(EngineConfig):
     """`idlm-generate`."""
@@ -101,10 +112,18 @@ class GenerateConfig(EngineConfig):
 
     model: str | None = _help("checkpoint directory", None)
     prompt: list[str] = field(default_factory=list, metadata={"help": "prompts; also -p TEXT"})
-    input: str | None = _help("JSON lines with prompt, prompt_ids or messages (and id, sampling)", None)
+    input: str | None = _help(
+        'JSON lines, {"prompt": "..."} each, or prompt_ids, or messages; beside it sampling, and id (without '
+        "one it is the line's number, which no other line may then have as its id)",
+        None,
+    )
     output: str | None = _help("JSON lines, one completion each; null prints text", None)
     overwrite: bool = _help("replace an existing output file", False)
-    resume: bool = _help("go on with the answers that an interrupted run left in <output>.partial", False)
+    resume: bool = _help(
+        "go on with the answers that an interrupted run left in <output>.partial, or with a finished output, "
+        "and answer again what failed; model, decoder and sampling must be those of the answers there",
+        False,
+    )
     stats: bool = _help("print tokens per forward, acceptance and speed to stderr", True)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 

@@ -28,11 +28,11 @@ from idlm.infer.cli import (
     take_accelerator_options,
     with_options,
 )
-from idlm.infer.config import EvaluateConfig
+from idlm.infer.config import EvaluateConfig, refuse_empty
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import Evaluation, evaluate, task_samples
-from idlm.infer.output import answer_file, check_output
+from idlm.infer.output import answer_file, claimed
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
 
@@ -56,7 +56,17 @@ def run_evaluation(arguments: list[str]) -> int:
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose("eval", EvaluateConfig, rest)
+    refuse_empty(config)
     settings = with_options(config.options(), accelerator_options)
+    with claimed(config.output, overwrite=config.overwrite):
+        _run(config, decoder, settings, options)
+    return 0
+
+
+def _run(
+    config: EvaluateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Evaluate, print the table, write the records."""
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
     params = config.sampling.params()
@@ -75,13 +85,11 @@ def run_evaluation(arguments: list[str]) -> int:
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
-    return 0
 
 
 def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
     """The samples, after every mistake that can be found without a model."""
     config.sampling.params()
-    check_output(config.output, overwrite=config.overwrite)
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
     if config.num < 1:

@@ -1,22 +1,29 @@
-"""Output files of the command lines: JSON lines, complete under their own name or partial under another.
+"""Output files of the command lines: JSON lines, complete under their own name or partial under another, and
+of one run at a time.
 
 Not for checkpoints: idlm.checkpoint publishes those.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from idlm.disk import NO_LOCKS, lock_file
 from idlm.errors import UserError
 from idlm.infer.continuation import Begun
 from idlm.paths import telling_of_path
+
+COPIED_BYTES = 1 << 20
+"""At once, from the file of an earlier run."""
 
 
 class AnswerFile:
@@ -63,32 +70,72 @@ def _place(output: str) -> Path:
     return Path(output).resolve() if Path(output).is_symlink() else Path(output)
 
 
-def check_output(output: str | None, *, overwrite: bool, resume: bool = False) -> None:
-    """Refuse, before anything is computed, a file that could not be written or that would be lost."""
+@contextmanager
+def claimed(output: str | None, *, overwrite: bool, resume: bool = False) -> Iterator[None]:
+    """Refuse, before anything is computed, a file that could not be written or that would be lost, and keep
+    other runs off it inside. UserError IDLM-0431, 0442, and 0462 for a file that another run has.
+    """
     if output is None:
+        yield
         return
-    with telling_of_path("IDLM-0442", output, fix="choose another output="):
+    _check_place(output, overwrite=overwrite, resume=resume)
+    path = Path(f"{partial_path(output)}.lock")
+    lock = _lock(output, path)
+    try:
+        # The run that had the lock may have finished behind the first look.
         _check_place(output, overwrite=overwrite, resume=resume)
+        yield
+    finally:
+        # Before the lock is gone: behind it, the file may be another run's.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(output: str, path: Path) -> int | None:
+    """The lock of an output; None on a file system without locks."""
+    try:
+        lock = lock_file(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise _cannot_write(path, error) from error
+        warnings.warn(
+            f"the file system of output={output!r} has no locks ({error.strerror}): see to it that no other "
+            "run writes it",
+            stacklevel=4,
+        )
+        return None
+    if lock is None:
+        raise UserError(
+            "IDLM-0462",
+            f"another run is writing output={output!r}",
+            fix="wait for its end, or give another output=",
+        )
+    return lock
 
 
 def _check_place(output: str, *, overwrite: bool, resume: bool) -> None:
-    path, partial = Path(output), partial_path(output)
-    # Also where it does not matter whether it is there: its name is the longer one.
-    has_partial = partial.exists()
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    with telling_of_path("IDLM-0442", output, fix="choose another output="):
+        path, partial = Path(output), partial_path(output)
+        # Also where it does not matter whether it is there: its name is the longer one.
+        has_partial = partial.exists()
+        is_file, is_folder, is_there = path.is_file(), path.is_dir(), path.exists()
+        lies_in_folder = path.parent.is_dir()
+    if is_there and not (is_file or is_folder):
         raise UserError(
             "IDLM-0442",
             f"output={output!r} is a device or a pipe, and a finished file takes the place of its name",
             fix="give the name of a file; without output= the answers go to the terminal",
         )
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which is not a folder"
+    if is_folder or not lies_in_folder:
+        reason = "is a folder" if is_folder else f"lies in {str(path.parent)!r}, which is not a folder"
         raise UserError("IDLM-0442", f"output={output!r} {reason}", fix="give a file in an existing folder")
-    if overwrite:
+    if overwrite or resume:
         return
-    if path.exists():
+    if is_there:
         raise UserError("IDLM-0431", f"output={output!r} exists", fix="give overwrite=true or another name")
-    if has_partial and not resume:
+    if has_partial:
         raise UserError(
             "IDLM-0431",
             f"{str(partial)!r} exists: the answers of an interrupted run",
@@ -100,18 +147,18 @@ def _check_place(output: str, *, overwrite: bool, resume: bool) -> None:
 def answer_file(output: str, *, begun: Begun | None = None, how_to_go_on: str = "") -> Iterator[AnswerFile]:
     """Write to `<output>.partial`, rename it at the end; when stopped, say where the finished answers are.
 
-    `how_to_go_on` is said behind that. With `begun` a partial file that is there keeps its answers.
+    `how_to_go_on` is said behind that. The answers that `begun` keeps stand at its beginning.
     """
     partial = partial_path(output)
     failed_outside: BaseException | None = None
     try:
         if begun is not None:
-            os.truncate(partial, begun.num_bytes)
-        with partial.open("w" if begun is None else "a", encoding="utf-8") as out:
+            _keep_begun(begun, partial)
+        # JSON has escapes for what is no text, as a path may be.
+        escapes = "backslashreplace"
+        with partial.open("w" if begun is None else "a", encoding="utf-8", errors=escapes) as out:
             answers = AnswerFile(out, partial)
-            if begun is not None:
-                out.writelines(raw.decode() for raw in begun.kept)
-                answers.num_records = begun.num_records
+            answers.num_records = 0 if begun is None else begun.num_records
             try:
                 yield answers
             except BaseException as error:
@@ -125,6 +172,28 @@ def answer_file(output: str, *, begun: Begun | None = None, how_to_go_on: str = 
         if error is failed_outside:
             raise
         raise _cannot_write(partial, error) from error
+
+
+def _keep_begun(begun: Begun, partial: Path) -> None:
+    """Make `partial` a file of the answers that are kept. Their source is whole until all of them are there,
+    and where it is another file, afterwards too.
+    """
+    if begun.source == partial and len(begun.spans) == 1 and begun.spans[0][0] == 0:
+        os.truncate(partial, begun.spans[0][1])
+        return
+    aside = Path(f"{partial}.new")
+    try:
+        with begun.source.open("rb") as source, aside.open("wb") as copy:
+            for first, end in begun.spans:
+                source.seek(first)
+                for at in range(first, end, COPIED_BYTES):
+                    copy.write(source.read(min(COPIED_BYTES, end - at)))
+            copy.flush()
+            os.fsync(copy.fileno())
+        aside.replace(partial)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _cannot_write(partial: Path, error: OSError) -> UserError:

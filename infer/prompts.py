@@ -24,13 +24,15 @@ KEYS = (*SHAPES, "id", "sampling")
 class PromptLine:
     """One request: what to answer (text, ids or a conversation), under which id and settings.
 
-    `place` (`file:line`) goes in front of every complaint about it.
+    `place` (`file:line`) goes in front of every complaint about it. `is_numbered`: the id is the line's
+    number, for want of one.
     """
 
     place: str
     request_id: str
     prompt: str | list[int] | list[dict[str, str]]
     params: SamplingParams
+    is_numbered: bool = False
 
 
 def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) -> list[PromptLine]:
@@ -64,10 +66,28 @@ def _opened(path: str) -> BinaryIO:
 
 
 def check_prompts(path: str, sampling: SamplingConfig) -> None:
-    """Read a whole file once, so that a mistake in its last line is known before a model is loaded."""
-    num_lines = sum(1 for _ in read_prompts(path, sampling))
+    """Read a whole file once, so that a mistake in its last line is known before a model is loaded.
+
+    Lines may share an id that they were given: those who give it know why. No line is given another's number.
+    """
+    named: dict[str, str] = {}
+    numbered: set[str] = set()
+    num_lines = 0
+    for line in read_prompts(path, sampling):
+        num_lines += 1
+        if line.is_numbered:
+            numbered.add(line.request_id)
+        elif line.request_id.isdecimal():
+            named[line.request_id] = line.place
     if not num_lines:
         raise UserError("IDLM-0430", f"input={path!r} has no lines", fix="give a file of JSON lines")
+    twice = next((name for name in named if name in numbered), None)
+    if twice is not None:
+        raise UserError(
+            "IDLM-0465",
+            f"{named[twice]}: id {twice!r} is also that of line {twice}, which has none: its number",
+            fix="give every line an id, or none, or use ids that are no numbers",
+        )
 
 
 def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> PromptLine:
@@ -95,6 +115,7 @@ def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> Pr
         request_id=str(request_id),
         prompt=record[shape],
         params=_params(place, record.get("sampling", {}), sampling),
+        is_numbered="id" not in record,
     )
 
 

@@ -76,7 +76,7 @@ def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) ->
     turn = [{"role": "user", "content": PROMPTS[3]}]
     lines: list[Any] = [
         {"prompt": PROMPTS[0], "id": "first", "sampling": {"max_tokens": 20}},
-        {"prompt_ids": ids, "id": 7},
+        {"prompt_ids": ids, "id": 70},
         "",
         {"messages": turn, "sampling": {"max_tokens": 2}},
         *({"prompt": PROMPTS[i % 7], "sampling": {"max_tokens": 1 + i % 4}} for i in range(12)),
@@ -86,7 +86,7 @@ def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) ->
     assert generate([*BASE, f"input={source}", f"output={output}"]) == 0
     records = read_lines(output)
     asked = [line for line in lines if line]
-    assert [r["request_id"] for r in records] == ["first", "7", "4", *(str(i) for i in range(5, 17))]
+    assert [r["request_id"] for r in records] == ["first", "70", "4", *(str(i) for i in range(5, 17))]
     assert [r["prompt"] for r in records] == [
         next(line[key] for key in ("prompt", "prompt_ids", "messages") if key in line) for line in asked
     ]
@@ -134,7 +134,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
             *("prompt", "request_id", "index", "text", "token_ids", "finish_reason", "num_prompt_tokens"),
             *("num_forwards", "accepted_by_position", "tested_by_position", "seed", "exactness", "logprobs"),
             *("num_cached_tokens", "tokens_per_forward", "acceptance_rate", "error"),
-            *("decoder", "accelerators"),
+            *("decoder", "accelerators", "made_with"),
         }
         assert (record["decoder"], record["accelerators"]) == ("ar", {})
         assert record["text"] == done.text

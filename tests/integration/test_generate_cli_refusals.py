@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from idlm.errors import UserError
 from idlm.infer.cli import generate
 from idlm.infer.engine import Engine
+from idlm.infer.evaluate_cli import run_evaluation
+from idlm.infer.output import claimed
 from tests.integration.command_lines import (
     AR,
     GREEDY,
@@ -155,8 +158,11 @@ def test_no_model_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[f"model={LONG}"], [f"model={TINY}", f"base={LONG}"]])
-def test_a_model_of_a_name_too_long_is_refused(arguments: list[str]) -> None:
-    assert _refusal([*arguments, "-p", "x"]).code in ("IDLM-0600", "IDLM-0611")
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_model_of_a_name_too_long_is_refused(arguments: list[str], writes: bool, tmp_path: Path) -> None:
+    output = [f"output={tmp_path / 'out'}"] if writes else []
+    assert _refusal([*arguments, "-p", "x", *output]).code in ("IDLM-0600", "IDLM-0611")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("_no_model")
@@ -178,6 +184,51 @@ def test_overwrite_replaces(tmp_path: Path) -> None:
     assert generate([*BASE, "-p", "Lea has 9 shells.", f"output={tmp_path / 'out'}", "overwrite=true"]) == 0
     assert len(read_lines(tmp_path / "out")) == 1
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_an_output_that_another_run_has_is_refused_at_once(tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    with claimed(output, overwrite=False):
+        for command in (generate, run_evaluation):
+            prompt = ["-p", "x"] if command == generate else []
+            with pytest.raises(UserError, match="IDLM-0462"):
+                command([f"model={TINY}", *prompt, f"output={output}", "overwrite=true"])
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize("name", ["model", "base", "input", "output"])
+def test_a_path_that_is_empty_is_refused_as_empty(name: str) -> None:
+    error = _refusal(["-p", "x", *([] if name == "model" else MODEL), f"{name}="])
+    assert (error.code, error.message) == ("IDLM-0464", f"{name}='' is empty")
+    if name != "input":
+        with pytest.raises(UserError, match="IDLM-0464"):
+            run_evaluation([*([] if name == "model" else MODEL), f"{name}="])
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "id": 2}, {"prompt": "y"}])
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == "IDLM-0465"
+    assert error.message.startswith(f"{source}:1: id '2' ")
+
+
+@pytest.mark.parametrize("ids", [[2, 1], ["a", None, "a"], [1, None], ["x", None, "02"], [3, None]])
+def test_ids_that_are_told_apart_or_meant_alike(tmp_path: Path, ids: list[Any]) -> None:
+    lines = [GOOD if name is None else {**GOOD, "id": name} for name in ids]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    assert generate([*BASE, f"input={source}", f"output={tmp_path / 'out'}"]) == 0
+    said = [record["request_id"] for record in read_lines(tmp_path / "out")]
+    assert said == [str(number if name is None else name) for number, name in enumerate(ids, start=1)]
+
+
+@pytest.mark.parametrize("arguments", [["-p", "x"], ["-p", "x", "-p", "y"]])
+def test_without_a_tokenizer_the_way_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    bare = shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("token*", "manifest*"))
+    error = _refusal([*BASE, f"model={bare}", *arguments])
+    assert error.code == "IDLM-0414"
+    assert "input=" in error.fix and '{"prompt_ids": [1, 2, 3]}' in error.fix
 
 
 @pytest.mark.usefixtures("_no_model")
