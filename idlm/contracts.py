@@ -259,9 +259,9 @@ class StepOutcome:
     """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them
-    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `lawless_B` (int64): 1
-    where a row that was drawn from had logits that are no law (`kernels.sampling.lawless`); the sequence's
-    tokens mean nothing then.
+    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `lawless_B` (int64)
+    is 1 where the logits that tokens were drawn from are no law (`kernels.sampling.lawless`), so that the
+    tokens mean nothing; more where that is true of the next drafts: then nothing can follow the tokens.
     """
 
     token_ids_BJ: Tensor

@@ -232,8 +232,13 @@ class Engine:
             given_up(youngest.request_id, self._num_shortages, reason, max_prompt_rows=most_rows),
         )
 
-    def _give_up(self, request: Request, error: UserError) -> None:
-        """End a request with what it has."""
+    def _give_up_lawless(self, request: Request) -> None:
+        """Nothing that it computed may serve others."""
+        num_tokens, dtype = len(request.token_ids), self._parts.model.dtype
+        self._give_up(request, not_finite(request.request_id, num_tokens, dtype=dtype), forgets=True)
+
+    def _give_up(self, request: Request, error: UserError, *, forgets: bool = False) -> None:
+        """End a request with what it has. `forgets`: see `Scheduler.retire`."""
         request.finish_reason = "error"
         text = self._texts[request].finish() if request in self._texts else ""
         self._events.append(
@@ -242,7 +247,7 @@ class Engine:
                 index=request.index,
                 token_ids=(),
                 text=text,
-                completion=self._finish(request, error),
+                completion=self._finish(request, error, forgets=forgets),
                 error=error,
             )
         )
@@ -280,9 +285,8 @@ class Engine:
         request.num_forwards += 1
         if not samples:
             return
-        if emission.is_lawless:
-            dtype, num_tokens = self._parts.model.dtype, len(request.token_ids)
-            self._give_up(request, not_finite(request.request_id, num_tokens, dtype=dtype))
+        if emission.lawless == 1:
+            self._give_up_lawless(request)
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
@@ -306,6 +310,8 @@ class Engine:
                 completion=self._finish(request) if is_done else None,
             )
         )
+        if emission.lawless and not is_done:
+            self._give_up_lawless(request)
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
         """Add committed tokens one by one until something stops the answer."""
@@ -321,8 +327,10 @@ class Engine:
                 return token_ids[:count], text
         return token_ids, text
 
-    def _finish(self, request: Request, error: UserError | None = None) -> Completion:
-        self.scheduler.retire(request)
+    def _finish(
+        self, request: Request, error: UserError | None = None, *, forgets: bool = False
+    ) -> Completion:
+        self.scheduler.retire(request, forgets=forgets)
         samples = self._active[request.request_id]
         samples.remove(request)
         if not samples:

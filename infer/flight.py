@@ -20,11 +20,11 @@ LOOKS_BETWEEN_CHECKS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """What a pass says about one request. `logprobs` is empty where nobody asked; of a lawless one, whose
-    logits were not finite, nothing counts.
+    """What a pass says about one request. `logprobs` is empty where nobody asked; `lawless`: see
+    `StepOutcome.lawless_B`.
     """
 
-    is_lawless: bool
+    lawless: int
     token_ids: list[int]
     num_accepted: int
     num_tested: int
@@ -71,11 +71,11 @@ class Flight:
         emissions = []
         counts = self._counts.tolist()[: len(self.requests)]
         for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
-            is_lawless, num_emitted, num_accepted, num_tested, *tokens = row
+            lawless, num_emitted, num_accepted, num_tested, *tokens = row
             token_ids, wanted = tokens[:num_emitted], request.params.logprobs
             emissions.append(
                 Emission(
-                    is_lawless=bool(is_lawless),
+                    lawless=lawless,
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,

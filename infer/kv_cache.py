@@ -132,11 +132,19 @@ class PagePool:
             self._let_go(own)
         self._num_cached[lane] += 1
 
-    def release(self, lane: int) -> None:
-        """Take all pages of a lane back, the last first."""
-        for page in reversed(self._owned[lane]):
+    def release(self, lane: int, *, forgets: bool = False) -> None:
+        """Take all pages of a lane back, the last first. `forgets`: nobody shall find what they hold, but for
+        those who have them now.
+        """
+        owned = self._owned[lane]
+        for page in reversed(owned):
             self._let_go(page)
         self._owned[lane], self._num_cached[lane] = [], 0
+        if forgets and self.cache is not None:
+            resting = self.cache.resting
+            first = next((page for page in owned if page in resting), None)
+            if first is not None:
+                self._free += self.cache.forget(first)
 
     def reset(self) -> None:
         """Take all pages of all lanes back and empty the prefix cache: nobody knows what is in them."""

@@ -21,8 +21,8 @@ REMEMBERED = 4096
 """Tests per draft position after which older ones count half."""
 TIMES_KEPT = 5
 PASSES_KEPT = 24
-"""Behind a longer pause a picture's times say nothing any more: a GPU that computes much gets slower by 15 %
-within a second (an H200 at 64 sequences), and its clock dips now and then.
+"""Behind a longer pause, counted in passes that were timed, a picture's times say nothing any more: a GPU
+that computes much gets slower by 15 % within a second (an H200 at 64 sequences), and its clock dips.
 """
 PASSES_BETWEEN_TRIALS = 32
 LOST_TO_A_TRIAL = 0.001
@@ -92,7 +92,7 @@ class AdaptivePace:
         num_drafts = max(picture.stride for picture in pictures) - 1
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
         self._timings: dict[tuple[int, int], _Timing] = {}
-        self._num_passes = self._last_shortage = self._last_rows = 0
+        self._num_passes = self._num_timed = self._last_shortage = self._last_rows = 0
         self._narrowest = min(range(len(widths)), key=widths.__getitem__)
         self._most_rows: float = math.inf
 
@@ -130,10 +130,11 @@ class AdaptivePace:
     def learn_time(self, picture: int, num_sequences: int, seconds: float) -> None:
         """Keep the newest few times of the picture at this load."""
         timing = self._timings.setdefault((_rounded(num_sequences), picture), _Timing())
-        if self._num_passes - timing.last_learned > PASSES_KEPT:
+        self._num_timed += 1
+        if self._num_timed - timing.last_learned > PASSES_KEPT:
             timing.seconds.clear()
         timing.num_seen += 1
-        timing.last_learned = self._num_passes
+        timing.last_learned = self._num_timed
         if timing.num_seen > 1:
             timing.seconds.append(seconds)
 

@@ -156,16 +156,30 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Forget the page that has rested longest, and return it."""
-        page, _ = self._resting.popitem(last=False)
+        page = next(iter(self._resting))
+        self._remove(page)
+        self.counts.num_evicted += 1
+        return page
+
+    def forget(self, page: int) -> list[int]:
+        """Forget a resting page and all behind it, which rest too; returns them, the page itself last."""
+        found = [page]
+        for above in found:
+            found += [child for _, child in self._children.get(self._by_page[above].key, ())]
+        for below in reversed(found):
+            self._remove(below)
+        return found[::-1]
+
+    def _remove(self, page: int) -> None:
+        """A resting page without children."""
+        del self._resting[page]
         entry = self._by_page.pop(page)
-        assert entry.key not in self._children, f"{page=} is evicted before its children"
+        assert entry.key not in self._children, f"{page=} goes before its children"
         del self._by_key[entry.key]
         siblings = self._children[entry.parent]
         del siblings[bisect_left(siblings, (entry.token_ids, page))]
         if not siblings:
             del self._children[entry.parent]
-        self.counts.num_evicted += 1
-        return page
 
     def check(self) -> None:
         """Assert that the tree hangs together and that no page rests above one that is held."""

@@ -158,14 +158,17 @@ class Scheduler:
             request.num_computed, num_before=num_before, num_known=request.num_known
         )
 
-    def retire(self, request: Request) -> None:
-        """Take a finished or aborted request out, wherever it is, and free what it holds."""
+    def retire(self, request: Request, *, forgets: bool = False) -> None:
+        """Take a finished or aborted request out, wherever it is, and free what it holds. `forgets`: that
+        must not be found again.
+        """
         if request.lane is None:
             self.waiting.remove(request)
             return
         self.running.remove(request)
-        self._commit(request, request.num_computed)
-        self.pool.release(request.lane)
+        if not forgets:
+            self._commit(request, request.num_computed)
+        self.pool.release(request.lane, forgets=forgets)
         self._free_lanes.append(request.lane)
         request.lane = None
 

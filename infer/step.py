@@ -22,9 +22,9 @@ from idlm.infer.table import SequenceTable
 class StepResult:
     """What the host wants to know of a pass, still on the device.
 
-    `counts_BJ`: per sequence 1 if its logits were no law, the number of tokens emitted, drafts accepted and
-    drafts tested, then the token ids. The rest is None where no logprobs are wanted: the tokens' own, ids and
-    logprobs of the likeliest.
+    `counts_BJ`: per sequence whether its logits were a law (`StepOutcome.lawless_B`), the number of tokens
+    emitted, drafts accepted and drafts tested, then the token ids. The rest is None where no logprobs are
+    wanted: the tokens' own, ids and logprobs of the likeliest.
     """
 
     counts_BJ: Tensor

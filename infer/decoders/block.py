@@ -169,13 +169,23 @@ class BlockDecoder:
             always_own=self.config.confidence == "model",
         )
         rows_BW = torch.arange(len(ids_X), device=table.device).view(open_BW.shape)
-        is_read_BW = open_BW if plan.has_logits_X is None else open_BW & plan.has_logits_X.view(open_BW.shape)
         proposed = Proposed(
             token_ids_BW=ids_X.view(open_BW.shape),
             confidence_BW=confidence_X.view(open_BW.shape),
             entropy_BW=entropy(laws).view(open_BW.shape) if self._strategy.needs_entropy else None,
         )
-        return proposed, lawless(laws, torch.where(is_read_BW, rows_BW, -1))
+        is_read_BW = self._is_read(table, plan)
+        return proposed, lawless(laws, torch.where(is_read_BW, rows_BW, -1)).clamp(max=1)
+
+    def _is_read(self, table: SequenceTable, plan: BlockPlan) -> Tensor:
+        """Places whose proposals may be taken, bool [B, W]."""
+        assert plan.work is not None
+        if self._edits:
+            places = self._places(table.num_known_Z[plan.lanes_B], plan)
+            assert places.editable_BW is not None
+            return places.open_BW | places.editable_BW
+        open_BW = plan.work.open_BW
+        return open_BW if plan.has_logits_X is None else open_BW & plan.has_logits_X.view(open_BW.shape)
 
     def _decide_by_kernel(
         self, table: SequenceTable, plan: BlockPlan, proposed: Proposed

@@ -201,14 +201,14 @@ def probability_kernel(
 
 @triton.jit
 def lawless_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
-    """1 where one of a sequence's rows has no finite largest logit, else 0; row -1 has nothing."""
+    """1 + the first place where a sequence's row has no finite largest logit, or 0; row -1 has nothing."""
     wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)
     o_row = tl.arange(0, ROWS)
     b_row = tl.load(p_rows + i_sequence * num_rows + o_row, mask=o_row < num_rows, other=-1).to(tl.int64)
     b_max = tl.load(p_numbers + b_row * NUM_NUMBERS + MAX, mask=b_row >= 0, other=0.0)
-    b_is_finite = tl.abs(b_max) < float("inf")
-    tl.store(p_out + i_sequence, tl.max(tl.where(b_is_finite, 0, 1), 0).to(tl.int64))
+    first = tl.min(tl.where(tl.abs(b_max) < float("inf"), ROWS, o_row), 0)
+    tl.store(p_out + i_sequence, tl.where(first < ROWS, first + 1, 0).to(tl.int64))
 
 
 @triton.jit

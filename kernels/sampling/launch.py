@@ -169,7 +169,7 @@ def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def lawless(laws: RowLaws, rows_BJ: Tensor) -> Tensor:
-    """1 where a row has no law, else 0 [B]."""
+    """1 + the first place [B], or 0."""
     num_sequences, num_rows = rows_BJ.shape
     rows_BJ = rows_BJ.contiguous()
     out_B = torch.empty(num_sequences, dtype=torch.int64, device=rows_BJ.device)

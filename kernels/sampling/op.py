@@ -85,8 +85,9 @@ def probability(laws: Laws, rows: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def lawless(laws: Laws, rows_BJ: Tensor) -> Tensor:
-    """1 (int64 [B]) where any of a sequence's rows has no law, since a logit is NaN or infinite, or all of
-    them are -inf; what is drawn from such a row means nothing. Row -1 is nobody's.
+    """1 + the place (int64 [B]) of the first of a sequence's rows that has no law, since a logit is NaN or
+    infinite, or all of them are -inf; what is drawn from such a row means nothing. 0: there is none. Row -1
+    is nobody's.
     """
     if isinstance(laws, PlainLaws):
         return plain.lawless(laws, rows_BJ)

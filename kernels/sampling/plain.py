@@ -103,10 +103,10 @@ def probability(laws: PlainLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def lawless(laws: PlainLaws, rows_BJ: Tensor) -> Tensor:
-    """1 where a row has no law, else 0 [B]."""
+    """1 + the first place [B], or 0."""
     assert laws.is_lawless_X is not None, "laws that are not those of logits"
     is_lawless_BJ = (rows_BJ >= 0) & laws.is_lawless_X[rows_BJ.clamp(min=0)]
-    return is_lawless_BJ.any(-1).long()
+    return torch.where(is_lawless_BJ.any(-1), is_lawless_BJ.long().argmax(-1) + 1, 0)
 
 
 def draw(laws: PlainLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("isd", {"stride": 4, "on_rejection": "branch"}),
     ("isd", {"stride": 3, "on_rejection": "tree"}),
     ("block", {}),
+    ("block", {"dual_cache": True, "sub_block_size": 2}),
+    ("block", {"mode": "quality"}),
 ]
 WAYS: list[dict[str, Any]] = [{}, {"graphs": "on", "run_ahead": 2}]
 SAMPLING = [
@@ -122,7 +124,7 @@ def test_an_answer_keeps_what_came_before(
     def spoiled(plan: Any) -> Any:
         logits_XV, has_logits_X = forward(plan)
         passes[0] += 1
-        if passes[0] == 9:
+        if passes[0] == expected.num_forwards - 1:
             logits_XV = logits_XV.clone()
             logits_XV[:, 5] = kind
         return logits_XV, has_logits_X
@@ -135,4 +137,65 @@ def test_an_answer_keeps_what_came_before(
     assert f"behind {len(tokens)} tokens" in str(caught.value)
     assert 0 < len(tokens) < len(expected.token_ids)
     assert tuple(tokens) == expected.token_ids[: len(tokens)]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(("decoder", "options"), DECODERS[:4])
+def test_nobody_finds_what_such_a_request_has_stored(
+    checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any]
+) -> None:
+    engine = _engine(checkpoints, decoder, **options)
+    prompts = [prompts_of([24], vocab_size=BAD)[0], prompts_of([18], seed=1, vocab_size=BAD)[0]]
+    prompts[0][6] = BAD
+    expected = engine.generate(prompts, SAMPLING[0])
+    assert engine.pool.cache is not None
+    engine.pool.cache.clear()
+    engine.pool.reset()
+    embedding = engine._parts.model.trunk.embed.data[BAD].clone()
+    _spoil(engine, BAD)
+    for number, prompt in enumerate((*prompts, prompts[0])):
+        engine.add_request(str(number), prompt, SAMPLING[0])
+    found = _drain(engine)
+    assert [found[str(n)].finish_reason for n in range(3)] == ["error", "length", "error"]
+    engine._parts.model.trunk.embed.data[BAD] = embedding
+    assert_idle(engine)
+    again = engine.generate(prompts, SAMPLING[0])
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in expected]
+    assert again[0].num_cached_tokens == 0
+    assert again[1].num_cached_tokens > 0
+
+
+def test_an_answer_that_is_whole_needs_no_further_drafts(
+    checkpoints: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pass has emitted stands, whatever its drafts' rows hold."""
+    engine = _engine(checkpoints, "isd", stride=4, prefix_cache=False)
+    prompts = _prompts()[:1]
+    [expected] = engine.generate(prompts, SAMPLING[1])
+    forward, passes = engine._parts.runner.forward, [0]
+
+    def spoiled_from(first: int) -> Any:
+        passes[0] = 0
+
+        def spoiled(plan: Any) -> Any:
+            logits_XV, has_logits_X = forward(plan)
+            passes[0] += 1
+            if passes[0] >= first:
+                is_mask_X = plan.is_mask_R[plan.logit_rows_X]
+                logits_XV = logits_XV.masked_fill(is_mask_X[:, None], torch.nan)
+            return logits_XV, has_logits_X
+
+        return spoiled
+
+    num_passes = expected.num_forwards
+    monkeypatch.setattr(engine._parts.runner, "forward", spoiled_from(num_passes))
+    [found] = engine.generate(prompts, SAMPLING[1])
+    assert (found.token_ids, found.error) == (expected.token_ids, None)
+    monkeypatch.setattr(engine._parts.runner, "forward", spoiled_from(num_passes - 2))
+    engine.add_request("one", prompts[0], SAMPLING[1])
+    cut = _drain(engine)["one"]
+    assert cut.finish_reason == "error"
+    assert 0 < len(cut.token_ids) < len(expected.token_ids)
+    assert cut.token_ids == expected.token_ids[: len(cut.token_ids)]
+    assert f"behind {len(cut.token_ids)} tokens" in str(cut.error)
     assert_idle(engine)

@@ -23,7 +23,7 @@ from idlm.infer.team import LeadWorker, Team
 from tests.contracts.engines import build_engine, greedy, prompts_of, write_converted_toy
 from tests.integration.command_lines import AR, GREEDY, MODEL, TINY, answer
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 PROMPT = "Lea has 9 shells. Lea finds 4."
 COMMAND = [sys.executable, "-m", "idlm.infer.cli", "tensor_parallel=2"]
 

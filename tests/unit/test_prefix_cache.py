@@ -342,9 +342,9 @@ def evicted_pages_are_still_found(patch: pytest.MonkeyPatch) -> None:
 def pages_rest_from_the_first_to_the_last(patch: pytest.MonkeyPatch) -> None:
     original = PagePool.release
 
-    def release(self: PagePool, lane: int) -> None:
+    def release(self: PagePool, lane: int, *, forgets: bool = False) -> None:
         self._owned[lane].reverse()
-        original(self, lane)
+        original(self, lane, forgets=forgets)
 
     patch.setattr(PagePool, "release", release)
 
