@@ -36,6 +36,8 @@ from idlm.schema import show_default
 from idlm.tokens import encode_messages
 
 HELP_FLAGS = {"-h", "--help"}
+MAX_NAMED = 8
+"""Broken lines of a file that are named."""
 
 
 def generate(arguments: list[str]) -> int:
@@ -267,12 +269,16 @@ def _begun(config: GenerateConfig, common: MadeWith) -> Begun | None:
             lambda: read_prompts(source, config.sampling),
             lambda line: of_request(common, line.params),
         )
+    where = ", ".join(f"{earlier}:{number}" for number in found.broken_lines[:MAX_NAMED])
     if earlier == output and found.num_unanswered:
         raise UserError(
             "IDLM-0446",
-            f"output={config.output!r} is finished, but input={source!r} has lines that it does not answer",
+            f"output={config.output!r} is finished, but input={source!r} has lines that it does not answer"
+            + f"; no record is at {where}" * bool(where),
             fix=f"name it {str(partial)!r} to go on with it, or give another output=",
         )
+    if where:
+        print(f"passed over, for they hold no whole record: {where}", file=sys.stderr)
     return found
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,31 @@ def of_request(common: MadeWith, params: SamplingParams) -> dict[str, Any]:
 
 def difference(there: MadeWith, here: MadeWith) -> str | None:
     """The first difference in words, or None. A checkpoint may have been moved: its digest counts."""
-    for key in [*here, *there]:
-        if key != PATH and there.get(key) != here.get(key):
+    told, asked = _texts(there), _texts(here)
+    for key in [*asked, *told]:
+        if told.get(key) != asked.get(key):
             return f"made with {_said(there, key)}, and this run has {_said(here, key)}"
     return None
+
+
+def fingerprint(made: MadeWith) -> bytes:
+    """Digest of what `difference` compares: the same where there is none."""
+    return blake2b(repr(sorted(_texts(made).items())).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _texts(made: MadeWith) -> dict[str, str]:
+    """What is compared, as JSON by key: 1.0 is 1, and nothing is null."""
+    plain: dict[str, Any] = json.loads(json.dumps(made), parse_float=_number)
+    return {
+        key: json.dumps(value, sort_keys=True)
+        for key, value in plain.items()
+        if key != PATH and value is not None
+    }
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _said(made: MadeWith, key: str) -> str:

@@ -255,3 +255,24 @@ def test_a_sample_that_failed_takes_those_beside_it_along(tmp_path: Path) -> Non
     assert generate([*command, "resume=true"]) == 0
     found = [(record["request_id"], record["index"], record["error"]) for record in read_lines(output)]
     assert found == [(name, index, None) for name in "132" for index in (0, 1)]
+
+
+def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:3]])
+    output = tmp_path / "out"
+    command = [*BASE, f"input={source}", f"output={output}", "resume=true"]
+    assert generate(command) == 0
+    first, second, third = output.read_text().splitlines()
+    output.write_text(f"{first}\n\n{second}\n{third}\n\n")
+    capsys.readouterr()
+    assert generate(command) == 0
+    assert "is complete" in capsys.readouterr().err
+    output.write_text(f"{first}\n{second[:-9]}\n{third}\n")
+    with pytest.raises(UserError, match=f"IDLM-0446.* no record is at {output}:2"):
+        generate(command)
+    _as_partial(output)
+    assert generate(command) == 0
+    assert f"no whole record: {output}.partial:2" in capsys.readouterr().err
+    assert [record["request_id"] for record in read_lines(output)] == list("132")
