@@ -59,14 +59,13 @@ def run_evaluation(arguments: list[str]) -> int:
     refuse_empty(config)
     settings = with_options(config.options(), accelerator_options)
     with claimed(config.output, overwrite=config.overwrite):
-        _run(config, decoder, settings, options)
-    return 0
+        return _run(config, decoder, settings, options)
 
 
 def _run(
     config: EvaluateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """Evaluate, print the table, write the records."""
+) -> int:
+    """Evaluate, print the table, write the records. Status 1 when answers failed: their records say why."""
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
     params = config.sampling.params()
@@ -85,6 +84,7 @@ def _run(
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
+    return int(any(result.num_failed for result in results.values()))
 
 
 def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate import evaluate, task_samples
 from idlm.infer.evaluate_cli import run_evaluation
+from idlm.infer.runner import Runner
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 from tests.integration.command_lines import (
@@ -68,6 +71,67 @@ def test_several_samples_per_prompt_are_judged_against_their_prompt(tmp_path: Pa
     for record in records:
         verdict = task.check(record["prompt"], record["completion"]["text"])
         assert record["verdict"]["correct"] == verdict.correct
+
+
+def _spoil_a_pass(monkeypatch: pytest.MonkeyPatch, number: int, *, every_row: bool = False) -> None:
+    """Logits of one request, or of all, are not finite in one pass."""
+    forward, passes = Runner.forward, 0
+
+    def spoiled(runner: Runner, plan: Any) -> Any:
+        nonlocal passes
+        logits_XV, has_logits_X = forward(runner, plan)
+        passes += 1
+        if passes == number:
+            logits_XV = logits_XV.clone()
+            logits_XV[: None if every_row else 1] = torch.nan
+        return logits_XV, has_logits_X
+
+    monkeypatch.setattr(Runner, "forward", spoiled)
+
+
+def test_an_answer_that_fails_is_wrong_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run_evaluation([*BASE, f"output={whole}"]) == 0
+    capsys.readouterr()
+    _spoil_a_pass(monkeypatch, 5)
+    with pytest.warns(UserWarning, match="decoder ar: 1 of 3 answers failed .* the first: IDLM-0457: "):
+        assert run_evaluation([*BASE, f"output={output}"]) == 1
+    records = read_lines(output)
+    failed, *rest = records
+    assert failed["completion"]["finish_reason"] == "error"
+    assert failed["completion"]["error"] == failed["verdict"]["reason"]
+    assert not failed["verdict"]["correct"]
+    assert not failed["verdict"]["final_answer_correct"]
+    assert [r["completion"]["text"] for r in rest] == [r["completion"]["text"] for r in read_lines(whole)[1:]]
+    share = sum(r["verdict"]["correct"] for r in records) / 3
+    assert float(_rows(capsys.readouterr().out)["ar"][1]) == pytest.approx(share, abs=5e-4)
+
+
+def test_where_every_answer_fails_there_are_figures_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TASKS.get("ledger")(level="tiny")
+    _spoil_a_pass(monkeypatch, 1, every_row=True)
+    with pytest.warns(UserWarning, match="1 of 1 answers failed"):
+        result = evaluate(reference(), task, task_samples(task, "test", 1), SamplingParams(temperature=0))
+    figures = (result.num_failed, result.exact_match, result.tokens_per_forward)
+    assert figures == (1, 0, 0)
+    assert result.decode_tokens_per_forward == 0
+    assert not reference().has_work
+
+
+def test_an_interrupted_evaluation_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.from_pretrained(TINY, "ar", device="cpu", dtype="float32", max_num_seqs=2, max_length=160)
+    task = TASKS.get("ledger")(level="tiny")
+    samples, params = task_samples(task, "test", 3), SamplingParams(temperature=0, max_tokens=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 3)
+        evaluate(engine, task, samples, params)
+    assert not engine.has_work
+    with pytest.raises(UserError, match="IDLM-0412"):
+        evaluate(engine, task, [*samples, dataclasses.replace(samples[0], prompt="x " * 400)], params)
+    assert not engine.has_work
+    assert len(evaluate(engine, task, samples, params).completions) == 3
 
 
 def test_one_decoder_is_run_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
