@@ -37,15 +37,22 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next ids and return the text that is settled by them (often empty, never wrong)."""
-        kept = [token_id for token_id in token_ids if self._is_text(token_id)]
+        kept = self.kept(token_ids)
         return "".join(self._push_chunk(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
 
     def flush(self) -> str:
         """Return what is still held back; a character that never became complete comes out as U+FFFD."""
         return self._settle(self._text(self._pending), len(self._pending)) if self._pending else ""
 
-    def _is_text(self, token_id: int) -> bool:
-        return token_id not in self._dropped and self._tokenizer.convert_ids_to_tokens(token_id) is not None
+    def kept(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of the ids that stand for text."""
+        given = list(token_ids)
+        names = self._tokenizer.convert_ids_to_tokens(given)
+        return [
+            token_id
+            for token_id, name in zip(given, names, strict=True)
+            if name is not None and token_id not in self._dropped
+        ]
 
     def _push_chunk(self, token_ids: list[int]) -> str:
         """Many at once where no character is broken: the same as one by one, and much faster."""
@@ -113,6 +120,8 @@ class Detokenizer:
 
 
 def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """What a stream of these ids comes to."""
+    """What a stream of these ids comes to: decoded in one call where no character is broken."""
     detokenizer = Detokenizer(tokenizer)
-    return detokenizer.push(token_ids) + detokenizer.flush()
+    kept = detokenizer.kept(token_ids)
+    text = plain_text(tokenizer, kept)
+    return text if REPLACEMENT not in text else detokenizer.push(kept) + detokenizer.flush()
