@@ -14,6 +14,7 @@ from idlm.errors import UserError
 @contextmanager
 def telling_of_path(code: str, path: str | Path, *, fix: str) -> Iterator[None]:
     """Inside, an OSError raises the UserError `code` about `path`, or the file beside it that was met."""
+    given_path(code, path, fix=fix)
     try:
         yield
     except OSError as error:
@@ -23,6 +24,14 @@ def telling_of_path(code: str, path: str | Path, *, fix: str) -> Iterator[None]:
 
 def given_path(code: str, path: Any, *, fix: str) -> Path:
     """The path that a caller has given; UserError `code` for anything else."""
-    if not isinstance(path, str | os.PathLike):
+    if not _is_path(path):
         raise UserError(code, f"{path!r} is no path", fix=fix)
     return Path(path)
+
+
+def _is_path(path: Any) -> bool:
+    """Whether it can name a file: text without a null character that the system's encoding has."""
+    try:
+        return isinstance(os.fspath(path), str) and b"\0" not in os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence, Set
+from numbers import Number
 from typing import Any
 
 from idlm.contracts import SamplingParams
@@ -80,13 +81,14 @@ def _checked(request_id: str, params: Any) -> SamplingParams:
 
 def check_list(prompts: Any) -> None:
     """UserError IDLM-0407 for anything but several prompts, in order."""
-    if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in _items(prompts)):
+    items = _items(prompts)
+    if isinstance(prompts, str) or any(map(_is_number, items or ())):
         raise UserError(
             "IDLM-0407",
             "prompts is a single prompt (a string or token ids), a list of prompts is wanted",
             fix="give a list: generate([prompt], ...)",
         )
-    if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping | Set):
+    if items is None:
         raise UserError(
             "IDLM-0407",
             f"prompts is {prompts!r}, a list of prompts is wanted",
@@ -96,7 +98,7 @@ def check_list(prompts: Any) -> None:
 
 def check_one(prompt: Any) -> None:
     """UserError IDLM-0407 for a list of prompts where one is wanted."""
-    if not isinstance(prompt, str) and any(isinstance(item, (str, list, tuple)) for item in _items(prompt)):
+    if not isinstance(prompt, str) and any(map(_is_prompt, _items(prompt) or ())):
         raise UserError(
             "IDLM-0407",
             "stream takes one prompt (a string or token ids), not a list of prompts",
@@ -104,5 +106,24 @@ def check_one(prompt: Any) -> None:
         )
 
 
-def _items(prompts: Any) -> Sequence[Any]:
-    return prompts if isinstance(prompts, Sequence) else ()
+def _items(prompts: Any) -> list[Any] | None:
+    """What stands in a list, an array or a tensor; None for what has no order, and for an iterator, which a
+    look would use up.
+    """
+    if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping | Set):
+        return None
+    try:
+        # Not by the look of it: an array without dimensions has __len__ too.
+        return list(prompts)
+    except TypeError:
+        return None
+
+
+def _is_number(item: Any) -> bool:
+    """Anybody's number, hence no prompt; numpy's texts have no dimensions either."""
+    return isinstance(item, Number) or (not isinstance(item, str) and getattr(item, "ndim", None) == 0)
+
+
+def _is_prompt(item: Any) -> bool:
+    """Text or a row of token ids, hence no token id."""
+    return isinstance(item, str | list | tuple) or getattr(item, "ndim", 0) > 0

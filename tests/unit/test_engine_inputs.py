@@ -145,8 +145,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("IDLM-0412", [[1] * 64], None, ("64", "context")),
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
-        ("IDLM-0421", torch.tensor([1, 2]), None, ("tensor(1)",)),
-        ("IDLM-0421", np.array([1, 2]), None, ("a prompt is text",)),
+        ("IDLM-0407", torch.tensor([1, 2]), None, ("single prompt", "generate([prompt]")),
+        ("IDLM-0407", np.array([1, 2]), None, ("single prompt", "generate([prompt]")),
+        ("IDLM-0407", [np.int64(1), 2.5], None, ("single prompt",)),
+        ("IDLM-0407", np.array(3), None, ("prompts is array(3)",)),
+        ("IDLM-0407", torch.tensor(3), None, ("prompts is tensor(3)",)),
         ("IDLM-0407", "hello", None, ("string",)),
         ("IDLM-0407", 3, None, ("prompts is 3",)),
         ("IDLM-0407", None, None, ("prompts is None",)),
@@ -172,7 +175,14 @@ def test_bad_requests_are_refused_and_leave_nothing(
     assert engine.step() == []
 
 
-@pytest.mark.parametrize("prompts", [["hello"], [[1, 2], [3]], ("a", "b")], ids=str)
+def test_prompts_may_be_rows_of_an_array(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    expected = [answer.token_ids for answer in engine.generate([[1, 2], [3, 4]], params)]
+    for rows in (np.array([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]])):
+        assert [answer.token_ids for answer in engine.generate(rows, params)] == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [["hello"], [[1, 2], [3]], ("a", "b"), np.array([[1, 2]])], ids=str)
 def test_a_stream_is_of_one_prompt(engine: Engine, prompts: Any) -> None:
     error = _refusal(engine.stream, prompts)
     assert (error.code, "one prompt" in error.message) == ("IDLM-0407", True)
