@@ -1,5 +1,5 @@
 """Prompts of `idlm-generate`: texts, and JSON lines with `prompt`, `prompt_ids` or `messages` and settings of
-their own.
+their own. _L: by the number of a line.
 """
 
 from __future__ import annotations
@@ -66,28 +66,39 @@ def _opened(path: str) -> BinaryIO:
 
 
 def check_prompts(path: str, sampling: SamplingConfig) -> None:
-    """Read a whole file once, so that a mistake in its last line is known before a model is loaded.
+    """Read a whole file beforehand, so that a mistake in its last line is known before a model is loaded.
 
     Lines may share an id that they were given: those who give it know why. No line is given another's number.
     """
-    named: dict[str, str] = {}
-    numbered: set[str] = set()
-    num_lines = 0
+    is_numbered_L = bytearray()
+    num_lines = num_named = 0
     for line in read_prompts(path, sampling):
         num_lines += 1
         if line.is_numbered:
-            numbered.add(line.request_id)
-        elif line.request_id.isdecimal():
-            named[line.request_id] = line.place
+            number = int(line.request_id)
+            is_numbered_L.extend(bytes(number - len(is_numbered_L)))
+            is_numbered_L.append(True)
+        else:
+            num_named += 1
     if not num_lines:
         raise UserError("IDLM-0430", f"input={path!r} has no lines", fix="give a file of JSON lines")
-    twice = next((name for name in named if name in numbered), None)
-    if twice is not None:
-        raise UserError(
-            "IDLM-0465",
-            f"{named[twice]}: id {twice!r} is also that of line {twice}, which has none: its number",
-            fix="give every line an id, or none, or use ids that are no numbers",
-        )
+    # Few files have lines of both kinds: reading those again is cheaper than to remember every id.
+    for line in read_prompts(path, sampling) if 0 < num_named < num_lines else ():
+        if not line.is_numbered and _is_set(is_numbered_L, line.request_id):
+            name = line.request_id
+            raise UserError(
+                "IDLM-0465",
+                f"{line.place}: id {name!r} is also that of line {name}, which has none: its number",
+                fix="give every line an id, or none, or use ids that are no numbers",
+            )
+
+
+def _is_set(flags_L: bytearray, name: str) -> bool:
+    """Whether `name` is written as the number of a line whose flag is set."""
+    if not name.isdecimal() or len(name) > len(str(len(flags_L))):
+        return False
+    number = int(name)
+    return str(number) == name and number < len(flags_L) and bool(flags_L[number])
 
 
 def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> PromptLine:
