@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from idlm.errors import UserError
@@ -51,7 +52,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(own_number, _as_tuple(self.stop_token_ids))))
-        for name in NUMBERS:
+        for name in (*NUMBERS, "ignore_eos"):
             object.__setattr__(self, name, own_number(getattr(self, name)))
         if isinstance(self.decoder_options, Mapping):
             options = {name: own_number(value) for name, value in self.decoder_options.items()}
@@ -129,9 +130,11 @@ def _as_tuple(value: object) -> tuple[Any, ...]:
 
 
 def own_number(value: object) -> object:
-    """A number of numpy's, or of anybody's, as Python's own; all else as it is."""
+    """A number of numpy's, or of anybody's, and numpy's true and false, as Python's own; else as it is."""
     if isinstance(value, int | float):
         return value
+    if isinstance(value, np.bool_):
+        return bool(value)
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value

@@ -60,6 +60,7 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("temperature", math.inf),
         ("temperature", "hot"),
         ("temperature", True),
+        ("top_k", True),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", math.nan),
@@ -122,6 +123,14 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert given == SamplingParams(temperature=0.5, top_k=5, seed=3, stop_token_ids=(7, 9))
     assert {type(value) for value in (given.temperature, given.top_k, *given.stop_token_ids)} == {float, int}
     assert _refusal(SamplingParams, top_k=np.float32(5), n=np.int64(0)).message.count("must be") == 2
+
+
+def test_true_and_false_of_numpy_are_those_of_python() -> None:
+    for value in (np.bool_(True), np.bool_(False)):
+        assert SamplingParams(ignore_eos=value).ignore_eos is bool(value)  # type: ignore[arg-type]
+        assert "top_k=" in _refusal(SamplingParams, top_k=value).message
+    assert SamplingParams(decoder_options={"x": np.bool_(True)}).decoder_options["x"] is True
+    assert _refusal(SamplingParams, ignore_eos=np.int64(1)).code == "IDLM-0401"
 
 
 @pytest.mark.parametrize(
