@@ -47,12 +47,11 @@ class Detokenizer:
     def kept(self, token_ids: Iterable[int]) -> list[int]:
         """Those of the ids that stand for text."""
         given = list(token_ids)
-        names = self._tokenizer.convert_ids_to_tokens(given)
-        return [
-            token_id
-            for token_id, name in zip(given, names, strict=True)
-            if name is not None and token_id not in self._dropped
-        ]
+        # Each once: a long answer has few different ones, and asking costs more than decoding.
+        asked = list(set(given) - self._dropped)
+        names = self._tokenizer.convert_ids_to_tokens(asked)
+        text_ids = {token_id for token_id, name in zip(asked, names, strict=True) if name is not None}
+        return [token_id for token_id in given if token_id in text_ids]
 
     def _push_chunk(self, token_ids: list[int]) -> str:
         """Many at once where no character is broken: the same as one by one, and much faster."""
