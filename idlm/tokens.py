@@ -25,6 +25,12 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
+TOKENIZER_FILES = (
+    *_TOKENIZER_FILES,
+    *("merges.txt", "sentencepiece.bpe.model", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""All that a tokenizer and its template are read from; those of the shorter list say that there is one."""
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

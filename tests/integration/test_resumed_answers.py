@@ -12,15 +12,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from idlm import command
+from idlm.compose import compose
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli import generate
-from idlm.infer.config import EngineConfig
+from idlm.infer.cli import generate, take_accelerator_options, with_options
+from idlm.infer.config import EngineConfig, GenerateConfig
 from idlm.infer.engine import Engine
-from idlm.infer.provenance import NO_MATTER, SAID_OTHERWISE, model_digest
+from idlm.infer.provenance import (
+    NO_MATTER,
+    SAID_OTHERWISE,
+    difference,
+    fingerprint,
+    made_with,
+    model_digest,
+)
 from idlm.infer.scheduler import Schedule
 from idlm.infer.step import StepResult
 from idlm.infer.worker import Worker
+from idlm.lora import AdapterSpec
 from tests.integration.command_lines import (
     AR,
     GREEDY,
@@ -116,6 +126,92 @@ def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
         generate([*BASE, *places, "resume=true", f"model={other}"])
 
 
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ([], ["decoder=ar"]),
+        (["decoder=ar"], []),
+        (["decoder=isd", "decoder.adaptive=false"], ["decoder=isd"]),
+        (["decoder=isd"], ["decoder=isd", "decoder.adaptive=false", "decoder.stride=null"]),
+        (["accelerator=[mage]", "accelerator.mage.k=512"], ["accelerator=[mage]"]),
+    ],
+)
+def test_what_is_spelled_out_is_what_it_is_without(before: list[str], behind: list[str]) -> None:
+    first, second = (_made_with(arguments) for arguments in (before, behind))
+    assert difference(first, second) is None and fingerprint(first) == fingerprint(second)
+
+
+def _made_with(arguments: list[str]) -> dict[str, Any]:
+    accelerators, rest = take_accelerator_options(arguments)
+    decoder, options, rest = command.split_plugin_options(rest, plugin="decoder", default=None)
+    config = compose("generate", GenerateConfig, rest)
+    chosen = with_options(config.options(), accelerators)["accelerators"]
+    return made_with(config, str(TINY), decoder=decoder, options=options, accelerators=chosen)
+
+
+def test_a_run_with_the_default_decoder_goes_on_with_what_named_it(
+    stopped: tuple[list[str], Path],
+) -> None:
+    places, _ = stopped
+    assert generate([*MODEL, *GREEDY, *places, "resume=true"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"stride": 4, "mask_token_id": 170}, "isd"),
+        ({"causality": "block", "block_size": 4}, "block"),
+        ({}, "ar"),
+    ],
+)
+def test_the_decoder_is_that_of_the_checkpoint(tmp_path: Path, said: dict[str, Any], name: str) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    (model / "idlm_config.json").write_text(json.dumps(said))
+    common = made_with(GenerateConfig(), str(model), decoder=None, options={}, accelerators={})
+    assert common["decoder"] == name
+
+
+def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    before = model_digest(str(model))
+    for name in ("answers.json", "eval_results.json", "trainer_state.json", "README.md", "notes.jinja"):
+        (model / name).write_text("{}")
+    assert model_digest(str(model)) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "idlm_config.json", "adapter_config.json"),
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.txt"),
+        *("vocab.json", "spiece.model", "added_tokens.json", "special_tokens_map.json"),
+        *("chat_template.jinja", "additional_chat_templates/tool.jinja"),
+    ],
+)
+def test_every_file_that_says_what_answers_are_counts(tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    before = model_digest(str(model))
+    (model / name).parent.mkdir(exist_ok=True)
+    with (model / name).open("a") as file:
+        file.write(" ")
+    assert model_digest(str(model)) != before
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_so_do_those_of_the_base_of_an_adapter(tmp_path: Path, name: str, is_given: bool) -> None:
+    base, adapter = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "adapter"
+    adapter.mkdir()
+    AdapterSpec(rank=1, alpha=1.0, base_path="/gone" if is_given else str(base)).save(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    given = str(base) if is_given else None
+    before = model_digest(str(adapter), base=given)
+    assert model_digest(str(adapter), base=str(shutil.copytree(base, tmp_path / "moved"))) == before
+    with (base / name).open("a") as file:
+        file.write(" ")
+    assert model_digest(str(adapter), base=given) != before
+
+
 def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], tmp_path: Path) -> None:
     places, _ = stopped
     speed = ["max_num_seqs=3", "page_size=8", "num_pages=64", "graphs=on", "prefix_cache=false"]
@@ -191,22 +287,22 @@ def test_what_failed_is_answered_again(
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:4]])
     output = tmp_path / "out"
-    command = [*BASE, f"input={source}", f"output={output}", "resume=true"]
+    arguments = [*BASE, f"input={source}", f"output={output}", "resume=true"]
     expected = [answer(prompt).text for prompt in PROMPTS[:4]]
     with monkeypatch.context() as patch:
         _failing(patch)
-        assert generate(command) == 1
+        assert generate(arguments) == 1
     [place] = [at for at, record in enumerate(read_lines(output)) if record["error"] is not None]
     assert place < 3, "nothing stands behind the failure"
     put(output)
     capsys.readouterr()
     with monkeypatch.context() as patch:
         _failing(patch)
-        assert generate(command) == 1, "it has failed again"
+        assert generate(arguments) == 1, "it has failed again"
     assert "3 answers are in" in capsys.readouterr().err
     assert sum(record["error"] is not None for record in read_lines(output)) == 1
     put(output)
-    assert generate(command) == 0
+    assert generate(arguments) == 0
     records = read_lines(output)
     kept = [number for number in range(4) if number != place]
     assert [int(record["request_id"]) - 1 for record in records] == [*kept, place]
@@ -214,7 +310,7 @@ def test_what_failed_is_answered_again(
     assert all(record["error"] is None for record in records)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
     capsys.readouterr()
-    assert generate(command) == 0
+    assert generate(arguments) == 0
     assert "is complete" in capsys.readouterr().err
 
 
@@ -224,8 +320,8 @@ def test_a_finished_file_stays_until_the_better_one_is_finished(
     """A repair that is stopped goes on by itself, not from the file with the failure."""
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:4]])
     output, partial = tmp_path / "out", tmp_path / "out.partial"
-    command = [*BASE, f"input={source}", f"output={output}"]
-    assert generate(command) == 0
+    arguments = [*BASE, f"input={source}", f"output={output}"]
+    assert generate(arguments) == 0
     records = read_lines(output)
     for number in (0, 2):
         records[number] |= {"error": "IDLM-0448: memory", "finish_reason": "error", "text": ""}
@@ -234,12 +330,12 @@ def test_a_finished_file_stays_until_the_better_one_is_finished(
     with monkeypatch.context() as patch:
         interrupt_after(patch, SHORT - 2)
         with pytest.raises(KeyboardInterrupt):
-            generate([*command, "resume=true"])
+            generate([*arguments, "resume=true"])
     assert output.read_bytes() == before
     assert [record["request_id"] for record in read_lines(partial)] == ["2", "4"]
     kept = [{**record, "text": f"{record['text']}!"} for record in read_lines(partial)]
     write_lines(partial, kept)
-    assert generate([*command, "resume=true"]) == 0
+    assert generate([*arguments, "resume=true"]) == 0
     texts = [answer(PROMPTS[number]).text for number in (0, 2)]
     assert [r["text"] for r in read_lines(output)] == [*(r["text"] for r in kept), *texts]
 
@@ -247,12 +343,12 @@ def test_a_finished_file_stays_until_the_better_one_is_finished(
 def test_a_sample_that_failed_takes_those_beside_it_along(tmp_path: Path) -> None:
     lines: list[Any] = [{"prompt": prompt, "sampling": {"n": 2}} for prompt in PROMPTS[:3]]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
-    command = [*BASE, f"input={source}", f"output={output}"]
-    assert generate(command) == 0
+    arguments = [*BASE, f"input={source}", f"output={output}"]
+    assert generate(arguments) == 0
     records = read_lines(output)
     records[2]["error"] = "IDLM-0457: not finite"
     output.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert generate([*command, "resume=true"]) == 0
+    assert generate([*arguments, "resume=true"]) == 0
     found = [(record["request_id"], record["index"], record["error"]) for record in read_lines(output)]
     assert found == [(name, index, None) for name in "132" for index in (0, 1)]
 
@@ -262,17 +358,17 @@ def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:3]])
     output = tmp_path / "out"
-    command = [*BASE, f"input={source}", f"output={output}", "resume=true"]
-    assert generate(command) == 0
+    arguments = [*BASE, f"input={source}", f"output={output}", "resume=true"]
+    assert generate(arguments) == 0
     first, second, third = output.read_text().splitlines()
     output.write_text(f"{first}\n\n{second}\n{third}\n\n")
     capsys.readouterr()
-    assert generate(command) == 0
+    assert generate(arguments) == 0
     assert "is complete" in capsys.readouterr().err
     output.write_text(f"{first}\n{second[:-9]}\n{third}\n")
     with pytest.raises(UserError, match=f"IDLM-0446.* no record is at {output}:2"):
-        generate(command)
+        generate(arguments)
     _as_partial(output)
-    assert generate(command) == 0
+    assert generate(arguments) == 0
     assert f"no whole record: {output}.partial:2" in capsys.readouterr().err
     assert [record["request_id"] for record in read_lines(output)] == list("132")
