@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import soak
 from benchmarks.results import read_rows
+from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
 
 SMALL = ["requests=60", "device=cpu", "lanes=6", "shortages=0"]
@@ -27,8 +28,8 @@ def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A finished request keeps a page that the prefix cache does not know."""
     retire = Scheduler.retire
 
-    def leaky(self: Scheduler, request: object) -> None:
-        retire(self, request)  # type: ignore[arg-type]
+    def leaky(self: Scheduler, request: Request, *, forgets: bool = False) -> None:
+        retire(self, request, forgets=forgets)
         if self.pool._free and not self.running:
             self.pool._free.pop()
 
