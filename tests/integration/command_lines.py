@@ -22,6 +22,8 @@ ISD = ["decoder=isd", "decoder.stride=4", f"mask_token_id={SPARE_ROW}"]
 SHORT = 6
 MODEL = [f"model={TINY}", "device=cpu", "max_num_seqs=2", "max_length=160", "dtype=float32"]
 GREEDY = ["sampling.temperature=0", f"sampling.max_tokens={SHORT}", "sampling.ignore_eos=true", "stats=false"]
+BASE = [*MODEL, *AR, *GREEDY]
+PROMPTS = [f"Lea has {number} shells. Lea finds {number + 1}." for number in range(2, 9)]
 
 
 @functools.cache

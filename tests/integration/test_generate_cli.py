@@ -17,9 +17,11 @@ from idlm.infer.worker import Worker
 from idlm.tokens import encode_messages
 from tests.integration.command_lines import (
     AR,
+    BASE,
     GREEDY,
     ISD,
     MODEL,
+    PROMPTS,
     SHORT,
     TINY,
     answer,
@@ -29,9 +31,6 @@ from tests.integration.command_lines import (
     reference,
     write_lines,
 )
-
-PROMPTS = [f"Lea has {number} shells. Lea finds {number + 1}." for number in range(2, 9)]
-BASE = [*MODEL, *AR, *GREEDY]
 
 
 @pytest.mark.parametrize("form", [["-p", PROMPTS[0]], ["--prompt", PROMPTS[0]], [f"--prompt={PROMPTS[0]}"]])

@@ -14,8 +14,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.evaluate_cli import run_evaluation
 from idlm.infer.output import claimed
 from tests.integration.command_lines import (
-    AR,
-    GREEDY,
+    BASE,
     MODEL,
     TINY,
     give_stdin,
@@ -23,7 +22,6 @@ from tests.integration.command_lines import (
     write_lines,
 )
 
-BASE = [*MODEL, *AR, *GREEDY]
 GOOD = {"prompt": "Lea has 9 shells."}
 LONG = "x" * 300
 """Longer than a file system takes a name."""

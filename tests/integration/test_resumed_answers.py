@@ -32,9 +32,10 @@ from idlm.infer.step import StepResult
 from idlm.infer.worker import Worker
 from idlm.lora import AdapterSpec
 from tests.integration.command_lines import (
-    AR,
+    BASE,
     GREEDY,
     MODEL,
+    PROMPTS,
     SHORT,
     TINY,
     answer,
@@ -42,9 +43,6 @@ from tests.integration.command_lines import (
     read_lines,
     write_lines,
 )
-
-PROMPTS = [f"Lea has {number} shells. Lea finds {number + 1}." for number in range(2, 9)]
-BASE = [*MODEL, *AR, *GREEDY]
 
 
 @pytest.fixture
