@@ -163,7 +163,7 @@ def test_one_import_name_for_each_module(path: Path) -> None:
 @pytest.mark.parametrize(
     ("link", "target"),
     [(f"idlm/{name}", f"../{name}") for name in ("train", "infer", "kernels", "conf")]
-    + [("conf/recipe", "../recipes")],
+    + [("conf/recipe", "../recipes"), ("src/idlm", "../idlm")],
 )
 def test_links_of_the_tree_are_relative(link: str, target: str) -> None:
     assert (ROOT / link).is_symlink()

@@ -1,0 +1,180 @@
+"""What is installed and from where (issue 13, lines 19 and 20): the package, its extras, the image.
+
+No Docker engine runs here, so the Dockerfile is parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGED = ("idlm", "train", "infer", "kernels", "conf", "recipes")
+LINKED = ("train", "infer", "kernels", "conf")
+
+
+def run(code: str, *arguments: object, cwd: Path, **environment: str) -> str:
+    """Output of a Python program that gets none of this process's import paths."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [sys.executable, *map(str, arguments), "-c", code]
+    environment = inherited | {"PYTHONDONTWRITEBYTECODE": "1"} | environment
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, in a folder called idlm; its links stay links."""
+    folder = tmp_path_factory.mktemp("above") / "idlm"
+    junk = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (*PACKAGED, "src"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=junk)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(kind: str, clone: Path, folder: Path) -> zipfile.ZipFile:
+    """The wheel that pip would install: `kind` is build_wheel or build_editable."""
+    run(f"from setuptools import build_meta; build_meta.{kind}({str(folder)!r})", cwd=clone)
+    [wheel] = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+def test_19_an_editable_install_imports_from_above_a_clone_called_idlm(clone: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    build("build_editable", clone, tmp_path).extractall(site)
+    code = (
+        f"import site; site.addsitedir({str(site)!r}); import idlm, importlib.util as u;"
+        "assert 'Engine' in idlm.__all__;"
+        f"assert all(u.find_spec('idlm.' + name) for name in {LINKED});"
+        "print(idlm.__file__)"
+    )
+    # -S: without the environment's own install of idlm.
+    found = run(code, "-S", cwd=clone.parent)
+    assert Path(found).resolve() == clone / "idlm" / "__init__.py"
+
+
+def test_19_without_installation_it_imports_from_above_and_from_within(clone: Path) -> None:
+    for cwd in (clone.parent, clone):
+        found = run("import idlm; print(idlm.__file__)", "-S", cwd=cwd, PYTHONPATH=str(clone))
+        assert Path(found) == clone / "idlm" / "__init__.py"
+
+
+def test_19_a_wheel_holds_every_tracked_file_of_the_package_and_nothing_else(
+    clone: Path, tmp_path: Path
+) -> None:
+    names = {name for name in build("build_wheel", clone, tmp_path).namelist() if ".dist-info/" not in name}
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z", *PACKAGED],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    files = {name for name in tracked if name and (ROOT / name).is_file()}
+    recipes = {
+        f"idlm/conf/recipe/{name.removeprefix('recipes/')}" for name in files if name[:8] == "recipes/"
+    }
+    linked = {f"idlm/{name}" for name in files if name.split("/")[0] in LINKED}
+    assert names == recipes | linked | {name for name in files if name.startswith("idlm/")}
+
+
+def test_20_metadata_has_urls_and_classifiers() -> None:
+    assert PROJECT["urls"] == {"Paper": "https://arxiv.org/abs/2604.11035"}
+    minors = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
+    assert min(minors) == PROJECT["requires-python"].removeprefix(">=")
+
+
+def packages(extra: str | None) -> set[str]:
+    lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    return {Requirement(line).name for line in lines}
+
+
+def test_20_every_extra_installs_for_code_that_exists() -> None:
+    assert set(PROJECT["optional-dependencies"]) == {"gpu", "flash-attn", "dev"}
+
+
+def test_20_peft_is_needed_by_tests_alone() -> None:
+    assert "peft" not in packages(None)
+    assert "peft" in packages("dev")
+    sources = [path for name in (*PACKAGED, "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    users = [path for path in sources if re.search(r"^\s*(from|import) peft\b", path.read_text(), re.M)]
+    assert not users
+
+
+def test_20_flash_attention_4_is_an_extra_at_tested_versions() -> None:
+    assert "flash-attn-4" in packages("flash-attn")
+    assert not packages("flash-attn") & (packages(None) | packages("dev") | packages("gpu"))
+    for line in PROJECT["optional-dependencies"]["flash-attn"]:
+        assert [part.operator for part in Requirement(line).specifier] == ["=="], line
+
+
+def test_20_every_extra_that_a_message_or_a_page_names_exists() -> None:
+    folders = (*PACKAGED, "benchmarks")
+    texts = [path.read_text() for name in folders for path in (ROOT / name).rglob("*.py")]
+    texts += [(ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    named = re.findall(r"(?:idlm|'\.)\[([\w,-]+)\]'", "\n".join(texts))
+    assert {"gpu", "flash-attn", "dev"} <= set(named) <= set(PROJECT["optional-dependencies"])
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(keyword, arguments) of the Dockerfile in order, without comments, continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(keyword.upper(), rest.strip()) for keyword, _, rest in (line.partition(" ") for line in lines)]
+
+
+def positions(keyword: str, pattern: str = "") -> list[int]:
+    return [
+        number for number, (word, rest) in enumerate(instructions()) if word == keyword and pattern in rest
+    ]
+
+
+def test_20_the_image_installs_dependencies_before_it_copies_sources() -> None:
+    [sources] = [number for number in positions("COPY") if instructions()[number][1].endswith(". .")]
+    installs = positions("RUN", "pip install")
+    assert installs
+    assert max(installs) < sources, "a change of a source file would install everything again"
+    [own] = positions("RUN", "pip install --no-cache-dir -e")
+    assert any("pyproject.toml" in instructions()[number][1] for number in positions("COPY") if number < own)
+
+
+def test_20_the_image_copies_files_and_installs_extras_that_exist() -> None:
+    for number in positions("COPY"):
+        *copied, _target = [word for word in instructions()[number][1].split() if not word.startswith("--")]
+        assert copied
+        assert all((ROOT / name).exists() for name in copied)
+    [own] = positions("RUN", "pip install --no-cache-dir -e")
+    extras = re.search(r"-e '\.\[([\w,-]+)\]'", instructions()[own][1])
+    assert extras
+    assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]) - {"dev"}
+
+
+def test_20_the_image_runs_as_a_user_and_has_an_entry_point() -> None:
+    assert "useradd" in " ".join(rest for _, rest in instructions())
+    [user] = positions("USER")
+    assert instructions()[user][1] not in ("root", "0")
+    assert max(positions("RUN")) < user, "what follows would run without the rights to install"
+    [entry], [command] = positions("ENTRYPOINT"), positions("CMD")
+    assert json.loads(instructions()[entry][1])
+    assert json.loads(instructions()[command][1])[0] in PROJECT["scripts"]
+
+
+def test_20_the_image_can_launch_hosts_and_runs_no_tests() -> None:
+    [apt] = positions("RUN", "apt-get install")
+    installed = set(instructions()[apt][1].split())
+    program = json.loads(instructions()[positions("ENTRYPOINT")[0]][1])[0]
+    assert {"pdsh", "openssh-client", program} <= installed
+    assert not positions("RUN", "pytest")
