@@ -85,7 +85,7 @@ def flash_problem() -> tuple[str, str] | None:
     """What `idlm_flash` lacks on this machine, and the remedy."""
     if _is_installed("flash_attn.cute"):
         return None
-    return "needs FlashAttention 4", "pip install flash-attn-4, or set model.attention=auto"
+    return "needs FlashAttention 4", "pip install 'idlm[flash-attn]', or set model.attention=auto"
 
 
 def _is_installed(module: str) -> bool:
