@@ -6,7 +6,8 @@ Checks every arm against float64 first. One CUDA graph runs an arm over as many 
 several times, so keys and values come from memory as in a model; medians, the arms of a case in turns.
 Between two layers stands a norm (attention_step.py), whose own time is taken off. "pdl": programmatic
 dependent launch. The stream is a sum over 4 GiB, measured in the same process. `sweep=true` tries launch
-parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt.
+parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt. A library that is absent or fails
+is named with the reason; "flash_attn 4" is FlashAttention 4 (pip install 'idlm[flash-attn]').
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from benchmarks.attention_step import (
     numbers,
     time_in_turns,
 )
+from benchmarks.optional_arms import print_absent, run_arms
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
 from benchmarks.stream import stream_rate
 from idlm import command
 from idlm.errors import UserError
-from idlm.kernels.paged_attention import BACKENDS, problems
+from idlm.kernels.paged_attention import BACKENDS, library_flash_attn, problems
 
 DEFAULTS = {
     "batches": "1,4,16,64",
@@ -52,6 +54,7 @@ DEFAULTS = {
     "compile_part": "",
 }
 CHECKED_SEQUENCES = 2
+OURS = ("triton", "fixed", "torch")
 
 
 def main() -> int:
@@ -71,6 +74,7 @@ def measure(arguments: list[str]) -> int:
     rate = stream_rate()
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
+    absent: dict[str, str] = {}
     for batch in numbers(options["batches"]):
         for context in numbers(options["contexts"]):
             times: dict[int, float] = {}
@@ -79,7 +83,9 @@ def measure(arguments: list[str]) -> int:
                 step = make_step(options, **case)
                 if step is None:
                     continue
-                outcome = _measure_case(step, int(options["rounds"]), options["libraries"] == "true")
+                arms, reasons = _arms(step, libraries=options["libraries"] == "true")
+                outcome = _measure_case(step, arms, reasons, int(options["rounds"]))
+                absent |= {name: reason for name, reason in reasons.items() if step.is_causal}
                 times[num_rows] = outcome["triton pdl"][0]
                 rows += _rows(case, outcome, step.layer_bytes / rate)
                 lines += _lines(case, outcome, step.layer_bytes / rate)
@@ -89,26 +95,33 @@ def measure(arguments: list[str]) -> int:
                 rows.append(result_row("attention", where, "rows15_over_rows1", ratio, "x"))
                 lines.append(f"{batch:>5} {context:>7}  15 rows take {ratio:.3f} of the time of 1")
     print(f"\nread-only stream {rate / 1e12:.3f} TB/s")
-    print(f"{'batch':>5} {'context':>7} {'rows':>4} {'arm':>10} {'us':>9} {'share of stream':>16}  error/own")
+    print(f"{'batch':>5} {'context':>7} {'rows':>4} {'arm':>12} {'us':>9} {'share of stream':>16}  error/own")
     print("\n".join(lines))
+    print_absent(absent)
     if options["record"] == "true":
         append_rows("attention", rows)
     return 0
 
 
-def _arms(step: Step, *, libraries: bool) -> dict[str, Attend]:
+def _arms(step: Step, *, libraries: bool) -> tuple[dict[str, Attend], dict[str, str]]:
+    """The arms of a case, and for each library that cannot serve it the reason."""
+    reasons = {}
     launches = {name: launch_of(step, fixed=name.startswith("fixed")) for name in ("triton", "fixed")}
     arms = {}
     for name, launch in launches.items():
         arms[name] = attention_layers(step, "triton", launch=launch)
         arms[name + " pdl"] = attention_layers(step, "triton", launch=replace(launch, pdl=True))
     for name in BACKENDS:
-        options = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
+        options: dict[str, Any] = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
         if name == "triton" or (name != "torch" and not libraries):
             continue
-        if not problems(name, step.shape, is_causal=step.is_causal, **options):  # type: ignore[arg-type]
-            arms[name] = attention_layers(step, name)
-    return arms
+        found = problems(name, step.shape, is_causal=step.is_causal, **options)
+        if found:
+            reasons[name] = "; ".join(found)
+            continue
+        number = library_flash_attn.version(step.shape, **options) if name == "flash_attn" else None
+        arms[name if number is None else f"{name} {number}"] = attention_layers(step, name)
+    return arms, reasons
 
 
 def _dense(step: Step, dtype: torch.dtype) -> Tensor:
@@ -141,15 +154,23 @@ def _error(step: Step, attend: Attend) -> float:
     return float((mine - truth).abs().max() / torch.maximum((own - truth).abs().max(), floor))
 
 
-def _measure_case(step: Step, rounds: int, libraries: bool) -> dict[str, tuple[float, float]]:
+def _measure_case(
+    step: Step, arms: dict[str, Attend], absent: dict[str, str], rounds: int
+) -> dict[str, tuple[float, float]]:
     """Arm to (seconds of one layer, error over torch's own)."""
-    arms = _arms(step, libraries=libraries)
-    errors = {name: _error(step, attend) for name, attend in arms.items()}
-    chains = arms | {"norms": norms_alone(step, pdl=False), "norms pdl": norms_alone(step, pdl=True)}
-    seconds = time_in_turns({name: captured(attend) for name, attend in chains.items()}, rounds)
+    norms = {"norms": norms_alone(step, pdl=False), "norms pdl": norms_alone(step, pdl=True)}
+
+    def checked_and_captured(attend: Attend) -> tuple[float, torch.cuda.CUDAGraph]:
+        return _error(step, attend), captured(attend)
+
+    required = {name for name in arms if name.startswith(OURS)}
+    ready = run_arms(arms, checked_and_captured, required=required, absent=absent)
+    graphs = {name: graph for name, (_, graph) in ready.items()}
+    graphs |= {name: captured(attend) for name, attend in norms.items()}
+    seconds = time_in_turns(graphs, rounds)
     return {
         name: ((seconds[name] - seconds["norms pdl" if "pdl" in name else "norms"]) / len(step.keys), error)
-        for name, error in errors.items()
+        for name, (error, _) in ready.items()
     }
 
 
@@ -182,7 +203,7 @@ def _rows(
 def _lines(case: dict[str, Any], outcome: dict[str, tuple[float, float]], floor: float) -> list[str]:
     where = f"{case['batch']:>5} {case['context']:>7} {case['rows']:>4}"
     return [
-        f"{where} {arm:>10} {seconds * 1e6:>9.2f} {floor / seconds:>16.3f}  {error:.2f}"
+        f"{where} {arm:>12} {seconds * 1e6:>9.2f} {floor / seconds:>16.3f}  {error:.2f}"
         + ("" if error <= 2 else "  WRONG")
         for arm, (seconds, error) in outcome.items()
     ]
