@@ -8,12 +8,12 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO, cast
 
 DAMAGE = (EOFError, OSError, zlib.error, UnicodeDecodeError)
 """What reading a damaged or broken-off file raises."""
 
 
-def unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
+def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
     """Return the content of an open file: decompressed where `path` ends in `.gz`, else the file itself."""
-    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file

@@ -123,12 +123,11 @@ def dense_spec(
         )
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
-        reader.check()
     _refuse_unsupported(reader, num_layers)
     max_positions = reader.positive_int("max_position_embeddings")
     inv_freq, rope_scaling, rope_problems = rope_frequencies(
         config,
-        head_dim=head_dim,
+        head_dim=min(head_dim, MAX_HEAD_DIM),
         max_positions=max_positions,
         default_theta=default_rope_theta,
         rotary_dim=rotary_dim,

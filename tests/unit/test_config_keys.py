@@ -130,9 +130,19 @@ def test_line_14_a_count_of_10_to_the_12_is_compared_with_the_tensors_first(
     refused(tmp_path, "IDLM-0603", *words, semantics=BLOCKS if "SDAR" in architecture else None)
 
 
-@pytest.mark.parametrize("changes", [{"head_dim": 10**12}, {"head_dim": None, "hidden_size": 10**12}])
-def test_line_14_a_head_of_10_to_the_12_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, "Fast_dLLM_QwenForCausalLM", **changes)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Fast_dLLM_QwenForCausalLM", {"head_dim": 10**12}),
+        ("Fast_dLLM_QwenForCausalLM", {"head_dim": None, "hidden_size": 10**12}),
+        ("LLaDA2MoeModelLM", {"head_dim": 10**12, "rotary_dim": None}),
+        ("LLaDA2MoeModelLM", {"head_dim": 10**12, "partial_rotary_factor": None}),
+    ],
+)
+def test_line_14_a_head_of_10_to_the_12_is_refused(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, architecture, **changes)
     refused(tmp_path, "IDLM-0604", "head_dim=")
 
 

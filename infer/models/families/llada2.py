@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from idlm.config_keys import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
 from idlm.infer.models.blocks import block_contradictions, block_semantics
-from idlm.infer.models.config import ConfigReader, dense_spec
+from idlm.infer.models.config import MAX_HEAD_DIM, ConfigReader, dense_spec
 from idlm.semantics import Semantics
 
 BLOCK_SIZE = 32
@@ -139,7 +139,7 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
         reader.problems.append(f"{told} of head_dim={head_dim} (one is needed, and both must agree)")
         return None
     width = next(iter(widths.values()))
-    if width % 2 or not 0 < width <= head_dim:
+    if width % 2 or not 0 < width <= min(head_dim, MAX_HEAD_DIM):
         reader.problems.append(f"{told} of head_dim={head_dim} (must come to an even width up to head_dim)")
         return None
     return None if width == head_dim else int(width)
