@@ -20,6 +20,8 @@ from idlm.errors import UserError
 LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
 """Samples of one request: all of them are queued at once."""
+MAX_LOGPROBS = 1024
+"""Alternatives reported for each token: a pass copies so many for every row to the host."""
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "logprobs", "n", "tau")
 """The sampling settings that are one."""
 
@@ -96,8 +98,9 @@ class SamplingParams:
                 not isinstance(self.ignore_eos, bool),
             ),
             (
-                f"logprobs={self.logprobs!r} must be an integer >= 0",
-                self.logprobs is not None and not _is_int(self.logprobs, 0),
+                f"logprobs={self.logprobs!r} must be an integer in [0, {MAX_LOGPROBS}]",
+                self.logprobs is not None
+                and not (_is_int(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS),
             ),
             (
                 f"n={self.n!r} must be an integer in [1, {MAX_SAMPLES}]",

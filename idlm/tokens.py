@@ -31,6 +31,8 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """All that a tokenizer and its template are read from; those of the shorter list say that there is one."""
+MAX_CHARS_PER_TOKEN = 256
+"""Most characters that a token of a prompt stands for on average, unless the vocabulary has longer tokens."""
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -159,28 +161,59 @@ def encode_prompt(
     *,
     template: Literal["auto", "none"] = "auto",
     enable_thinking: bool | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Return the ids a model is fed for `prompt`.
 
     `auto` makes it one user message of the chat template, if the tokenizer has one; `none` encodes the bare
     text with the specials the tokenizer adds by itself. `enable_thinking` reaches the template only when it
-    is not None.
+    is not None. A text that can never fit into `max_tokens` is refused, see `check_size`.
     """
     if not prompt:
         raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
     if template == "auto" and tokenizer.chat_template:
         return encode_messages(
-            tokenizer, [{"role": "user", "content": prompt}], enable_thinking=enable_thinking
+            tokenizer,
+            [{"role": "user", "content": prompt}],
+            enable_thinking=enable_thinking,
+            max_tokens=max_tokens,
         )
+    check_size(tokenizer, prompt, max_tokens)
     return _plain_ids(tokenizer, prompt, add_special_tokens=True)
 
 
 def encode_messages(
-    tokenizer: Any, messages: Sequence[Message], *, enable_thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    enable_thinking: bool | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Return the ids of a conversation for the assistant to continue; errors as in `render_conversation`."""
+    """Return the ids of a conversation for the assistant to continue; errors as in `render_conversation`.
+
+    `max_tokens`: as in `encode_prompt`.
+    """
     text = _render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
+    check_size(tokenizer, text, max_tokens)
     return _plain_ids(tokenizer, text, add_special_tokens=False)
+
+
+def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
+    """Refuse, before it is encoded, a text that `max_tokens` tokens cannot stand for; None allows any text.
+
+    Encoding takes minutes and gigabytes for a text of 100 MB. No token stands for more characters than the
+    vocabulary's longest, except where a tokenizer merges a run of unknown characters or of spaces into one
+    token: such runs may have `MAX_CHARS_PER_TOKEN` on average. UserError IDLM-0412.
+    """
+    if max_tokens is None or len(text) <= max_tokens * MAX_CHARS_PER_TOKEN:
+        return
+    longest = max(MAX_CHARS_PER_TOKEN, *map(len, tokenizer.get_vocab()))
+    if len(text) > max_tokens * longest:
+        raise UserError(
+            "IDLM-0412",
+            f"the prompt has {len(text)} characters, more than {max_tokens} tokens can stand for",
+            fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
+        )
 
 
 def render_conversation(

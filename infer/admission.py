@@ -27,7 +27,11 @@ class Admission:
         parts, params = self._parts, _checked(request_id, params)
         parts.decoder.feeding.check(params)
         parts.decoder.configure(params.decoder_options)
+        _check_vocabulary(request_id, params, parts.model.spec.vocab_size)
         known = parts.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(known, list):
+            # Before the ids are looked at: a list of millions takes gigabytes to check.
+            self._check_length(request_id, len(known))
         prompt_ids = token_list(request_id, known, parts.model.spec.vocab_size)
         params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(parts.eos_ids))
@@ -48,14 +52,7 @@ class Admission:
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
         """Longest prompt plus answer that context and pool allow."""
-        context, page_size = self._parts.settings.max_length, self._parts.pool.page_size
-        assert context is not None
-        if len(prompt_ids) >= context:
-            raise UserError(
-                "IDLM-0412",
-                f"request {request_id!r}: the prompt has {len(prompt_ids)} tokens, the context {context}",
-                fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
-            )
+        context, page_size = self._check_length(request_id, len(prompt_ids)), self._parts.pool.page_size
         longest = min(context, len(prompt_ids) + params.max_tokens)
         needed, pool = self._parts.scheduler.slots_needed(longest), self._parts.pool.num_pages * page_size
         if needed > pool:
@@ -65,6 +62,35 @@ class Admission:
                 fix=f"lower max_tokens, or raise num_pages to {math.ceil(needed / page_size)} or more",
             )
         return longest
+
+    def _check_length(self, request_id: str, num_tokens: int) -> int:
+        """Return the context; UserError IDLM-0412 for a prompt that leaves no room for an answer."""
+        context = self._parts.settings.max_length
+        assert context is not None
+        if num_tokens >= context:
+            raise UserError(
+                "IDLM-0412",
+                f"request {request_id!r}: the prompt has {num_tokens} tokens, the context {context}",
+                fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
+            )
+        return context
+
+
+def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) -> None:
+    """UserError IDLM-0411 for settings that speak of more tokens than the model has."""
+    outside = [token for token in params.stop_token_ids if token >= num_rows]
+    if outside:
+        raise UserError(
+            "IDLM-0411",
+            f"request {request_id!r}: stop_token_ids {outside[:5]} are not in the vocabulary [0, {num_rows})",
+            fix="give ids of the checkpoint's own tokenizer",
+        )
+    if params.logprobs is not None and params.logprobs > num_rows:
+        raise UserError(
+            "IDLM-0411",
+            f"request {request_id!r}: logprobs={params.logprobs}, and the vocabulary has {num_rows} tokens",
+            fix=f"give logprobs <= {num_rows}",
+        )
 
 
 def _checked(request_id: str, params: Any) -> SamplingParams:

@@ -140,13 +140,16 @@ def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
             f"{'messages need' if are_messages else 'text needs'} a tokenizer, and the checkpoint has none",
             fix='give token ids: input=FILE with lines like {"prompt_ids": [1, 2, 3]}',
         )
-    return encode_messages(engine.tokenizer, prompt) if are_messages else prompt
+    if not are_messages:
+        return prompt
+    return encode_messages(engine.tokenizer, prompt, max_tokens=engine.settings.max_length)
 
 
 def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: MadeWith) -> dict[str, Any]:
     """One line of an output file. `common`: what all answers of the run are made with."""
     made_by = {"decoder": engine.decoder.name, "accelerators": dict(engine.settings.accelerators)}
-    return {"prompt": line.prompt, **made_by, "made_with": of_request(common, line.params), **figures(done)}
+    made_with = of_request(common, line.params)
+    return {"prompt": line.prompt, **line.carried, **made_by, "made_with": made_with, **figures(done)}
 
 
 def figures(done: Completion) -> dict[str, Any]:

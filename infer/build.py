@@ -75,7 +75,10 @@ class EngineParts:
         if not prompt:
             return []
         check_text("the prompt", prompt)
-        return list(encode_prompt(self.tokenizer, prompt, template=self.settings.template))
+        settings = self.settings
+        return list(
+            encode_prompt(self.tokenizer, prompt, template=settings.template, max_tokens=settings.max_length)
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer; empty without a tokenizer."""

@@ -82,7 +82,7 @@ def _run(
     if lines is None:
         return _chat(engine, config)
     if config.input is not None:
-        check_lines(engine, read_prompts(config.input, config.sampling))
+        check_lines(engine, read_prompts(config.input, config.sampling, **config.input_options()))
     elif len(config.prompt) > 1:
         check_lines(engine, text_prompts(config.prompt, config.sampling, place="prompt"))
     first = list(itertools.islice(lines, 2))
@@ -228,13 +228,14 @@ def _check_places(settings: dict[str, Any], options: dict[str, Any]) -> None:
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
     """Where prompts come from; None means a chat. Finds every mistake that can be found without a model."""
     config.sampling.params()
+    options = config.input_options()
     if config.prompt and config.input:
         raise UserError("IDLM-0439", "both prompt and input are given", fix="give one of them")
     if config.input:
         if config.output and Path(config.output).resolve() == Path(config.input).resolve():
             raise UserError("IDLM-0439", "input and output are the same file", fix="choose another output=")
-        check_prompts(config.input, config.sampling)
-        return read_prompts(config.input, config.sampling)
+        check_prompts(config.input, config.sampling, **options)
+        return read_prompts(config.input, config.sampling, **options)
     if config.prompt:
         return iter(text_prompts(config.prompt, config.sampling, place="prompt"))
     # None: the command was started with standard input closed.
@@ -266,7 +267,7 @@ def _begun(config: GenerateConfig, common: MadeWith) -> Begun | None:
     with telling_of_path("IDLM-0442", earlier, fix="choose another output="):
         found = begun(
             earlier,
-            lambda: read_prompts(source, config.sampling),
+            lambda: read_prompts(source, config.sampling, **config.input_options()),
             lambda line: of_request(common, line.params),
         )
     where = ", ".join(f"{earlier}:{number}" for number in found.broken_lines[:MAX_NAMED])

@@ -113,9 +113,16 @@ class GenerateConfig(EngineConfig):
     model: str | None = _help("checkpoint directory", None)
     prompt: list[str] = field(default_factory=list, metadata={"help": "prompts; also -p TEXT"})
     input: str | None = _help(
-        'JSON lines, {"prompt": "..."} each, or prompt_ids, or messages; beside it sampling, and id (without '
-        "one it is the line's number, which no other line may then have as its id)",
+        'JSON lines (or .gz), {"prompt": "..."} each, or prompt_ids, or messages; beside it sampling, and id '
+        "(without one it is the line's number; no two lines may have one id)",
         None,
+    )
+    drop_last_turn: bool = _help(
+        "of messages in input= that end in an assistant turn, answer that turn anew; false refuses them",
+        False,
+    )
+    carry_keys: bool = _help(
+        "carry unknown keys of input= through to the records of output=; false refuses them", False
     )
     output: str | None = _help("JSON lines, one completion each; null prints text", None)
     overwrite: bool = _help("replace an existing output file", False)
@@ -126,6 +133,16 @@ class GenerateConfig(EngineConfig):
     )
     stats: bool = _help("print tokens per forward, acceptance and speed to stderr", True)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def input_options(self) -> dict[str, bool]:
+        """How the lines of `input=` are read; UserError IDLM-0439 for an option without that file."""
+        options = {"drop_last_turn": self.drop_last_turn, "carry_keys": self.carry_keys}
+        idle = [name for name, is_on in options.items() if is_on]
+        if idle and not self.input:
+            raise UserError(
+                "IDLM-0439", f"{idle[0]}=true is about input=, which is not given", fix="leave it out"
+            )
+        return options
 
 
 @dataclass(kw_only=True)

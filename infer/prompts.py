@@ -1,38 +1,48 @@
 """Prompts of `idlm-generate`: texts, and JSON lines with `prompt`, `prompt_ids` or `messages` and settings of
-their own. _L: by the number of a line.
+their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from idlm.contracts import SamplingParams
+import numpy as np
+
+from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.config import SamplingConfig
+from idlm.json_lines import DAMAGE, unpacked
 from idlm.paths import telling_of_path
 from idlm.suggest import did_you_mean
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
+RECORD_KEYS = (
+    *("prompt", "decoder", "accelerators", "made_with", "tokens_per_forward", "acceptance_rate"),
+    *(item.name for item in dataclasses.fields(Completion)),
+)
+"""Keys of an output record, none of which a line may carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
     """One request: what to answer (text, ids or a conversation), under which id and settings.
 
-    `place` (`file:line`) goes in front of every complaint about it. `is_numbered`: the id is the line's
-    number, for want of one.
+    `place` (`file:line`) goes in front of every complaint about it. `carried`: keys that only the output
+    record has a use for.
     """
 
     place: str
     request_id: str
     prompt: str | list[int] | list[dict[str, str]]
     params: SamplingParams
-    is_numbered: bool = False
+    carried: Mapping[str, Any] = field(default_factory=dict)
 
 
 def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) -> list[PromptLine]:
@@ -46,15 +56,34 @@ def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) 
     return lines
 
 
-def read_prompts(path: str, sampling: SamplingConfig) -> Iterator[PromptLine]:
-    """Yield the requests of a file, with `sampling` where a line sets nothing else. Blank lines pass.
+def read_prompts(
+    path: str, sampling: SamplingConfig, *, drop_last_turn: bool = False, carry_keys: bool = False
+) -> Iterator[PromptLine]:
+    """Yield the requests of a file (`.gz` too), with `sampling` where a line sets nothing else. Blank lines
+    pass.
 
-    UserError with file and line number for anything that is not a request.
+    `drop_last_turn` takes off the assistant turn that a conversation ends in; `carry_keys` keeps unknown keys
+    for the output record. Without them both are refused. UserError with file and line number for anything
+    that is not a request.
     """
-    with _opened(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse(f"{path}:{number}", number, line, sampling)
+    with _opened(path) as file:
+        try:
+            for number, line in enumerate(unpacked(file, Path(path)), start=1):
+                if line.strip():
+                    yield _parse(
+                        f"{path}:{number}",
+                        number,
+                        line,
+                        sampling,
+                        drop_last_turn=drop_last_turn,
+                        carry_keys=carry_keys,
+                    )
+        except DAMAGE as error:
+            raise UserError(
+                "IDLM-0430",
+                f"input={path!r} breaks off or is damaged: {error}",
+                fix="copy or download the file again",
+            ) from error
 
 
 def _opened(path: str) -> BinaryIO:
@@ -65,53 +94,48 @@ def _opened(path: str) -> BinaryIO:
         return source.open("rb")
 
 
-def check_prompts(path: str, sampling: SamplingConfig) -> None:
+def check_prompts(
+    path: str, sampling: SamplingConfig, *, drop_last_turn: bool = False, carry_keys: bool = False
+) -> None:
     """Read a whole file beforehand, so that a mistake in its last line is known before a model is loaded.
 
-    Lines may share an id that they were given: those who give it know why. No line is given another's number.
+    UserError IDLM-0465 names two lines that have one id; a line without an id has its number.
     """
-    is_numbered_L = bytearray()
-    num_lines = num_named = 0
-    for line in read_prompts(path, sampling):
-        num_lines += 1
-        if line.is_numbered:
-            number = int(line.request_id)
-            is_numbered_L.extend(bytes(number - len(is_numbered_L)))
-            is_numbered_L.append(True)
-        else:
-            num_named += 1
-    if not num_lines:
+    options = {"drop_last_turn": drop_last_turn, "carry_keys": carry_keys}
+    # Eight bytes a line: equal hashes are rare, and then the file is read again.
+    hashes = array("q", (hash(line.request_id) for line in read_prompts(path, sampling, **options)))
+    if not hashes:
         raise UserError("IDLM-0430", f"input={path!r} has no lines", fix="give a file of JSON lines")
-    # Few files have lines of both kinds: reading those again is cheaper than to remember every id.
-    for line in read_prompts(path, sampling) if 0 < num_named < num_lines else ():
-        if not line.is_numbered and _is_set(is_numbered_L, line.request_id):
-            name = line.request_id
+    in_order = np.frombuffer(hashes, dtype=np.int64).copy()
+    in_order.sort()
+    repeated = set(in_order[1:][in_order[1:] == in_order[:-1]].tolist())
+    places: dict[str, str] = {}
+    for line in read_prompts(path, sampling, **options) if repeated else ():
+        name = line.request_id
+        if name in places:
             raise UserError(
                 "IDLM-0465",
-                f"{line.place}: id {name!r} is also that of line {name}, which has none: its number",
-                fix="give every line an id, or none, or use ids that are no numbers",
+                f"{line.place}: id {name!r} is also that of {places[name]}",
+                fix="give every line an id of its own; a line without one has its number",
             )
+        if hash(name) in repeated:
+            places[name] = line.place
 
 
-def _is_set(flags_L: bytearray, name: str) -> bool:
-    """Whether `name` is written as the number of a line whose flag is set."""
-    if not name.isdecimal() or len(name) > len(str(len(flags_L))):
-        return False
-    number = int(name)
-    return str(number) == name and number < len(flags_L) and bool(flags_L[number])
-
-
-def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> PromptLine:
+def _parse(
+    place: str,
+    number: int,
+    line: bytes,
+    sampling: SamplingConfig,
+    *,
+    drop_last_turn: bool,
+    carry_keys: bool,
+) -> PromptLine:
     record = _record(place, line)
     if not isinstance(record, dict) or sum(key in record for key in SHAPES) != 1:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
-    unknown = [key for key in record if key not in KEYS]
-    if unknown:
-        raise UserError(
-            "IDLM-0434",
-            f"{place}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], KEYS)}",
-            fix=f"use {KEYS}",
-        )
+    carried = {key: value for key, value in record.items() if key not in KEYS}
+    _check_carried(place, carried, carry_keys=carry_keys)
     request_id = record.get("id", number)
     if isinstance(request_id, bool) or not isinstance(request_id, str | int):
         raise UserError(
@@ -120,14 +144,53 @@ def _parse(place: str, number: int, line: bytes, sampling: SamplingConfig) -> Pr
             fix="give a text or a whole number, or leave it out",
         )
     shape = next(key for key in SHAPES if key in record)
-    _check_shape(place, shape, record[shape])
+    prompt = record[shape]
+    _check_shape(place, shape, prompt)
+    if shape == "messages":
+        prompt = _open_turns(place, prompt, drop_last_turn=drop_last_turn)
     return PromptLine(
         place=place,
         request_id=str(request_id),
-        prompt=record[shape],
+        prompt=prompt,
         params=_params(place, record.get("sampling", {}), sampling),
-        is_numbered="id" not in record,
+        carried=carried,
     )
+
+
+def _check_carried(place: str, carried: Mapping[str, Any], *, carry_keys: bool) -> None:
+    """UserError IDLM-0434 for unknown keys that are not carried, or whose place in a record is taken."""
+    if carried and not carry_keys:
+        key = next(iter(carried))
+        raise UserError(
+            "IDLM-0434",
+            f"{place}: unknown key {key!r}{did_you_mean(key, KEYS)}",
+            fix=f"use {KEYS}; carry_keys=true carries other keys through to the output records",
+        )
+    taken = [key for key in carried if key in RECORD_KEYS]
+    if taken:
+        raise UserError(
+            "IDLM-0434",
+            f"{place}: key {taken[0]!r} cannot be carried: an output record has its own",
+            fix="give it another name",
+        )
+
+
+def _open_turns(place: str, messages: list[dict[str, str]], *, drop_last_turn: bool) -> list[dict[str, str]]:
+    """The conversation for the assistant to continue; UserError IDLM-0436 where it is answered already."""
+    num_kept = len(messages)
+    while num_kept and messages[num_kept - 1]["role"] == "assistant":
+        num_kept -= 1
+    if num_kept == len(messages):
+        return messages
+    if not drop_last_turn or not num_kept:
+        raise UserError(
+            "IDLM-0436",
+            f"{place}: messages end in an assistant turn, so they are answered already"
+            if num_kept
+            else f"{place}: messages hold assistant turns only",
+            fix="end them in a turn of the user, or give drop_last_turn=true to answer that turn anew",
+        )
+    return messages[:num_kept]
 
 
 def _record(place: str, line: bytes) -> Any:

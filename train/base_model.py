@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from idlm.checkpoint import read_json, verify
+from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.attention import register_attention
 from idlm.train.generation_config import settled
+from idlm.train.weights_check import num_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +29,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
     """A causal language model from a local checkpoint directory, in training dtype.
 
     UserError IDLM-0302 and 0303: damaged files, 0501: no checkpoint, 0541: unreadable, or its tensors are not
-    those of its config.json. Only safetensors are read.
+    those of its config.json, and those of `check_base_config`. Only safetensors are read.
     """
     from transformers import AutoModelForCausalLM
 
@@ -38,7 +40,7 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
             f"model.path={path} is not a checkpoint directory: it has no config.json",
             fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
         )
-    read_json(directory / "config.json")
+    check_base_config(directory)
     if rank() == 0:
         verify(directory, required=False)
     register_attention()
@@ -69,6 +71,24 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
     if model.generation_config is not None:
         model.generation_config = settled(model.generation_config, directory)
     return model
+
+
+def check_base_config(directory: Path) -> None:
+    """Refuse a config.json of which transformers would ignore a key that changes the arithmetic (UserError
+    IDLM-0618), or whose layers cannot be in the weight files (IDLM-0603). Reads no weights.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config, source = read_json(directory / "config.json"), f"{directory}/config.json"
+    held = num_tensors(directory)
+    if held is not None:
+        refuse_impossible_counts(config, held, keys=("num_hidden_layers",), source=source)
+    model_type = config.get("model_type")
+    # Of a model type that transformers does not know it says so itself.
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        kind = CONFIG_MAPPING[model_type]
+        known = {*kind().to_dict(), *kind.attribute_map, "quantization_config"}
+        refuse_unknown_keys(config, known, source=source)
 
 
 def _require_complete(path: str, report: Mapping[str, Any]) -> None:

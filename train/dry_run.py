@@ -20,7 +20,7 @@ import torch
 from idlm.errors import UserError
 from idlm.lora import AdapterSpec
 from idlm.tokens import num_token_ids, resolve_mask_token_id, stop_token_ids
-from idlm.train.base_model import create_base
+from idlm.train.base_model import check_base_config, create_base
 from idlm.train.config import TrainConfig, settle_accumulation
 from idlm.train.config_check import check_config
 from idlm.train.data.checks import inspect_data
@@ -118,6 +118,7 @@ def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
 
     dtype, meta = getattr(torch, config.model.dtype), torch.device("meta")
     if config.model.path is not None:
+        check_base_config(Path(config.model.path))
         try:
             values = AutoConfig.from_pretrained(
                 config.model.path, local_files_only=True, trust_remote_code=False

@@ -24,6 +24,14 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / SINGLE] if (directory / SINGLE).is_file() else []
 
 
+def num_tensors(directory: Path) -> int | None:
+    """Return how many tensors the weight files hold; None where there are none or one cannot be read."""
+    try:
+        return sum(len(_header(path)) for path in weight_files(directory)) or None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def is_renamed(model: PreTrainedModel) -> bool:
     """Whether transformers stores the family's weights under other names (experts one by one)."""
     from transformers.conversion_mapping import get_model_conversion_mapping

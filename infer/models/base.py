@@ -8,7 +8,7 @@ KV heads, H head dim, S physical KV slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -151,6 +151,12 @@ class Family(ABC):
     tensor_names: ClassVar[TensorNames] = TensorNames()
     model_types: ClassVar[tuple[str, ...]] = ()
     """What `model_type` may be beside the architecture string; empty: it is not looked at."""
+    config_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of config.json that a loader must know (`idlm.config_keys`) beside the common ones: `READ`, or why
+    the family ignores them.
+    """
+    foreign_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of other published models with the same architecture string, and the names of those models."""
     unknown_semantics: ClassVar[str | None] = None
     """Why the architecture string does not tell how a model decodes, so that someone must; None: it does."""
 

@@ -24,6 +24,8 @@ MUST_BE_NULL = (
     "quantization_config",
     "compression_config",
 )
+MAX_HEAD_DIM = 1 << 16
+"""Above it a config is wrong: what is computed for each dimension would fill the memory."""
 
 
 class ConfigReader:
@@ -119,13 +121,13 @@ def dense_spec(
         reader.problems.append(
             f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
         )
-    if head_dim % 2:
-        reader.problems.append(f"head_dim={head_dim} (must be even)")
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
     max_positions = reader.positive_int("max_position_embeddings")
     inv_freq, rope_scaling, rope_problems = rope_frequencies(
         config,
-        head_dim=head_dim,
+        head_dim=min(head_dim, MAX_HEAD_DIM),
         max_positions=max_positions,
         default_theta=default_rope_theta,
         rotary_dim=rotary_dim,

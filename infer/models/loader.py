@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import read_json, recover, verify
+from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
+from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
 from idlm.infer.models.fp8 import read_kv_scales, scale_names
 from idlm.infer.models.moe import make_trunk, refuse
@@ -90,7 +92,7 @@ def load_model(
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
-    (IDLM-0302, 0303, 0600 to 0617); nothing is loaded in part.
+    (IDLM-0302, 0303, 0600 to 0619); nothing is loaded in part.
     """
     outline = read_outline(
         path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
@@ -129,13 +131,14 @@ def read_outline(
     verify(directory, required=False)
     config = read_json(directory / "config.json")
     architecture, family = _family(config)
+    files = weights.locate(directory)
+    refuse_impossible_counts(config, len(files))
     spec = family.spec(config)
     if spec.moe is not None and adapter is not None:
         refuse("an adapter")
     given = semantics if adapter is None else adapter.semantics
     meaning = _semantics(directory, config, family, mask_token_id, given)
     _check_meaning(meaning, spec, directory, adapter)
-    files = weights.locate(directory)
     names = family.tensor_names
     spec = family.refined(spec, files.keys())
     if spec.tie_embeddings and names.head in files and names.embed in files:
@@ -225,6 +228,7 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
             f"architecture goes with {' or '.join(family.model_types)}",
             fix="restore the config.json that belongs to these weights",
         )
+    refuse_unknown_keys(config, {*family.config_keys, *MUST_BE_NULL}, foreign=family.foreign_keys)
     return given, family
 
 
@@ -267,6 +271,13 @@ def _semantics(
 
 
 def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter: Adapter | None) -> None:
+    if meaning.causality == "full":
+        raise UserError(
+            "IDLM-0619",
+            f"{directory} is a full-diffusion checkpoint (causality='full'), which this version does not "
+            "support: no decoder runs it",
+            fix="use a token-causal or block-causal checkpoint; correct causality if it is a mistake",
+        )
     if meaning.gated and adapter is None:
         raise UserError(
             "IDLM-0609",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from idlm.infer.cli import generate
+from idlm.infer.output import partial_path
+from idlm.infer.prompts import RECORD_KEYS
 from idlm.infer.scheduler import Schedule
 from idlm.infer.step import StepResult
 from idlm.infer.worker import Worker
@@ -135,6 +139,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
             *("num_cached_tokens", "tokens_per_forward", "acceptance_rate", "error"),
             *("decoder", "accelerators", "made_with"),
         }
+        assert set(record) == set(RECORD_KEYS)
         assert (record["decoder"], record["accelerators"]) == ("ar", {})
         assert record["text"] == done.text
         assert record["token_ids"] == list(done.token_ids)
@@ -146,6 +151,31 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
             assert entry["token_id"] == token_id
             assert len(entry["top"]) == 2
             assert max(entry["top"].values()) == entry["top"][str(token_id)] == entry["logprob"] <= 0
+
+
+def test_line_13_carried_keys_and_dropped_turns_reach_the_records(tmp_path: Path) -> None:
+    """Issue 13: from a packed file, and an interrupted run goes on with the same options."""
+    user = {"role": "user", "content": PROMPTS[0]}
+    lines = [
+        {"messages": [user, {"role": "assistant", "content": "7"}], "gold": "7"},
+        {"prompt": PROMPTS[1], "gold": None, "id": "b"},
+    ]
+    source, output = tmp_path / "in.jsonl.gz", tmp_path / "out"
+    source.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    options = [*BASE, f"input={source}", f"output={output}", "drop_last_turn=true", "carry_keys=true"]
+    assert generate(options) == 0
+    first, second = read_lines(output)
+    assert (first["prompt"], first["gold"], first["request_id"]) == ([user], "7", "1")
+    assert first["text"] == answer(encode_messages(reference().tokenizer, [user])).text
+    assert (second["prompt"], second["gold"], second["request_id"]) == (PROMPTS[1], None, "b")
+    assert set(second) == {*RECORD_KEYS, "gold"}
+    before = output.read_text()
+    write_lines(partial_path(str(output)), [first])
+    output.unlink()
+    assert generate([*options, "resume=true"]) == 0
+    assert [{**record, "seed": 0} for record in read_lines(output)] == [
+        {**json.loads(line), "seed": 0} for line in before.splitlines()
+    ]
 
 
 def test_samples_of_a_seed_differ_and_repeat(tmp_path: Path) -> None:

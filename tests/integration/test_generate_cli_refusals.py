@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from idlm import tokens
 from idlm.errors import UserError
 from idlm.infer.cli import generate
 from idlm.infer.engine import Engine
 from idlm.infer.evaluate_cli import run_evaluation
 from idlm.infer.output import claimed
+from idlm.tokens import MAX_CHARS_PER_TOKEN
 from tests.integration.command_lines import (
     BASE,
     MODEL,
@@ -59,6 +61,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ("IDLM-0435", {"prompt": "x", "sampling": {"stop": "abc"}}, "list"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"temperature": -1}}, "temperature=-1"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"n": "two"}}, "n='two'"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"logprobs": 100_000}}, "logprobs=100000"),
         ("IDLM-0401", {"prompt": "x", "sampling": {"ignore_eos": "no"}}, "ignore_eos='no'"),
         ("IDLM-0436", {"prompt": "x", "id": None}, "id is None"),
         ("IDLM-0436", {"prompt": "x", "id": [1]}, "id is [1]"),
@@ -209,10 +212,10 @@ def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "id": 2}, {"prompt": "y"}])
     error = _refusal([*BASE, f"input={source}"])
     assert error.code == "IDLM-0465"
-    assert error.message.startswith(f"{source}:1: id '2' ")
+    assert error.message == f"{source}:2: id '2' is also that of {source}:1"
 
 
-@pytest.mark.parametrize("ids", [[2, 1], ["a", None, "a"], [1, None], ["x", None, "02"], [3, None]])
+@pytest.mark.parametrize("ids", [[2, 1], ["a", None, "b"], [1, None], ["x", None, "02"], [3, None]])
 def test_ids_that_are_told_apart_or_meant_alike(tmp_path: Path, ids: list[Any]) -> None:
     lines = [GOOD if name is None else {**GOOD, "id": name} for name in ids]
     source = write_lines(tmp_path / "in.jsonl", lines)
@@ -268,6 +271,9 @@ def test_a_chat_has_one_answer_and_no_file(monkeypatch: pytest.MonkeyPatch, argu
         ("IDLM-0412", {"prompt": "Lea has 9 shells. " * 60}),
         ("IDLM-0411", {"prompt_ids": [1, 192]}),
         ("IDLM-0411", {"prompt_ids": [-1]}),
+        ("IDLM-0412", {"prompt_ids": [1] * 160}),
+        ("IDLM-0411", {"prompt": "x", "sampling": {"stop_token_ids": [999_999]}}),
+        ("IDLM-0411", {"prompt": "x", "sampling": {"logprobs": 193}}),
         ("IDLM-0453", {"prompt": "x", "sampling": {"decoder_options": {"steps": 2}}}),
     ],
 )
@@ -281,3 +287,28 @@ def test_a_line_the_engine_refuses_is_named_before_any_is_answered(
     assert error.code == code
     assert error.message.startswith(f"{source}:4: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("shape", ["prompt", "messages"])
+def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
+) -> None:
+    """Issue 13: encoding 104 MB took minutes and 16.7 GB."""
+    text = "a " * (160 * MAX_CHARS_PER_TOKEN)
+    line = {shape: text if shape == "prompt" else [{"role": "user", "content": text}]}
+    source = write_lines(tmp_path / "in.jsonl", [line])
+    monkeypatch.setattr(tokens, "_plain_ids", lambda *_, **__: pytest.fail("it is encoded"))
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == "IDLM-0412"
+    assert error.message.startswith(f"{source}:1: the prompt has ")
+    assert "more than 160 tokens can stand for" in error.message
+
+
+def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> None:
+    class Vocabulary:
+        def get_vocab(self) -> dict[str, int]:
+            return {"x" * 1000: 0, "y": 1}
+
+    tokens.check_size(Vocabulary(), "x" * 3000, 3)
+    with pytest.raises(UserError, match="IDLM-0412: the prompt has 3001 characters, more than 3 tokens"):
+        tokens.check_size(Vocabulary(), "x" * 3001, 3)

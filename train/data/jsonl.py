@@ -5,16 +5,15 @@ A `.json` file may also hold one array of records, which is read piece by piece.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from idlm.errors import UserError
+from idlm.json_lines import DAMAGE, unpacked
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
@@ -46,12 +45,11 @@ class JsonlReader:
                 raw = path.open("rb")
             name = self.names[file]
             with raw:
-                plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
                 try:
-                    for place, value in _values(plain, path, name):
+                    for place, value in _values(unpacked(raw, path), path, name):
                         yield Row(file=file, place=place, value=_record(value, f"{name}:{place}"))
                         self.share_read = (sum(sizes[:file]) + raw.tell()) / max(1, sum(sizes))
-                except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+                except DAMAGE as error:
                     raise _damaged(name, error) from error
 
 

@@ -6,13 +6,14 @@ filled in. Query, key and value projections are one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from idlm.config_keys import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
 from idlm.infer.models.blocks import block_contradictions, block_semantics
-from idlm.infer.models.config import ConfigReader, dense_spec
+from idlm.infer.models.config import MAX_HEAD_DIM, ConfigReader, dense_spec
 from idlm.semantics import Semantics
 
 BLOCK_SIZE = 32
@@ -44,6 +45,20 @@ REQUIRED = (
     "tie_word_embeddings",
 )
 ATTENTION = "model.layers.{}.attention."
+OF_TRAINING = "only training reads it"
+CONFIG_KEYS = {
+    **dict.fromkeys((*REQUIRED, "router_dtype"), READ),
+    "output_router_logits": OF_TRAINING,
+    "router_aux_loss_coef": OF_TRAINING,
+    "mtp_loss_scaling_factor": OF_TRAINING,
+    "moe_router_enable_expert_bias": "every router of this family has a bias; a missing tensor is refused",
+    "moe_shared_expert_intermediate_size": "the shapes of the tensors are checked",
+    "_moe_implementation": "names a kernel of the publisher, not the arithmetic",
+}
+LLADA22, LLADA20_UNI = (
+    "LLaDA2.2 (routing with a capacity, edits that delete and split)",
+    "LLaDA2.0-Uni (images)",
+)
 
 
 @FAMILIES.register("LLaDA2MoeModelLM")
@@ -51,6 +66,11 @@ class Llada2(Family):
     """2.1 differs from 2.0 in how it is decoded, not in what it computes."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
+    config_keys: ClassVar[Mapping[str, str]] = CONFIG_KEYS
+    foreign_keys: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("expert_capacity", "delete_token_id", "split_token_id"), LLADA22),
+        "image_token_offset": LLADA20_UNI,
+    }
     tensor_names: ClassVar[TensorNames] = TensorNames(
         embed="model.word_embeddings.weight",
         qkv=f"{ATTENTION}query_key_value",
@@ -119,7 +139,7 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
         reader.problems.append(f"{told} of head_dim={head_dim} (one is needed, and both must agree)")
         return None
     width = next(iter(widths.values()))
-    if width % 2 or not 0 < width <= head_dim:
+    if width % 2 or not 0 < width <= min(head_dim, MAX_HEAD_DIM):
         reader.problems.append(f"{told} of head_dim={head_dim} (must come to an even width up to head_dim)")
         return None
     return None if width == head_dim else int(width)
@@ -134,12 +154,12 @@ def _experts(reader: ConfigReader) -> MoeSpec:
         )
     elif num_experts // num_groups < 2 or num_chosen > num_experts // num_groups * chosen_groups:
         reader.problems.append(f"num_experts_per_tok={num_chosen} from groups of {num_experts // num_groups}")
-    ffn_width = reader.positive_int("moe_intermediate_size")
+    ffn_width, num_dense = reader.positive_int("moe_intermediate_size"), reader.count("first_k_dense_replace")
     return MoeSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
         ffn_width=ffn_width,
-        dense_layers=tuple(range(reader.count("first_k_dense_replace"))),
+        dense_layers=tuple(range(min(num_dense, reader.positive_int("num_hidden_layers")))),
         score="sigmoid",
         is_normalised=reader.flag("norm_topk_prob"),
         scaling=reader.positive_float("routed_scaling_factor", 1.0),

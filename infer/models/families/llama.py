@@ -16,6 +16,11 @@ class Llama(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        reader = ConfigReader(config)
+        # transformers computes no window here, other engines do: the file does not say which one is meant.
+        if config.get("use_sliding_window") is not False:
+            reader.allow("sliding_window", None)
+        reader.check()
         has_bias = bool(config.get("attention_bias"))
         return dense_spec(
             config,

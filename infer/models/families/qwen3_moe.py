@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from idlm.config_keys import READ
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec
 from idlm.infer.models.config import ConfigReader, dense_spec
 
@@ -13,6 +15,11 @@ class Qwen3Moe(Family):
     """`norm_topk_prob` is off where the config does not say it, as in transformers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    config_keys: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), READ),
+        **dict.fromkeys(("moe_intermediate_size", "norm_topk_prob"), READ),
+        **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "only training reads it"),
+    }
     required: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
