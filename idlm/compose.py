@@ -11,7 +11,7 @@ import itertools
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,6 @@ CONF_DIR = Path(__file__).parent / "conf"
 RECIPE = "recipe"
 ASSETS = "recipes/assets/"
 FROZEN = "config"
-_FLAGS = ("-h", "--help")
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-/@]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
 
@@ -46,11 +45,8 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     any order and always win over the recipe. `config=FILE` takes a whole composed configuration instead (what
     a launcher froze, or a run's `config.yaml`), so that all ranks see the same. All unknown keys, wrong types
     and missing values are reported in ONE UserError IDLM-0101; an unknown recipe is IDLM-0104, a file that is
-    not YAML IDLM-0105. `-h` or `--help` prints every key and exits with status 0.
+    not YAML IDLM-0105.
     """
-    if any(override in _FLAGS for override in overrides):
-        print(describe(schema))
-        raise SystemExit(0)
     problems: list[str] = []
     frozen, overrides = _take_frozen(overrides, schema)
     groups, values = _split(overrides, schema, conf_dir, problems)
@@ -71,20 +67,22 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     return config
 
 
-def describe(schema: type) -> str:
-    """Every key of `schema` with its type, default and help text, one per line."""
-    lines = []
+def describe(schema: type, *, keys: Sequence[str] = ()) -> str:
+    """Every key of `schema`, or only `keys`, with its type, default and help text."""
+    if keys:
+        told = dict(_described(schema))
+        return "\n".join(told[key] for key in keys)
+    return "\n".join(lines for _, lines in _described(schema))
+
+
+def _described(schema: type) -> Iterator[tuple[str, str]]:
+    """Each key and the lines about it; sections only where they have a text of their own."""
     for key, annotation, field, default in schemas.walk(schema):
         is_section = not schemas.is_leaf(annotation)
         if is_section and not field.metadata.get("help"):
             continue
         shown = "" if is_section else f" = {schemas.show_default(default)}"
-        lines.append(
-            f"{key}{shown}\n    {field.metadata.get('help', '')} [{schemas.describe_type(annotation)}]"
-        )
-    return "\n".join(
-        ["Give keys as key=value; recipe=NAME or recipe=FILE.yaml sets many at once.", "", *lines]
-    )
+        yield key, f"{key}{shown}\n    {field.metadata.get('help', '')} [{schemas.describe_type(annotation)}]"
 
 
 def recipes(conf_dir: Path = CONF_DIR) -> list[str]:
@@ -123,10 +121,7 @@ def _split(
     for given in overrides:
         match = _OVERRIDE.match(given)
         if match is None or (match["value"] is None and match["sign"] != "~"):
-            hint = (
-                ", and a whole list at once: key='[{...}, {...}]'" if "[" in given.partition("=")[0] else ""
-            )
-            problems.append(f"cannot read {given!r}; write key=value{hint}")
+            problems.append(f"cannot read {given!r}; write {_written(given, schema)}")
             continue
         override = Override(match["sign"] or "", match["key"], match["value"])
         annotation = schemas.lookup(schema, override.key)
@@ -138,6 +133,16 @@ def _split(
         else:
             groups[override.key] = _unquote(override.text or "")
     return groups, values
+
+
+def _written(given: str, schema: type) -> str:
+    """What to write in place of an argument that is not `key=value`, such as another program's `--key`."""
+    name = given.partition("=")[0]
+    if "[" in name:
+        return "key=value, and a whole list at once: key='[{...}, {...}]'"
+    key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+    match = key if schemas.lookup(schema, key) else schemas.suggest_key(schema, key) if key else None
+    return f"{match}=VALUE" if match else "key=value"
 
 
 def _read_files(config_name: str, groups: dict[str, str], conf_dir: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
 J tokens a pass can emit for one sequence, W places of a block.
+
+This file imports neither torch nor numpy, for the command lines import it before they load a model.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any
-
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from idlm.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
@@ -136,7 +138,9 @@ def own_number(value: object) -> object:
     """A number of numpy's, or of anybody's, and numpy's true and false, as Python's own; else as it is."""
     if isinstance(value, int | float):
         return value
-    if isinstance(value, np.bool_):
+    # Without numpy nothing can be a number of numpy's; unlike its other numbers, its bool is no `Integral`.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.bool_):
         return bool(value)
     if isinstance(value, Integral):
         return int(value)

@@ -25,8 +25,8 @@ from torch.nn import functional
 from idlm.checkpoint import read_json
 from idlm.contracts import is_number
 from idlm.errors import UserError
+from idlm.semantics import PROJECTIONS
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MASK_ROW = "idlm.mask_embedding"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from idlm.errors import UserError
-from idlm.suggest import nearest
+from idlm.suggest import ALIASES, nearest
 
 ITEM = "*"
 _NAMES = {
@@ -89,7 +89,10 @@ def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses
 
 
 def suggest_key(schema: type, key: str) -> str | None:
-    """The known key nearest to `key`; list indices are kept as given."""
+    """The known key that `key` is another name of, else the nearest one; list indices are kept as given."""
+    for alias in ALIASES.get(key.rpartition(".")[2].replace("-", "_").lower(), ()):
+        if lookup(schema, alias) is not None:
+            return alias
     segments = key.split(".")
     pattern = ".".join(ITEM if segment.isdigit() else segment for segment in segments)
     match = nearest(pattern, [known for known, *_ in walk(schema)])

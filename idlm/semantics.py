@@ -18,6 +18,8 @@ from idlm.errors import UserError
 FILE_NAME = "idlm_config.json"
 CAUSALITIES = ("causal", "block", "full")
 MASK_REGIONS = ("response", "all")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Last names of the linear layers that an adapter can change."""
 MAX_STRIDE = 64
 """Largest stride that training and decoding take: `branch` feeds its square in rows."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from idlm.infer.progress import AnswerProgress
 from idlm.infer.prompts import PromptLine
 from idlm.infer.provenance import MadeWith, of_request
 from idlm.tokens import encode_messages
@@ -58,6 +59,11 @@ class Tally:
         )
 
 
+def engine_name(engine: Engine) -> str:
+    """Decoder and accelerators, joined by +."""
+    return "+".join((engine.decoder.name, *engine.settings.accelerators))
+
+
 class AnswerRun:
     """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
 
@@ -66,8 +72,10 @@ class AnswerRun:
     what an interrupted run still holds.
     """
 
-    def __init__(self, engine: Engine, lines: Iterator[PromptLine]) -> None:
-        self._engine, self._lines = engine, lines
+    def __init__(
+        self, engine: Engine, lines: Iterator[PromptLine], *, progress: AnswerProgress | None = None
+    ) -> None:
+        self._engine, self._lines, self._progress = engine, lines, progress
         self._order: deque[tuple[PromptLine, Key]] = deque()
         self._done: dict[Key, Completion] = {}
         self._num_lines = 0
@@ -79,9 +87,12 @@ class AnswerRun:
             self._fill()
             if not self._order:
                 break
-            for event in self._engine.step():
+            events = self._engine.step()
+            for event in events:
                 if event.completion is not None:
                     self._done[event.request_id, event.index] = event.completion
+            if self._progress is not None:
+                self._progress.see(events)
             while self._order and self._order[0][1] in self._done:
                 yield self._take(*self._order.popleft())
         if self._refusal is not None:
@@ -115,11 +126,16 @@ class AnswerRun:
         self._order.extend((line, (request_id, index)) for index in range(line.params.n))
 
 
-def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> None:
-    """UserError with file and line in front for the first line that the engine cannot answer."""
+def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:
+    """How many answers the lines ask for. UserError with file and line in front for the first line that the
+    engine cannot answer.
+    """
+    num_answers = 0
     for line in lines:
         with _placed(line):
             engine.check_request(line.request_id, encode_line(engine, line), line.params)
+        num_answers += line.params.n
+    return num_answers
 
 
 @contextmanager

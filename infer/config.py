@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.acceleration import as_options
 
 
 def _help(text: str, default: Any) -> Any:
@@ -89,7 +88,9 @@ class EngineConfig:
     )
 
     def options(self) -> dict[str, Any]:
-        """Keywords for `Engine.from_pretrained`."""
+        """Keywords for `Engine.from_pretrained`. Imports the accelerators."""
+        from idlm.infer.acceleration import as_options
+
         values = {key: getattr(self, key) for key in EngineConfig.__dataclass_fields__}
         return {"accelerators": as_options(values.pop("accelerator")), **values}
 
@@ -131,7 +132,10 @@ class GenerateConfig(EngineConfig):
         "and answer again what failed; model, decoder and sampling must be those of the answers there",
         False,
     )
-    stats: bool = _help("print tokens per forward, acceptance and speed to stderr", True)
+    system: str | None = _help(
+        "system prompt of the chat, of every text prompt, and of messages that begin without one", None
+    )
+    stats: bool = _help("show progress, tokens per forward, acceptance and speed on stderr", True)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def input_options(self) -> dict[str, bool]:

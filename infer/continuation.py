@@ -146,7 +146,7 @@ class _Matching:
         raise UserError(
             "IDLM-0444",
             f"{str(self._source)!r} has an answer that belongs to no line of the input: {said:.80}",
-            fix="continue with the same input=, or keep that file under another name",
+            fix="continue with the same input= and system=, or keep that file under another name",
         )
 
     def _refuse(self, record: _Record, line: PromptLine) -> None:

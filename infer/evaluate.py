@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.engine import Engine
+from idlm.infer.progress import AnswerProgress
 from idlm.tasks import Task, TaskSample, Verdict
 
 NUM_SEEDS = 2**63
@@ -78,7 +79,14 @@ def task_samples(task: Task, split: str, num: int) -> list[TaskSample]:
     return [task.sample(index, split) for index in range(num)]
 
 
-def evaluate(engine: Engine, task: Task, samples: Sequence[TaskSample], params: SamplingParams) -> Evaluation:
+def evaluate(
+    engine: Engine,
+    task: Task,
+    samples: Sequence[TaskSample],
+    params: SamplingParams,
+    *,
+    progress: AnswerProgress | None = None,
+) -> Evaluation:
     """Decode all prompts in one go and check every answer. Prompt i uses a given seed + i, modulo 2**63.
 
     Warns of answers that failed. UserError for what the engine cannot answer at all, before anything is
@@ -89,7 +97,7 @@ def evaluate(engine: Engine, task: Task, samples: Sequence[TaskSample], params: 
         for i in range(len(samples))
     ]
     start = time.perf_counter()
-    completions = _answers(engine, samples, settings)
+    completions = _answers(engine, samples, settings, progress)
     seconds = time.perf_counter() - start
     prompts = [sample.prompt for sample in samples for _ in range(params.n)]
     verdicts = [_verdict(task, prompt, done) for prompt, done in zip(prompts, completions, strict=True)]
@@ -114,7 +122,10 @@ def evaluate(engine: Engine, task: Task, samples: Sequence[TaskSample], params: 
 
 
 def _answers(
-    engine: Engine, samples: Sequence[TaskSample], settings: Sequence[SamplingParams]
+    engine: Engine,
+    samples: Sequence[TaskSample],
+    settings: Sequence[SamplingParams],
+    progress: AnswerProgress | None,
 ) -> list[Completion]:
     """In order, and with what there is of those that failed."""
     keys = [(f"e{i}", k) for i, params in enumerate(settings) for k in range(params.n)]
@@ -123,9 +134,12 @@ def _answers(
         for i, (sample, params) in enumerate(zip(samples, settings, strict=True)):
             engine.add_request(f"e{i}", sample.prompt, params)
         while len(done) < len(keys):
-            for event in engine.step():
+            events = engine.step()
+            for event in events:
                 if event.completion is not None:
                     done[event.request_id, event.index] = event.completion
+            if progress is not None:
+                progress.see(events)
     except BaseException:
         for request_id, _ in keys:
             engine.abort(request_id)

@@ -1,6 +1,6 @@
 """`idlm-eval`: a verifiable task, decoded by a decoder and its baseline side by side.
 
-idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0
+What imports torch is imported inside functions: help and refusals of keys must not wait for it.
 """
 
 from __future__ import annotations
@@ -10,33 +10,54 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm import command
-from idlm.compose import compose, describe
+from idlm.compose import compose
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.answers import figures
+from idlm.help import CommandHelp, answers_flags
 from idlm.infer.cli import (
-    HELP_FLAGS,
-    describe_accelerators,
-    describe_decoders,
-    engine_name,
+    describe_plugins,
     load_engine,
+    require_model,
     take_accelerator_options,
     with_options,
 )
 from idlm.infer.config import EvaluateConfig, refuse_empty
-from idlm.infer.decoders.base import DECODERS
-from idlm.infer.engine import Engine
-from idlm.infer.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.output import answer_file, claimed
 from idlm.semantics import Semantics
-from idlm.tasks import TASKS, Task, TaskSample
+
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine
+    from idlm.infer.evaluate import Evaluation
+    from idlm.tasks import Task, TaskSample
 
 AUTO = "auto"
+HELP = CommandHelp(
+    name="idlm-eval",
+    usage="model=PATH [key=value ...]",
+    summary="Decodes the prompts of a task whose answers a program can check, and prints exact match,\n"
+    "acceptance and tokens per forward (TPF), next to those of a baseline (one token per pass).",
+    examples=(
+        "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
+        "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
+    ),
+    keys=(
+        "model",
+        "task",
+        "num",
+        "baseline",
+        "output",
+        "sampling.temperature",
+        "sampling.max_tokens",
+        "device",
+    ),
+    flags={
+        "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
+        "accelerator=[NAME,...]": "plug-ins that thin attention; the options are at the end",
+    },
+)
 
 
 class Baseline(NamedTuple):
@@ -49,14 +70,13 @@ class Baseline(NamedTuple):
 
 def run_evaluation(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
-    if HELP_FLAGS & set(arguments):
-        print(__doc__)
-        print(describe_decoders(), describe_accelerators(), describe(EvaluateConfig), sep="\n")
+    if answers_flags(HELP, EvaluateConfig, arguments, plugins=describe_plugins):
         return 0
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose("eval", EvaluateConfig, rest)
     refuse_empty(config)
+    require_model(config.model)
     settings = with_options(config.options(), accelerator_options)
     with claimed(config.output, overwrite=config.overwrite):
         return _run(config, decoder, settings, options)
@@ -66,6 +86,8 @@ def _run(
     config: EvaluateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> int:
     """Evaluate, print the table, write the records. Status 1 when answers failed: their records say why."""
+    from idlm.tasks import TASKS
+
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
     params = config.sampling.params()
@@ -89,6 +111,9 @@ def _run(
 
 def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
     """The samples, after every mistake that can be found without a model."""
+    from idlm.infer.decoders.base import DECODERS
+    from idlm.infer.evaluate import task_samples
+
     config.sampling.params()
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
@@ -108,10 +133,18 @@ def _evaluate(
     """Name of the engine's decoder and accelerators, figures, and the baseline meant, which is checked before
     anything is decoded. Its memory is free again afterwards: the next engine sizes its own.
     """
-    engine = load()
+    import torch
+
+    from idlm.infer.answers import engine_name
+    from idlm.infer.evaluate import evaluate
+    from idlm.infer.progress import AnswerProgress, loading
+
+    with loading():
+        engine = load()
     try:
-        beside = choose_baseline(baseline, engine.semantics)
-        name, result = engine_name(engine), evaluate(engine, task, samples, params)
+        beside, name = choose_baseline(baseline, engine.semantics), engine_name(engine)
+        with AnswerProgress(name, total=len(samples) * params.n) as progress:
+            result = evaluate(engine, task, samples, params, progress=progress)
     finally:
         engine.close()
     del engine
@@ -125,6 +158,8 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
     """What `baseline=` means for a checkpoint; `auto` is its one token per pass. Raises UserError naming the
     key where the decoder named does not fit the checkpoint.
     """
+    from idlm.infer.decoders.base import DECODERS
+
     if given is None:
         return None
     if given == AUTO and semantics.causality == "block":
@@ -158,6 +193,8 @@ def table(results: dict[str, Evaluation]) -> str:
 
 
 def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str, Evaluation]) -> None:
+    from idlm.infer.answers import figures
+
     prompts = [sample.prompt for sample in samples for _ in range(n)]
     with answer_file(output) as answers:
         for name, result in results.items():

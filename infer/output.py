@@ -15,12 +15,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from idlm.disk import NO_LOCKS, lock_file
 from idlm.errors import UserError
-from idlm.infer.continuation import Begun
 from idlm.paths import telling_of_path
+
+if TYPE_CHECKING:
+    from idlm.infer.continuation import Begun
 
 COPIED_BYTES = 1 << 20
 """At once, from the file of an earlier run."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.config import SamplingConfig
@@ -102,6 +100,9 @@ def check_prompts(
     UserError IDLM-0465 names two lines that have one id; a line without an id has its number.
     """
     options = {"drop_last_turn": drop_last_turn, "carry_keys": carry_keys}
+    # Here, so that help and refusals of keys do not wait for it.
+    import numpy as np
+
     # Eight bytes a line: equal hashes are rare, and then the file is read again.
     hashes = array("q", (hash(line.request_id) for line in read_prompts(path, sampling, **options)))
     if not hashes:

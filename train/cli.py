@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from idlm import command
 from idlm.errors import UserError
+from idlm.help import CommandHelp, answers_flags
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
@@ -23,6 +24,29 @@ if TYPE_CHECKING:
     from idlm.train.report import Measurement, Sampler, SampleReport
 
 SAMPLE_TOKENS = 512
+HELP = CommandHelp(
+    name="idlm-train",
+    usage="[recipe=NAME] [key=value ...]",
+    summary="Converts an AR checkpoint into an I-DLM or a block diffusion model, or trains an AR base.\n"
+    "A run writes a checkpoint and a report to output_dir; started again, it goes on where it stopped.",
+    examples=(
+        "idlm-train recipe=tiny",
+        "idlm-train recipe=qwen3_8b model.path=/models/Qwen3-8B data.path=chats.jsonl dry_run=true",
+    ),
+    keys=(
+        *(
+            "model.path",
+            "data.path",
+            "output_dir",
+            "dry_run",
+            "resume",
+            "train.learning_rate",
+            "train.epochs",
+        ),
+        *("train.steps", "train.batch_size", "train.global_batch", "train.max_length", "train.device"),
+    ),
+    has_recipes=True,
+)
 
 
 def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> int:
@@ -31,14 +55,19 @@ def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> in
 
 
 def _run(argv: list[str], sampler: Sampler | None) -> int:
-    from rich.console import Console
-
     from idlm.compose import compose
     from idlm.log import get_logger, rank
-    from idlm.train.config import TrainConfig
+    from idlm.train.config import TrainConfig, missing_keys, refuse_problems
 
+    if answers_flags(HELP, TrainConfig, argv):
+        return 0
     get_logger()
     config = compose("train", TrainConfig, argv)
+    if not config.dry_run:
+        # Before torch is imported; the dry run lists these with all other problems.
+        refuse_problems(missing_keys(config))
+    from rich.console import Console
+
     console = Console()
 
     if config.dry_run:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.lora import PROJECTIONS
+from idlm.semantics import PROJECTIONS
 from idlm.train.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
+from idlm.train.data.files import SUFFIXES
 from idlm.train.data.settings import DataConfig
-from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.settings import EvalConfig, PlanConfig, ReportConfig, WandbConfig
 
 TASK_TOKENIZER = "task"
@@ -152,9 +152,36 @@ class TrainConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
+def refuse_problems(problems: list[str]) -> None:
+    """Raise UserError IDLM-0504 with every problem at once, if there is one."""
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        plural = "s" if len(problems) > 1 else ""
+        raise UserError(
+            "IDLM-0504",
+            f"the configuration has {len(problems)} problem{plural}:{listed}",
+            fix="correct the values on the command line or in the recipe",
+        )
+
+
+def missing_keys(config: TrainConfig) -> list[str]:
+    """Keys that a run needs and this one lacks, as sentences. Imports nothing slow."""
+    model, source, problems = config.model, config.data.source, []
+    if model.path is None and not model.config:
+        problems.append("model.path is missing (or give model.config to start from random weights)")
+    elif model.path is None and model.tokenizer is None:
+        problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
+    if source in (*SUFFIXES, "hf") and config.data.path is None:
+        problems.append(f"data.path is missing: the {source} source needs one")
+    return problems
+
+
 def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
     """The stage's s, None where it is balanced automatically. An adapter leaves clean rows as they are."""
     if stage.clean_weight is None:
+        # The objectives import torch, which help and refusals of keys do not wait for.
+        from idlm.train.objectives.base import OBJECTIVES
+
         has_clean_loss = config.adapter is None and OBJECTIVES.get(config.objective).predicts_next
         return DEFAULT_CLEAN_WEIGHT if has_clean_loss else 0.0
     return None if stage.clean_weight == AUTO_BALANCED else float(stage.clean_weight)

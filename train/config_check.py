@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import foreign_files
-from idlm.errors import UserError
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.suggest import did_you_mean
 from idlm.train.attention import ATTENTIONS, GPU_ONLY
-from idlm.train.config import TASK_TOKENIZER, TrainConfig
+from idlm.train.config import TASK_TOKENIZER, TrainConfig, missing_keys, refuse_problems
 from idlm.train.curriculum import AUTO_BALANCED, BALANCES
 from idlm.train.data.base import is_endless
 from idlm.train.data.settings import data_problems
@@ -47,6 +46,7 @@ RANGES = (
 def check_config(config: TrainConfig) -> None:
     """Raise UserError IDLM-0504 with every problem at once; reads no file but asks which ones exist."""
     problems = [
+        *missing_keys(config),
         *_not_numbers(asdict(config)),
         *_choices(config),
         *_model_problems(config),
@@ -68,14 +68,7 @@ def check_config(config: TrainConfig) -> None:
         problems.append(
             f"output_dir={config.output_dir} has a {name} of somebody else, which would be replaced"
         )
-    if problems:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        plural = "s" if len(problems) > 1 else ""
-        raise UserError(
-            "IDLM-0504",
-            f"the configuration has {len(problems)} problem{plural}:{listed}",
-            fix="correct the values on the command line or in the recipe",
-        )
+    refuse_problems(problems)
 
 
 def _empty_paths(config: TrainConfig) -> list[str]:
@@ -153,15 +146,11 @@ def _model_problems(config: TrainConfig) -> list[str]:
             "steps are rounded away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
             "model.dtype=float32 train.bf16=true"
         )
-    if model.path is None and not model.config:
-        problems.append("model.path is missing (or give model.config to start from random weights)")
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
         hint = "the directory does not exist" if not Path(model.path).exists() else "it has no config.json"
         problems.append(
             f"model.path={model.path} is not a checkpoint directory: {hint}; hub names are not downloaded"
         )
-    if model.path is None and model.tokenizer is None:
-        problems.append("model.tokenizer is missing: a new model needs one (a directory, or `task`)")
     if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
         problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
     return problems

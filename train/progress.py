@@ -25,8 +25,7 @@ from idlm.train.flops import ModelWork, fed_of, peak_of, train_flops, work_of
 from idlm.train.window import Window, restored
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
+    from idlm.progress import FigureBar
     from idlm.train.tracking import Tracker
     from idlm.train.trainer import IdlmTrainer
 
@@ -61,7 +60,7 @@ class Progress(TrainerCallback, ExportableState):
         self.metrics_path, self.console = metrics_path, console
         self.tracker: Tracker | None = None
         self.trainer: IdlmTrainer | None = None
-        self._bar: Bar | None = None
+        self._bar: FigureBar | None = None
         self._task: Any = None
         self._window: Window | None = None
         self._gathered: dict[str, Any] | None = None
@@ -241,23 +240,10 @@ def describe(record: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _new_bar(console: Any) -> Bar:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bar
+def _new_bar(console: Any) -> FigureBar:
+    from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
-        console=console,
-    )
+    from idlm.progress import figure_bar
+
+    left = (TextColumn("left"), TimeRemainingColumn())
+    return figure_bar(console, MofNCompleteColumn(), TimeElapsedColumn(), *left)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from idlm.suggest import did_you_mean
-from idlm.train.estimate import MATMUL_TFLOPS
 
 WANDB_MODES = ("disabled", "offline", "online")
 
@@ -66,6 +65,9 @@ def control_problems(
     plan: PlanConfig, evaluation: EvalConfig, wandb: WandbConfig, report: ReportConfig
 ) -> list[str]:
     """What is wrong with these sections, as sentences."""
+    # Not above: it imports torch, which help and refusals of keys do not wait for.
+    from idlm.train.estimate import MATMUL_TFLOPS
+
     at_least_one = {
         "plan.num_gpus": plan.num_gpus,
         "eval.every": evaluation.every,

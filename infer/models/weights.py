@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "
 FLOATS = ("F", "BF")
 """How the names of floating-point types begin in a safetensors header."""
 MAX_NAMED = 8
+WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
+"""What `copy` calls after each tensor, with the bytes copied so far and the bytes of all. A context variable,
+because the engine and its parts lie between the command line that shows progress and `copy`.
+"""
 
 
 def locate(directory: Path) -> dict[str, Path]:
@@ -127,7 +132,11 @@ def misfits(
 
 
 def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None:
-    """Copy every tensor into its target, casting to the target's dtype; call `check` first."""
+    """Copy every tensor into its target, casting to the target's dtype; call `check` first.
+    Calls `WATCHER`.
+    """
+    watcher, num_done = WATCHER.get(), 0
+    total = sum(targets[name].view.nbytes for name in targets.keys() & files.keys())
     with torch.no_grad():
         for path, names in _by_file(targets, files).items():
             with _opened(path) as file:
@@ -135,6 +144,8 @@ def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None
                     target = targets[name]
                     stored = file.get_slice(name)[target.part] if target.part else file.get_tensor(name)
                     target.view.copy_(stored if target.order is None else stored[target.order])
+                    num_done += target.view.nbytes
+                    watcher(num_done, total)
 
 
 def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> dict[Path, list[str]]:

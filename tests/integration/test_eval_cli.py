@@ -19,6 +19,7 @@ from idlm.infer.runner import Runner
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 from tests.integration.command_lines import (
+    GREEDY,
     ISD,
     MODEL,
     SPARE_ROW,
@@ -174,7 +175,7 @@ def test_beside_blocks_stands_one_token_per_pass(
 def test_a_baseline_that_does_not_fit_is_named_before_anything_is_decoded(
     block: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idlm.infer.evaluate_cli.evaluate", None)
+    monkeypatch.setattr("idlm.infer.evaluate.evaluate", None)
     with pytest.raises(UserError, match="IDLM-0452: baseline=ar .*causality='block'") as caught:
         run_evaluation([*block, "decoder=block", "baseline=ar"])
     assert "baseline=null" in caught.value.fix
@@ -229,6 +230,18 @@ def test_an_existing_output_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         run_evaluation([*BASE, f"output={output}", "overwrite=true"])
     assert output.read_text() == "old"
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_progress_of_both_decoders_is_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("idlm.progress.LINE_SECONDS", 0)
+    with pytest.warns(UserWarning, match="stride 4 is larger than the 1"):
+        assert run_evaluation([*MODEL, *ISD, *GREEDY[:-1], "num=2"]) == 0
+    captured = capsys.readouterr()
+    for name in ("isd", "ar"):
+        assert any(line.startswith(f"{name}  2/2  ") for line in captured.err.splitlines()), captured.err
+    assert "2/2" not in captured.out
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

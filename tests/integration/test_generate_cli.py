@@ -29,6 +29,7 @@ from tests.integration.command_lines import (
     SHORT,
     TINY,
     answer,
+    give_chat,
     give_stdin,
     interrupt_after,
     read_lines,
@@ -201,6 +202,25 @@ def test_text_ends_before_a_stop_string(tmp_path: Path) -> None:
     assert record["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_progress_of_a_file_is_on_standard_error_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_shown: bool
+) -> None:
+    monkeypatch.setattr("idlm.progress.LINE_SECONDS", 0)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:3]])
+    output, stats = tmp_path / "out.jsonl", [f"stats={str(is_shown).lower()}"]
+    assert generate([*BASE, *stats, f"input={source}", f"output={output}"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [record["text"] for record in read_lines(output)] == [answer(p).text for p in PROMPTS[:3]]
+    lines = captured.err.splitlines()
+    assert any(line.startswith("loading  100%") for line in lines) == is_shown
+    last = f"ar  3/3  {3 * SHORT} tokens  "
+    assert any(line.startswith(last) and line.endswith("left 0:00:00") for line in lines) == is_shown
+    assert generate([*BASE, *stats, f"input={source}"]) == 0
+    assert capsys.readouterr().out == "".join(answer(p).text + "\n" for p in PROMPTS[:3])
+
+
 def test_help_names_every_decoder_and_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(["-h"]) == 0
     out = capsys.readouterr().out
@@ -209,23 +229,10 @@ def test_help_names_every_decoder_and_key(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def _chat(monkeypatch: pytest.MonkeyPatch, turns: list[str]) -> None:
-    give_stdin(monkeypatch, "", is_terminal=True)
-    script = iter(turns)
-
-    def scripted(_: str) -> str:
-        turn = next(script, None)
-        if turn is None:
-            raise EOFError
-        return turn
-
-    monkeypatch.setattr("builtins.input", scripted)
-
-
 def test_a_chat_remembers_until_an_empty_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _chat(monkeypatch, [PROMPTS[0], "How many?", "", PROMPTS[1]])
+    give_chat(monkeypatch, [PROMPTS[0], "How many?", "", PROMPTS[1]])
     assert generate(BASE) == 0
     first = answer(PROMPTS[0]).text
     messages = [
@@ -240,7 +247,7 @@ def test_a_chat_remembers_until_an_empty_line(
 def test_a_chat_survives_a_turn_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _chat(monkeypatch, ["Lea has 9 shells. " * 60, PROMPTS[1]])
+    give_chat(monkeypatch, ["Lea has 9 shells. " * 60, PROMPTS[1]])
     assert generate(BASE) == 0
     captured = capsys.readouterr()
     assert "IDLM-0412" in captured.err
@@ -301,9 +308,14 @@ def test_the_command_ends_with_status_2_and_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["idlm.infer.entry:generate", "idlm.infer.entry:evaluate", "idlm.train.cli:main"]
+    ("entry", "arguments"),
+    [
+        ("idlm.infer.entry:generate", ["model=nowhere", "-p", "x"]),
+        ("idlm.infer.entry:evaluate", ["model=nowhere"]),
+        ("idlm.train.cli:main", ["recipe=tiny"]),
+    ],
 )
-def test_ctrl_c_while_torch_loads_is_quiet(entry: str) -> None:
+def test_ctrl_c_while_torch_loads_is_quiet(entry: str, arguments: list[str]) -> None:
     module, function = entry.split(":")
     program = f"""
 import sys
@@ -313,7 +325,7 @@ class CtrlC:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, CtrlC())
 from {module} import {function} as command
-sys.argv = ["command", "model=nowhere", "+recipe=tiny"]
+sys.argv = ["command", *{arguments}]
 sys.exit(command())
 """
     done = subprocess.run(

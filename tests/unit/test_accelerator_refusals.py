@@ -13,7 +13,8 @@ from idlm.errors import UserError
 from idlm.infer import build
 from idlm.infer.acceleration import as_options, stack_of
 from idlm.infer.accelerators.base import ACCELERATORS, Place
-from idlm.infer.cli import describe_accelerators, describe_decoders, take_accelerator_options, with_options
+from idlm.infer.cli import take_accelerator_options, with_options
+from idlm.infer.plugin_help import describe_accelerators, describe_decoders
 from idlm.infer.settings import EngineSettings
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]

@@ -248,12 +248,7 @@ def test_a_surrounding_hydra_session_survives(conf: Path) -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_help_lists_every_key_with_default_and_text(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("-h", "--help"):
-        with pytest.raises(SystemExit) as caught:
-            fixture(conf, "typo=1", flag)
-        assert caught.value.code == 0
-        assert capsys.readouterr().out.strip() == describe(FixtureSchema)
+def test_help_lists_every_key_with_default_and_text() -> None:
     text = describe(FixtureSchema)
     assert "optimizer.learning_rate = 0.001\n    peak learning rate [a number]" in text
     assert "stages.*.stride = 2\n    tokens per forward [an integer]" in text

@@ -12,8 +12,8 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.acceleration import as_options
-from idlm.infer.cli import describe_decoders
 from idlm.infer.engine import Engine
+from idlm.infer.plugin_help import describe_decoders
 from idlm.infer.settings import check_options
 from idlm.semantics import Semantics
 from tests.toy import write_toy_checkpoint

@@ -7,10 +7,7 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.suggest import did_you_mean
-from idlm.train.data.base import SOURCES, THINKING, TURNS
-from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
-from idlm.train.data.shapes import AUTO, SHAPE_CHOICES
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -25,7 +22,7 @@ class DataConfig:
     path: str | None = _setting(None, "file, folder or pattern of the source; for hf a folder or a hub name")
     split: str = _setting("train", "split of an hf dataset")
     shape: str = _setting(
-        AUTO,
+        "auto",
         "shape of the records: messages, sharegpt, pair, alpaca, text, answers; auto: the first record's",
     )
     task: str = _setting("ledger", "generated task of the task source")
@@ -55,6 +52,11 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     """Everything that is wrong with the section and with `eval.path`, as sentences; looks for the files but
     opens none.
     """
+    # Not above: the readers import torch, which help and refusals of keys do not wait for.
+    from idlm.train.data.base import SOURCES, THINKING, TURNS
+    from idlm.train.data.build import ON_BAD_RECORD
+    from idlm.train.data.shapes import SHAPE_CHOICES
+
     choices = {
         "source": (data.source, tuple(SOURCES.names())),
         "shape": (data.shape, SHAPE_CHOICES),
@@ -69,8 +71,6 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     ]
     if data.workers < 0:
         problems.append(f"data.workers={data.workers} must be at least 0")
-    if data.source in (*SUFFIXES, "hf") and data.path is None:
-        problems.append(f"data.path is missing: the {data.source} source needs one")
     for key, path in (("data.path", data.path), ("eval.path", held_out)):
         if data.source in SUFFIXES and path is not None and path.strip():
             try:
