@@ -100,13 +100,12 @@ def check_prompts(
     UserError IDLM-0465 names two lines that have one id; a line without an id has its number.
     """
     options = {"drop_last_turn": drop_last_turn, "carry_keys": carry_keys}
-    # Here, so that help and refusals of keys do not wait for it.
-    import numpy as np
-
     # Eight bytes a line: equal hashes are rare, and then the file is read again.
     hashes = array("q", (hash(line.request_id) for line in read_prompts(path, sampling, **options)))
     if not hashes:
         raise UserError("IDLM-0430", f"input={path!r} has no lines", fix="give a file of JSON lines")
+    import numpy as np
+
     in_order = np.frombuffer(hashes, dtype=np.int64).copy()
     in_order.sort()
     repeated = set(in_order[1:][in_order[1:] == in_order[:-1]].tolist())
