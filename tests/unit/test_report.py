@@ -1,8 +1,7 @@
-"""The report of a finished run: without samples, without memory for the engine, and its plots (issue 13, line 8)."""
+"""The report of a finished run: without samples, without memory for the engine, and its plots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,16 +22,23 @@ def records() -> list[dict[str, Any]]:
     steps = [10, 60, 65, 70, 120, 130]
     stages = [0, 0, 0, 1, 1, 2]
     return [
-        {"step": step, "stage": stage, "mask_loss": loss, "acceptance": [0.5], "seconds": 1.0, "num_tokens": 3}
+        {
+            "step": step,
+            "stage": stage,
+            "mask_loss": loss,
+            "acceptance": [0.5],
+            "seconds": 1.0,
+            "num_tokens": 3,
+        }
         for step, stage, loss in zip(steps, stages, LOSSES, strict=True)
     ]
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Figure]]:
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))
-    yield drawn
+    return drawn
 
 
 def write(directory: Path, samples: report.SampleReport | None, metrics: list[dict[str, Any]]) -> str:
