@@ -31,7 +31,7 @@ from idlm.train.generation_config import read_generation_config
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.plan import DEVICE_BYTES, GIB
 from idlm.train.preview import LEGEND, coloured, pieces_of, plain
-from idlm.train.resume import config_text
+from idlm.train.resume import config_text, named_checkpoint
 from idlm.train.run_data import make_objective, prepare_data
 from idlm.train.run_plan import Estimate, estimate_run, gpu_name, num_gpus, plan_disk, remedies
 from idlm.train.weights_check import embedding_norm, is_renamed, weight_problems
@@ -82,6 +82,9 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         check_config(config)
         config = settle_accumulation(config, world_size=num_gpus(config))
         found.is_sound = True
+    if config.resume not in ("auto", "never"):
+        with found.guarding():
+            named_checkpoint(config)
     tokenizer: Any = None
     with found.guarding():
         tokenizer = _prepare("prepare_tokenizer")(config)

@@ -278,6 +278,9 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         ("adapter", "{rank: 0}"),
         ("export.dtype", "float16"),
         ("train.deepspeed", "/nope.json"),
+        ("resume", "/nope"),
+        ("data.path", "mine.jsonl"),
+        ("eval.path", "mine.jsonl"),
     ],
 )
 def test_a_dry_run_lists_what_it_cannot_plan_with(
