@@ -95,14 +95,19 @@ def engine_sampler(config: TrainConfig) -> Sampler:
     """
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
+        from idlm.train.memory import is_out_of_memory
         from idlm.train.report import SampleReport
 
         try:
             return _generate(config, directory, num_samples)
-        except UserError as error:
+        except (UserError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, UserError) and not is_out_of_memory(error):
+                raise
             # The checkpoint is published by now: a report without samples is better than none.
-            print(f"the report has no samples: {error}", file=sys.stderr)
-            return SampleReport()
+            first_line = (str(error).splitlines() or [""])[0]
+            problem = str(error) if isinstance(error, UserError) else f"out of memory: {first_line}"
+            print(f"the report has no samples: {problem}", file=sys.stderr)
+            return SampleReport(problem=problem)
 
     return sample
 
@@ -158,12 +163,13 @@ def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) 
 
     tested = sum(sum(completion.tested_by_position) for completion in done)
     accepted = sum(sum(completion.accepted_by_position) for completion in done)
+    num_forwards = sum(completion.num_forwards for completion in done)
     is_judged = all(verdict is not None for verdict in verdicts)
     return Measurement(
         decoder=decoder,
         exact_match=sum(verdict == CORRECT for verdict in verdicts) / len(done) if is_judged else None,
         acceptance_rate=accepted / tested if tested else None,
-        tokens_per_forward=sum(len(c.token_ids) for c in done) / sum(c.num_forwards for c in done),
+        tokens_per_forward=sum(len(c.token_ids) for c in done) / num_forwards if num_forwards else None,
     )
 
 

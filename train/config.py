@@ -67,7 +67,7 @@ class StageConfig:
         2, "tokens one forward can finalise: blocks of stride-1 masks, with objective=block of stride tokens"
     )
     steps: int | None = _setting(None, "optimizer steps of this stage")
-    fraction: float | None = _setting(None, "instead of steps: share of the run")
+    fraction: float | None = _setting(None, "instead of steps: share of the run; all add up to 1")
     clean_weight: Any = field(
         default=None,
         metadata={"help": "s in L_mask + s * L_clean: a number, or auto; null: 0.2, and 0 with an adapter"},

@@ -22,6 +22,7 @@ from idlm.train.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.regional_compile import CHOICES as COMPILE_CHOICES
 from idlm.train.settings import control_problems
+from idlm.train.unused_options import unused_options
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -31,6 +32,8 @@ PUBLISHED_FILES = (
     *("adapter_config.json", "adapter_model.safetensors", "idlm_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
 )
+FRACTION_TOLERANCE = 0.02
+"""Thirds may be written as 0.33."""
 RANGES = (
     ("warmup", 0, 1),
     ("weight_decay", 0, INFINITE),
@@ -56,6 +59,7 @@ def check_config(config: TrainConfig) -> None:
         *_sample_problems(config),
         *data_problems(config.data, config.eval.path),
         *control_problems(config.plan, config.eval, config.wandb, config.report),
+        *unused_options(config),
     ]
     problems += _empty_paths(config)
     target = Path(config.output_dir).absolute()
@@ -266,6 +270,13 @@ def _stage_problems(config: TrainConfig) -> list[str]:
             problems.append(f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}")
     if len({stage.steps is None for stage in loop.stages}) > 1:
         problems.append("train.stages mixes steps and fractions")
-    elif loop.stages[0].steps is None and loop.steps is None and loop.epochs is None:
-        problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
+    elif loop.stages[0].steps is None:
+        if loop.steps is None and loop.epochs is None:
+            problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
+        total = sum(stage.fraction or 0 for stage in loop.stages)
+        if abs(total - 1) > FRACTION_TOLERANCE:
+            problems.append(
+                f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and "
+                "must add up to 1; give fewer train.steps (or epochs) for a shorter run"
+            )
     return problems

@@ -88,7 +88,9 @@ def finish(
     run = target / RUN_FOLDER
     records = read_metrics(run / "metrics.jsonl")
     metrics = training_records(records)
-    samples: SampleReport | None = None if sampler is None else sampler(target, config.report.num_samples)
+    samples: SampleReport | None = None
+    if sampler is not None and config.report.num_samples > 0:
+        samples = sampler(target, config.report.num_samples)
     training_seconds = sum(record["seconds"] for record in metrics)
     stages = prepared.curriculum.stages
     facts = {

@@ -25,15 +25,15 @@ from idlm.train.config import TrainConfig, settle_accumulation
 from idlm.train.config_check import check_config
 from idlm.train.data.checks import inspect_data
 from idlm.train.dataset import PackedDataset
-from idlm.train.estimate import disk_plan, size_text, span
+from idlm.train.estimate import DISK_FIX, DiskPlan, size_text, span
 from idlm.train.gated import add_adapter
 from idlm.train.generation_config import read_generation_config
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.plan import DEVICE_BYTES, GIB, MemoryPlan
+from idlm.train.plan import DEVICE_BYTES, GIB
 from idlm.train.preview import LEGEND, coloured, pieces_of, plain
-from idlm.train.resume import config_text
+from idlm.train.resume import config_text, named_checkpoint
 from idlm.train.run_data import make_objective, prepare_data
-from idlm.train.run_plan import Estimate, estimate_run, gpu_name, num_gpus
+from idlm.train.run_plan import Estimate, estimate_run, gpu_name, num_gpus, plan_disk, remedies
 from idlm.train.weights_check import embedding_norm, is_renamed, weight_problems
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         check_config(config)
         config = settle_accumulation(config, world_size=num_gpus(config))
         found.is_sound = True
+    if config.resume not in ("auto", "never"):
+        with found.guarding():
+            named_checkpoint(config)
     tokenizer: Any = None
     with found.guarding():
         tokenizer = _prepare("prepare_tokenizer")(config)
@@ -177,9 +180,9 @@ def _plan(
         found.add("Memory", ["no estimate: the architecture's shape is not that of a dense decoder"])
         return
     device = "the CPU" if gpu_name(config) is None else f"one of {gpus} GPUs"
-    found.add(f"Memory of {device}, at the peak", _memory_lines(estimate.memory, config, found))
+    found.add(f"Memory of {device}, at the peak", _memory_lines(estimate, config, found))
     found.add("Time", _time_lines(estimate, config))
-    _add_disk(config, estimate, len(curriculum.stages), found)
+    _add_disk(plan_disk(config, model, curriculum), found)
 
 
 def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
@@ -233,7 +236,8 @@ def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[A
     return shown
 
 
-def _memory_lines(memory: MemoryPlan, config: TrainConfig, found: Findings) -> list[str]:
+def _memory_lines(estimate: Estimate, config: TrainConfig, found: Findings) -> list[str]:
+    memory = estimate.memory
     lines = [f"{size_text(term.num_bytes):>10}  {term.name} = {term.formula}" for term in memory.terms]
     lines.append(f"{size_text(memory.peak_allocated):>10}  allocated by torch at the peak")
     gpu = gpu_name(config)
@@ -244,10 +248,11 @@ def _memory_lines(memory: MemoryPlan, config: TrainConfig, found: Findings) -> l
     if available is not None:
         lines.append(f"{size_text(memory.device_bytes):>10}  of the {available / GIB:.0f} GiB of one {gpu}")
         if memory.device_bytes > available:
+            largest = max(memory.terms, key=lambda term: term.num_bytes)
             found.problems.append(
-                f"a {gpu} has {available / GIB:.0f} GiB, the run needs {memory.device_bytes / GIB:.1f}: more "
-                "GPUs with train.zero_stage=2 or 3, a smaller train.batch_size, or "
-                "model.gradient_checkpointing=true"
+                f"a {gpu} has {available / GIB:.0f} GiB, the run needs {memory.device_bytes / GIB:.1f}, of "
+                f"which {largest.num_bytes / GIB:.1f} are {largest.name}\n    fix: "
+                f"{' or '.join(remedies(config, estimate)) or 'a GPU with more memory'}"
             )
     return lines
 
@@ -267,15 +272,7 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
     ]
 
 
-def _add_disk(config: TrainConfig, estimate: Estimate, num_stages: int, found: Findings) -> None:
-    plan = disk_plan(
-        config,
-        estimate.shape,
-        num_stages=num_stages,
-        adapter_parameters=estimate.setup.adapter_parameters,
-        has_masters=estimate.setup.has_masters,
-        is_bf16=estimate.setup.is_bf16,
-    )
+def _add_disk(plan: DiskPlan, found: Findings) -> None:
     found.add(
         "Disk",
         [
@@ -286,7 +283,7 @@ def _add_disk(config: TrainConfig, estimate: Estimate, num_stages: int, found: F
         ],
     )
     if plan.problem is not None:
-        found.problems.append(plan.problem)
+        found.problems.append(f"{plan.problem}\n    fix: {DISK_FIX}")
 
 
 def launch_command(num_gpus: int, arguments: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Rates are assumptions and are named as such wherever they are shown. Nothing her
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from idlm.train.plan import GIB
 
 if TYPE_CHECKING:
     from idlm.train.config import TrainConfig
-    from idlm.train.plan import ModelShape
 
 MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 700.0, "A100": 265.0}
 """bf16 products that a GPU really reaches: H200 measured (facts: limits.md 7), the others about 0.8 of the
@@ -25,6 +25,7 @@ data sheet."""
 EFFICIENCY = 0.6
 """Share of that rate which whole steps reach; benchmarks/train_step.py measures it."""
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
+DISK_FIX = "free space, lower train.save_total_limit or give another output_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,9 @@ class TimePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlan:
-    """Bytes of one checkpoint of the run and of one published one, how many of each, and what is free."""
+    """Bytes of one checkpoint of the run and of one published one, how many of each, and what is free.
+    `held_bytes`: those that the run's earlier checkpoints take already.
+    """
 
     checkpoint_bytes: int
     num_checkpoints: int
@@ -63,6 +66,7 @@ class DiskPlan:
     num_exports: int
     free_bytes: int
     place: str
+    held_bytes: int = 0
 
     @property
     def needed_bytes(self) -> int:
@@ -70,12 +74,13 @@ class DiskPlan:
 
     @property
     def problem(self) -> str | None:
-        """What to say when it does not fit."""
-        if self.needed_bytes <= self.free_bytes:
+        """What to say when it does not fit; `DISK_FIX` says what to do."""
+        missing_bytes = self.needed_bytes - self.held_bytes
+        if missing_bytes <= self.free_bytes:
             return None
         return (
-            f"output_dir needs {self.needed_bytes / GIB:.1f} GiB, and {self.place} has "
-            f"{self.free_bytes / GIB:.1f} GiB free: lower train.save_total_limit or give another output_dir"
+            f"output_dir needs {size_text(missing_bytes)}, and {self.place} has "
+            f"{size_text(self.free_bytes)} free"
         )
 
 
@@ -123,10 +128,10 @@ def time_plan(
 
 def disk_plan(
     config: TrainConfig,
-    shape: ModelShape,
     *,
+    num_trained: int,
     num_stages: int,
-    adapter_parameters: int,
+    num_steps: int,
     has_masters: bool,
     is_bf16: bool,
 ) -> DiskPlan:
@@ -135,22 +140,20 @@ def disk_plan(
     One more than `save_total_limit` exists while the newest is written. Every stage publishes the weights, or
     the adapter alone.
     """
-    trained = adapter_parameters or shape.num_parameters
-    weight = 2 if is_bf16 else 4
+    loop, weight = config.train, 2 if is_bf16 else 4
     dtype = config.export.dtype or config.model.dtype
-    export_size = 4 if adapter_parameters and config.export.dtype is None else EXPORT_BYTES[dtype]
-    place = next(
-        path
-        for path in (Path(config.output_dir), *Path(config.output_dir).absolute().parents)
-        if path.exists()
-    )
+    is_float32_adapter = config.adapter is not None and config.export.dtype is None
+    output_dir = Path(config.output_dir).absolute()
+    place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    written = [*output_dir.glob("run/checkpoint-*/**/*"), *output_dir.glob("stages/**/*")]
     return DiskPlan(
-        checkpoint_bytes=trained * (weight + 8 + (4 if has_masters else 0)),
-        num_checkpoints=config.train.save_total_limit + 1,
-        export_bytes=trained * export_size,
+        checkpoint_bytes=num_trained * (weight + 8 + (4 if has_masters else 0)),
+        num_checkpoints=min(loop.save_total_limit + 1, math.ceil(num_steps / loop.save_every)),
+        export_bytes=num_trained * (4 if is_float32_adapter else EXPORT_BYTES[dtype]),
         num_exports=num_stages,
         free_bytes=shutil.disk_usage(place).free,
         place=str(place),
+        held_bytes=sum(path.stat().st_size for path in written if path.is_file()),
     )
 
 

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
+PROBES = (
+    "Hello world, it's 1234567 o'clock.",
+    "  two  spaces,\n\n\ta tab\r\n",
+    "na\u00efve cafe\u0301 \u65e5\u672c\u8a9e \U0001f44d",
+    "x_1 = 3*(y+0.5);  // WE'LL <b>see</b>",
+)
 ADAPTER_CARD = """# A gated LoRA of idlm
 
 It applies to MASK rows only. `idlm-generate model=<this directory>` does so, and answers with the law of
@@ -56,10 +62,34 @@ def export(
         _complete_config(staging / "config.json", dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+            _warn_of_stock_rules(tokenizer, staging)
         if semantics.stride > 1:
             semantics.save(staging)
         _require_bitwise(weights, staging, type(model))
     log.info("published %s", target)
+
+
+def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
+    """Warn when transformers' AutoTokenizer gives other ids for the files in `directory` than `tokenizer`.
+
+    For some values of `model_type` (qwen2) it applies that family's rules to files of a generic class.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        stock = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        differing = [text for text in PROBES if stock(text)["input_ids"] != tokenizer(text)["input_ids"]]
+    # Files that it cannot read surface as OSError, ValueError, KeyError or a bare Exception of the Rust side.
+    except Exception as error:
+        log.warning("transformers' AutoTokenizer cannot load the published tokenizer: %s", error)
+        return
+    if differing:
+        log.warning(
+            "transformers' AutoTokenizer (%s) gives other token ids than training used, for example for %r; "
+            "load the tokenizer with PreTrainedTokenizerFast.from_pretrained there, as idlm does",
+            type(stock).__name__,
+            differing[0],
+        )
 
 
 def _converted(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

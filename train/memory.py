@@ -29,6 +29,12 @@ GIB = 2**30
 HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the GPU or the host refused memory."""
+    is_typed = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_typed or (isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_TEXTS))
+
+
 @contextlib.contextmanager
 def explaining_memory(config: TrainConfig, model: nn.Module, *, world_size: int) -> Iterator[None]:
     """Inside, running out of GPU or host memory raises UserError IDLM-0517: what was used, what to set."""

@@ -55,6 +55,7 @@ from idlm.train.regional_compile import compile_layers, compiles
 from idlm.train.report import Sampler
 from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
 from idlm.train.run_data import make_objective, prepare_data
+from idlm.train.run_plan import check_disk
 from idlm.train.signals import StopOnSignal
 from idlm.train.stages import StageExports, publish_weights, stage_directory
 from idlm.train.watchdog import Watchdog, watching
@@ -126,6 +127,7 @@ def _run(
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
+    from_rank_zero(lambda: check_disk(config, prepared.model, prepared.curriculum))
     from_rank_zero(lambda: store_config(config))
     run, source = Path(config.output_dir) / RUN_FOLDER, prepared.dataset.source
     from_rank_zero(lambda: remember_data(run, source, is_continued=checkpoint is not None))

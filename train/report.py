@@ -16,6 +16,7 @@ from idlm.disk import replace_text
 from idlm.train.estimate import size_text, span
 
 PLOT_FOLDER = "report"
+LOSS_PLOT = "losses.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
-    """Samples of the finished checkpoint and what was measured while drawing them."""
+    """Samples of the finished checkpoint and what was measured while drawing them; `problem` says why there
+    are none.
+    """
 
     samples: tuple[SampleText, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +182,10 @@ def _sample_parts(report: SampleReport) -> list[str]:
             for item in report.measurements
         ]
         parts += ["## Measured on held-out prompts", _table(header, rows)]
-    if report.samples:
+    if report.samples or report.problem:
         parts.append("## Sample generations")
+    if report.problem:
+        parts.append(f"None: {report.problem}")
     for number, sample in enumerate(report.samples, start=1):
         verdict = f"\n\n{sample.verdict}" if sample.verdict else ""
         parts.append(
@@ -194,7 +200,7 @@ def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, s
     steps = [record["step"] for record in metrics]
     loss_names = [key for key in metrics[0] if key.endswith("_loss")]
     losses = {key[:-5]: (steps, [record[key] for record in metrics]) for key in loss_names}
-    plots = [("Loss of both paths" if len(losses) > 1 else "Loss", "losses.png", losses, "nats per token")]
+    plots = [("Loss of both paths" if len(losses) > 1 else "Loss", LOSS_PLOT, losses, "nats per token")]
     drafted = [record for record in metrics if record["acceptance"]]
     if drafted:
         num_positions = max(len(record["acceptance"]) for record in drafted)
@@ -213,9 +219,12 @@ def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, s
         plots.append(
             ("Tokens per forward that the acceptance predicts", "tpf.png", forwards, "tokens per forward")
         )
-    boundaries = [b["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
+    # Every stage ends with a record, so the boundary is the last step of a stage, not the next logged step.
+    boundaries = [a["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
     for title, name, lines, unit in plots:
-        _plot(folder / name, lines, title=title, unit=unit, boundaries=boundaries)
+        # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
+        is_log = name == LOSS_PLOT and all(value > 0 for _, values in lines.values() for value in values)
+        _plot(folder / name, lines, title=title, unit=unit, boundaries=boundaries, is_log=is_log)
     return [(title, name) for title, name, _, _ in plots]
 
 
@@ -226,6 +235,7 @@ def _plot(
     title: str,
     unit: str,
     boundaries: Sequence[int],
+    is_log: bool,
 ) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -242,6 +252,8 @@ def _plot(
         xlabel="optimizer step (dotted: next stage)" if boundaries else "optimizer step",
         ylabel=unit,
     )
+    if is_log:
+        axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -71,19 +71,25 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     if config.resume == "auto":
         found = _newest_intact(run)
     else:
-        found = Path(config.resume)
-        if found.resolve().parent != run.resolve() or not found.is_dir():
-            raise UserError(
-                "IDLM-0506",
-                f"resume={config.resume} is not a checkpoint of this run; they lie in {run}",
-                fix="use resume=auto, or start from those weights with model.path",
-            )
+        found = named_checkpoint(config)
         verify(found, sealed=True)
     if found is not None:
         _require_same_config(config, run)
         _require_same_shape(shape, found)
     elif run.exists():
         _move_aside(run)
+    return found
+
+
+def named_checkpoint(config: TrainConfig) -> Path:
+    """Return the checkpoint that `resume` names. UserError IDLM-0506 where it is not one of this run."""
+    run, found = Path(config.output_dir) / RUN_FOLDER, Path(config.resume)
+    if found.resolve().parent != run.resolve() or not found.is_dir():
+        raise UserError(
+            "IDLM-0506",
+            f"resume={config.resume} is not a checkpoint of this run; they lie in {run}",
+            fix="use resume=auto, or start from those weights with model.path",
+        )
     return found
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from idlm.errors import UserError
 from idlm.train.arguments import num_processes
 from idlm.train.config import TrainConfig
 from idlm.train.curriculum import Curriculum
 from idlm.train.dataset import PackedDataset, collate
-from idlm.train.deepspeed import keeps_fp32_masters, num_elements, uses_deepspeed, zero_stage
-from idlm.train.estimate import MATMUL_TFLOPS, TimePlan, mean_fed, time_plan
+from idlm.train.deepspeed import (
+    SHARDS_WEIGHTS,
+    keeps_fp32_masters,
+    num_elements,
+    uses_deepspeed,
+    zero_stage,
+)
+from idlm.train.estimate import (
+    DISK_FIX,
+    MATMUL_TFLOPS,
+    DiskPlan,
+    TimePlan,
+    disk_plan,
+    mean_fed,
+    time_plan,
+)
 from idlm.train.flops import Fed, fed_of, work_of
-from idlm.train.plan import MemoryPlan, ModelShape, RunSetup, memory_plan, shape_of
+from idlm.train.plan import GIB, MemoryPlan, ModelShape, RunSetup, memory_plan, shape_of
 from idlm.train.regional_compile import compiles
 
 if TYPE_CHECKING:
@@ -34,6 +49,8 @@ class Estimate:
     time: TimePlan | None
     num_gpus: int
     is_counted: bool
+    row_length: int
+    fed: Fed
 
     def as_dict(self) -> dict[str, float | None]:
         """For the run's folder, to be compared with what is measured."""
@@ -126,4 +143,78 @@ def estimate_run(
         time=time,
         num_gpus=gpus,
         is_counted=work is not None,
+        row_length=dataset.row_length,
+        fed=fed[-1],
     )
+
+
+def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
+    """Return the settings that lower the largest term of the plan, each with what the run needs then; the one
+    that leaves the smallest need comes first.
+    """
+    loop, gpus, row_length = config.train, estimate.num_gpus, estimate.row_length
+    checkpointed = replace(config, model=replace(config.model, gradient_checkpointing=True))
+    changes = {
+        f"{2 * gpus} GPUs": (config, 2 * gpus, row_length),
+        "model.gradient_checkpointing=true": (checkpointed, gpus, row_length),
+    }
+    if loop.batch_size == 1:
+        changes[f"train.max_length={loop.max_length // 2}"] = (config, gpus, row_length // 2)
+    loops = {}
+    if loop.batch_size > 1:
+        loops[f"train.batch_size={loop.batch_size // 2}"] = replace(loop, batch_size=loop.batch_size // 2)
+    if loop.deepspeed is None:
+        # Compiled layers do not go with weights that move.
+        highest = SHARDS_WEIGHTS - 1 if config.model.compile == "on" else SHARDS_WEIGHTS
+        for stage in range((loop.zero_stage or 0) + 1, highest + 1):
+            loops[f"train.zero_stage={stage}"] = replace(loop, zero_stage=stage)
+    if loop.zero_stage:
+        loops["train.offload_optimizer=true (slow)"] = replace(loop, offload_optimizer=True)
+    for name, changed in loops.items():
+        changes[name] = (replace(config, train=changed), gpus, row_length)
+    kind, before = _largest_kind(estimate.memory)
+    found = []
+    for name, (changed_config, world_size, length) in changes.items():
+        plan = _memory_of(changed_config, estimate, world_size=world_size, row_length=length)
+        if _bytes_of_kind(plan, kind) < before:
+            found.append((plan.device_bytes, f"{name} (then {plan.device_bytes / GIB:.1f} GiB)"))
+    return [text for _, text in sorted(found)]
+
+
+def _memory_of(config: TrainConfig, estimate: Estimate, *, world_size: int, row_length: int) -> MemoryPlan:
+    share = row_length / estimate.row_length
+    fed = Fed(**{name: share * getattr(estimate.fed, name) for name in Fed.__slots__})
+    num_adapted = estimate.setup.adapter_parameters
+    setup = run_setup(config, row_length, fed, num_adapted=num_adapted, world_size=world_size)
+    return memory_plan(estimate.shape, setup)
+
+
+def _largest_kind(plan: MemoryPlan) -> tuple[str, int]:
+    """Return the first word of the largest term's name, and the bytes of all terms that begin with it:
+    recomputed activations go by other names than kept ones.
+    """
+    kind = max(plan.terms, key=lambda term: term.num_bytes).name.split()[0].rstrip(",")
+    return kind, _bytes_of_kind(plan, kind)
+
+
+def _bytes_of_kind(plan: MemoryPlan, kind: str) -> int:
+    return sum(term.num_bytes for term in plan.terms if term.name.startswith(kind))
+
+
+def plan_disk(config: TrainConfig, model: PreTrainedModel, curriculum: Curriculum) -> DiskPlan:
+    """Return what the run will write; `model` with its adapter, if any."""
+    return disk_plan(
+        config,
+        num_trained=sum(num_elements(value) for value in model.parameters() if value.requires_grad),
+        num_stages=len(curriculum.stages),
+        num_steps=curriculum.num_steps,
+        has_masters=uses_deepspeed(config),
+        is_bf16=keeps_fp32_masters(config) or config.model.dtype == "bfloat16",
+    )
+
+
+def check_disk(config: TrainConfig, model: PreTrainedModel, curriculum: Curriculum) -> None:
+    """Raise UserError IDLM-0520 where the disk has no room for what the run will write."""
+    problem = plan_disk(config, model, curriculum).problem
+    if problem is not None:
+        raise UserError("IDLM-0520", problem, fix=DISK_FIX)

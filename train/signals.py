@@ -2,8 +2,9 @@
 process at once.
 
 One keystroke can arrive twice, from the terminal and from the launcher, so a second one counts only
-`ECHO_SECONDS` later. Launchers send SIGKILL themselves about 30 s after their first signal (torchrun,
-deepspeed): a step and its save must fit into that, or the run goes on from the checkpoint before.
+`ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed's after 30 s,
+torchrun after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and newer). A step and its save must fit into that,
+or the run goes on from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from idlm.train.distributed import highest
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO_SECONDS = 2.0
+
+
+def ignore_stop_signals() -> None:
+    """Ignore them in this process. Data workers call this: launchers and terminals signal the whole process
+    group, and a run whose workers have died cannot finish its step and save.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopOnSignal(TrainerCallback):

@@ -1,26 +1,28 @@
 """A thin subclass of transformers' Trainer: our loss over the global batch, and stop on a bad loss.
 
 Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
-step), `compute_loss` and `_get_train_sampler`, those for saving in `idlm.train.saving`. The loop itself is
-transformers'.
+step), `compute_loss`, `_get_train_sampler` and `get_train_dataloader`, those for saving in
+`idlm.train.saving`. The loop itself is transformers'.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from idlm.train.dataset import PackedDataset, collate
 from idlm.train.distributed import all_reduce
 from idlm.train.model import BodyAndHead
 from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.saving import SavingTrainer
+from idlm.train.signals import ignore_stop_signals
 from idlm.train.step import LossGuard, PreviousMeans, StepLosses
 
 if TYPE_CHECKING:
@@ -69,6 +71,13 @@ class IdlmTrainer(SavingTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         # The dataset is already in training order; a random order would undo curriculum and resume.
         return SequentialSampler(self.train_dataset)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader: DataLoader[Any] = super().get_train_dataloader()
+        # accelerate's loader hands out the rows of one that it holds.
+        inner = getattr(loader, "base_dataloader", loader)
+        inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
+        return loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -181,3 +190,10 @@ class IdlmTrainer(SavingTrainer):
         if engine is not None:
             self.guard.check_skipped(engine.engine.optimizer)
         return loss
+
+
+def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
+    """Prepare a data worker: transformers' seeding, and no death by a signal that is meant for the run."""
+    if seed is not None:
+        seed(worker)
+    ignore_stop_signals()

@@ -8,6 +8,9 @@
 PYTHON=${PYTHON:-python3}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONSAFEPATH=1 TOKENIZERS_PARALLELISM=false
+# Seconds between torchrun's SIGTERM to the ranks and its SIGKILL, which a checkpoint must fit into. torch 2.12 and
+# newer read it; older ones always wait 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-840}
 
 count_gpus() {
     local visible
@@ -20,6 +23,11 @@ count_gpus() {
         return 1
     fi
     echo "$visible"
+}
+
+# free_port: a port of this machine that no process listens on, so that two runs can share a machine.
+free_port() {
+    "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }
 
 # freeze ARGUMENT...: the path of the composed configuration; under DRY=1 what would print it.
@@ -49,4 +57,15 @@ run() {
     else
         exec "$@"
     fi
+}
+
+# wait_for PID: its exit status. A trap that ends the waiting must set was_interrupted=1; then it waits again.
+wait_for() {
+    local status
+    while :; do
+        was_interrupted=
+        status=0
+        wait "$1" || status=$?
+        [ -n "$was_interrupted" ] || return "$status"
+    done
 }

@@ -2,7 +2,9 @@
 # Any recipe on several nodes, by DeepSpeed's launcher over ssh (pdsh):
 #   HOSTFILE=hosts.txt recipes/launch/hosts.sh recipe=qwen3_8b model.path=... data.path=...
 # hosts.txt has one line per node: `name slots=8`. Every node sees this repository, the model, the data and
-# output_dir under the same paths (a shared disk); the frozen configuration lies in output_dir.
+# output_dir under the same paths (a shared disk); the frozen configuration lies in output_dir. PORT is the port of the
+# first node (default: one that is free here). DeepSpeed kills the ranks 30 s after Ctrl-C or SIGTERM, so that a large
+# checkpoint is not finished and the run goes on from the one before; slurm.sh and torchrun.sh wait for it.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=common.sh
@@ -14,5 +16,5 @@ if [ ! -r "$HOSTFILE" ]; then
     exit 2
 fi
 config=$(freeze "$@")
-run "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --no_local_rank --module idlm.train.cli \
-    "config=$config"
+run "$PYTHON" -m deepspeed.launcher.runner --hostfile "$HOSTFILE" --master_port "${PORT:-$(free_port)}" \
+    --no_local_rank --module idlm.train.cli "config=$config"

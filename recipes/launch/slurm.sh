@@ -1,16 +1,27 @@
 #!/usr/bin/env bash
 # Any recipe under Slurm, one torchrun per node:
 #   sbatch --nodes=2 --gpus-per-node=8 recipes/launch/slurm.sh recipe=qwen3_8b model.path=... data.path=...
-# Before the time limit Slurm sends SIGTERM: the run saves and ends, and the requeued job goes on from there.
+# 15 minutes before the time limit the run saves and ends, and the job is put into the queue again, where it goes on
+# from there. `sbatch --signal=B:USR1@1800 ...` gives it half an hour; then set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to a
+# minute less. `scancel --batch --signal=TERM JOB` saves and ends the job for good.
 #SBATCH --job-name=idlm-train
 #SBATCH --ntasks-per-node=1
-#SBATCH --signal=TERM@180
+#SBATCH --signal=B:USR1@900
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
-# Slurm runs a copy of this file: the folder of the original is where the job was submitted from.
-here=${SLURM_SUBMIT_DIR:+$SLURM_SUBMIT_DIR/recipes/launch}
-here=${LAUNCH_FOLDER:-${here:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)}}
+
+# Slurm runs a copy of this file; it knows where the original lies: Command=<path> <arguments>. Else: LAUNCH_FOLDER.
+launch_folder() {
+    local command
+    command=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true
+    case $command in
+        /*/slurm.sh*) echo "${command%%/slurm.sh*}" ;;
+        *) cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd ;;
+    esac
+}
+
+here=${LAUNCH_FOLDER:-$(launch_folder)}
 # shellcheck source=common.sh
 . "$here/common.sh"
 
@@ -18,7 +29,31 @@ here=${LAUNCH_FOLDER:-${here:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd
 gpus=${GPUS:-${SLURM_GPUS_ON_NODE:?ask for --gpus-per-node, or give GPUS}}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*}
+# A job that was put into the queue again goes on, whatever it was told when it began.
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || set -- "$@" resume=auto
 config=$(freeze "$@")
-run srun --kill-on-bad-exit=1 "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_JOB_NUM_NODES" \
-    --nproc-per-node "$gpus" --rdzv-backend c10d --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID" \
-    -m idlm.train.cli "config=$config"
+command=(srun --kill-on-bad-exit=1 "$here/slurm_node.sh" "$PYTHON" -m torch.distributed.run
+    --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" --rdzv-backend c10d
+    --rdzv-endpoint "$first:${PORT:-$(free_port)}" --rdzv-id "$SLURM_JOB_ID" -m idlm.train.cli "config=$config")
+if [ "${DRY:-0}" = 1 ]; then
+    run "${command[@]}"
+    exit
+fi
+
+# srun answers SIGTERM with SIGKILL for all its tasks, but passes SIGUSR2 on: slurm_node.sh.
+is_requeued='' srun=''
+stop_run() {
+    was_interrupted=1
+    [ -z "$srun" ] || kill -USR2 "$srun" 2>/dev/null || true
+}
+trap 'is_requeued=1; stop_run' USR1
+trap stop_run TERM
+"${command[@]}" &
+srun=$!
+status=0
+wait_for "$srun" || status=$?
+if [ -n "$is_requeued" ] && [ "$status" -ne 0 ]; then
+    echo "the time limit is near: job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -278,6 +278,9 @@ def test_a_dry_run_looks_at_the_headers_of_weights(
         ("adapter", "{rank: 0}"),
         ("export.dtype", "float16"),
         ("train.deepspeed", "/nope.json"),
+        ("resume", "/nope"),
+        ("data.path", "mine.jsonl"),
+        ("eval.path", "mine.jsonl"),
     ],
 )
 def test_a_dry_run_lists_what_it_cannot_plan_with(
@@ -288,6 +291,17 @@ def test_a_dry_run_lists_what_it_cannot_plan_with(
     told = capsys.readouterr()
     assert "IDLM-0550" in told.err and key in told.err and "Traceback" not in told.err
     assert "# Configuration" in told.out and "# Launch" in told.out
+
+
+def test_a_disk_too_small_for_the_plan_is_refused_before_training(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from idlm.train import estimate
+
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    assert cli.main(arguments(base, tmp_path / "out")) == 2
+    assert "IDLM-0520" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "run").exists()
 
 
 def test_a_dry_run_tells_all_problems_at_once(

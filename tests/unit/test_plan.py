@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from idlm.compose import compose
+from idlm.errors import UserError
 from idlm.lora import AdapterSpec
+from idlm.train import estimate
+from idlm.train.config import TrainConfig
+from idlm.train.curriculum import Curriculum, Stage
 from idlm.train.estimate import DiskPlan, TimePlan, span
-from idlm.train.flops import work_of
+from idlm.train.flops import Fed, work_of
 from idlm.train.gated import add_adapter
-from idlm.train.plan import ModelShape, RunSetup, kept_per_mask_row, kept_per_row, memory_plan, shape_of
+from idlm.train.plan import (
+    DEVICE_BYTES,
+    GIB,
+    ModelShape,
+    RunSetup,
+    kept_per_mask_row,
+    kept_per_row,
+    memory_plan,
+    shape_of,
+)
+from idlm.train.run_plan import Estimate, check_disk, remedies, run_setup
 
 ROWS, LAYERS, RANK = 64, 3, 8
 
@@ -204,3 +221,76 @@ def test_time_and_disk_add_up() -> None:
     assert disk.needed_bytes == 320 and disk.problem is None
     assert "/x" in str(replace(disk, free_bytes=319).problem)
     assert [span(s) for s in (0.25, 33, 7200, 90000)] == ["0.25 s", "33 s", "2 h 0 min", "1 d 1 h"]
+
+
+SHAPE_32B = ModelShape(
+    width=5120, ffn=25600, queries=8192, keys=1024, layers=64, vocabulary=151936, has_qk_norm=True,
+    is_tied=False, num_parameters=32_762_123_264, layer_parameters=487_598_336,
+)  # fmt: skip
+ADAPTER_32B = 8_589_934_592
+
+
+def estimate_32b(*overrides: str, adapter_parameters: int = ADAPTER_32B) -> tuple[TrainConfig, Estimate]:
+    """The recipe of Qwen3-32B on 8 GPUs, with full rows of 4096 tokens and as many MASK rows."""
+    config = compose("train", TrainConfig, ["recipe=qwen3_32b", *overrides])
+    fed = Fed(clean_rows=4096, noisy_rows=4096, clean_targets=4095, noisy_targets=4095)
+    setup = run_setup(config, 8192, fed, num_adapted=adapter_parameters, world_size=8)
+    planned = Estimate(
+        shape=SHAPE_32B, setup=setup, memory=memory_plan(SHAPE_32B, setup), time=None, num_gpus=8,
+        is_counted=True, row_length=8192, fed=fed,
+    )  # fmt: skip
+    return config, planned
+
+
+def test_the_recipe_of_qwen3_32b_fits_a_node_of_eight_h100_by_its_own_plan() -> None:
+    _, planned = estimate_32b()
+    assert planned.memory.device_bytes < DEVICE_BYTES["H100"]
+    _, kept = estimate_32b("model.gradient_checkpointing=false")
+    assert kept.memory.device_bytes > DEVICE_BYTES["H200"], "what it said before"
+
+
+def test_the_fix_of_a_memory_problem_names_what_lowers_the_largest_term() -> None:
+    told = remedies(*estimate_32b("model.gradient_checkpointing=false"))
+    assert told[0].startswith("model.gradient_checkpointing=true (then ") and told[0].endswith(" GiB)")
+    assert any(text.startswith("train.max_length=2048 ") for text in told)
+    assert not any("zero_stage" in text or "offload" in text or "GPUs" in text for text in told), told
+    _, fitting = estimate_32b()
+    assert f"(then {fitting.memory.device_bytes / GIB:.1f} GiB)" in told[0], (
+        "what is promised is what is planned"
+    )
+
+
+def test_checkpointing_is_no_fix_where_the_optimizer_is_the_largest_term() -> None:
+    config, planned = estimate_32b("adapter=null", "train.zero_stage=1", adapter_parameters=0)
+    told = remedies(config, planned)
+    assert not any("checkpointing" in text or "max_length" in text for text in told), told
+    # Gradients of 4 P on every GPU are the largest term: ZeRO-1 shards the optimizer alone.
+    assert {text.split()[0] for text in told} == {
+        "train.zero_stage=2",
+        "train.zero_stage=3",
+        "train.offload_optimizer=true",
+    }
+
+
+def test_a_run_checks_the_disk_that_its_plan_needs_and_counts_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose("train", TrainConfig, [f"output_dir={tmp_path / 'out'}", "train.save_every=4"])
+    stage = Stage(index=0, stride=2, num_steps=10, clean_weight=0.2)
+    curriculum = Curriculum(stages=(stage,), global_batch=1)
+    # 100 float32 weights: three checkpoints of weights and two moments (one is being written), one export.
+    model = torch.nn.Linear(10, 10, bias=False)
+    needed = 100 * (3 * 12 + 4)
+    free = SimpleNamespace(free=needed)
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: free)
+    check_disk(config, model, curriculum)
+    free.free -= 1
+    with pytest.raises(UserError, match="IDLM-0520"):
+        check_disk(config, model, curriculum)
+    written = tmp_path / "out" / "run" / "checkpoint-4" / "weights"
+    written.parent.mkdir(parents=True)
+    written.write_bytes(b"x")
+    check_disk(config, model, curriculum)
+    short = Curriculum(stages=(replace(stage, num_steps=3),), global_batch=1)
+    free.free = 100 * (12 + 4)
+    check_disk(config, model, short)

@@ -207,7 +207,7 @@ def test_an_empty_path_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_held_out_data_is_looked_for_before_it_is_needed(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("{}\n")
-    changes = {"data.source": "jsonl", "data.path": tmp_path / "data.jsonl"}
+    changes = {"data.source": "jsonl", "data.path": tmp_path / "data.jsonl", "eval.every": 1}
     with pytest.raises(UserError, match=r"(?s)IDLM-0504.*eval\.path.*/nope"):
         check_config(config_of(tmp_path, **changes, **{"eval.path": "/nope"}))
     for path in ("data.jsonl", "*.jsonl"):
