@@ -34,6 +34,7 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.interrupts import ctrl_c_raises
 from tests.ranks import shards_of, team_engine, team_of_threads
 from tests.toy import write_toy_checkpoint
 
@@ -194,7 +195,7 @@ def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
         return step(self, schedule)
 
     monkeypatch.setattr(type(engine._step), "__call__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, greedy(max_tokens=12))
     assert calls == 3
     assert_idle(engine)
