@@ -37,8 +37,8 @@ class StopOnSignal(TrainerCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handlers are process-wide and Python allows them on the main thread only; elsewhere this does
-        nothing. A signal that is ignored stays ignored: a shell starts background jobs with SIGINT ignored, so
-        that a Ctrl-C at the terminal does not stop them.
+        nothing. A signal that is ignored stays ignored: a shell starts background jobs with SIGINT ignored,
+        so that a Ctrl-C at the terminal does not stop them.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
