@@ -1,6 +1,7 @@
 # The two commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
 #   make test   lint, types, import rules and every test that needs no GPU
+# For who has a GPU: make gpu-test PART=engine, and the other parts below.
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
 PYTHON ?= python3
@@ -19,7 +20,17 @@ export PYTHONPATH := $(CURDIR)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test format clean
+# Tests that compare what models decide run on a second instruction set too: rounding must not decide them.
+TWO_CPUS := tests/contracts/test_block_traps.py tests/contracts/test_block_decoder.py tests/unit/test_ties.py \
+	tests/contracts/test_greedy_parity.py::test_random_checkpoints_agree
+
+# tests/gpu in parts of at most eight minutes on an H200 (tests/repo/test_make.py: every file is in one part).
+GPU_engine := engine faults lawless tensor_parallel zero
+GPU_block := accelerators block experts focus ties
+GPU_kernels := linear_cross_entropy paged_attention sampling split_attention step_rows trunk
+GPU_WORKERS ?= 8
+
+.PHONY: demo test gpu-test format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -31,6 +42,12 @@ test: $(VENV)/.test-$(KEY)
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -n 2
+	ATEN_CPU_CAPABILITY=default $(RUN) -m pytest -n 2 -q $(TWO_CPUS)
+
+# In an environment that has the extras gpu and dev: nothing is installed here.
+gpu-test:
+	@test -n "$(GPU_$(PART))" || { echo "make gpu-test PART=engine, PART=block or PART=kernels"; exit 1; }
+	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) $(foreach name,$(GPU_$(PART)),$(wildcard tests/gpu/test_$(name)*.py))
 
 format: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check --fix .

@@ -73,11 +73,22 @@ def _with_logprobs(
     token_ids_BJ = outcome.token_ids_BJ
     offsets_J = torch.arange(token_ids_BJ.shape[1], device=token_ids_BJ.device)
     rows_BJ = (plan.first_logit_B[:, None] + offsets_J).clamp(max=len(logits_XV) - 1)
-    law_BJV = torch.log_softmax(logits_XV[rows_BJ].double(), dim=-1)
-    top = law_BJV.topk(min(num_top, law_BJV.shape[-1]), dim=-1)
+    logits_BJV = logits_XV[rows_BJ]
+    law_BJV = torch.log_softmax(logits_BJV.double(), dim=-1)
+    top_ids_BJK = _likeliest(logits_BJV, min(num_top, law_BJV.shape[-1]))
     return StepResult(
         counts_BJ=counts_BJ,
         logprobs_BJ=law_BJV.gather(-1, token_ids_BJ[..., None])[..., 0],
-        top_ids_BJK=top.indices,
-        top_logprobs_BJK=top.values,
+        top_ids_BJK=top_ids_BJK,
+        top_logprobs_BJK=law_BJV.gather(-1, top_ids_BJK),
     )
+
+
+def _likeliest(logits_BJV: Tensor, num: int) -> Tensor:
+    """Ids of the largest logits, of equal ones the lower id first. topk promises no order of ties, so it gets
+    keys without ties: an integer that orders as the fp32 logit does, then the id.
+    """
+    bits_BJV = (logits_BJV.float() + 0.0).view(torch.int32)  # + 0.0: -0 is 0.
+    keys_BJV = (bits_BJV ^ ((bits_BJV >> 31) & 0x7FFFFFFF)).long() << 32
+    keys_BJV -= torch.arange(logits_BJV.shape[-1], device=logits_BJV.device)
+    return keys_BJV.topk(num, dim=-1).indices

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.margins import assert_gap
 
 Lists = list[list[int]]
 """Slots before the block, by KV head."""
+SLOT_MARGINS = {torch.float32: 1e-6, torch.float64: 1e-12}
+"""The smallest difference of slots' scores (shares of attention, bounds of products), by the keys' dtype."""
 
 
 class Rule(Protocol):
@@ -54,8 +57,9 @@ def bound_of(q_QH: Tensor, page_FH: Tensor) -> float:
     return float(torch.maximum(q_QH * least_H, q_QH * largest_H).sum(dim=1).mean())
 
 
-def top(scores: list[float], num: int) -> list[int]:
+def top(scores: list[float], num: int, dtype: torch.dtype) -> list[int]:
     """Places of the largest."""
+    assert_gap(scores, num, margin=SLOT_MARGINS[dtype])
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:num])
 
 
@@ -82,8 +86,9 @@ class SlowMage:
             return None
         if self.step > self.last:
             return self.sets[layer]
-        q_WNH, k_PKH = q_WNH.double(), k_PKH.double()
-        self.sets[layer] = [top(share_of(q_WNH, k_PKH, head), self.k) for head in range(k_PKH.shape[1])]
+        dtype, q_WNH, k_PKH = k_PKH.dtype, q_WNH.double(), k_PKH.double()
+        shares = [share_of(q_WNH, k_PKH, head) for head in range(k_PKH.shape[1])]
+        self.sets[layer] = [top(scores, self.k, dtype) for scores in shares]
         return None
 
 
@@ -102,13 +107,13 @@ class SlowQuest:
         """All slots of the best pages."""
         if layer < self.exact_layers:
             return None
-        q_WNH, k_PKH = q_WNH.double(), k_PKH.double()
+        dtype, q_WNH, k_PKH = k_PKH.dtype, q_WNH.double(), k_PKH.double()
         num_slots, num_kv_heads = k_PKH.shape[:2]
         found = []
         for head in range(num_kv_heads):
             pages = [k_PKH[start : start + self.page, head] for start in range(0, num_slots, self.page)]
             scores = [bound_of(queries_of(q_WNH, k_PKH, head), page) for page in pages]
-            best = top(scores, math.ceil(self.k / self.page))
+            best = top(scores, math.ceil(self.k / self.page), dtype)
             found.append([slot for slot in range(num_slots) if slot // self.page in best])
         return found
 

@@ -3,16 +3,21 @@ anew in every pass by transformers with a dense block-causal mask, everything el
 
 Nothing of the engine is imported. What the engine is free to choose is stated here: random numbers are
 Philox4x32-10 of (seed, sample, block << 16 | pass, place); ties go to the left; the MASK is never predicted.
+Rounding decides a near tie, so one raises `tests.margins.NearTie`: no test compares across it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.margins import DRAW_MARGIN, assert_apart, assert_gap, clear_choice
 
 NEVER = -1e30
 
@@ -47,15 +52,18 @@ class Rules:
 
 
 class SlowBlocks:
-    """A model and rules. Counts edits, and rows of blocks that are not clean yet."""
+    """A model and rules. Counts edits, and rows of blocks that are not clean yet. `allows_ties`: rounding may
+    decide near ties, for statistics over many answers.
+    """
 
     num_edits = 0
     num_rows = 0
+    allows_ties = False
 
-    def __init__(self, directory: Path, rules: Rules) -> None:
+    def __init__(self, directory: Path, rules: Rules, *, allows_ties: bool = False) -> None:
         import transformers
 
-        self.rules = rules
+        self.rules, self.allows_ties = rules, allows_ties
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -114,28 +122,23 @@ class SlowBlocks:
         prompt_places = range(len(known) - start)
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
-            law = law_of(self._logits(known)[-1], sampling)
-            work[0] = invert(law, uniform(sampling.seed, 0, number << 16, 0))
+            work[0] = self._draw(
+                self._logits(known)[-1], sampling, uniform(sampling.seed, 0, number << 16, 0)
+            )
         num_passes = num_clean = 0
         self.whole_part = -1
         while None in work or rules.edit is not None:
             rows = self._rows_of(known[:start], work)
-            drawn, confidence, entropy, edits = {}, {}, {}, {}
-            for place, row in rows.items():
-                law, own = law_of(row, sampling), softmax(row)
-                judge = own if sampling.temperature == 0 else law
-                if work[place] is None:
-                    step = (number << 16) + 1 + num_passes
-                    drawn[place] = invert(law, uniform(sampling.seed, 0, step, place))
-                    confidence[place] = judge[drawn[place]]
-                    entropy[place] = -sum(p * math.log(p) for p in own if p > 0)
-                elif rules.edit is not None and place not in prompt_places:
-                    best = row.index(max(row))
-                    if best != work[place] and judge[best] > rules.edit:
-                        edits[place] = best
+            masked = {place: row for place, row in rows.items() if work[place] is None}
+            edits: dict[int, int | None] = {}
+            if rules.edit is not None:
+                others = rows.keys() - masked.keys() - set(prompt_places)
+                said = {place: self._edit(rows[place], work[place], sampling) for place in others}
+                edits = {place: token for place, token in said.items() if token != work[place]}
             began_clean = None not in work
-            for place in [] if began_clean else self._choose(confidence, entropy, num_passes):
-                work[place] = drawn[place]
+            decided = {} if began_clean else self._decide(masked, sampling, number, num_passes)
+            for place, token in decided.items():
+                work[place] = token
             for place, token in edits.items():
                 work[place] = token
             self.num_edits += len(edits)
@@ -165,30 +168,99 @@ class SlowBlocks:
         places = range(first + 1, last) if rules.shifted else range(first, last)
         return dict(zip(places, logits, strict=False))
 
-    def _choose(self, confidence: dict[int, float], entropy: dict[int, float], step: int) -> list[int]:
+    def _decide(
+        self, rows: dict[int, list[float]], sampling: Sampling, number: int, num_passes: int
+    ) -> dict[int, int]:
+        """Of the masks that there are logits for, the tokens of those that the strategy takes."""
+        step = (number << 16) + 1 + num_passes
+        numbers = {place: uniform(sampling.seed, 0, step, place) for place in rows}
+        scores, certain = {}, set()
+        for place, row in rows.items():
+            law, own = law_of(row, sampling), softmax(row)
+            judge = own if sampling.temperature == 0 else law
+            scores[place] = judge[invert(law, numbers[place])]
+            if self.rules.strategy == "entropy_bounded":
+                scores[place] = -sum(p * math.log(p) for p in own if p > 0)
+            elif sampling.temperature > 0 and scores[place] == 1:
+                certain.add(place)
+            if not self.allows_ties:
+                assert_clear_filters(row, sampling)
+
+        def choose(scores: dict[int, float]) -> list[int]:
+            return sorted(self._choose(scores, num_passes))
+
+        chosen = choose(scores)
+        if not self.allows_ties and self.rules.strategy != "sequential":
+            # A law of one token has probability 1 on every device: of such ties, the left place is first.
+            clear_choice(choose, scores, exact=certain)
+        return {place: self._draw(rows[place], sampling, numbers[place]) for place in chosen}
+
+    def _draw(self, row: list[float], sampling: Sampling, number: float) -> int:
+        """The token that a random number draws."""
+        law = law_of(row, sampling)
+        if not self.allows_ties:
+            assert_clear_draw(row, law, sampling, number)
+        return invert(law, number)
+
+    def _edit(self, row: list[float], old: int | None, sampling: Sampling) -> int | None:
+        """The token that takes the place of the decided one."""
+        assert self.rules.edit is not None
+        judge = softmax(row) if sampling.temperature == 0 else law_of(row, sampling)
+        best = row.index(max(row))
+        if not self.allows_ties:
+            if best != old:
+                assert_apart(judge[best], self.rules.edit)
+            if judge[best] > self.rules.edit:
+                assert_gap(row)
+        return best if judge[best] > self.rules.edit else old
+
+    def _choose(self, scores: dict[int, float], step: int) -> list[int]:
+        """Places by their scores: entropies where the strategy looks at these, confidences elsewhere."""
         rules = self.rules
-        places = sorted(confidence)
+        places = sorted(scores)
         if rules.part is not None:
             places = [place for place in places if place // rules.part == places[0] // rules.part]
         steps = rules.steps or rules.size
         quota = min(rules.size // steps + (step < rules.size % steps), len(places))
-        by_confidence = sorted(places, key=lambda place: -confidence[place])
+        by_confidence = sorted(places, key=lambda place: -scores[place])
         if rules.strategy == "sequential":
             return places[:quota]
         if rules.strategy == "low_confidence_static":
             return by_confidence[:quota]
         if rules.strategy == "low_confidence_dynamic":
-            sure = [place for place in places if confidence[place] > rules.threshold]
+            sure = [place for place in places if scores[place] > rules.threshold]
             return sure if len(sure) >= quota else by_confidence[:quota]
         assert rules.strategy == "entropy_bounded"
         chosen: list[int] = []
         total = 0.0
-        for place in sorted(places, key=lambda place: entropy[place]):
-            total += entropy[place]
+        for place in sorted(places, key=lambda place: scores[place]):
+            total += scores[place]
             if chosen and total >= rules.entropy_bound:
                 break
             chosen.append(place)
         return chosen
+
+
+def assert_clear_filters(row: list[float], sampling: Sampling) -> None:
+    """Rounding does not change which tokens top-k and top-p keep."""
+    if sampling.temperature > 0:
+        assert_gap(row, sampling.top_k)
+    if sampling.temperature > 0 and sampling.top_p < 1:
+        whole = law_of(row, dataclasses.replace(sampling, top_p=1.0))
+        for mass in itertools.accumulate(sorted(whole, reverse=True)):
+            assert_apart(mass, sampling.top_p, margin=DRAW_MARGIN)
+
+
+def assert_clear_draw(row: list[float], law: list[float], sampling: Sampling, number: float) -> None:
+    """Rounding does not change the token that a number draws."""
+    if sampling.temperature == 0:
+        assert_gap(row)
+        return
+    assert_clear_filters(row, sampling)
+    token = invert(law, number)
+    for border in (sum(law[:token]), sum(law[: token + 1])):
+        if DRAW_MARGIN < border < 1 - DRAW_MARGIN:
+            assert_apart(number, border, margin=DRAW_MARGIN)
 
 
 def softmax(row: list[float]) -> list[float]:

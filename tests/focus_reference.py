@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, invert, law_of, softmax, uniform
+from tests.block_reference import NEVER, Rules, Sampling, SlowBlocks, uniform
+from tests.margins import clear_choice
 
 Rows = dict[int, Tensor]
 """By place in the block, the queries [N, H] or keys [K, H] of one layer."""
@@ -118,11 +119,18 @@ def select(
             )
         )
     deltas = {place: found[1][place] - found[0][place] for place in masked}
-    number, _ = budget(state, deltas, masked, rules)
-    is_needed = rules.begins_full and state.num_passes == 0
-    if is_needed or len(masked) <= number:
+
+    def choose(deltas: dict[int, float]) -> tuple[int, set[int] | None]:
+        """The budget, and the best masks where not all go on."""
+        number, _ = budget(state, deltas, masked, rules)
+        is_needed = rules.begins_full and state.num_passes == 0
+        if is_needed or len(masked) <= number:
+            return number, None
+        return number, set(sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number])
+
+    number, best = clear_choice(choose, deltas)
+    if best is None:
         return Selection(kept=tuple(fed), budget=number, limit=rules.size, deltas=deltas)
-    best = sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number]
     kept = {place for place in fed if place not in masked} | set(best)
     kept |= {place - 1 for place in best if place - 1 in masked}
     kept |= {place for place in masked if place < max(kept) and place not in state.processed}
@@ -216,7 +224,7 @@ class SlowFocus(SlowBlocks):
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
             assert last_row is not None
-            work[0] = invert(law_of(last_row, sampling), uniform(sampling.seed, 0, number << 16, 0))
+            work[0] = self._draw(last_row, sampling, uniform(sampling.seed, 0, number << 16, 0))
         empty = list(work)
         while None in work:
             if len(self.passes) in self.losses:
@@ -252,18 +260,6 @@ class SlowFocus(SlowBlocks):
                 )
             )
         return [token for token in work if token is not None], state
-
-    def _decide(
-        self, rows: dict[int, list[float]], sampling: Sampling, number: int, step: int
-    ) -> dict[int, int]:
-        """Of the places that there are logits for, by the strategy."""
-        drawn, confidence, entropy = {}, {}, {}
-        for place, row in rows.items():
-            law, own = law_of(row, sampling), softmax(row)
-            drawn[place] = invert(law, uniform(sampling.seed, 0, (number << 16) + 1 + step, place))
-            confidence[place] = (own if sampling.temperature == 0 else law)[drawn[place]]
-            entropy[place] = -sum(p * math.log(p) for p in own if p > 0)
-        return {place: drawn[place] for place in self._choose(confidence, entropy, step)}
 
     def _thinned(
         self,

@@ -46,12 +46,14 @@ class StopOnSignal(TrainerCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handlers are process-wide and Python allows them on the main thread only; elsewhere this does
-        nothing.
+        nothing. A signal that is ignored stays ignored: a shell starts background jobs with SIGINT ignored,
+        so that a Ctrl-C at the terminal does not stop them.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield
         finally:

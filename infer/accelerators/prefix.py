@@ -47,10 +47,12 @@ def shares(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_s
 
 
 def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
-    """The `num` candidates [b, K, num] with the largest scores, `NOT_LISTED` where there are fewer."""
+    """The `num` candidates [b, K, num] with the largest scores, `NOT_LISTED` where there are fewer. Of equal
+    scores the lower slot comes first, on every device and in every batch: topk promises no order of ties.
+    """
     scores_bKS = scores_bKS.masked_fill(~is_candidate_bS[:, None], float("-inf"))
-    found = scores_bKS.topk(min(num, scores_bKS.shape[-1]), dim=-1)
-    places_bKC = torch.where(found.values > float("-inf"), found.indices, NOT_LISTED)
+    ranked_bKS, order_bKS = scores_bKS.sort(dim=-1, descending=True, stable=True)
+    places_bKC = torch.where(ranked_bKS > float("-inf"), order_bKS, NOT_LISTED)[..., :num]
     missing = num - places_bKC.shape[-1]
     return torch.nn.functional.pad(places_bKC, (0, missing), value=NOT_LISTED)
 

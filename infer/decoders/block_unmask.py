@@ -2,7 +2,10 @@
 
 Names and rules as users of SDAR know them (arXiv 2510.06303 and its code), with two departures: quotas never
 exceed the masks that are left (there, they would overwrite the prompt), and `entropy_bounded` is written from
-its description. Ties go to the left. Static shapes, nothing waits for the device.
+its description. Static shapes, nothing waits for the device.
+Order of ties, on every device: of places that are equally confident to the last bit the left one is decided
+first, and of equally likely tokens the one with the lower id. Confidences that are equal up to rounding (on a
+canvas of nothing but MASKs) are not ties: rounding decides between them. `sequential` has no such case.
 Shapes: B sequences, W positions of a block.
 """
 

@@ -50,8 +50,8 @@ def route(
     """The chosen experts of each row (integers) and their weights, fp32 (fp64 of fp64), both [R, C].
 
     Scores are made in fp32; `bias_X` counts where experts are chosen, not in a weight; weights are rounded
-    once to the dtype of the logits, as the published routers do. A row whose slot is negative is padding: its
-    experts are -1, its weights unspecified.
+    once to the dtype of the logits, as the published routers do. Of equal scores, the lower number is chosen.
+    A row whose slot is negative is padding: its experts are -1, its weights unspecified.
     """
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
@@ -72,7 +72,7 @@ def plain_route(
     quality_RX = scores_RX if bias_X is None else scores_RX + bias_X
     if routing.num_chosen_groups < routing.num_groups:
         quality_RX = _in_best_groups(quality_RX, routing)
-    experts_RC = quality_RX.topk(routing.num_chosen, dim=-1).indices
+    experts_RC = _largest(quality_RX, routing.num_chosen)
     weights_RC = scores_RX.gather(1, experts_RC)
     if routing.is_normalised:
         weights_RC = weights_RC / (weights_RC.sum(dim=-1, keepdim=True) + LEAST_SUM)
@@ -154,11 +154,18 @@ def plain_experts(
     return out_RD.to(x_RD.dtype)
 
 
+def _largest(scores: Tensor, num: int) -> Tensor:
+    """Numbers of the largest of each row, of equal ones the lower first, as in the kernel. Not topk, which
+    promises no order of ties.
+    """
+    return scores.argsort(dim=-1, descending=True, stable=True)[..., :num]
+
+
 def _in_best_groups(quality_RX: Tensor, routing: Routing) -> Tensor:
     """-inf outside the groups whose best scores have the largest sums."""
     grouped_RGx = quality_RX.view(len(quality_RX), routing.num_groups, -1)
     sums_RG = grouped_RGx.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
-    best = sums_RG.topk(routing.num_chosen_groups, dim=-1).indices
+    best = _largest(sums_RG, routing.num_chosen_groups)
     is_out_RG = torch.ones_like(sums_RG, dtype=torch.bool).scatter_(1, best, False)
     return grouped_RGx.masked_fill(is_out_RG[:, :, None], float("-inf")).view_as(quality_RX)
 

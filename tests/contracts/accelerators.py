@@ -21,7 +21,7 @@ from tests.toy import write_toy_checkpoint
 
 SIZE, NUM_LAYERS = 8, 4
 LENGTHS = (16, 1, 5, 24, 43, 19)
-PROMPTS = prompts_of(LENGTHS, vocab_size=MASK_ID)
+PROMPTS = prompts_of(LENGTHS, seed=3, vocab_size=MASK_ID)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "max_tokens": 20},
     {"temperature": 1.0, "max_tokens": 17},

@@ -7,12 +7,17 @@ import functools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from idlm.contracts import Completion, SamplingParams
+from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
+from tests.margins import MARGIN, NearTie, assert_gap
 from tests.toy import write_toy_checkpoint
 
 MASK_ID = 47
@@ -20,6 +25,7 @@ MAX_STRIDE = 8
 CYCLE = 9
 PLACE: dict[str, object] = {"device": "cpu"}
 """Engine settings that say where the engines run."""
+NUM_SHAKES = 6
 
 
 def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int = 0) -> Path:
@@ -105,6 +111,53 @@ def assert_idle(engine: Engine) -> None:
     assert not engine._active
     assert not engine._texts
     assert engine.step() == []
+
+
+def clear_answers(
+    engine: Engine, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Completion]:
+    """The answers of an engine on a CPU (decoder `ar` or `block`) that others are compared with."""
+    if isinstance(engine.decoder, BlockDecoder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.decoder, "advance", _Shaking(engine.decoder))
+            return engine.generate(prompts, params)
+    assert engine.decoder.name == "ar", f"{engine.decoder.name=}"
+    own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    told = [dataclasses.replace(one, logprobs=max(2, one.logprobs or 0)) for one in own]
+    found = engine.generate(prompts, told)
+    for one, completion in zip(own, found, strict=True):
+        assert one.temperature == 0, "draws of decoder `ar` have no margin here"
+        for token in completion.logprobs or ():
+            assert_gap(list(token.top.values()))
+    return found
+
+
+class _Shaking:
+    """`BlockDecoder.advance`, computed first with logits that are moved by `MARGIN` up or down: each time the
+    pass must decide the same. The state of the lanes is put back every time.
+    """
+
+    def __init__(self, decoder: BlockDecoder) -> None:
+        self._decoder, self._advance = decoder, decoder.advance
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, table: Any, batch: Any, plan: Any, logits_XV: Tensor) -> Any:
+        state = [getattr(self._decoder.blocks, one.name) for one in dataclasses.fields(self._decoder.blocks)]
+        # The last column takes what belongs nowhere.
+        state += [table.tokens_ZL[:, :-1], table.num_known_Z, table.num_computed_Z, table.steps_Z]
+        before = [tensor.clone() for tensor in state]
+        decided = []
+        for _ in range(NUM_SHAKES):
+            signs_XV = torch.randint(0, 2, logits_XV.shape, generator=self._generator) * 2 - 1
+            self._advance(table, batch, plan, logits_XV + MARGIN * signs_XV)
+            decided.append([tensor.clone() for tensor in state])
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(old)
+        outcome = self._advance(table, batch, plan, logits_XV)
+        for shaken in decided:
+            if not all(map(torch.equal, shaken, state)):
+                raise NearTie(f"logits that move by {MARGIN} decide otherwise: {plan.lanes_B=}")
+        return outcome
 
 
 greedy = functools.partial(SamplingParams, temperature=0.0, ignore_eos=True)

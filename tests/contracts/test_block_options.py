@@ -218,7 +218,7 @@ def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
         {"edit_threshold": 0.1},
         {"edit_threshold": 1.0, "threshold": 0.6},
         {"steps": 2},
-        {"steps": 3, "threshold": 0.95},
+        {"steps": 3, "threshold": 0.95, "edit_threshold": 0.45},
         {"edit_threshold": 0.9},
     ]
     params = [

@@ -206,11 +206,16 @@ def test_trap_19_the_mask_is_never_decided(mask_lover: Path, options: dict[str, 
 
 
 def test_trap_26_a_mask_in_a_prompt_is_text_and_in_no_answer(toy: Path) -> None:
-    """Text may be tokenised to the MASK's id: it is read as a token like another, and none is left over."""
-    slow = SlowBlocks(toy, Rules(size=SIZE, mask=MASK_ID))
-    prompts = [[3, MASK_ID], [MASK_ID] * SIZE, [5, 6, MASK_ID, 7, 8, MASK_ID], [MASK_ID]]
-    found = build_engine(toy, "block").generate(prompts, greedy(max_tokens=2 * SIZE))
-    for prompt, answer in zip(prompts, found, strict=True):
-        ids, _ = slow.answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))
-        assert list(answer.token_ids) == ids
-        assert MASK_ID not in ids
+    """Text may be tokenised to the MASK's id: it is read as a token like another, and none is left over.
+
+    After nothing but MASKs all places are equally confident up to rounding: there, decide from left to right.
+    """
+    prompts = [[3, MASK_ID], [9, *[MASK_ID] * SIZE], [5, 6, MASK_ID, 7, 8, MASK_ID]]
+    mere_masks = [[MASK_ID], [MASK_ID] * SIZE, [MASK_ID] * (SIZE + 1)]
+    for strategy, cases in (("low_confidence_dynamic", prompts), ("sequential", [*prompts, *mere_masks])):
+        slow = SlowBlocks(toy, Rules(size=SIZE, mask=MASK_ID, strategy=strategy))
+        found = build_engine(toy, "block", strategy=strategy).generate(cases, greedy(max_tokens=2 * SIZE))
+        for prompt, answer in zip(cases, found, strict=True):
+            ids, _ = slow.answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))
+            assert list(answer.token_ids) == ids
+            assert MASK_ID not in ids

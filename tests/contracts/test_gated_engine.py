@@ -25,6 +25,7 @@ from tests.contracts.engines import (
     answers,
     assert_idle,
     build_engine,
+    clear_answers,
     greedy,
     prompts_of,
     write_foreseeing_toy,
@@ -73,7 +74,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepP
 def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: str, stride: int) -> None:
     base, adapter = foreseeing
     prompts = prompts_of([1, 2 * stride - 1, 30, 5, 17], vocab_size=CYCLE)
-    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=16)))
+    expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=16)))
     engine = build_engine(adapter, "isd", stride=stride, on_rejection=strategy)
     completions = engine.generate(prompts, greedy(max_tokens=16))
     assert answers(completions) == expected
@@ -85,7 +86,7 @@ def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: s
 def test_greedy_answers_are_the_bases_in_every_family(random_pair: tuple[Path, Path], strategy: str) -> None:
     base, adapter = random_pair
     prompts = prompts_of([1, 7, 30, 5])
-    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=8)))
+    expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=8)))
     engine = build_engine(adapter, "isd", on_rejection=strategy)
     assert answers(engine.generate(prompts, greedy(max_tokens=8))) == expected
 
@@ -146,7 +147,7 @@ def test_the_mask_id_in_a_prompt_is_text(foreseeing: tuple[Path, Path]) -> None:
     """The gate comes from the plan: a prompt full of mask ids is read by the base alone."""
     base, adapter = foreseeing
     prompts = [[MASK_ID] * 9, [3, MASK_ID, MASK_ID, 5], [MASK_ID]]
-    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=12)))
+    expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=12)))
     for strategy in STRATEGIES.names():
         engine = build_engine(adapter, "isd", on_rejection=strategy)
         assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
@@ -156,7 +157,7 @@ def test_padding_has_no_mask_that_the_embedding_has_no_row_for(random_pair: tupl
     """Passes of static shape, most rows of which are padding."""
     base, adapter = random_pair
     prompts = prompts_of([3, 7, 20])
-    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=12)))
+    expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=12)))
     engine = build_engine(adapter, "isd", graphs="on", adaptive=True, run_ahead=2)
     assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
     assert_idle(engine)
@@ -168,7 +169,7 @@ def test_trap_21_an_adapter_on_all_rows_is_noticed(
     """Power: the known fault, LoRA on clean tokens, changes the answers."""
     base, adapter = random_pair
     prompts = prompts_of([3, 7, 20])
-    expected = answers(build_engine(base, "ar").generate(prompts, greedy(max_tokens=12)))
+    expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=12)))
     plain = DenseTrunk._gate
     monkeypatch.setattr(
         DenseTrunk,

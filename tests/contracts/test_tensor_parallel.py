@@ -29,10 +29,12 @@ from tests.contracts.engines import (
     acceptance_of,
     assert_idle,
     build_engine,
+    clear_answers,
     greedy,
     prompts_of,
     write_foreseeing_toy,
 )
+from tests.interrupts import ctrl_c_raises
 from tests.ranks import shards_of, team_engine, team_of_threads
 from tests.toy import write_toy_checkpoint
 
@@ -106,7 +108,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 def test_an_adapter_is_divided_like_its_base(pair: Team, foreseeing: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", foreseeing, mask_token_id=MASK_ID, stride=4, size=0.12)
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
-    base = build_engine(foreseeing, "ar").generate(prompts, greedy(max_tokens=16))
+    base = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16))
     one = build_engine(adapter, "isd", stride=4).generate(prompts, greedy(max_tokens=16))
     engine = team_engine(pair, adapter, "isd", stride=4)
     found = engine.generate(prompts, greedy(max_tokens=16))
@@ -193,7 +195,7 @@ def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
         return step(self, schedule)
 
     monkeypatch.setattr(type(engine._step), "__call__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, greedy(max_tokens=12))
     assert calls == 3
     assert_idle(engine)

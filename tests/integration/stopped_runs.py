@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from idlm.train.trainer import IdlmTrainer
+from tests.interrupts import ctrl_c_raises
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def ctrl_c_after(num_steps: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with ctrl_c_raises(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(IdlmTrainer, "training_step", interrupted)
         yield
 

@@ -22,6 +22,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.team import LeadWorker, Team
 from tests.contracts.engines import build_engine, greedy, prompts_of, write_converted_toy
 from tests.integration.command_lines import AR, GREEDY, MODEL, TINY, answer
+from tests.interrupts import ctrl_c_raises
 
 PATIENCE = 60.0
 PROMPT = "Lea has 9 shells. Lea finds 4."
@@ -102,7 +103,9 @@ def test_the_command_starts_its_ranks_and_ctrl_c_ends_all(tmp_path: Path) -> Non
     endless = '{"prompt_ids": [5, 6], "sampling": {"max_tokens": 1500, "ignore_eos": true}}\n'
     lines.write_text(f'{{"prompt": "{PROMPT}"}}\n' + endless * 40)
     arguments = [*COMMAND, *MODEL[:2], *AR, *GREEDY, f"input={lines}", "max_num_seqs=2"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+    with ctrl_c_raises():
+        started = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with started as command:
         assert command.stdout is not None
         first = command.stdout.readline()
         ranks = _other_ranks(command.pid)

@@ -12,6 +12,7 @@ from benchmarks.block_quality import Arm, Result, binomial_error, difference_err
 from benchmarks.results import read_rows
 from idlm.infer.evaluate import Evaluation
 from idlm.semantics import Semantics
+from tests.block_reference import SlowBlocks
 
 BASE = Path(__file__).parents[2] / "recipes/assets/tiny_ar"
 
@@ -50,19 +51,23 @@ def test_a_difference_is_as_sure_as_the_questions_are_alike() -> None:
 
 
 def test_every_arm_is_decoded_as_the_slow_reference_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No near tie is among these answers: the benchmark itself has to live with some.
+    monkeypatch.setattr(
+        block_quality, "SlowBlocks", lambda model, rules, allows_ties: SlowBlocks(model, rules)
+    )
     model = tmp_path / "model"
     shutil.copytree(BASE, model)
     Semantics(
         causality="block",
         logit_shift=False,
-        block_size=4,
+        block_size=5,
         mask_token_id=165,
         stop_token_ids=(2,),
     ).save(model)
     arguments = [f"model={model}", f"results={tmp_path}", "device=cpu", "num=3", "max_tokens=9"]
-    assert block_quality.measure([*arguments, "thresholds=0.2,0.9", "reference=2", "record=true"]) == 0
+    assert block_quality.measure([*arguments, "thresholds=0.2,0.9", "reference=1", "record=true"]) == 0
     assert "passed" in capsys.readouterr().out
     rows = read_rows("block_quality", results=tmp_path)
     equal = [row["value"] for row in rows if row["metric"] == "equal_to_reference"]

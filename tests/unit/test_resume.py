@@ -304,6 +304,25 @@ def test_a_full_disk_is_told_alike_by_every_writer_and_rank(tmp_path: Path, erro
     assert [path.name for path in kept.parent.iterdir()] == ["checkpoint-4"]
 
 
+def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    """Without job control a shell starts `idlm-train ... &` with SIGINT ignored; SIGTERM still stops it."""
+    stop, before = StopOnSignal(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop.listening():
+            signal.raise_signal(signal.SIGINT)
+            assert stop.received is None
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop = StopOnSignal()
+        with stop.listening():
+            signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_one_keystroke_that_arrives_twice_saves_and_a_second_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
