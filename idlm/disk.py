@@ -12,6 +12,8 @@ from pathlib import Path
 
 from idlm.errors import UserError
 
+DISK_CODE = "IDLM-0301"
+"""Code of the UserError for a disk that does not take a file."""
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 # safetensors, tokenizers and torch's file writer report a full disk through their own exception types; the
 # first two with the text of the OS error, torch with a complaint about its position in the file.
@@ -87,7 +89,7 @@ def lock_file(path: Path) -> int | None:
 def cannot_save(target: Path, reason: str) -> UserError:
     """The error to raise, with the space that is left."""
     return UserError(
-        "IDLM-0301",
+        DISK_CODE,
         f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
         fix="free space or choose another path, then save again",
     )

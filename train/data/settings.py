@@ -8,7 +8,7 @@ from typing import Any
 from idlm.errors import UserError
 from idlm.suggest import did_you_mean
 from idlm.train.data.base import SOURCES, THINKING, TURNS
-from idlm.train.data.build import ON_BAD_RECORD
+from idlm.train.data.build import MAX_DEFAULT_WORKERS, ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.data.shapes import AUTO, SHAPE_CHOICES
 
@@ -45,7 +45,10 @@ class DataConfig:
         "all", "supervised assistant turns: all, last, or each, in a sample of its own that ends with it"
     )
     on_bad_record: str = _setting("error", "a record that cannot be used: error, or skip and count it")
-    workers: int = _setting(0, "processes that tokenise; 0 or 1 tokenises in this process")
+    workers: int | None = _setting(
+        None,
+        f"processes that tokenise; 0 or 1: this process; null: one per core, at most {MAX_DEFAULT_WORKERS}",
+    )
     cache_dir: str | None = _setting(
         None, "where tokenised data is kept; null: folder data_cache beside output_dir"
     )
@@ -67,7 +70,7 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
         for key, (value, allowed) in choices.items()
         if value not in allowed
     ]
-    if data.workers < 0:
+    if data.workers is not None and data.workers < 0:
         problems.append(f"data.workers={data.workers} must be at least 0")
     if data.source in (*SUFFIXES, "hf") and data.path is None:
         problems.append(f"data.path is missing: the {data.source} source needs one")
