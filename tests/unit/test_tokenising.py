@@ -173,7 +173,7 @@ def test_tokenising_takes_up_to_eight_cores_by_default(
 
     def by_workers(tasks: Any, encoder: Encoder, num_workers: int) -> Iterator[build.Encoded]:
         started.append(num_workers)
-        return map(lambda task: build.encode(encoder, task), tasks)
+        return (build.encode(encoder, task) for task in tasks)
 
     monkeypatch.setattr(build, "_encoded_by_workers", by_workers)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from idlm.checkpoint import publish
 from idlm.disk import DISK_CODE
 from idlm.errors import UserError
