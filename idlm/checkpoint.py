@@ -25,10 +25,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from idlm.disk import DISK_ERRNOS, NO_LOCKS, cannot_save, lock_file, telling_of_disk
+from idlm.disk import DISK_ERRNOS, MANIFEST, NO_LOCKS, cannot_save, lock_file, telling_of_disk
 from idlm.errors import UserError
 
-MANIFEST = "manifest.json"
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
 
@@ -53,12 +52,14 @@ def publish(target: Path) -> Iterator[Path]:
             staging = root / "files"
             os.mkdir(staging)
             is_staged = True
-            yield staging
-            _write_manifest(staging)
-            _keep_foreign_files(target, staging)
-            _open_to_readers(staging)
-            _fsync_tree(staging)
-            _swap(root, target)
+            # Told while the staging directory still takes its space, which is free again afterwards.
+            with telling_of_disk(target, written=staging):
+                yield staging
+                _write_manifest(staging)
+                _keep_foreign_files(target, staging)
+                _open_to_readers(staging)
+                _fsync_tree(staging)
+                _swap(root, target)
     except OSError as error:
         if is_staged:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,38 +13,45 @@ from pathlib import Path
 
 from idlm.errors import UserError
 
+DISK_CODE = "IDLM-0301"
+"""Code of the UserError for a disk that does not take a file."""
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-# safetensors, tokenizers and torch's file writer report a full disk through their own exception types; the
-# first two with the text of the OS error, torch with a complaint about its position in the file.
-DISK_TEXTS = (
-    "No space left on device",
-    "os error 28",
-    "Disk quota exceeded",
-    "os error 122",
-    "File too large",
-    "os error 27",
-    "Read-only file system",
-    "PytorchStreamWriter failed writing",
-    "inline_container.cc",
-)
+# safetensors and tokenizers report a full disk through their own exception types, with the text of the OS
+# error; torch's file writer says nothing of the cause.
+DISK_TEXTS = {
+    "No space left on device": errno.ENOSPC,
+    "os error 28": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "os error 122": errno.EDQUOT,
+    "File too large": errno.EFBIG,
+    "os error 27": errno.EFBIG,
+    "Read-only file system": errno.EROFS,
+}
+TORCH_TEXTS = ("PytorchStreamWriter failed writing", "inline_container.cc")
+FULL_BYTES = 1 << 20
+"""A disk with less free than that right after a failed write is full."""
+MANIFEST = "manifest.json"
+"""In every published directory; see idlm.checkpoint."""
+CHECKPOINT_PREFIX = "checkpoint-"
+"""Of the checkpoints of a run, which stand beside each other."""
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 """What a file system without locks says."""
 
 
 @contextmanager
-def telling_of_disk(target: Path) -> Iterator[None]:
+def telling_of_disk(target: Path, *, written: Path | None = None) -> Iterator[None]:
     """Inside, a full, size-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
-    whatever library met it.
+    whatever library met it. `written`: the folder that is filled for `target`; its size is told.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        reason = _disk_reason(error)
+        reason = _disk_reason(error, target)
         if reason is None:
             raise
-        raise cannot_save(target, reason) from error
+        raise cannot_save(target, reason, written=written) from error
 
 
 def replace_text(target: Path, text: str) -> None:
@@ -84,22 +92,55 @@ def lock_file(path: Path) -> int | None:
         os.close(descriptor)
 
 
-def cannot_save(target: Path, reason: str) -> UserError:
-    """The error to raise, with the space that is left."""
+def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> UserError:
+    """The error to raise, with the space that is left, and what is intact where there is anything."""
+    done = "" if written is None else f", {_mib(_size_of(written))} of it were written"
     return UserError(
-        "IDLM-0301",
-        f"cannot save {target}: {reason} ({_free_space(target)} free); an old checkpoint is intact",
+        DISK_CODE,
+        f"cannot save {target}: {reason} ({_mib(_free_bytes(target))} free{done}){_intact(target)}",
         fix="free space or choose another path, then save again",
     )
 
 
-def _disk_reason(error: Exception) -> str | None:
+def _intact(target: Path) -> str:
+    """Which published directory there is to go on with: the one that `target` would have replaced, or the
+    newest checkpoint of the same run.
+    """
+    if (target / MANIFEST).is_file():
+        return "; what was published there before is intact"
+    if not target.name.startswith(CHECKPOINT_PREFIX):
+        return ""
+    kept = [path.parent for path in target.parent.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")]
+    return f"; {max(kept, key=lambda path: path.stat().st_mtime)} is intact" if kept else ""
+
+
+def _disk_reason(error: Exception, target: Path) -> str | None:
     """Why the disk refused, or None when the error is not about the disk."""
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-        return error.strerror or str(error)
-    return str(error) if any(text in str(error) for text in DISK_TEXTS) else None
+        return os.strerror(error.errno)
+    told = str(error)
+    code = next((code for text, code in DISK_TEXTS.items() if text in told), None)
+    if code is not None:
+        return os.strerror(code)
+    if not any(text in told for text in TORCH_TEXTS):
+        return None
+    if isinstance(error.__context__, OSError) and error.__context__.errno is not None:
+        return os.strerror(error.__context__.errno)
+    if _free_bytes(target) < FULL_BYTES:
+        return os.strerror(errno.ENOSPC)
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return os.strerror(errno.EFBIG)
+    return "the disk refused to write (a quota?)"
 
 
-def _free_space(target: Path) -> str:
+def _free_bytes(target: Path) -> int:
     existing = next((parent for parent in target.parents if parent.is_dir()), Path("/"))
-    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
+    return shutil.disk_usage(existing).free
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -77,7 +77,6 @@ class Findings:
 def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ()) -> None:
     """Print the plan; raises UserError IDLM-0550 with every problem when there is one."""
     found = Findings()
-    found.add("Configuration", config_text(config).rstrip().splitlines())
     with found.guarding():
         check_config(config)
         config = settle_accumulation(config, world_size=num_gpus(config))
@@ -96,6 +95,10 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         with found.guarding():
             _plan(config, model, tokenizer, found, colours=console.is_terminal)
     found.add("Launch", [launch_command(num_gpus(config), arguments)])
+    # Last, since it is the longest and says what the user gave.
+    found.add("Configuration", config_text(config).rstrip().splitlines())
+    if found.problems:
+        found.sections.insert(0, ("Problems", "\n".join(found.problems).splitlines()))
     _print(found, console)
     if found.problems:
         listed = "".join(f"\n  - {problem}" for problem in found.problems)
@@ -179,10 +182,25 @@ def _plan(
     if estimate is None:
         found.add("Memory", ["no estimate: the architecture's shape is not that of a dense decoder"])
         return
-    device = "the CPU" if gpu_name(config) is None else f"one of {gpus} GPUs"
-    found.add(f"Memory of {device}, at the peak", _memory_lines(estimate, config, found))
-    found.add("Time", _time_lines(estimate, config))
+    device, how_to_change = planned_device(config)
+    found.add(f"Plan for {device}", [how_to_change])
+    share = "the CPU" if gpu_name(config) is None else f"one of {gpus} GPUs"
+    found.add(f"Memory of {share}, at the peak", _memory_lines(estimate, config, found))
+    found.add(f"Time on {device}", _time_lines(estimate, config))
     _add_disk(plan_disk(config, model, curriculum), found)
+
+
+def planned_device(config: TrainConfig) -> tuple[str, str]:
+    """(the device that memory and time are planned for, how to plan for another)."""
+    gpu = gpu_name(config)
+    if gpu is None:
+        return "the CPU of this machine", "for train.device=cpu; train.device=auto plans for GPUs"
+    device, other = f"{num_gpus(config)} x {gpu}", "plan.gpu=... and plan.num_gpus=... plan for others"
+    if config.plan.gpu is None and not torch.cuda.is_available():
+        device += ", assumed"
+        here = ": train.device=auto takes its CPU here" if config.train.device == "auto" else ""
+        other = f"this machine has no GPU{here}. {other}, train.device=cpu for this CPU"
+    return device, other
 
 
 def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:

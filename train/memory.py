@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from idlm.errors import UserError
-from idlm.train.deepspeed import (
-    SHARDS_WEIGHTS,
-    keeps_fp32_masters,
-    num_elements,
-    num_parameters,
-    zero_stage,
-)
+from idlm.train.deepspeed import SHARDS_WEIGHTS, num_elements, num_parameters, zero_stage
+from idlm.train.plan import state_terms
+from idlm.train.run_plan import state_setup
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,19 +48,9 @@ def explaining_memory(config: TrainConfig, model: nn.Module, *, world_size: int)
 
 
 def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
-    """Bytes per process of weights, gradients and AdamW's state under the run's ZeRO stage.
-
-    float32: 4 + 4 + 8 bytes per trained weight; bfloat16 with float32 masters: 2 + 4 + 12.
-    """
-    stage = zero_stage(config) or 0
-    weight, gradient, optimizer = (2, 4, 12) if keeps_fp32_masters(config) else (4, 4, 8)
-    optimizer_parts = world_size if stage >= 1 else 1
-    gradient_parts = world_size if stage >= 2 else 1
-    weight_parts = world_size if stage >= SHARDS_WEIGHTS else 1
-    on_device = 0 if config.train.offload_optimizer else optimizer / optimizer_parts
-    frozen_bytes = 2 if config.model.dtype == "bfloat16" else 4
-    per_trained = weight / weight_parts + gradient / gradient_parts + on_device
-    return round(num_trained * per_trained + num_frozen * frozen_bytes / weight_parts)
+    """Bytes per process of weights, gradients and AdamW's state, by the plan's formula."""
+    terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
+    return sum(term.num_bytes for term in terms)
 
 
 def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:

@@ -53,8 +53,16 @@ from idlm.train.model import (
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.regional_compile import compile_layers, compiles
 from idlm.train.report import Sampler
-from idlm.train.resume import RUN_FOLDER, choose_checkpoint, store_config
+from idlm.train.resume import (
+    REPORT_FILE,
+    RUN_FOLDER,
+    choose_checkpoint,
+    finished_steps,
+    store_config,
+    store_finished,
+)
 from idlm.train.run_data import make_objective, prepare_data
+from idlm.train.run_lock import exclusive_output
 from idlm.train.run_plan import check_disk
 from idlm.train.signals import StopOnSignal
 from idlm.train.stages import StageExports, publish_weights, stage_directory
@@ -109,7 +117,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
         torch.set_num_threads(config.train.threads)
     config = settle_accumulation(config, world_size=num_processes())
     args = training_arguments(config)
-    with watching(config.train.hang_seconds) as watchdog:
+    with watching(config.train.hang_seconds) as watchdog, exclusive_output(config.output_dir):
         return _run(config, args, watchdog, console=console, sampler=sampler, start=start)
 
 
@@ -123,6 +131,9 @@ def _run(
     start: float,
 ) -> Outcome:
     require_same_config_everywhere(config)
+    num_steps = from_rank_zero(lambda: finished_steps(config))
+    if num_steps is not None:
+        return _nothing_to_do(config, num_steps, console, start=start)
     checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
@@ -138,8 +149,25 @@ def _run(
     if last_step < prepared.curriculum.num_steps:
         return Outcome(signal=received, last_step=last_step, seconds=time.perf_counter() - start)
     publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
-    report = finish(config, prepared, sampler, seconds=time.perf_counter() - start) if rank() == 0 else None
+    report = None
+    if rank() == 0:
+        report = finish(config, prepared, sampler, seconds=time.perf_counter() - start)
+        store_finished(config, num_steps=last_step)
     return Outcome(signal=None, last_step=last_step, seconds=time.perf_counter() - start, report=report)
+
+
+def _nothing_to_do(config: TrainConfig, num_steps: int, console: Any, *, start: float) -> Outcome:
+    """Say that the run is finished, and where its results are."""
+    if rank() == 0:
+        console.print(
+            f"this run finished {num_steps} steps, and its checkpoint in {config.output_dir} is intact: "
+            "nothing is left to do. resume=never trains it anew",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+    report = Path(config.output_dir) / REPORT_FILE if config.report.enabled else None
+    return Outcome(signal=None, last_step=num_steps, seconds=time.perf_counter() - start, report=report)
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:

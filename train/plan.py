@@ -73,8 +73,10 @@ class RunSetup:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer holds float32 copies of what it trains."""
-        return self.zero_stage is not None
+        """Whether the optimizer holds float32 copies of what it trains: DeepSpeed of bfloat16 weights, and
+        ZeRO of float32 weights too.
+        """
+        return self.zero_stage is not None and (self.is_bf16 or self.zero_stage >= 1)
 
     def parts(self, from_stage: int) -> int:
         """Into how many parts the ZeRO stage cuts what it shards from `from_stage` on."""
@@ -146,7 +148,7 @@ def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryPlan:
     trained = run.adapter_parameters if run.rank else shape.num_parameters
     frozen = shape.num_parameters if run.rank else 0
     terms = [
-        *_state_terms(run, trained, frozen),
+        *state_terms(run, trained, frozen),
         *_activation_terms(shape, run),
         *_loss_terms(shape, run),
         *_buffer_terms(shape, run, trained),
@@ -159,12 +161,17 @@ def memory_plan(shape: ModelShape, run: RunSetup) -> MemoryPlan:
     return MemoryPlan(terms=tuple(term for term in terms if term.num_bytes), outside=tuple(outside))
 
 
-def _state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
-    """Weights, gradients that outlive a micro-batch, optimizer."""
+def state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
+    """Weights, gradients that outlive a micro-batch, optimizer.
+
+    Offloading moves the optimizer to the host, and from ZeRO-2 on the sums of the gradients too. ZeRO-1 sums
+    the gradients of all weights on the GPU before it hands a part to the host.
+    """
     weights, gradients, optimizer = run.parts(SHARDS_WEIGHTS), run.parts(2), run.parts(1)
     # Without DeepSpeed an adapter stays float32 beside a bfloat16 base.
     trained_size = run.size if run.has_masters or not run.rank else 4
     on_gpu = 0 if run.offloads else 1
+    sums_on_gpu = 0 if run.offloads and (run.zero_stage or 0) >= 2 else 1
     return [
         Term(
             name="weights",
@@ -173,7 +180,7 @@ def _state_terms(run: RunSetup, trained: int, frozen: int) -> list[Term]:
         ),
         Term(
             name="gradients, float32 sums",
-            num_bytes=on_gpu * 4 * trained // gradients,
+            num_bytes=sums_on_gpu * 4 * trained // gradients,
             formula=f"4 P / {gradients}",
         ),
         Term(

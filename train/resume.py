@@ -8,6 +8,7 @@ no other beside them: torch files with weights_only, DeepSpeed's own by DeepSpee
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from dataclasses import asdict, dataclass
@@ -16,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from idlm.checkpoint import clear_stale, read_json, verify
+from idlm.checkpoint import MANIFEST, clear_stale, read_json, verify
+from idlm.disk import replace_text
 from idlm.errors import UserError
 from idlm.train.config import TrainConfig
 
@@ -25,6 +27,8 @@ RUN_FOLDER = "run"
 STAGE_FOLDER = "stages"
 CONFIG_FILE = "config.yaml"
 SHAPE_FILE = "shape.json"
+FINISHED_FILE = "finished.json"
+REPORT_FILE = "report.md"
 FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
 # Batch and accumulation are compared as what they make together: rows of an optimizer step (`RunShape`).
 FREE_LOOP_KEYS = (
@@ -100,6 +104,7 @@ def store_config(config: TrainConfig) -> None:
     run = Path(config.output_dir) / RUN_FOLDER
     try:
         run.mkdir(parents=True, exist_ok=True)
+        (run / FINISHED_FILE).unlink(missing_ok=True)
         aside = run / f".{CONFIG_FILE}.tmp"
         aside.write_text(config_text(config), encoding="utf-8")
         os.replace(aside, run / CONFIG_FILE)
@@ -109,6 +114,48 @@ def store_config(config: TrainConfig) -> None:
             f"cannot write into {run}: {error.strerror}",
             fix="give an output_dir that is writable",
         ) from error
+
+
+def store_finished(config: TrainConfig, *, num_steps: int) -> None:
+    """Remember that the run has published its checkpoint and written its report."""
+    replace_text(_finished_file(config), json.dumps({"num_steps": num_steps, **_published(config)}))
+
+
+def finished_steps(config: TrainConfig) -> int | None:
+    """Steps of the run in `output_dir` if nothing of it is left to do, else None.
+
+    Something is left where the published checkpoint or the report is missing or damaged, or is wanted with
+    other `export` or `report` settings, and where `resume` does not say auto.
+    """
+    stored = _finished_file(config)
+    if config.resume != "auto" or not stored.is_file():
+        return None
+    _require_same_config(config, stored.parent)
+    target = Path(config.output_dir)
+    try:
+        known = read_json(stored)
+        verify(target)
+    except UserError as error:
+        log.warning("the run is finished, but what it published is not intact: %s", error.message)
+        return None
+    if config.report.enabled and not (target / REPORT_FILE).is_file():
+        return None
+    num_steps = known.pop("num_steps", None)
+    return num_steps if known == _published(config) else None
+
+
+def _finished_file(config: TrainConfig) -> Path:
+    return Path(config.output_dir) / RUN_FOLDER / FINISHED_FILE
+
+
+def _published(config: TrainConfig) -> dict[str, Any]:
+    """What is published, and by which of the settings that a finished run may be started again with."""
+    manifest = (Path(config.output_dir) / MANIFEST).read_bytes()
+    return {
+        "manifest": hashlib.sha256(manifest).hexdigest(),
+        "export": asdict(config.export),
+        "report": asdict(config.report),
+    }
 
 
 def config_text(config: TrainConfig) -> str:

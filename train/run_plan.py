@@ -88,27 +88,36 @@ def sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: int) -> F
     return mean_fed([fed_of(collate([dataset[item]])["fed"]) for item in range(first, last)])
 
 
+def state_setup(config: TrainConfig, *, world_size: int) -> RunSetup:
+    """The run as `state_terms` wants it: without rows."""
+    masters = keeps_fp32_masters(config)
+    return RunSetup(
+        rows=0,
+        targets=0,
+        mask_rows=0,
+        world_size=world_size,
+        zero_stage=zero_stage(config),
+        is_bf16=masters or config.model.dtype == "bfloat16",
+        offloads=config.train.offload_optimizer,
+        rank=0 if config.adapter is None else config.adapter.rank,
+    )
+
+
 def run_setup(
     config: TrainConfig, row_length: int, fed: Fed, *, num_adapted: int, world_size: int
 ) -> RunSetup:
     """The run as `memory_plan` wants it; rows of a micro-batch are `fed` times the batch size."""
     size = config.train.batch_size
-    masters = keeps_fp32_masters(config)
     device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
-    stage = zero_stage(config)
-    return RunSetup(
+    return replace(
+        state_setup(config, world_size=world_size),
         rows=size * row_length,
         targets=round(size * (fed.clean_targets + fed.noisy_targets)),
         mask_rows=round(size * fed.noisy_rows),
         accumulation=config.train.accumulation,
-        world_size=world_size,
-        zero_stage=stage,
-        is_bf16=masters or config.model.dtype == "bfloat16",
         autocast=config.train.bf16 and not uses_deepspeed(config) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
-        is_compiled=compiles(config.model.compile, device, zero_stage=stage),
-        offloads=config.train.offload_optimizer,
-        rank=0 if config.adapter is None else config.adapter.rank,
+        is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config)),
         adapter_parameters=num_adapted,
     )
 

@@ -94,7 +94,7 @@ class SavingTrainer(Trainer):
         target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         with contextlib.ExitStack() as stack:
             staging = from_rank_zero(lambda: str(stack.enter_context(publish(target))))
-            with telling_of_disk(target):
+            with telling_of_disk(target, written=Path(staging)):
                 self._write_into(staging, target=target, model=model, trial=trial)
             from_rank_zero(lambda: stack.pop_all().close())
         if self.args.should_save:

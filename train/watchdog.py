@@ -4,6 +4,7 @@ Every rank tells a small store (torch's TCPStore, held by rank 0) each second th
 thread on every rank reads the others. A process that ended is seen within seconds on its own host, a stopped
 one or a lost host after `SILENT_SECONDS`; a rank without progress for `train.hang_seconds` (`SLOW_FACTOR`
 times as long where files are read or written) is a hang: the rank furthest behind is named with its stack.
+Tokenising counts as progress (train/liveness.py), also on the ranks that wait for it.
 torchrun and deepspeed, too, end all ranks when one exits, but cannot say why. Exit status: `STATUS`.
 """
 
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from idlm.errors import UserError
 from idlm.train.distributed import barrier, from_rank_zero, gather_objects, is_distributed
+from idlm.train.liveness import progress_count
 
 log = logging.getLogger(__name__)
 STATUS = 75
@@ -78,10 +80,19 @@ class Seen:
 class Watchdog(TrainerCallback):
     """`move` and the callbacks are for the main thread; the store is touched by the watching thread alone."""
 
-    def __init__(self, store: Any, *, rank: int, world_size: int, hang_seconds: float) -> None:
-        self.store, self.world_size, self.hang_seconds = store, world_size, hang_seconds
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        hang_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store, self.world_size, self.hang_seconds, self.clock = store, world_size, hang_seconds, clock
         self.mine = Beat(rank=rank, pid=os.getpid(), host=_host())
-        self.seen = {rank: Seen(self.mine)}
+        self.seen = {rank: Seen(self.mine, clock(), clock())}
+        self._num_noted = progress_count()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -142,14 +153,16 @@ class Watchdog(TrainerCallback):
         self.store.set(f"beat/{self.mine.rank}", json.dumps(asdict(self.mine)))
 
     def _exchange(self) -> None:
-        now = time.monotonic()
+        now, num_noted = self.clock(), progress_count()
+        self.mine.moves += num_noted - self._num_noted
+        self._num_noted = num_noted
         beats = [self.mine]
         if self.store is not None:
             self._tell()
             told = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
             beats = [Beat(**json.loads(text)) for text in told]
         for beat in beats:
-            known = self.seen.setdefault(beat.rank, Seen(beat))
+            known = self.seen.setdefault(beat.rank, Seen(beat, now, now))
             if beat.count != known.beat.count or beat.rank == self.mine.rank:
                 known.alive_at = now
             if beat.moves != known.beat.moves:
@@ -159,7 +172,7 @@ class Watchdog(TrainerCallback):
 
     def _judge(self) -> tuple[str, list[Beat]] | None:
         """(what happened, the ranks that caused it), or None while all is well."""
-        now = time.monotonic()
+        now = self.clock()
         running = [known for known in self.seen.values() if not known.beat.is_done]
         others = [known for known in running if known.beat.rank != self.mine.rank]
         for known in others:

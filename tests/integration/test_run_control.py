@@ -246,7 +246,8 @@ def test_a_dry_run_needs_no_weights_but_misses_them(
     assert "has no weights" in told.err and "1 problem" in told.err
     for part in ("first spare row", "[[|", "stride 3", "4 x H200", "GPUS=4", "one_node.sh"):
         assert part in told.out
-    assert "dry_run=" not in told.out.splitlines()[-1]
+    lines = told.out.splitlines()
+    assert "dry_run=" not in lines[lines.index("# Launch") + 1]
     assert not (tmp_path / "out").exists()
 
 
@@ -302,6 +303,44 @@ def test_a_disk_too_small_for_the_plan_is_refused_before_training(
     assert cli.main(arguments(base, tmp_path / "out")) == 2
     assert "IDLM-0520" in capsys.readouterr().err
     assert not (tmp_path / "out" / "run").exists()
+
+
+def titles(output: str) -> list[str]:
+    return [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
+
+
+def test_a_dry_run_shows_problems_and_plan_before_the_configuration(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 13, line 10."""
+    given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", dry_run="true")
+    assert cli.main(given) == 2
+    told = titles(capsys.readouterr().out)
+    assert told[0] == "Problems" and told[-1] == "Configuration"
+    assert "Plan for the CPU of this machine" in told and "Time on the CPU of this machine" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, "1 x H200, assumed"), ({"plan.gpu": "H100", "plan.num_gpus": 2}, "2 x H100")],
+)
+def test_a_dry_run_without_a_gpu_says_which_device_it_assumes(
+    changes: dict[str, object],
+    expected: str,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 13, line 10: 0.0006 s a step were told of a machine that needs seconds."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    given = arguments(base, tmp_path / "out", **{"dry_run": "true", "train.device": "auto"} | changes)
+    assert cli.main(given) == 0
+    out = capsys.readouterr().out
+    assert f"Plan for {expected}" in titles(out) and f"Time on {expected}" in titles(out)
+    assert ("this machine has no GPU" in out) is ("assumed" in expected)
+    assert "plan.gpu=... and plan.num_gpus=... plan for others" in out
 
 
 def test_a_dry_run_tells_all_problems_at_once(

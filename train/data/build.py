@@ -2,7 +2,7 @@
 processes.
 
 A bad record stops the run by name, or is skipped and counted (`data.on_bad_record`). What is written does
-not depend on the number of processes.
+not depend on the number of processes, nor on how often the build was stopped: finished shards are kept.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import os
 import shutil
 import time
 from collections import Counter, deque
@@ -19,14 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from idlm.checkpoint import publish
+from idlm.disk import DISK_CODE
 from idlm.errors import UserError
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import CachedSource, CacheWriter, cache_key, open_cache, pack
 from idlm.train.data.files import Reader, Row, reading
+from idlm.train.data.settings import MAX_DEFAULT_WORKERS
 from idlm.train.data.shapes import KEYS, SHAPES, check_same_shape, detect_shape, samples_of
+from idlm.train.data.shards import Encoded, Shards
+from idlm.train.liveness import note_progress
 
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig
@@ -35,23 +38,14 @@ log = logging.getLogger(__name__)
 ON_BAD_RECORD = ("error", "skip")
 DEFAULT_CACHE = "outputs/data_cache"
 BATCH_RECORDS = 64
+RECORDS_ALONE = 2048
+"""Without `data.workers` so many records are encoded here first: for fewer, processes start too slowly."""
 SECONDS_BETWEEN_LINES = 10.0
 NUM_EXAMPLES = 5
 MAX_DEPTH = 100
 
 Task = tuple[int, int, str, dict[str, Any], str]
 """File, place, origin, record and shape of one record that is to be encoded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """What one record became: its packed samples, or the code, message and fix of its UserError."""
-
-    file: int
-    place: int
-    origin: str
-    samples: tuple[np.ndarray, ...] = ()
-    error: tuple[str, str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -96,41 +90,76 @@ def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> Cache
 
 
 def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directory: Path, key: str) -> None:
-    """Encode all records and publish the cache; raises the first bad record's UserError, or skips it."""
-    tally = Tally()
-    with publish(directory) as staging, CacheWriter(staging) as writer:
-        tasks = _tasks(reader, config, tally)
-        start = said = time.monotonic()
-        for done in _encoded(tasks, encoder, config.workers):
-            if done.error is not None:
-                code, message, fix = done.error
-                _bad(UserError(code, message, fix=fix), config, tally)
-            for packed in done.samples:
-                writer.append(packed, file=done.file, place=done.place, origin=done.origin)
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
-                log.info(
-                    "tokenising %s: %.0f %%, %s records, %s tokens, %.0f s",
-                    config.path,
-                    100 * reader.share_read,
-                    f"{tally.num_records:,}",
-                    f"{writer.num_tokens:,}",
-                    said - start,
-                )
-        if not writer.num_samples:
-            raise _no_samples(config, tally)
-        writer.finish(
-            {
-                "key": key,
-                "names": list(reader.names),
-                "shapes": dict(tally.shapes.most_common()),
-                "num_records": tally.num_records,
-                "num_skipped": tally.num_skipped,
-                "skipped_examples": tally.examples,
-            }
-        )
+    """Encode all records and publish the cache; raises the first bad record's UserError, or skips it.
+
+    Shards that an earlier build of the same cache has finished are not encoded again.
+    """
+    tally, shards = Tally(), Shards(directory.with_name(f"{directory.name}.shards"))
+    try:
+        with publish(directory) as staging, CacheWriter(staging) as writer:
+            _write_samples(writer, reader, config, encoder, tally, shards)
+            if not writer.num_samples:
+                raise _no_samples(config, tally)
+            writer.finish(
+                {
+                    "key": key,
+                    "names": list(reader.names),
+                    "shapes": dict(tally.shapes.most_common()),
+                    "num_records": tally.num_records,
+                    "num_skipped": tally.num_skipped,
+                    "skipped_examples": tally.examples,
+                }
+            )
+    except UserError as error:
+        if error.code != DISK_CODE:
+            # Corrected data has another key, and nothing would ever remove these.
+            shards.remove()
+        raise
+    shards.remove()
     if tally.num_skipped:
         log.warning("%d of %d records are bad and were skipped", tally.num_skipped, tally.num_records)
+
+
+def _write_samples(
+    writer: CacheWriter, reader: Reader, config: DataConfig, encoder: Encoder, tally: Tally, shards: Shards
+) -> None:
+    """All samples of all records in order, from shards or from the encoder."""
+    start = said = time.monotonic()
+    for done in _from_shards_or_encoded(_tasks(reader, config, tally), encoder, config.workers, shards):
+        note_progress()
+        if done.error is not None:
+            code, message, fix = done.error
+            _bad(UserError(code, message, fix=fix), config, tally)
+        for packed in done.samples:
+            writer.append(packed, file=done.file, place=done.place, origin=done.origin)
+        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            log.info(
+                "tokenising %s: %.0f %%, %s records, %s tokens, %.0f s",
+                config.path,
+                100 * reader.share_read,
+                f"{tally.num_records:,}",
+                f"{writer.num_tokens:,}",
+                said - start,
+            )
+
+
+def _from_shards_or_encoded(
+    tasks: Iterator[Task], encoder: Encoder, workers: int | None, shards: Shards
+) -> Iterator[Encoded]:
+    """Every task's result, in order; new results are added to `shards`."""
+    num_kept = 0
+    for kept in shards.kept():
+        # The task is read although it is done: reading counts records and finds bad ones.
+        file, place, *_ = next(tasks)
+        assert (file, place) == (kept.file, kept.place), f"{shards.directory=} {file=} {place=} {kept=}"
+        num_kept += 1
+        yield kept
+    if num_kept:
+        log.info("tokenising goes on after %s records in %s", f"{num_kept:,}", shards.directory)
+    for done in _encoded(tasks, encoder, workers):
+        yield done
+        shards.add(done)
 
 
 def _tasks(reader: Reader, config: DataConfig, tally: Tally) -> Iterator[Task]:
@@ -189,12 +218,23 @@ def _no_samples(config: DataConfig, tally: Tally) -> UserError:
     )
 
 
-def _encoded(tasks: Iterable[Task], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
+def default_workers() -> int:
+    """Processes that tokenise where `data.workers` does not say: one per core that this process may use."""
+    return min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def _encoded(tasks: Iterator[Task], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
     """Every task's result, in order."""
-    if num_workers <= 1:
-        for task in tasks:
-            yield encode(encoder, task)
-        return
+    num_workers = default_workers() if workers is None else workers
+    alone = RECORDS_ALONE if workers is None else 0
+    for task in tasks if num_workers <= 1 else itertools.islice(tasks, alone):
+        yield encode(encoder, task)
+    first = next(tasks, None)
+    if first is not None:
+        yield from _encoded_by_workers(itertools.chain([first], tasks), encoder, num_workers)
+
+
+def _encoded_by_workers(tasks: Iterable[Task], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
     # A fork would copy this process with its threads and its GPU context. The fork server is a fresh process,
     # which imports what every worker needs once for all of them.
     context = multiprocessing.get_context("forkserver")

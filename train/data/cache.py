@@ -21,6 +21,7 @@ import numpy as np
 from idlm.checkpoint import MANIFEST, read_json
 from idlm.errors import UserError
 from idlm.train.layout import Sample
+from idlm.train.liveness import note_progress
 
 FORMAT = "idlm-data-2"
 HEADER = "data.json"
@@ -78,6 +79,7 @@ class CacheWriter:
         self._files[TOKENS].flush()
         with (self.directory / TOKENS).open("rb") as tokens, (self.directory / BLOCKS).open("wb") as blocks:
             while block := tokens.read(4 * BLOCK_TOKENS):
+                note_progress()
                 blocks.write(hashlib.sha256(block).digest())
         counted = {
             "num_samples": self.num_samples,

@@ -23,6 +23,7 @@ from idlm.log import rank
 from idlm.train.data.base import SOURCES, Encoder, Source
 from idlm.train.data.cache import CachedSource
 from idlm.train.distributed import gather_objects, highest, is_distributed
+from idlm.train.liveness import note_progress, progress_count
 
 if TYPE_CHECKING:
     from idlm.train.config import TrainConfig
@@ -119,10 +120,14 @@ def _while_others_wait(work: Callable[[], None] | None) -> None:
 
     thread = threading.Thread(target=guarded, name="open data", daemon=True)
     thread.start()
-    is_busy = True
-    while is_busy:
+    told = -1
+    while told:
         thread.join(timeout=SECONDS_BETWEEN_SIGNS if work is not None else 0.0)
-        is_busy = bool(highest(int(thread.is_alive())))
+        is_working = work is not None and thread.is_alive()
+        before, told = told, highest(1 + progress_count() if is_working else 0)
+        if work is None and told > before:
+            # The work of another rank is what this one waits for: as long as it goes on, this is no hang.
+            note_progress()
     unexpected = [error for error in failures if not isinstance(error, UserError)]
     if unexpected:
         # The watchdog tells the other ranks, which wait below.

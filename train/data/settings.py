@@ -9,6 +9,9 @@ from idlm.errors import UserError
 from idlm.suggest import did_you_mean
 from idlm.train.data.files import SUFFIXES, find_files
 
+MAX_DEFAULT_WORKERS = 8
+"""Processes that tokenise when `data.workers` is not given, on a machine with more cores."""
+
 
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -42,7 +45,10 @@ class DataConfig:
         "all", "supervised assistant turns: all, last, or each, in a sample of its own that ends with it"
     )
     on_bad_record: str = _setting("error", "a record that cannot be used: error, or skip and count it")
-    workers: int = _setting(0, "processes that tokenise; 0 or 1 tokenises in this process")
+    workers: int | None = _setting(
+        None,
+        f"processes that tokenise; 0 or 1: this process; null: one per core, at most {MAX_DEFAULT_WORKERS}",
+    )
     cache_dir: str | None = _setting(
         None, "where tokenised data is kept; null: folder data_cache beside output_dir"
     )
@@ -69,7 +75,7 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
         for key, (value, allowed) in choices.items()
         if value not in allowed
     ]
-    if data.workers < 0:
+    if data.workers is not None and data.workers < 0:
         problems.append(f"data.workers={data.workers} must be at least 0")
     for key, path in (("data.path", data.path), ("eval.path", held_out)):
         if data.source in SUFFIXES and path is not None and path.strip():
