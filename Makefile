@@ -21,13 +21,10 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 # Tests that compare what models decide run on a second instruction set too: rounding must not decide them.
-TWO_CPUS := tests/contracts/test_block_traps.py tests/contracts/test_block_decoder.py tests/unit/test_ties.py \
+TWO_CPUS := tests/contracts/block/test_block_traps.py tests/contracts/block/test_block_decoder.py tests/unit/engine/test_ties.py \
 	tests/contracts/test_greedy_parity.py::test_random_checkpoints_agree
 
-# tests/gpu in parts of at most eight minutes on an H200 (tests/repo/test_make.py: every file is in one part).
-GPU_engine := engine faults lawless tensor_parallel zero
-GPU_block := accelerators block experts focus ties
-GPU_kernels := linear_cross_entropy paged_attention sampling split_attention step_rows trunk
+# tests/gpu has a folder for each part, of at most eight minutes on an H200.
 GPU_WORKERS ?= 8
 
 .PHONY: demo test gpu-test format clean
@@ -46,8 +43,8 @@ test: $(VENV)/.test-$(KEY)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:
-	@test -n "$(GPU_$(PART))" || { echo "make gpu-test PART=engine, PART=block or PART=kernels"; exit 1; }
-	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) $(foreach name,$(GPU_$(PART)),$(wildcard tests/gpu/test_$(name)*.py))
+	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block or PART=kernels"; exit 1; }
+	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) tests/gpu/$(PART)
 
 format: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check --fix .

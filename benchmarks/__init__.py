@@ -1,1 +1,10 @@
-"""What produced every figure in the README; results are JSON lines in `benchmarks/results`."""
+"""What produced every figure in the documentation; results are JSON lines in `benchmarks/results`.
+
+Modules are in folders by what they measure. `python -m benchmarks.decode` finds them in every folder.
+"""
+
+from pathlib import Path
+
+__path__ = [
+    str(Path(__file__).parent / folder) for folder in (".", "engine", "kernels", "training", "quality")
+]

@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
-from idlm import command
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.evaluation import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
-from idlm.infer.evaluate import Evaluation, evaluate, task_samples
 from idlm.tasks import TASKS
 
 BASE = Path("recipes/assets/tiny_ar")
@@ -51,7 +51,7 @@ def arms() -> list[Arm]:
             label=f"converted, ISD {strategy}",
             is_base=False,
             decoder="isd",
-            options={"stride": STRIDE, "on_rejection": strategy},
+            options={"stride": STRIDE, "rejection_strategy": strategy},
             temperature=temperature,
         )
         for temperature in (0.0, 1.0)
@@ -121,7 +121,7 @@ def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:
 
 def closed_form(arm: Arm, result: Evaluation) -> float | None:
     """Tokens per forward that the strategy's formula gives at the measured acceptance of each position."""
-    formula = FORMULAS.get(arm.options.get("on_rejection", ""))
+    formula = FORMULAS.get(arm.options.get("rejection_strategy", ""))
     return None if formula is None else formula(result.acceptance_by_position)
 
 
@@ -141,7 +141,7 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
         case = {
             "model": "base" if arm.is_base else "converted",
             "decoder": arm.decoder,
-            "strategy": arm.options.get("on_rejection", "-"),
+            "strategy": arm.options.get("rejection_strategy", "-"),
             "stride": arm.options.get("stride", 1),
             "temperature": arm.temperature,
         }

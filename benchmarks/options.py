@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.suggest import did_you_mean
 
 
 def parse_options(arguments: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:

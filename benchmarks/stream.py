@@ -17,7 +17,7 @@ STREAM_ROUNDS = 9
 MATMUL_SIZE = 8192
 CPU_MATMUL_SIZE = 256
 MATMUL_REPEATS = 20
-LEAST_US = 3000.0
+MIN_US = 3000.0
 """A graph holds so much work that its own launch does not count."""
 
 
@@ -74,7 +74,7 @@ class Timer:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = self._captured(calls, 1)
-        times = 1 + int(LEAST_US / max(1.0, self._replayed(graph)))
+        times = 1 + int(MIN_US / max(1.0, self._replayed(graph)))
         if times > 1:
             graph = self._captured(calls, times)
         return statistics.median(self._replayed(graph) for _ in range(self.rounds)) / (times * len(calls))

@@ -38,7 +38,7 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     return torch.where(mass_B1 > 0, excess_BV / mass_B1.where(mass_B1 > 0, 1.0), p_BV)
 
 
-def emitted_law(p_BV: Tensor, q_BV: Tensor, tau: float = 0.0) -> Tensor:
+def emitted_probs(p_BV: Tensor, q_BV: Tensor, tau: float = 0.0) -> Tensor:
     """The law [B, V] of one token after draft, test and residual, by enumeration of all drafts."""
     accept_BV = ((1.0 + tau) * p_BV / q_BV.where(q_BV > 0, 1.0)).clamp(max=1.0)
     accepted_BV = q_BV * accept_BV

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from idlm.disk import DISK_ERRNOS, MANIFEST, NO_LOCKS, cannot_save, lock_file, telling_of_disk
 from idlm.errors import UserError
+from idlm.files.disk import DISK_ERRNOS, MANIFEST, NO_LOCKS, cannot_save, lock_file, translate_disk_errors
 
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
@@ -44,7 +44,7 @@ def publish(target: Path) -> Iterator[Path]:
     target = Path(target).resolve()
     is_staged = False
     try:
-        with telling_of_disk(target), contextlib.ExitStack() as stack:
+        with translate_disk_errors(target), contextlib.ExitStack() as stack:
             target.parent.mkdir(parents=True, exist_ok=True)
             recover(target)
             _remove_stale(target)
@@ -53,7 +53,7 @@ def publish(target: Path) -> Iterator[Path]:
             os.mkdir(staging)
             is_staged = True
             # Told while the staging directory still takes its space, which is free again afterwards.
-            with telling_of_disk(target, written=staging):
+            with translate_disk_errors(target, written=staging):
                 yield staging
                 _write_manifest(staging)
                 _keep_foreign_files(target, staging)

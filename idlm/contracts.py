@@ -211,16 +211,16 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksInWork:
+class ActiveBlocks:
     """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
     is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
-    some or all of them. `open_BW` (bool): its masks that this pass may decide, if their wanted rows have
+    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows have
     logits. `num_passes_B` passes have decided something of the block before this one, of the `num_steps_B`
     that its quota allots it; some strategies need fewer.
     """
 
     starts_B: Tensor
-    open_BW: Tensor
+    is_maskable_BW: Tensor
     num_passes_B: Tensor
     num_steps_B: Tensor
     size: int
@@ -240,7 +240,7 @@ class StepPlan:
     wanted rows say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored.
     `advances_B` (bool): its fed tokens become computed ones; False for a sequence that is as long as it may
     get. All other tensors int64, all on the engine's device; `max_rows` and `max_slots` are upper bounds that
-    the host knows. `work`: of block diffusion. `has_logits_X` (bool) comes with the logits: False for a
+    the host knows. `active`: of block diffusion. `has_logits_X` (bool) comes with the logits: False for a
     wanted row that an accelerator dropped, whose logits mean nothing; None: no row was dropped.
     """
 
@@ -260,7 +260,7 @@ class StepPlan:
     advances_B: Tensor
     max_rows: int
     max_slots: int
-    work: BlocksInWork | None = None
+    active: ActiveBlocks | None = None
     has_logits_X: Tensor | None = None
 
 
@@ -269,7 +269,7 @@ class StepOutcome:
     """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them
-    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `lawless_B` (int64)
+    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `nonfinite_B` (int64)
     is 1 where the logits that tokens were drawn from are no law (`kernels.sampling.lawless`), so that the
     tokens mean nothing; more where that is true of the next drafts: then nothing can follow the tokens.
     """
@@ -278,4 +278,4 @@ class StepOutcome:
     num_emitted_B: Tensor
     num_accepted_B: Tensor
     num_tested_B: Tensor
-    lawless_B: Tensor
+    nonfinite_B: Tensor

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.suggest import did_you_mean
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ class Warp:
         )
 
 
-def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
+def to_probs(logits_XV: Tensor, warp: Warp) -> Tensor:
     """The probability law [X, V] (fp64, rows sum to 1) that tokens are drawn from and tested against.
 
     Order: temperature, top-k, top-p, min-p, as in transformers. top-k keeps every token tied with the
@@ -50,12 +50,12 @@ def to_law(logits_XV: Tensor, warp: Warp) -> Tensor:
     # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
     below_XV = logits_XV - logits_XV.amax(-1, keepdim=True)
     scaled_XV = below_XV / torch.where(greedy_X, 1.0, warp.temperature_X)[:, None]
-    law_XV = _keep_top_p(_keep_top_k(scaled_XV, warp.top_k_X).softmax(-1), warp.top_p_X)
-    floor_X = warp.min_p_X * law_XV.amax(-1)
-    law_XV = law_XV.where(law_XV >= floor_X[:, None], 0.0)
-    law_XV = law_XV / law_XV.sum(-1, keepdim=True)
-    one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, logits_XV.argmax(-1)[:, None], 1.0)
-    return torch.where(greedy_X[:, None], one_hot_XV, law_XV)
+    probs_XV = _keep_top_p(_keep_top_k(scaled_XV, warp.top_k_X).softmax(-1), warp.top_p_X)
+    floor_X = warp.min_p_X * probs_XV.amax(-1)
+    probs_XV = probs_XV.where(probs_XV >= floor_X[:, None], 0.0)
+    probs_XV = probs_XV / probs_XV.sum(-1, keepdim=True)
+    one_hot_XV = torch.zeros_like(probs_XV).scatter_(-1, logits_XV.argmax(-1)[:, None], 1.0)
+    return torch.where(greedy_X[:, None], one_hot_XV, probs_XV)
 
 
 def _keep_top_k(logits_XV: Tensor, top_k_X: Tensor) -> Tensor:
@@ -65,18 +65,18 @@ def _keep_top_k(logits_XV: Tensor, top_k_X: Tensor) -> Tensor:
     return logits_XV.masked_fill(logits_XV < kth_X1, -torch.inf)
 
 
-def _keep_top_p(law_XV: Tensor, top_p_X: Tensor) -> Tensor:
-    sorted_XV, order_XV = law_XV.sort(dim=-1, descending=True, stable=True)
+def _keep_top_p(probs_XV: Tensor, top_p_X: Tensor) -> Tensor:
+    sorted_XV, order_XV = probs_XV.sort(dim=-1, descending=True, stable=True)
     mass_before_XV = sorted_XV.cumsum(-1) - sorted_XV
     keep_XV = (mass_before_XV < top_p_X[:, None]) | (top_p_X[:, None] >= 1.0)
     keep_XV[:, 0] = True
-    return law_XV.where(torch.zeros_like(keep_XV).scatter_(-1, order_XV, keep_XV), 0.0)
+    return probs_XV.where(torch.zeros_like(keep_XV).scatter_(-1, order_XV, keep_XV), 0.0)
 
 
-def draw(law_XV: Tensor, uniforms_X: Tensor) -> Tensor:
+def draw(probs_XV: Tensor, uniforms_X: Tensor) -> Tensor:
     """One token id per row [X] int64 by inversion; a token of zero mass is never drawn. Rows need not sum to
     1.
     """
-    cumulative_XV = law_XV.cumsum(-1)
+    cumulative_XV = probs_XV.cumsum(-1)
     threshold_X1 = uniforms_X[:, None] * cumulative_XV[:, -1:]
     return (cumulative_XV <= threshold_X1).sum(-1)

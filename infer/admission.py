@@ -25,7 +25,7 @@ class Admission:
     def samples(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         """The `n` samples of a request; UserError for whatever this engine cannot answer."""
         parts, params = self._parts, _checked(request_id, params)
-        parts.decoder.feeding.check(params)
+        parts.decoder.kv_policy.check(params)
         parts.decoder.configure(params.decoder_options)
         _check_vocabulary(request_id, params, parts.model.spec.vocab_size)
         known = parts.encode(prompt) if isinstance(prompt, str) else prompt

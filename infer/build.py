@@ -11,36 +11,36 @@ from typing import Any
 
 import torch
 
-from idlm.detokenizer import Detokenizer, answer_text
 from idlm.devices import require_gpu
 from idlm.errors import UserError
-from idlm.infer.acceleration import NO_ACCELERATORS, AcceleratorStack, stack_of
-from idlm.infer.accelerators.base import Place
+from idlm.infer.accelerators.base import EngineSpec
+from idlm.infer.cli.prompts import check_text
 from idlm.infer.decoders.base import DECODERS, Decoder, default_decoder
-from idlm.infer.graphs import StaticStep
-from idlm.infer.kv_cache import KVCache, PagePool
+from idlm.infer.eos import eos_ids
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models import fp8
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
-from idlm.infer.pace import AdaptivePace, FixedPace, Pace
-from idlm.infer.parallel import ALONE, Shards
-from idlm.infer.prefix_cache import PrefixCache
-from idlm.infer.prompts import check_text
-from idlm.infer.room import check_room, telling_of_room
-from idlm.infer.runner import Runner, head_shape, set_deterministic
+from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.memory_check import check_memory, translate_memory_errors
+from idlm.infer.runtime.model_runner import Runner, head_shape, set_deterministic
+from idlm.infer.runtime.step import EagerStep, Step, StepResult
+from idlm.infer.runtime.stride_controller import FixedPace, Pace, StrideController
 from idlm.infer.scheduler import Schedule, Scheduler
 from idlm.infer.settings import EngineSettings, check_options, decoder_config
-from idlm.infer.step import EagerStep, Step, StepResult
-from idlm.infer.stops import eos_ids
-from idlm.infer.table import SequenceTable
-from idlm.infer.text import IncrementalDetokenizer
+from idlm.infer.sparse.stack import NO_ACCELERATORS, AcceleratorStack, stack_of
+from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.prefix_cache import PrefixCache
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.stop_strings import IncrementalDetokenizer
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
-from idlm.tokens import check_vocabulary, encode_prompt, load_tokenizer
+from idlm.text.detokenizer import Detokenizer, answer_text
+from idlm.text.tokenizer import check_vocabulary, encode_prompt, load_tokenizer
 
 PAGE_SIZE = 16
-LEAST_LANE_BYTES = 256
+MIN_LANE_BYTES = 256
 """Of a lane's numbers on the device and its entries in the books of the host."""
 
 
@@ -53,10 +53,10 @@ class EngineParts:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     decoder: Decoder
-    table: SequenceTable
+    table: SequenceState
     pool: PagePool
     scheduler: Scheduler
-    pace: Pace
+    stride_controller: Pace
     runner: Runner
     stack: AcceleratorStack
     step: Callable[[Schedule], StepResult]
@@ -120,7 +120,7 @@ def build(
     settings = dataclasses.replace(
         settings,
         max_length=_max_length(settings, model),
-        page_size=_page_size(settings, decoder_object.feeding.grain),
+        page_size=_page_size(settings, decoder_object.kv_policy.block_size),
     )
     stack = _stack(settings, model, decoder_object, dataclasses.asdict(config))
     stop_ids = eos_ids(model, tokenizer)
@@ -154,7 +154,7 @@ def _assemble(
     device, dtype = model.trunk.embed.device, model.trunk.embed.dtype
     num_lanes, kv_dtype = _num_lanes(settings), _kv_dtype(settings, model)
     _check_lanes(settings, decoder, device)
-    with telling_of_room(device):
+    with translate_memory_errors(device):
         decoder.allocate(num_lanes, model.spec.vocab_size, dtype=dtype, device=device)
         pool = _pool(settings, model, decoder, stack, shards)
         stack.allocate_pages(pool.num_pages)
@@ -169,7 +169,7 @@ def _assemble(
             device=device,
             scales=None if kv_dtype == dtype else model.kv_scales,
         )
-        table = SequenceTable(num_lanes, settings.max_length, device)
+        table = SequenceState(num_lanes, settings.max_length, device)
     attention = _attention(settings, model, kv_dtype)
     settings = _resolve_graphs(settings, attention, model, stack.eager)
     set_deterministic(model, settings.deterministic)
@@ -185,12 +185,14 @@ def _assemble(
         scheduler=Scheduler(
             pool,
             num_lanes=settings.max_num_seqs,
-            max_prompt_rows=settings.max_prompt_rows,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             max_width=max(decoder.widths),
-            max_emitted=max(picture.stride for picture in decoder.pictures),
-            feeding=decoder.feeding,
+            max_emitted=max(mode.stride for mode in decoder.modes),
+            kv_policy=decoder.kv_policy,
         ),
-        pace=FixedPace() if len(decoder.pictures) == 1 else AdaptivePace(decoder.pictures, decoder.widths),
+        stride_controller=FixedPace()
+        if len(decoder.modes) == 1
+        else StrideController(decoder.modes, decoder.widths),
         runner=runner,
         stack=stack,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
@@ -206,9 +208,9 @@ def _check_lanes(settings: EngineSettings, decoder: Decoder, device: torch.devic
     """UserError IDLM-0405 where lanes cannot fit: their tokens, page numbers and entries in the books."""
     assert settings.max_length is not None
     max_pages = -(-_max_slots(settings, decoder) // settings.slots_per_page)
-    lane_bytes = LEAST_LANE_BYTES + 8 * (settings.max_length + 1 + max_pages)
+    lane_bytes = MIN_LANE_BYTES + 8 * (settings.max_length + 1 + max_pages)
     what = f"the tokens of max_num_seqs={settings.max_num_seqs} sequences of max_length={settings.max_length}"
-    check_room(what, _num_lanes(settings) * lane_bytes, device)
+    check_memory(what, _num_lanes(settings) * lane_bytes, device)
 
 
 def _kv_dtype(settings: EngineSettings, model: LoadedModel) -> torch.dtype:
@@ -217,18 +219,18 @@ def _kv_dtype(settings: EngineSettings, model: LoadedModel) -> torch.dtype:
 
 def _max_slots(settings: EngineSettings, decoder: Decoder) -> int:
     assert settings.max_length is not None
-    return decoder.feeding.num_slots(settings.max_length, max(decoder.widths))
+    return decoder.kv_policy.num_slots(settings.max_length, max(decoder.widths))
 
 
 def _stack(
     settings: EngineSettings, model: LoadedModel, decoder: Decoder, options: dict[str, Any]
 ) -> AcceleratorStack:
     """The accelerators asked for; `options` are those of the decoder."""
-    feeding, local = decoder.feeding, model.local
-    place = Place(
+    kv_policy, local = decoder.kv_policy, model.local
+    place = EngineSpec(
         decoder=decoder.name,
         decoder_options=options,
-        block_size=None if feeding.num_pending else feeding.grain,
+        block_size=None if kv_policy.num_lookahead_tokens else kv_policy.block_size,
         is_shifted=model.semantics.logit_shift,
         num_layers=local.num_layers,
         num_heads=local.num_heads,
@@ -260,14 +262,14 @@ def _pool(
     )
     manager = MEMORY_MANAGERS.get(settings.memory)()
     if settings.num_pages is not None:
-        check_room(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
+        check_memory(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
     return PagePool(
         num_pages=settings.num_pages or shards.least(manager.num_pages(demand)),
         page_size=settings.slots_per_page,
         num_lanes=_num_lanes(settings),
         max_slots=max_slots,
         device=model.device,
-        cache=_prefix_cache(settings, model, decoder.feeding.grain),
+        cache=_prefix_cache(settings, model, decoder.kv_policy.block_size),
     )
 
 
@@ -296,7 +298,7 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
 def _resolve_graphs(
     settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
 ) -> EngineSettings:
-    """`graphs` as "on" or "off", and `run_ahead` as a number. `eager`: accelerators that no graph holds."""
+    """`graphs` as "on" or "off", and `num_inflight_steps` as a number. `eager`: accelerators that no graph holds."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
     waits = f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
@@ -313,7 +315,9 @@ def _resolve_graphs(
         )
     ahead = 4 if is_cuda and graphs == "on" else 0
     return dataclasses.replace(
-        settings, graphs=graphs, run_ahead=ahead if settings.run_ahead is None else settings.run_ahead
+        settings,
+        graphs=graphs,
+        num_inflight_steps=ahead if settings.num_inflight_steps is None else settings.num_inflight_steps,
     )
 
 
@@ -325,26 +329,26 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
-def _prefix_cache(settings: EngineSettings, model: LoadedModel, grain: int) -> PrefixCache | None:
+def _prefix_cache(settings: EngineSettings, model: LoadedModel, block_size: int) -> PrefixCache | None:
     """An index of its own for every engine: all that KV depends on beside the tokens is the same in it.
 
     None as well where a page ends inside a block: its KV depends on tokens behind it (`_page_size` says so).
     """
-    if not settings.prefix_cache or settings.slots_per_page % grain:
+    if not settings.prefix_cache or settings.slots_per_page % block_size:
         return None
     place = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
     return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.slots_per_page)
 
 
-def _page_size(settings: EngineSettings, grain: int) -> int:
-    """Slots of a page: those asked for, or the fewest whole blocks of `grain` that make up `PAGE_SIZE`."""
+def _page_size(settings: EngineSettings, block_size: int) -> int:
+    """Slots of a page: those asked for, or the fewest whole blocks of `block_size` that make up `PAGE_SIZE`."""
     page_size = settings.page_size
     if page_size is None:
-        return -(-PAGE_SIZE // grain) * grain
-    if settings.prefix_cache and page_size % grain:
+        return -(-PAGE_SIZE // block_size) * block_size
+    if settings.prefix_cache and page_size % block_size:
         warnings.warn(
-            f"page_size={page_size} ends inside a block of {grain}, so that no KV can be shared: the prefix "
-            f"cache is off; give page_size={-(-page_size // grain) * grain}, or prefix_cache=false",
+            f"page_size={page_size} ends inside a block of {block_size}, so that no KV can be shared: the prefix "
+            f"cache is off; give page_size={-(-page_size // block_size) * block_size}, or prefix_cache=false",
             stacklevel=4,
         )
     return page_size

@@ -62,11 +62,11 @@ class EngineConfig:
     memory: str = _help("memory manager", "caching")
     max_num_seqs: int = _help("sequences that run at once", 64)
     max_length: int | None = _help("prompt and answer together; null is the model's context", None)
-    max_prompt_rows: int = _help("prompt tokens stored in one pass", 1024)
+    max_num_batched_tokens: int = _help("prompt tokens stored in one pass", 1024)
     page_size: int | None = _help("slots of a KV page; null is 16, or more to hold whole blocks", None)
     num_pages: int | None = _help("KV pages; null lets the memory manager decide", None)
     prefix_cache: bool = _help("share the KV of equal beginnings, and keep it for later", True)
-    run_ahead: int | None = _help(
+    num_inflight_steps: int | None = _help(
         "passes launched before the results of earlier ones are read; null is 4 on a GPU, else 0", None
     )
     graphs: Literal["auto", "on", "off"] = _help(
@@ -89,7 +89,7 @@ class EngineConfig:
 
     def options(self) -> dict[str, Any]:
         """Keywords for `Engine.from_pretrained`. Imports the accelerators."""
-        from idlm.infer.acceleration import as_options
+        from idlm.infer.sparse.stack import as_options
 
         values = {key: getattr(self, key) for key in EngineConfig.__dataclass_fields__}
         return {"accelerators": as_options(values.pop("accelerator")), **values}

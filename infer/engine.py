@@ -17,16 +17,16 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.files.paths import given_path
 from idlm.infer.admission import Admission, Prompt, check_list, check_one
 from idlm.infer.build import EngineParts
-from idlm.infer.failures import LEAST_IN_A_ROW, given_up, is_shortage, not_finite
-from idlm.infer.flight import Emission, Flight
+from idlm.infer.distributed.launcher import create_worker
+from idlm.infer.errors import MIN_CONSECUTIVE_OOM, given_up, is_out_of_memory, not_finite
 from idlm.infer.request import Request, fresh_ids, strip_stop_id
+from idlm.infer.runtime.inflight import Emission, InflightStep
+from idlm.infer.runtime.worker import Worker
 from idlm.infer.settings import EngineSettings
-from idlm.infer.team import hire
-from idlm.infer.text import AnswerText
-from idlm.infer.worker import Worker
-from idlm.paths import given_path
+from idlm.infer.stop_strings import AnswerText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,16 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.semantics = parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
-        self.scheduler, self._step, self._pace = parts.scheduler, parts.step, parts.pace
+        self.scheduler, self._step, self._stride_controller = (
+            parts.scheduler,
+            parts.step,
+            parts.stride_controller,
+        )
         self._admission = Admission(parts)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
-        self._flights: deque[Flight] = deque()
+        self._inflight: deque[InflightStep] = deque()
         self._last_fed: list[Request] = []
         self._num_shortages = 0
         self._num_added = 0
@@ -68,13 +72,13 @@ class Engine:
         was converted, else "ar".
 
         `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, memory, ...) and of the
-        decoder's own Config (for isd: stride, on_rejection, acceptance). `accelerators` is one of the former:
+        decoder's own Config (for isd: stride, rejection_strategy, acceptance). `accelerators` is one of the former:
         a name, names, or options by name, {"mage": {"k": 256}}. Raises UserError for anything
         unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends them, as does
         the end of this one.
         """
         directory = given_path("IDLM-0600", path, fix="give the directory of a checkpoint")
-        worker = hire(directory, decoder, options)
+        worker = create_worker(directory, decoder, options)
         return cls(worker.parts, worker)
 
     def close(self) -> None:
@@ -203,11 +207,11 @@ class Engine:
         shortage = None
         try:
             is_launched = self._launch()
-            self._book((self.settings.run_ahead or 0) if is_launched else 0)
+            self._book((self.settings.num_inflight_steps or 0) if is_launched else 0)
         except BaseException as error:
-            self._flights.clear()
+            self._inflight.clear()
             self.scheduler.requeue_all()
-            if not is_shortage(error):
+            if not is_out_of_memory(error):
                 raise
             shortage = str(error)
         # Behind the `except`: its traceback holds the tensors of the pass.
@@ -221,24 +225,24 @@ class Engine:
         """After a shortage: a smaller pass; from the second in a row on, one request less, the youngest."""
         self._num_shortages += 1
         self.scheduler.halve_budget()
-        self._pace.learn_shortage()
-        self._worker.relieve()
+        self._stride_controller.observe_out_of_memory()
+        self._worker.free_cached_memory()
         youngest = next((one for one in reversed(self._last_fed) if one.finish_reason is None), None)
-        if self._num_shortages < LEAST_IN_A_ROW or youngest is None:
+        if self._num_shortages < MIN_CONSECUTIVE_OOM or youngest is None:
             return
-        most_rows = self.settings.max_prompt_rows
+        most_rows = self.settings.max_num_batched_tokens
         self._give_up(
             youngest,
-            given_up(youngest.request_id, self._num_shortages, reason, max_prompt_rows=most_rows),
+            given_up(youngest.request_id, self._num_shortages, reason, max_num_batched_tokens=most_rows),
         )
 
-    def _give_up_lawless(self, request: Request) -> None:
+    def _fail_nonfinite(self, request: Request) -> None:
         """Nothing that it computed may serve others."""
         num_tokens, dtype = len(request.token_ids), self._parts.model.dtype
-        self._give_up(request, not_finite(request.request_id, num_tokens, dtype=dtype), forgets=True)
+        self._give_up(request, not_finite(request.request_id, num_tokens, dtype=dtype), invalidate=True)
 
-    def _give_up(self, request: Request, error: UserError, *, forgets: bool = False) -> None:
-        """End a request with what it has. `forgets`: see `Scheduler.retire`."""
+    def _give_up(self, request: Request, error: UserError, *, invalidate: bool = False) -> None:
+        """End a request with what it has. `invalidate`: see `Scheduler.retire`."""
         request.finish_reason = "error"
         text = self._texts[request].finish() if request in self._texts else ""
         self._events.append(
@@ -247,7 +251,7 @@ class Engine:
                 index=request.index,
                 token_ids=(),
                 text=text,
-                completion=self._finish(request, error, forgets=forgets),
+                completion=self._finish(request, error, invalidate=invalidate),
                 error=error,
             )
         )
@@ -259,23 +263,27 @@ class Engine:
             # Who loses its pages is decided by what is known, not by what may be on its way.
             self._book(0)
             schedule = self.scheduler.next()
-        assert schedule is not None, f"{len(self._flights)=}"
+        assert schedule is not None, f"{len(self._inflight)=}"
         if not schedule.requests:
             return False
         self._last_fed = schedule.requests
-        schedule.picture = self._pace.choose(len(schedule.requests))
-        self._flights.append(Flight(schedule, self._worker))
+        schedule.mode = self._stride_controller.choose(len(schedule.requests))
+        self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
         return True
 
     def _book(self, num_left: int) -> None:
         """Read results, oldest first: all that are back, then more until `num_left` are on their way."""
-        while self._flights and (len(self._flights) > num_left or self._flights[0].is_back()):
-            flight = self._flights.popleft()
-            emissions = flight.emissions()
-            if flight.only_decodes:
-                self._pace.learn_time(flight.picture, len(flight.requests), flight.seconds())
-            for request, samples, emission in zip(flight.requests, flight.samples, emissions, strict=True):
+        while self._inflight and (len(self._inflight) > num_left or self._inflight[0].is_ready()):
+            inflight_step = self._inflight.popleft()
+            emissions = inflight_step.emissions()
+            if inflight_step.only_decodes:
+                self._stride_controller.observe_time(
+                    inflight_step.mode, len(inflight_step.requests), inflight_step.seconds()
+                )
+            for request, samples, emission in zip(
+                inflight_step.requests, inflight_step.samples, emissions, strict=True
+            ):
                 # A request that was found complete, or was aborted, while this pass was on its way.
                 if request.finish_reason is None:
                     self._deliver(request, samples, emission)
@@ -285,8 +293,8 @@ class Engine:
         request.num_forwards += 1
         if not samples:
             return
-        if emission.lawless == 1:
-            self._give_up_lawless(request)
+        if emission.nonfinite == 1:
+            self._fail_nonfinite(request)
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
@@ -297,7 +305,7 @@ class Engine:
         # Behind a stop nothing counts: the drafts there belong to no answer.
         accepted, is_cut = emission.num_accepted, len(new_ids) <= emission.num_accepted
         request.count_drafts(min(accepted, len(new_ids)), len(new_ids) if is_cut else emission.num_tested)
-        self._pace.learn_drafts(accepted, emission.num_tested)
+        self._stride_controller.observe_drafts(accepted, emission.num_tested)
         request.logprobs += emission.logprobs[: len(new_ids)]
         is_done = request.finish_reason is not None
         text += self._texts[request].finish() if is_done and request in self._texts else ""
@@ -310,8 +318,8 @@ class Engine:
                 completion=self._finish(request) if is_done else None,
             )
         )
-        if emission.lawless and not is_done:
-            self._give_up_lawless(request)
+        if emission.nonfinite and not is_done:
+            self._fail_nonfinite(request)
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
         """Add committed tokens one by one until something stops the answer."""
@@ -328,9 +336,9 @@ class Engine:
         return token_ids, text
 
     def _finish(
-        self, request: Request, error: UserError | None = None, *, forgets: bool = False
+        self, request: Request, error: UserError | None = None, *, invalidate: bool = False
     ) -> Completion:
-        self.scheduler.retire(request, forgets=forgets)
+        self.scheduler.retire(request, invalidate=invalidate)
         samples = self._active[request.request_id]
         samples.remove(request)
         if not samples:

@@ -18,7 +18,7 @@ class Request:
     """A sequence on its way through the engine. `lane` is None while it waits.
 
     On the host, `num_computed` mirrors the lane's KV pointer as far as results are back, and `num_steps` its
-    random stream: the passes that emitted something. `num_in_flight` such passes are on their way.
+    random stream: the passes that emitted something. `num_inflight` such passes are on their way.
     `max_length`: prompt and answer together. `page_keys`: keys of its first whole pages in the prefix cache,
     as far as they were asked for; `num_cached_tokens` of the prompt were found there.
     """
@@ -31,7 +31,7 @@ class Request:
     max_length: int
     lane: int | None = None
     num_computed: int = 0
-    num_in_flight: int = 0
+    num_inflight: int = 0
     num_cached_tokens: int = 0
     page_keys: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -145,7 +145,7 @@ def _items(prompt: Any) -> list[Any] | None:
 def _fix_of(strangers: Sequence[Any]) -> str:
     """What to give in place of something that is no prompt."""
     if any(isinstance(value, Mapping) and "role" in value for value in strangers):
-        return "render a conversation first: idlm.tokens.encode_messages(engine.tokenizer, messages)"
+        return "render a conversation first: idlm.text.tokenizer.encode_messages(engine.tokenizer, messages)"
     return "give a string, or whole numbers from the checkpoint's tokenizer"
 
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from idlm.infer.decoders.base import ONE_BY_ONE, Batch, Feeding
-from idlm.infer.kv_cache import PagePool
+from idlm.infer.decoders.base import TOKEN_BY_TOKEN, Batch, KVWritePolicy
 from idlm.infer.request import Request
-from idlm.infer.transfer import to_device
+from idlm.infer.state.device import to_device
+from idlm.infer.state.kv_cache import PagePool
 
-PASSES_TO_RESTORE = 16
+STEPS_TO_RESTORE = 16
 
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
     """One pass: its requests (oldest first) with the host data that decoders plan by, and who sat down, lost
-    its KV or (some of it) got it back. `picture`: by which of the decoder's pictures.
+    its KV or (some of it) got it back. `mode`: by which of the decoder's pictures.
 
     `num_feed[b]` known tokens are fed, `num_known[b]` are then computed at most, `samples[b]`: that is all
-    that are due. `num_pending` of those are computed by a later pass.
+    that are due. `num_lookahead_tokens` of those are computed by a later pass.
     `copies`: pages (from, to) to be copied before the pass.
     """
 
@@ -39,12 +39,12 @@ class Schedule:
     num_feed: list[int] = field(default_factory=list)
     num_known: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    seated: list[Request] = field(default_factory=list)
+    scheduled_new_requests: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    picture: int = 0
-    num_pending: int = 1
+    mode: int = 0
+    num_lookahead_tokens: int = 1
 
     @property
     def num_top(self) -> int | None:
@@ -67,22 +67,22 @@ class Schedule:
             max_known=max(self.num_known),
             num_rows=None,
             filters=self.filters,
-            picture=self.picture,
+            mode=self.mode,
             num_top=self.num_top,
         )
 
     def launched(self) -> None:
         """Note in the requests that the pass is on its way."""
         for request, num_feed, samples in zip(self.requests, self.num_feed, self.samples, strict=True):
-            request.num_computed += num_feed - samples * self.num_pending
-            request.num_in_flight += samples
+            request.num_computed += num_feed - samples * self.num_lookahead_tokens
+            request.num_inflight += samples
 
 
 class Scheduler:
     """Lanes, queue and page accounting.
 
     Every running sequence gets its decoding rows in every pass (`max_width` at most, which emit
-    `max_emitted` tokens at most); `max_prompt_rows` bounds the further prompt rows of all sequences
+    `max_emitted` tokens at most); `max_num_batched_tokens` bounds the further prompt rows of all sequences
     together, less of them for a while after `halve_budget`. Passes may be scheduled before the results of
     earlier ones are known: then a sequence is as long as it can be, and nobody is preempted.
     """
@@ -92,13 +92,13 @@ class Scheduler:
         pool: PagePool,
         *,
         num_lanes: int,
-        max_prompt_rows: int,
+        max_num_batched_tokens: int,
         max_width: int,
         max_emitted: int,
-        feeding: Feeding = ONE_BY_ONE,
+        kv_policy: KVWritePolicy = TOKEN_BY_TOKEN,
     ) -> None:
-        self.pool, self._feeding = pool, feeding
-        self._max_prompt_rows = self._prompt_budget = max_prompt_rows
+        self.pool, self._kv_policy = pool, kv_policy
+        self._max_num_batched_tokens = self._prompt_budget = max_num_batched_tokens
         self._num_good_passes = 0
         self._max_width, self._max_emitted = max_width, max_emitted
         self._free_lanes = list(range(num_lanes - 1, -1, -1))
@@ -108,7 +108,7 @@ class Scheduler:
 
     def slots_needed(self, num_tokens: int) -> int:
         """Slots of a decoding sequence of `num_tokens` known ones, with its drafts and masks."""
-        return self._feeding.num_slots(num_tokens, self._max_width)
+        return self._kv_policy.num_slots(num_tokens, self._max_width)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -118,12 +118,15 @@ class Scheduler:
         """Decide the next pass. Empty when nothing is left to do, or nothing before results come back; None
         when pages are so short that results must come back first.
         """
-        schedule = Schedule(num_pending=self._feeding.num_pending)
+        schedule = Schedule(num_lookahead_tokens=self._kv_policy.num_lookahead_tokens)
         budget = self._prompt_budget
         is_stalled = False
-        self._settle()
+        self._commit_computed_pages()
         for request in list(self.running):
-            if request.num_known + request.num_in_flight * self._feeding.num_pending >= request.max_length:
+            if (
+                request.num_known + request.num_inflight * self._kv_policy.num_lookahead_tokens
+                >= request.max_length
+            ):
                 continue  # Every pass in flight brings a token: it is complete.
             had_pages = self.pool.num_owned(lane_of(request)) > 0
             if not had_pages and is_stalled:
@@ -137,38 +140,38 @@ class Scheduler:
                 budget = self._feed(request, budget, schedule)
             else:
                 is_stalled = True
-        num_shown = 0
+        num_committed = 0
         while self.waiting and self._free_lanes and not is_stalled and budget > 0:
-            num_shown = self._show(schedule, num_shown)
+            num_committed = self._commit_scheduled_pages(schedule, num_committed)
             request = self.waiting[0]
             request.lane = self._free_lanes.pop()
-            if not self._sit(request, self.slots_needed(request.num_known), schedule):
+            if not self._allocate(request, self.slots_needed(request.num_known), schedule):
                 self._free_lanes.append(request.lane)
                 request.lane = None
                 break
             self.running.append(self.waiting.popleft())
-            schedule.seated.append(request)
+            schedule.scheduled_new_requests.append(request)
             budget = self._feed(request, budget, schedule)
         return schedule
 
     def book(self, request: Request, num_before: int) -> None:
         """Results of a decoding pass are back; the request had `num_before` known tokens before it."""
-        request.num_in_flight -= 1
-        request.num_computed = self._feeding.num_stored(
+        request.num_inflight -= 1
+        request.num_computed = self._kv_policy.num_stored(
             request.num_computed, num_before=num_before, num_known=request.num_known
         )
 
-    def retire(self, request: Request, *, forgets: bool = False) -> None:
-        """Take a finished or aborted request out, wherever it is, and free what it holds. `forgets`: that
+    def retire(self, request: Request, *, invalidate: bool = False) -> None:
+        """Take a finished or aborted request out, wherever it is, and free what it holds. `invalidate`: that
         must not be found again.
         """
         if request.lane is None:
             self.waiting.remove(request)
             return
         self.running.remove(request)
-        if not forgets:
+        if not invalidate:
             self._commit(request, request.num_computed)
-        self.pool.release(request.lane, forgets=forgets)
+        self.pool.release(request.lane, invalidate=invalidate)
         self._free_lanes.append(request.lane)
         request.lane = None
 
@@ -180,7 +183,7 @@ class Scheduler:
         """
         for request in reversed(self.running):
             self._free_lanes.append(lane_of(request))
-            request.lane, request.num_computed, request.num_in_flight = None, 0, 0
+            request.lane, request.num_computed, request.num_inflight = None, 0, 0
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
         self.pool.reset()
@@ -191,33 +194,35 @@ class Scheduler:
         self._num_good_passes = 0
 
     def restore_budget(self) -> None:
-        """After a pass that went well: `PASSES_TO_RESTORE` of them double what is left of a budget that was
+        """After a pass that went well: `STEPS_TO_RESTORE` of them double what is left of a budget that was
         halved.
         """
-        if self._prompt_budget == self._max_prompt_rows:
+        if self._prompt_budget == self._max_num_batched_tokens:
             return
         self._num_good_passes += 1
-        if self._num_good_passes % PASSES_TO_RESTORE == 0:
-            self._prompt_budget = min(2 * self._prompt_budget, self._max_prompt_rows)
+        if self._num_good_passes % STEPS_TO_RESTORE == 0:
+            self._prompt_budget = min(2 * self._prompt_budget, self._max_num_batched_tokens)
 
     def _feed(self, request: Request, budget: int, schedule: Schedule) -> int:
         """Enter the request with as many known tokens as the prompt budget allows, whole grains of them, of
         which one is free; returns what is left of the budget.
         """
-        grain = self._feeding.grain
-        remaining = self._feeding.num_due(request.num_known) - request.num_computed
-        if remaining > grain and budget == 0:
+        block_size = self._kv_policy.block_size
+        remaining = self._kv_policy.num_computable(request.num_known) - request.num_computed
+        if remaining > block_size and budget == 0:
             return 0
-        num_feed = min(remaining, grain + -(-budget // grain) * grain)
+        num_feed = min(remaining, block_size + -(-budget // block_size) * block_size)
         schedule.requests.append(request)
         schedule.num_feed.append(num_feed)
         schedule.samples.append(num_feed == remaining)
-        schedule.num_known.append(self._feeding.num_due(self._longest(request)) - remaining + num_feed)
-        return max(0, budget - max(0, num_feed - grain))
+        schedule.num_known.append(
+            self._kv_policy.num_computable(self._longest(request)) - remaining + num_feed
+        )
+        return max(0, budget - max(0, num_feed - block_size))
 
     def _longest(self, request: Request) -> int:
         """Known tokens that the request may have by the time of its next pass."""
-        return min(request.num_known + request.num_in_flight * self._max_emitted, request.max_length)
+        return min(request.num_known + request.num_inflight * self._max_emitted, request.max_length)
 
     def _reserve(self, request: Request, schedule: Schedule) -> bool | None:
         """Pages for the request's next pass; preempts younger sequences if that is what it takes.
@@ -230,7 +235,7 @@ class Scheduler:
         while not self._extend(request, num_slots, schedule):
             if self.pool.num_owned(lane) == 0:
                 return False
-            if any(other.num_in_flight for other in self.running):
+            if any(other.num_inflight for other in self.running):
                 return None
             victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)
             self.pool.release(lane_of(victim))
@@ -244,12 +249,12 @@ class Scheduler:
         lane = lane_of(request)
         if self.pool.num_owned(lane):
             return self.pool.reserve(lane, num_slots)
-        if not self._sit(request, num_slots, schedule):
+        if not self._allocate(request, num_slots, schedule):
             return False
         schedule.resumed.append(request)
         return True
 
-    def _sit(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
+    def _allocate(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
         """Pages for a sequence that has none, which begin with what the prefix cache knows of its tokens.
 
         The last known token's grain is fed in any case, for its logits. Of a page that is equal in part, in
@@ -258,13 +263,13 @@ class Scheduler:
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if cache is None:
             return self.pool.reserve(lane, num_slots)
-        most = self._feeding.num_reusable(request.num_known)
+        most = self._kv_policy.num_reusable(request.num_known)
         keys = self._page_keys(request, most // size)[: most // size]
         shared = cache.chain(keys)
         behind = len(shared) * size
         parent = keys[len(shared) - 1] if shared else cache.root
         source, num_equal = cache.nearest(parent, request.known_ids(behind, min(behind + size, most)))
-        num_equal = self._feeding.num_due(num_equal)
+        num_equal = self._kv_policy.num_computable(num_equal)
         if not self.pool.reserve(lane, num_slots, shared):
             return False
         if num_equal:
@@ -277,21 +282,21 @@ class Scheduler:
         cache.counts.add(num_tokens=most, num_hit_tokens=request.num_computed, is_copied=num_equal > 0)
         return True
 
-    def _settle(self) -> None:
+    def _commit_computed_pages(self) -> None:
         """Enter what launched passes compute into the prefix cache."""
         if self.pool.cache is not None:
-            self.pool.cache.settle()
+            self.pool.cache.mark_written()
         for request in self.running:
             self._commit(request, request.num_computed)
 
-    def _show(self, schedule: Schedule, num_shown: int) -> int:
+    def _commit_scheduled_pages(self, schedule: Schedule, num_committed: int) -> int:
         """Enter what this very pass will compute, for those who sit down in it: each layer stores the KV of
         all rows before any row attends. Returns how many requests of the schedule were seen to.
         """
-        for b in range(num_shown, len(schedule.requests)):
+        for b in range(num_committed, len(schedule.requests)):
             request = schedule.requests[b]
-            num_pending = schedule.samples[b] * schedule.num_pending
-            num_computed = request.num_computed + schedule.num_feed[b] - num_pending
+            num_lookahead_tokens = schedule.samples[b] * schedule.num_lookahead_tokens
+            num_computed = request.num_computed + schedule.num_feed[b] - num_lookahead_tokens
             self._commit(request, num_computed, is_written=False)
         return len(schedule.requests)
 

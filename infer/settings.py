@@ -12,14 +12,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from idlm import schema
+from idlm.config import schema
+from idlm.config.suggest import did_you_mean
 from idlm.contracts import own_number
 from idlm.errors import UserError
-from idlm.infer.acceleration import accelerator_configs, as_options
 from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.memory.base import MEMORY_MANAGERS
+from idlm.infer.sparse.stack import accelerator_configs, as_options
 from idlm.kernels.paged_attention import BACKENDS
-from idlm.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class EngineSettings:
 
     `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
     `max_length`: prompt and answer, None for the model's context. `page_size`: slots of a KV page; None: 16,
-    or as many more as whole blocks take. `num_pages` None lets the memory manager decide. `max_prompt_rows`:
+    or as many more as whole blocks take. `num_pages` None lets the memory manager decide. `max_num_batched_tokens`:
     prompt tokens that one pass stores besides decoding. `mask_token_id` overrides the checkpoint's.
-    `accelerators`: their options by name; names alone will do. `run_ahead`: passes that may be launched
+    `accelerators`: their options by name; names alone will do. `num_inflight_steps`: passes that may be launched
     before the results of earlier ones are read; None: 4 with CUDA graphs, else 0. `prefix_cache`: keep the KV
     of finished and preempted sequences, and let equal beginnings share it, as long as nobody needs the pages.
     `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU they are
@@ -49,10 +49,10 @@ class EngineSettings:
     memory: str = "caching"
     max_num_seqs: int = 64
     max_length: int | None = None
-    max_prompt_rows: int = 1024
+    max_num_batched_tokens: int = 1024
     page_size: int | None = None
     num_pages: int | None = None
-    run_ahead: int | None = None
+    num_inflight_steps: int | None = None
     prefix_cache: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
     attention: str = "auto"
@@ -105,10 +105,14 @@ def _check_settings(settings: EngineSettings) -> None:
         f"{name}={value!r} must be an integer >= {least}"
         for name, value, least in (
             ("max_num_seqs", settings.max_num_seqs, 1),
-            ("max_prompt_rows", settings.max_prompt_rows, 1),
+            ("max_num_batched_tokens", settings.max_num_batched_tokens, 1),
             ("page_size", 1 if settings.page_size is None else settings.page_size, 1),
             ("tensor_parallel", settings.tensor_parallel, 1),
-            ("run_ahead", 0 if settings.run_ahead is None else settings.run_ahead, 0),
+            (
+                "num_inflight_steps",
+                0 if settings.num_inflight_steps is None else settings.num_inflight_steps,
+                0,
+            ),
             ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
             ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
         )

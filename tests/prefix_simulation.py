@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from idlm.contracts import SamplingParams
-from idlm.infer.kv_cache import PagePool
-from idlm.infer.prefix_cache import PrefixCache
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule, Scheduler, lane_of
+from idlm.infer.state.kv_cache import PagePool
+from idlm.infer.state.prefix_cache import PrefixCache
 
 VOCAB = 3
 STOP_ID = 2
@@ -29,16 +29,16 @@ MAX_ANSWER = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Sizes of one simulation. `forgets`: look-ups find less than there is: pages are computed twice."""
+    """Sizes of one simulation. `invalidate`: look-ups find less than there is: pages are computed twice."""
 
     page_size: int
     num_pages: int
     num_lanes: int
     stride: int
-    max_prompt_rows: int
-    run_ahead: int
+    max_num_batched_tokens: int
+    num_inflight_steps: int
     has_cache: bool = True
-    forgets: bool = False
+    invalidate: bool = False
 
     @property
     def width(self) -> int:
@@ -88,7 +88,7 @@ class Simulation:
 
     def __init__(self, world: World, dice: random.Random, *, max_length: int) -> None:
         self.world, self.dice, self.max_length = world, dice, max_length
-        kind = _Forgetful if world.forgets else PrefixCache
+        kind = _Forgetful if world.invalidate else PrefixCache
         cache = kind(("toy",), page_size=world.page_size) if world.has_cache else None
         if isinstance(cache, _Forgetful):
             cache.dice = dice
@@ -103,13 +103,13 @@ class Simulation:
         self.scheduler = Scheduler(
             self.pool,
             num_lanes=world.num_lanes,
-            max_prompt_rows=world.max_prompt_rows,
+            max_num_batched_tokens=world.max_num_batched_tokens,
             max_width=world.width,
             max_emitted=world.stride,
         )
         self.memory: list[object] = [None] * (world.num_pages * world.page_size)
         self.lanes = [_Lane() for _ in range(world.num_lanes)]
-        self.flights: deque[list[tuple[Request, bool, list[int]]]] = deque()
+        self.inflight: deque[list[tuple[Request, bool, list[int]]]] = deque()
         self.active: list[Request] = []
         self.finished: list[Request] = []
         self.num_passes = self.num_fed = self.num_shared_writes = 0
@@ -140,10 +140,10 @@ class Simulation:
             schedule = self.scheduler.next()
         assert schedule is not None
         if schedule.requests:
-            self._seat(schedule)
-            self.flights.append(self._run(schedule))
+            self._admit(schedule)
+            self.inflight.append(self._run(schedule))
             schedule.launched()
-        self._book(self.world.run_ahead if schedule.requests else 0)
+        self._book(self.world.num_inflight_steps if schedule.requests else 0)
         self.pool.check()
 
     def abort(self, request: Request) -> None:
@@ -154,12 +154,12 @@ class Simulation:
 
     def fail(self) -> None:
         """A pass has failed: nobody knows what is in the memory."""
-        self.flights.clear()
+        self.inflight.clear()
         self.memory = [("lost", slot) for slot in range(len(self.memory))]
         self.scheduler.requeue_all()
 
-    def _seat(self, schedule: Schedule) -> None:
-        for request in schedule.seated:
+    def _admit(self, schedule: Schedule) -> None:
+        for request in schedule.scheduled_new_requests:
             self.lanes[lane_of(request)] = _Lane(
                 tokens=[*request.prompt_ids, *request.token_ids],
                 num_computed=request.num_computed,
@@ -225,13 +225,13 @@ class Simulation:
         """A page that is written has one holder, or was entered for those who read it in this very pass."""
         if self.pool.cache is not None and page in self.pool.cache:
             assert page in self.pool.cache._unwritten, f"{page=} is committed and written"
-            self.num_shared_writes += self.pool._num_holders[page] > 1
+            self.num_shared_writes += self.pool._num_refs[page] > 1
         else:
-            assert self.pool._num_holders[page] == 1, f"{page=} is shared and written"
+            assert self.pool._num_refs[page] == 1, f"{page=} is shared and written"
 
     def _book(self, num_left: int) -> None:
-        while len(self.flights) > num_left:
-            for request, samples, emitted in self.flights.popleft():
+        while len(self.inflight) > num_left:
+            for request, samples, emitted in self.inflight.popleft():
                 if request.finish_reason is None:
                     self._deliver(request, samples, emitted)
 
@@ -239,7 +239,7 @@ class Simulation:
         request.num_forwards += 1
         if not samples:
             return
-        request.num_in_flight -= 1
+        request.num_inflight -= 1
         request.num_steps += 1
         for token in emitted:
             request.push(token)

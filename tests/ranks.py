@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from idlm.infer.distributed.launcher import TensorParallelGroup, create_worker
+from idlm.infer.distributed.messages import Channel
+from idlm.infer.distributed.rank import describe
 from idlm.infer.engine import Engine
-from idlm.infer.orders import Channel
-from idlm.infer.parallel import Shards
-from idlm.infer.rank import describe
-from idlm.infer.team import Team, hire
-from idlm.infer.worker import obey
+from idlm.infer.models.shards import Shards
+from idlm.infer.runtime.worker import worker_loop
 
 LONGEST_WAIT = timedelta(seconds=60)
 SMALL: dict[str, Any] = {
@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_num_seqs": 16,
     "max_length": 128,
-    "max_prompt_rows": 12,
+    "max_num_batched_tokens": 12,
     "page_size": 4,
 }
 
@@ -41,7 +41,7 @@ def shards_of(rank: int, size: int, folder: Path) -> Shards:
 
 
 @contextlib.contextmanager
-def team_of_threads(size: int) -> Iterator[Team]:
+def group_of_threads(size: int) -> Iterator[TensorParallelGroup]:
     """A team whose other ranks are threads."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as end:
         channels, threads = [], []
@@ -53,11 +53,11 @@ def team_of_threads(size: int) -> Iterator[Team]:
             )
             threads[-1].start()
             end.callback(ours.close)
-        team = Team(channels, end.pop_all(), shards=shards_of(0, size, Path(name)))
+        group = TensorParallelGroup(channels, end.pop_all(), shards=shards_of(0, size, Path(name)))
         try:
-            yield team
+            yield group
         finally:
-            team.close()
+            group.close()
             for thread in threads:
                 thread.join()
 
@@ -65,7 +65,7 @@ def team_of_threads(size: int) -> Iterator[Team]:
 def _serve(channel: Channel, rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
-        obey(channel.receive, channel.send, shards_of(rank, size, folder))
+        worker_loop(channel.receive, channel.send, shards_of(rank, size, folder))
     except Exception as error:
         with contextlib.suppress(OSError):
             channel.send({"failed": describe(error)})
@@ -73,10 +73,10 @@ def _serve(channel: Channel, rank: int, size: int, folder: Path) -> None:
         channel.close()
 
 
-def team_engine(team: Team, directory: Path, decoder: str, **options: Any) -> Engine:
+def group_engine(group: TensorParallelGroup, directory: Path, decoder: str, **options: Any) -> Engine:
     """As `build_engine`, by the team, on the CPU."""
-    plain = SMALL | options | {"tensor_parallel": team.shards.size}
+    plain = SMALL | options | {"tensor_parallel": group.shards.size}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        worker = hire(directory, decoder, plain, team)
+        worker = create_worker(directory, decoder, plain, group)
         return Engine(worker.parts, worker)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from idlm.train.base_model import create_base
-from idlm.train.curriculum import Stage
-from idlm.train.dataset import collate
-from idlm.train.layout import Sample, pack_rows
+from idlm.train.data.dataset import collate
+from idlm.train.data.layout import Sample, pack_rows
+from idlm.train.model.load import create_base
 from idlm.train.objectives.base import Objective
+from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
 FAMILIES = ("qwen3", "qwen2", "llama")

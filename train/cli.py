@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from idlm import command
+from idlm.cli import command
+from idlm.cli.help import CommandHelp, answers_flags
 from idlm.errors import UserError
-from idlm.help import CommandHelp, answers_flags
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
-    from idlm.train.config import TrainConfig
-    from idlm.train.report import Measurement, Sampler, SampleReport
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.planning.report import Measurement, Sampler, SampleReport
 
 SAMPLE_TOKENS = 512
 HELP = CommandHelp(
@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None, *, sampler: Sampler | None = None) -> in
 
 
 def _run(argv: list[str], sampler: Sampler | None) -> int:
-    from idlm.compose import compose
+    from idlm.config.compose import compose
     from idlm.log import get_logger, rank
-    from idlm.train.config import TrainConfig, missing_keys, refuse_problems
+    from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
     if answers_flags(HELP, TrainConfig, argv):
         return 0
@@ -71,7 +71,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     console = Console()
 
     if config.dry_run:
-        from idlm.train.dry_run import dry_run
+        from idlm.train.planning.dry_run import dry_run
 
         if rank() == 0:
             dry_run(config, console=console, arguments=argv)
@@ -95,8 +95,8 @@ def engine_sampler(config: TrainConfig) -> Sampler:
     """
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
-        from idlm.train.memory import is_out_of_memory
-        from idlm.train.report import SampleReport
+        from idlm.train.planning.memory_advice import is_out_of_memory
+        from idlm.train.planning.report import SampleReport
 
         try:
             return _generate(config, directory, num_samples)
@@ -116,7 +116,7 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
     from idlm.contracts import SamplingParams
     from idlm.infer.engine import Engine
     from idlm.semantics import Semantics
-    from idlm.train.report import SampleReport, SampleText
+    from idlm.train.planning.report import SampleReport, SampleText
 
     params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
     measurements: list[Measurement] = []
@@ -159,7 +159,7 @@ def _prompts(
 
 def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:
     from idlm.train.data.base import CORRECT
-    from idlm.train.report import Measurement
+    from idlm.train.planning.report import Measurement
 
     tested = sum(sum(completion.tested_by_position) for completion in done)
     accepted = sum(sum(completion.accepted_by_position) for completion in done)
@@ -174,7 +174,7 @@ def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) 
 
 
 def _say_how_to_resume(console: Any, argv: list[str], step: int) -> None:
-    from idlm.train.arguments import num_processes
+    from idlm.train.config.trainer_arguments import num_processes
 
     kept = [argument for argument in argv if not argument.startswith("resume=")]
     command = shlex.join(["idlm-train", *kept, "resume=auto"])

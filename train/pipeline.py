@@ -18,42 +18,14 @@ from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.lora import AdapterSpec, base_identity
-from idlm.tokens import (
+from idlm.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     num_token_ids,
     resolve_mask_token_id,
     stop_token_ids,
 )
-from idlm.train.arguments import num_processes, require_same_config_everywhere, shape, training_arguments
-from idlm.train.attention import choose_attention
-from idlm.train.base_model import create_base, load_base
-from idlm.train.config import (
-    TASK_TOKENIZER,
-    TrainConfig,
-    settle_accumulation,
-)
-from idlm.train.config_check import check_config
-from idlm.train.control import Control, finish
-from idlm.train.curriculum import Curriculum, Stage
-from idlm.train.data.checks import inspect_data
-from idlm.train.data.open import remember_base, remember_data
-from idlm.train.dataset import PackedDataset
-from idlm.train.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
-from idlm.train.distributed import from_rank_zero
-from idlm.train.gated import add_adapter, choose_mask
-from idlm.train.memory import explaining_memory
-from idlm.train.model import (
-    check_model,
-    grow_vocabulary,
-    num_vocabulary_rows,
-    prepare_mask_row,
-    window_problem,
-)
-from idlm.train.objectives.base import OBJECTIVES, Objective
-from idlm.train.regional_compile import compile_layers, compiles
-from idlm.train.report import Sampler
-from idlm.train.resume import (
+from idlm.train.checkpoint.resume import (
     REPORT_FILE,
     RUN_FOLDER,
     choose_checkpoint,
@@ -61,12 +33,45 @@ from idlm.train.resume import (
     store_config,
     store_finished,
 )
-from idlm.train.run_data import make_objective, prepare_data
-from idlm.train.run_lock import exclusive_output
-from idlm.train.run_plan import check_disk
-from idlm.train.signals import StopOnSignal
-from idlm.train.stages import StageExports, publish_weights, stage_directory
-from idlm.train.watchdog import Watchdog, watching
+from idlm.train.checkpoint.run_lock import exclusive_output
+from idlm.train.checkpoint.stages import StageExports, publish_weights, stage_directory
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import (
+    TASK_TOKENIZER,
+    TrainConfig,
+    settle_accumulation,
+)
+from idlm.train.config.trainer_arguments import (
+    num_processes,
+    require_same_config_everywhere,
+    shape,
+    training_arguments,
+)
+from idlm.train.data.checks import inspect_data
+from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.open import remember_base, remember_data
+from idlm.train.data.prepare import make_objective, prepare_data
+from idlm.train.distributed.collectives import from_rank_zero
+from idlm.train.distributed.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
+from idlm.train.loop.callbacks import Callbacks, finish
+from idlm.train.loop.signals import StopOnSignal
+from idlm.train.loop.watchdog import Watchdog, watching
+from idlm.train.model.attention import choose_attention
+from idlm.train.model.body_and_head import (
+    check_model,
+    grow_vocabulary,
+    num_vocabulary_rows,
+    prepare_mask_row,
+    window_problem,
+)
+from idlm.train.model.compile import compile_layers, compiles
+from idlm.train.model.gated_lora import add_adapter, choose_mask
+from idlm.train.model.load import create_base, load_base
+from idlm.train.objectives.base import OBJECTIVES, Objective
+from idlm.train.objectives.curriculum import Curriculum, Stage
+from idlm.train.planning.estimate import check_disk
+from idlm.train.planning.memory_advice import explain_out_of_memory
+from idlm.train.planning.report import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -328,9 +333,9 @@ def train(
     """(signal that stopped the run or None, last step done)."""
     from transformers import PrinterCallback
 
-    from idlm.train.trainer import IdlmTrainer
+    from idlm.train.loop.trainer import IdlmTrainer
 
-    control = Control(config, prepared, args, console)
+    control = Callbacks(config, prepared, args, console)
     stop, failed = StopOnSignal(), True
 
     def publish_stage(stage: Stage) -> None:
@@ -354,7 +359,7 @@ def train(
     trainer.remove_callback(PrinterCallback)
     control.attach(trainer)
     try:
-        with stop.listening(), explaining_memory(config, prepared.model, world_size=args.world_size):
+        with stop.listening(), explain_out_of_memory(config, prepared.model, world_size=args.world_size):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         failed = False
     finally:

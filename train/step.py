@@ -17,12 +17,12 @@ from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
 from idlm.log import rank
-from idlm.train.curriculum import Stage
-from idlm.train.distributed import all_reduce, is_distributed
+from idlm.train.distributed.collectives import all_reduce, is_distributed
 from idlm.train.objectives.base import Batch, Overlap
+from idlm.train.objectives.curriculum import Stage
 
 if TYPE_CHECKING:
-    from idlm.train.trainer import IdlmTrainer
+    from idlm.train.loop.trainer import IdlmTrainer
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class StepLosses:
     caller's cost.
 
     `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks],
-    `num_tokens` (document tokens, a scalar) and `fed` [6] (`idlm.train.flops`) are of this rank alone.
+    `num_tokens` (document tokens, a scalar) and `fed` [6] (`idlm.train.planning.flops`) are of this rank alone.
     `weights` [num_terms]; they wait for the losses of the step's one micro-batch where `is_weighted` is
     false.
     """

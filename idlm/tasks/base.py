@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.suggest import did_you_mean
 
 Split = Literal["train", "validation", "test"]
 

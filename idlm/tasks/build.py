@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.suggest import did_you_mean
 from idlm.tasks import TASKS
 
 _DEFAULTS = {

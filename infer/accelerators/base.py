@@ -2,8 +2,8 @@
 
 kv side (mage, quest, sparsed): per KV head, the rows of a sequence's block see a list of the slots before it
 in place of all. Rows side (focus): some of the block's rows are not computed, or not to the end. At most one
-a side, and neither knows the other. A pass asks in this order: `begin` of both; `fed_rows`; in each layer, as
-soon as keys and values of its rows are stored, `commit_kv`, `keep_rows` and `select_kv`; `finish`. Prompts
+a side, and neither knows the other. A pass asks in this order: `begin` of both; `initial_rows`; in each layer, as
+soon as keys and values of its rows are stored, `commit_kv`, `select_rows` and `select_kv`; `finish`. Prompts
 and clean blocks are always computed exactly, and a row sees its own block. Lanes' state is of one block
 (`BlockMemory`) and forgotten when a lane is seated or rewound: its block then begins anew.
 B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
@@ -19,15 +19,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.view import PassView
-from idlm.infer.transfer import fill_lanes
+from idlm.infer.sparse.view import PassView
+from idlm.infer.state.device import fill_lanes
 from idlm.registry import Registry
 
 Side = Literal["kv", "rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EngineSpec:
     """The engine that an accelerator is to go with. `block_size` None: its decoder has no blocks. Heads are
     those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config.
     """
@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class RowSelection:
     """What is left of the rows that are still fed: `keep_R` (bool). `limits_R` int64: those rows then see
     their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
     Rows of prompts, of clean blocks, and of sequences that need all their rows are kept as they are.
@@ -63,12 +63,14 @@ class Kept:
 
 
 class KVPass:
-    """One pass of a kv-side accelerator. `thinned_B` (bool): whose block rows see lists of slots, where
+    """One pass of a kv-side accelerator. `is_sparse_B` (bool): whose block rows see lists of slots, where
     `select_kv` gives any. `needs_all_rows_B` (bool): of whom no row may be dropped in this pass.
     """
 
-    def __init__(self, view: PassView, *, thinned_B: Tensor, needs_all_rows_B: Tensor | None = None) -> None:
-        self.view, self.thinned_B, self.needs_all_rows_B = view, thinned_B, needs_all_rows_B
+    def __init__(
+        self, view: PassView, *, is_sparse_B: Tensor, needs_all_rows_B: Tensor | None = None
+    ) -> None:
+        self.view, self.is_sparse_B, self.needs_all_rows_B = view, is_sparse_B, needs_all_rows_B
 
     def commit_kv(self, layer: int) -> None:
         """The keys of prompts and clean blocks that this pass feeds are stored, for good."""
@@ -76,7 +78,7 @@ class KVPass:
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """Logical slots [B, K, C] before the block, -1 in places that are not needed; None: exact, for all.
 
-        `q_RNH`: the rows that are still fed, rotated. Only `thinned_B` is looked at.
+        `q_RNH`: the rows that are still fed, rotated. Only `is_sparse_B` is looked at.
         """
         return None
 
@@ -90,13 +92,13 @@ class RowsPass:
     def __init__(self, view: PassView) -> None:
         self.view = view
 
-    def fed_rows(self) -> Kept | None:
+    def initial_rows(self) -> RowSelection | None:
         """Of the rows that the decoder lays out, those that are computed at all; None: all. Those left out
         are seen with the keys and values that the last pass over them has stored.
         """
         return None
 
-    def keep_rows(self, layer: int, q_RNH: Tensor) -> Kept | None:
+    def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         """The rows that go on from here, this layer's attention included; None: all. Keys and values of the
         layer are stored, and `q_RNH` rotated, for all rows that are still fed.
         """
@@ -123,7 +125,7 @@ class Accelerator:
     shards: ClassVar[bool] = False
     """Whether each rank of several can look at its own heads alone."""
 
-    def __init__(self, config: Any, place: Place) -> None:
+    def __init__(self, config: Any, place: EngineSpec) -> None:
         self.config, self.place = config, place
 
     def problems(self) -> list[str]:
@@ -192,12 +194,12 @@ class BlockMemory:
 
     def knows(self, view: PassView) -> Tensor:
         """Whose state is of the block in work, bool [B]."""
-        return self.starts_Z[view.plan.lanes_B] == view.work.starts_B
+        return self.starts_Z[view.plan.lanes_B] == view.active.starts_B
 
     def claim(self, view: PassView, who_B: Tensor) -> None:
         """The state of these (bool) is of the block in work from now on."""
         lanes_B = view.plan.lanes_B
-        self.starts_Z[lanes_B] = torch.where(who_B, view.work.starts_B, self.starts_Z[lanes_B])
+        self.starts_Z[lanes_B] = torch.where(who_B, view.active.starts_B, self.starts_Z[lanes_B])
 
     def reset(self, lanes: list[int]) -> None:
         """Forget."""

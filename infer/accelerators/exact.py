@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator
-from idlm.infer.accelerators.view import PassView
+from idlm.infer.sparse.view import PassView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, Kept, RowsAccelerator, RowsPass
-from idlm.infer.accelerators.view import PassView
-from idlm.infer.transfer import fill_lanes
+from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
+from idlm.infer.sparse.view import PassView
+from idlm.infer.state.device import fill_lanes
 
 LAST_LAYER = 1
 """Whose attention is looked at, and behind whose queries and keys rows are dropped."""
@@ -82,7 +82,7 @@ def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alp
     return torch.maximum(by_history_B, num_strong_B)
 
 
-def best(deltas_BW: Tensor, open_BW: Tensor, num_B: Tensor) -> Tensor:
+def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
     """The `num_B` largest of the open places, the left one of equals, bool [B, W].
 
     By W * W comparisons: a sort is not stable everywhere, and W is small.
@@ -91,8 +91,8 @@ def best(deltas_BW: Tensor, open_BW: Tensor, num_B: Tensor) -> Tensor:
     mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
     is_left_WW = place_W[None, :] < place_W[:, None]
     is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
-    ranks_BW = (is_before_BWW & open_BW[:, None, :]).sum(dim=-1)
-    return open_BW & (ranks_BW < num_B[:, None])
+    ranks_BW = (is_before_BWW & is_maskable_BW[:, None, :]).sum(dim=-1)
+    return is_maskable_BW & (ranks_BW < num_B[:, None])
 
 
 def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
@@ -161,14 +161,16 @@ class FocusPass(RowsPass):
         self._first_BW: Tensor | None = None
         self.budget_B: Tensor | None = None
 
-    def fed_rows(self) -> Kept | None:
+    def initial_rows(self) -> RowSelection | None:
         """All but frozen tokens. One that was edited thaws: what is stored is of another token."""
         lanes_B, memory = self.view.plan.lanes_B, self._memory
         memory.frozen_ZW[lanes_B] &= (memory.frozen_ids_ZW[lanes_B] == self._ids_BW) | ~self._mine_B[:, None]
         frozen_BW = memory.frozen_ZW[lanes_B] & self._mine_B[:, None]
-        return Kept(keep_R=by_row(~frozen_BW, self.view.rows_BW, len(self.view.plan.slots_R), other=True))
+        return RowSelection(
+            keep_R=by_row(~frozen_BW, self.view.rows_BW, len(self.view.plan.slots_R), other=True)
+        )
 
-    def keep_rows(self, layer: int, q_RNH: Tensor) -> Kept | None:
+    def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
         """Look at layer 0, decide in layer 1."""
         if layer > LAST_LAYER:
             return None
@@ -186,8 +188,8 @@ class FocusPass(RowsPass):
             self._first_BW = found_BW
             return None
         kept_BW, ends_B = self._choose(found_BW - self._first_BW)
-        limits_BW = (view.work.starts_B + ends_B)[:, None].expand_as(kept_BW)
-        return Kept(
+        limits_BW = (view.active.starts_B + ends_B)[:, None].expand_as(kept_BW)
+        return RowSelection(
             keep_R=by_row(kept_BW, view.rows_BW, len(q_RNH), other=True),
             limits_R=by_row(limits_BW, view.rows_BW, len(q_RNH), other=torch.iinfo(torch.int64).max),
         )
@@ -212,12 +214,12 @@ class FocusPass(RowsPass):
         fed_BW, processed_BW = view.rows_BW >= 0, self._memory.processed_ZW[view.plan.lanes_B]
         self.budget_B = budgets(deltas_BW, masked_BW, self._mean_decoded_B, alpha=self._config.alpha)
         evicts_B = self._mine_B & (masked_BW.sum(dim=1) > self.budget_B)
-        chosen_BW = best(deltas_BW, view.work.open_BW & masked_BW, self.budget_B)
+        chosen_BW = best(deltas_BW, view.active.is_maskable_BW & masked_BW, self.budget_B)
         context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
         kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
-        place_W = torch.arange(view.work.size, device=masked_BW.device)
+        place_W = torch.arange(view.active.size, device=masked_BW.device)
         ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
-        return kept_BW, torch.where(evicts_B, ends_B, view.work.size)
+        return kept_BW, torch.where(evicts_B, ends_B, view.active.size)
 
 
 @ACCELERATORS.register("focus")

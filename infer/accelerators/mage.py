@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
-from idlm.infer.accelerators.view import PassView
+from idlm.infer.sparse.view import PassView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,6 @@ class Mage(PrefixAccelerator):
         return PrefixPass(
             view,
             self.sets,
-            thinned_B=view.is_working_B & has_set_B,
+            is_sparse_B=view.is_working_B & has_set_B,
             ranks_B=view.is_working_B & ~has_set_B,
         )

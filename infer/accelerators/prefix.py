@@ -15,23 +15,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import BlockMemory, KVAccelerator, KVPass, Place
-from idlm.infer.accelerators.view import PassView
+from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
+from idlm.infer.sparse.view import PassView
 
 NOT_LISTED = -1
 EVERYTHING = 1 << 30
 """A budget that no prefix exceeds."""
-MOST_NUMBERS = 1 << 27
+MAX_NUMBERS = 1 << 27
 """Scores, or numbers of keys, that are held at a time."""
 
 
-def shares(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_slots: int) -> Tensor:
+def attention_mass(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_slots: int) -> Tensor:
     """Attention to the first `num_slots` slots [b, K, S]: each query's scores softmaxed over the slots before
     its block, averaged over the queries of a KV head that are fed, G heads at W places. 0 elsewhere.
     """
     is_fed_bW = view.rows_BW[sequences_b] >= 0
     slots_S = torch.arange(num_slots, device=q_RNH.device)
-    is_before_bS = slots_S < view.work.starts_B[sequences_b, None]
+    is_before_bS = slots_S < view.active.starts_B[sequences_b, None]
     k_bSKH = view.keys(layer, slots_S.expand(len(sequences_b), -1), sequences_b)
     q_bWNH = view.queries(q_RNH, sequences_b)
     q_bWKGH = q_bWNH.unflatten(2, (k_bSKH.shape[2], -1))
@@ -41,9 +41,9 @@ def shares(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_s
     scores_bKGWS = scores_bKGWS.masked_fill(~is_before_bS[:, None, None, None], float("-inf"))
     # A block at slot 0 has nothing before it: its softmax is NaN.
     is_counted_bWS = is_fed_bW[:, :, None] & is_before_bS[:, None]
-    shares_bKGWS = torch.where(is_counted_bWS[:, None, None], scores_bKGWS.softmax(dim=-1), 0)
+    attention_mass_bKGWS = torch.where(is_counted_bWS[:, None, None], scores_bKGWS.softmax(dim=-1), 0)
     num_queries_b = is_fed_bW.sum(-1).clamp(min=1) * q_bWKGH.shape[3]
-    return shares_bKGWS.sum((2, 3)) / num_queries_b[:, None, None]
+    return attention_mass_bKGWS.sum((2, 3)) / num_queries_b[:, None, None]
 
 
 def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
@@ -60,7 +60,7 @@ def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
 class PrefixSets:
     """Per lane, thinned layer and KV head the slots that a block sees of those before it."""
 
-    def __init__(self, place: Place, *, exact_layers: int, num: int) -> None:
+    def __init__(self, place: EngineSpec, *, exact_layers: int, num: int) -> None:
         self.exact_layers, self.num = exact_layers, min(num, place.max_slots)
         self.memory = BlockMemory(place.num_lanes, place.device)
         self._place = place
@@ -90,16 +90,16 @@ class _Ranking:
 class PrefixPass(KVPass):
     """`ranks_B` (bool): whose sets this pass makes, all of it exact; the others of `sets` are used."""
 
-    def __init__(self, view: PassView, sets: PrefixSets, *, thinned_B: Tensor, ranks_B: Tensor) -> None:
-        super().__init__(view, thinned_B=thinned_B, needs_all_rows_B=ranks_B)
+    def __init__(self, view: PassView, sets: PrefixSets, *, is_sparse_B: Tensor, ranks_B: Tensor) -> None:
+        super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
-        self._thins = bool(thinned_B.any())
+        self._thins = bool(is_sparse_B.any())
         self._parts: list[_Ranking] = []
         sequences_b = ranks_B.nonzero()[:, 0]
         if len(sequences_b):
             # One slot at least: a block at slot 0 has a set as well, an empty one.
-            num_slots = max(1, int(view.work.starts_B[sequences_b].max()))
-            most = max(1, MOST_NUMBERS // (num_slots * sets.numbers_per_slot(view.work.size)))
+            num_slots = max(1, int(view.active.starts_B[sequences_b].max()))
+            most = max(1, MAX_NUMBERS // (num_slots * sets.numbers_per_slot(view.active.size)))
             self._parts = [
                 _Ranking(sequences_b=part, num_slots=num_slots) for part in sequences_b.split(most)
             ]
@@ -111,10 +111,10 @@ class PrefixPass(KVPass):
         if place < 0:
             return None
         for part in self._parts:
-            shares_bKS = shares(view, layer, q_RNH, part.sequences_b, part.num_slots)
+            attention_mass_bKS = attention_mass(view, layer, q_RNH, part.sequences_b, part.num_slots)
             slots_S = torch.arange(part.num_slots, device=q_RNH.device)
-            is_before_bS = slots_S < view.work.starts_B[part.sequences_b, None]
-            slots_bKC = best(shares_bKS, is_before_bS, sets.num)
+            is_before_bS = slots_S < view.active.starts_B[part.sequences_b, None]
+            slots_bKC = best(attention_mass_bKS, is_before_bS, sets.num)
             sets.slots_LZKC[place, view.plan.lanes_B[part.sequences_b]] = slots_bKC.to(torch.int32)
         return sets.slots_LZKC[place, view.plan.lanes_B].long() if self._thins else None
 
@@ -145,7 +145,7 @@ class PrefixAccelerator(KVAccelerator, ABC):
         self.sets.reset(lanes)
 
 
-def set_problems(place: Place, *, k: int, exact_layers: int) -> list[str]:
+def set_problems(place: EngineSpec, *, k: int, exact_layers: int) -> list[str]:
     """What is wrong with the numbers of such an accelerator."""
     found = []
     if k < 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, KVPass
 from idlm.infer.accelerators.prefix import EVERYTHING, NOT_LISTED, best, set_problems
-from idlm.infer.accelerators.view import FP8, PassView, block_rows
+from idlm.infer.sparse.view import FP8, PassView, block_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +113,12 @@ class QuestPass(KVPass):
     """Summarises what is stored for good, then scores pages, layer by layer."""
 
     def __init__(self, view: PassView, bounds: Bounds, config: QuestConfig) -> None:
-        super().__init__(view, thinned_B=view.is_working_B)
+        super().__init__(view, is_sparse_B=view.is_working_B)
         self._bounds, self._config = bounds, config
         plan, device = view.plan, view.plan.slots_R.device
         rows_R = torch.arange(len(plan.slots_R), device=device)
-        is_final_R = ~block_rows(plan, view.work) & (rows_R < plan.cu_rows_B1[-1])
-        ends_B = torch.zeros_like(view.work.starts_B)
+        is_final_R = ~block_rows(plan, view.active) & (rows_R < plan.cu_rows_B1[-1])
+        ends_B = torch.zeros_like(view.active.starts_B)
         ends_B.scatter_reduce_(0, plan.sequence_R, torch.where(is_final_R, plan.slots_R + 1, 0), "amax")
         # A piece is summarised once, by the first of its rows.
         is_first_R = (plan.slots_R % bounds.size == 0) | (rows_R == plan.cu_rows_B1[plan.sequence_R])
@@ -131,7 +131,7 @@ class QuestPass(KVPass):
         self._working_b = view.is_working_B.nonzero()[:, 0]
         self._num_pages = 0
         if len(self._working_b):
-            longest = int(view.work.starts_B[self._working_b].max())
+            longest = int(view.active.starts_B[self._working_b].max())
             self._num_pages = max(1, -(-longest // config.page))
 
     def commit_kv(self, layer: int) -> None:
@@ -152,7 +152,7 @@ class QuestPass(KVPass):
         place, view, page = layer - self._config.exact_layers, self.view, self._config.page
         if place < 0 or not len(self._working_b):
             return None
-        starts_b1 = view.work.starts_B[self._working_b, None]
+        starts_b1 = view.active.starts_B[self._working_b, None]
         scores_bKP = self._scores(place, q_RNH)
         first_P = torch.arange(self._num_pages, device=q_RNH.device) * page
         num = min(-(-self._config.k // page), self._num_pages)
@@ -180,7 +180,7 @@ class QuestPass(KVPass):
         down_bKH = q_bWKGH.clamp(max=0).sum((1, 3)) / num_queries_b[:, None, None]
         first_C = torch.arange(num_pages * (self._config.page // size), device=q_RNH.device) * size
         slots_bC = first_C.expand(len(sequences_b), -1)
-        is_stored_bC11 = (slots_bC < view.work.starts_B[sequences_b, None])[:, :, None, None]
+        is_stored_bC11 = (slots_bC < view.active.starts_B[sequences_b, None])[:, :, None, None]
         pieces_bC = view.physical(slots_bC, sequences_b) // size
         least_bCKH = bounds.least[place, pieces_bC].to(q_bWNH.dtype)
         largest_bCKH = bounds.largest[place, pieces_bC].to(q_bWNH.dtype)

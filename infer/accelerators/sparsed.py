@@ -20,7 +20,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.accelerators.prefix import PrefixAccelerator, PrefixPass
-from idlm.infer.accelerators.view import PassView
+from idlm.infer.sparse.view import PassView
 
 ROUNDING = 1e-9
 """0.2 * 15 is a little above 3 in floating point."""
@@ -55,11 +55,11 @@ class SparseD(PrefixAccelerator):
     def begin(self, view: PassView) -> PrefixPass:
         """Whoever is at its last exact step makes a set."""
         has_set_B = self.sets.memory.knows(view)
-        is_last_B = view.work.num_passes_B >= self._num_exact(view.work.num_steps_B) - 1
+        is_last_B = view.active.num_passes_B >= self._num_exact(view.active.num_steps_B) - 1
         return PrefixPass(
             view,
             self.sets,
-            thinned_B=view.is_working_B & has_set_B,
+            is_sparse_B=view.is_working_B & has_set_B,
             ranks_B=view.is_working_B & ~has_set_B & is_last_B,
         )
 

@@ -18,17 +18,17 @@ from torch import Tensor
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.infer.decoders.base import (
     DECODERS,
-    ONE_BY_ONE,
+    TOKEN_BY_TOKEN,
     Batch,
-    PictureName,
+    StrideMode,
     check_causal,
     plan_rows,
     request_config,
 )
-from idlm.infer.decoders.layout import Picture
+from idlm.infer.decoders.layout import DraftLayout
 from idlm.infer.decoders.rejection import layouts
-from idlm.infer.table import SequenceTable
-from idlm.kernels.sampling import draw, lawless
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.kernels.sampling import draw, nonfinite
 from idlm.semantics import Semantics
 
 
@@ -44,9 +44,9 @@ class ArDecoder:
     name: ClassVar[str] = "ar"
     Config: ClassVar[type] = ArConfig
     exactness = "exact"
-    pictures: tuple[PictureName, ...] = (PictureName(stride=1, strategy="cold"),)
+    modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
     widths: tuple[int, ...] = (1,)
-    feeding = ONE_BY_ONE
+    kv_policy = TOKEN_BY_TOKEN
 
     def __init__(self, config: ArConfig, semantics: Semantics) -> None:
         check_causal(semantics, self.name)
@@ -58,23 +58,23 @@ class ArDecoder:
 
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """One layout, a single row; nothing per lane."""
-        self._picture = Picture(layouts("cold", num_masks=0, max_drafts=0), device)
+        self._picture = DraftLayout(layouts("cold", num_masks=0, max_drafts=0), device)
 
-    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to reset."""
 
     def rewind(self, lanes: list[int]) -> None:
         """Nothing to go back on."""
 
-    def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
+    def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """The known tokens that are not computed yet, and nothing behind them."""
-        return plan_rows(table, batch, picture=self._picture, mask_token_id=0)
+        return plan_rows(table, batch, layout=self._picture, mask_token_id=0)
 
-    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_BV: Tensor) -> StepOutcome:
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_BV: Tensor) -> StepOutcome:
         """Draw one token for every sequence whose last known token was fed."""
-        laws = table.laws(logits_BV, plan.lanes_B, batch.filters)
+        probs = table.probs(logits_BV, plan.lanes_B, batch.filters)
         rows_B = torch.where(plan.samples_B, plan.first_logit_B, -1)
-        token_ids_B1 = draw(laws, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
+        token_ids_B1 = draw(probs, rows_B, table.uniforms(plan.lanes_B, 1)[:, 0])[:, None]
         num_emitted_B = plan.samples_B.long()
         table.commit(plan.lanes_B, token_ids_B1, num_emitted_B, plan.num_feed_B * plan.advances_B)
         none_B = torch.zeros_like(num_emitted_B)
@@ -83,5 +83,5 @@ class ArDecoder:
             num_emitted_B=num_emitted_B,
             num_accepted_B=none_B,
             num_tested_B=none_B,
-            lawless_B=lawless(laws, rows_B[:, None]),
+            nonfinite_B=nonfinite(probs, rows_B[:, None]),
         )

@@ -15,52 +15,54 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from idlm import schema
+from idlm.config import schema
+from idlm.config.suggest import did_you_mean
 from idlm.contracts import SamplingParams, StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.layout import Picture
-from idlm.infer.table import SequenceTable
+from idlm.infer.decoders.layout import DraftLayout
+from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.step_rows import pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
-from idlm.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feeding:
+class KVWritePolicy:
     """Which known tokens get their KV stored, in the numbers that scheduling counts with.
 
-    `grain`: they are stored in whole groups of so many, counted from the first token: of block diffusion a
-    block, whose rows see one another. What is left over rides among the decoding rows. `num_pending` 1: so
+    `block_size`: they are stored in whole groups of so many, counted from the first token: of block diffusion a
+    block, whose rows see one another. What is left over rides among the decoding rows. `num_lookahead_tokens` 1: so
     does the last known token, for its logits, hence every decoding pass emits, and stores what it emits but
     for the last. 0: a decoding pass may emit nothing, and what it emits is stored by a later one; where that
-    `rides` beside decoding rows it needs rows of its own, else a group takes the place of a sequence's
+    `fused_commit` beside decoding rows it needs rows of its own, else a group takes the place of a sequence's
     decoding rows. `has_drafts`: tokens are tested, which `tau` relaxes.
     """
 
-    grain: int = 1
-    num_pending: int = 1
-    rides: bool = True
+    block_size: int = 1
+    num_lookahead_tokens: int = 1
+    fused_commit: bool = True
     has_drafts: bool = False
 
-    def num_due(self, num_known: int) -> int:
+    def num_computable(self, num_known: int) -> int:
         """Known tokens that are stored before a pass decodes, or by it."""
-        return num_known // self.grain * self.grain
+        return num_known // self.block_size * self.block_size
 
     def num_reusable(self, num_known: int) -> int:
         """Known tokens whose KV may come from elsewhere: the last one's group is fed, for its logits."""
-        return self.num_due(num_known - 1)
+        return self.num_computable(num_known - 1)
 
     def num_slots(self, num_known: int, width: int) -> int:
         """Slots of a sequence in a pass with `width` decoding rows."""
-        return self.num_due(num_known) - self.num_pending + width
+        return self.num_computable(num_known) - self.num_lookahead_tokens + width
 
     def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
         """Tokens stored for certain after a decoding pass made `num_before` known tokens `num_known`, if
         `num_computed` were.
         """
-        assert num_known >= num_before + self.num_pending, f"a pass decoded nothing: {num_known=}"
-        return num_known - 1 if self.num_pending else max(num_computed, self.num_due(num_before))
+        assert num_known >= num_before + self.num_lookahead_tokens, f"a pass decoded nothing: {num_known=}"
+        return (
+            num_known - 1 if self.num_lookahead_tokens else max(num_computed, self.num_computable(num_before))
+        )
 
     def check(self, params: SamplingParams) -> None:
         """UserError IDLM-0449 where the log-probability of a token is asked for whose law is gone when it is
@@ -72,7 +74,7 @@ class Feeding:
                 f"tau={params.tau} relaxes the acceptance of drafts, and this decoder has none",
                 fix="leave tau out (0), or use decoder=isd",
             )
-        if params.logprobs is not None and not self.num_pending:
+        if params.logprobs is not None and not self.num_lookahead_tokens:
             raise UserError(
                 "IDLM-0449",
                 f"logprobs={params.logprobs}: block diffusion emits a block after several passes, each of "
@@ -81,7 +83,7 @@ class Feeding:
             )
 
 
-ONE_BY_ONE = Feeding()
+TOKEN_BY_TOKEN = KVWritePolicy()
 """Token-causal decoding."""
 
 
@@ -105,12 +107,12 @@ class Batch:
     max_known: int
     num_rows: int | None
     filters: bool
-    picture: int = 0
+    mode: int = 0
     num_top: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureName:
+class StrideMode:
     """What a pass tries for every sequence: so many tokens at most, and what happens after a rejection."""
 
     stride: int
@@ -120,16 +122,16 @@ class PictureName:
 class Decoder(Protocol):
     """One decoding algorithm. `Config` is a frozen dataclass of its options, filled from `decoder.*`.
 
-    A pass is laid out by one of its `pictures`, which feeds up to `widths[number]` rows per sequence beside
+    A pass is laid out by one of its `modes`, which feeds up to `widths[number]` rows per sequence beside
     prompts; who chooses may look at committed tokens and at times only (pace.py).
     """
 
     name: ClassVar[str]
     Config: ClassVar[type]
-    pictures: tuple[PictureName, ...]
+    modes: tuple[StrideMode, ...]
     widths: tuple[int, ...]
     exactness: str
-    feeding: Feeding
+    kv_policy: KVWritePolicy
 
     def __init__(self, config: Any, semantics: Semantics) -> None: ...
 
@@ -143,7 +145,7 @@ class Decoder(Protocol):
         """Make the decoder's own per-lane state; `dtype` is that of the logits."""
         ...
 
-    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """Reset the decoder's state of lanes on which new sequences sit down, with `decoder_options`."""
         ...
 
@@ -151,11 +153,11 @@ class Decoder(Protocol):
         """Of these lanes the cache holds nothing any more, or just known tokens that are computed."""
         ...
 
-    def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
+    def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Say what the pass is fed; changes nothing."""
         ...
 
-    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Commit tokens from the pass's logits into the table and the decoder's state."""
         ...
 
@@ -204,12 +206,12 @@ def default_decoder(semantics: Semantics) -> str:
 
 
 def plan_rows(
-    table: SequenceTable,
+    table: SequenceState,
     batch: Batch,
     *,
-    picture: Picture,
+    layout: DraftLayout,
     mask_token_id: int,
-    stock_Z: Tensor | None = None,
+    draft_buffer_Z: Tensor | None = None,
     drafts_ZJ: Tensor | None = None,
 ) -> StepPlan:
     """Lay the batch's rows out: known tokens up to the pending one, then drafts and masks by the picture.
@@ -218,10 +220,10 @@ def plan_rows(
     and whether its masks ride along depends only on `samples_B`, never on a row count. A sequence that is
     as long as it may get feeds its pending token again and decodes nothing.
     """
-    lanes_B, width = batch.lanes_B, picture.max_width
+    lanes_B, width = batch.lanes_B, layout.max_width
     packed = pack_rows(
-        table.lanes(stock_Z, drafts_ZJ),
-        picture.rows,
+        table.lanes(draft_buffer_Z, drafts_ZJ),
+        layout.rows,
         lanes_B=lanes_B,
         num_feed_B=batch.num_feed_B,
         wants_B=batch.samples_B,
@@ -245,5 +247,5 @@ def plan_rows(
         advances_B=packed.advances_B,
         max_rows=batch.max_feed - 1 + width,
         # A pass before may have gone beyond the end of a sequence, with a wider picture than this one's.
-        max_slots=batch.max_known - 1 + max(width, picture.max_stride),
+        max_slots=batch.max_known - 1 + max(width, layout.max_stride),
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Batch, Feeding, PictureName, request_config
+from idlm.infer.decoders.base import DECODERS, Batch, KVWritePolicy, StrideMode, request_config
 from idlm.infer.decoders.block_config import (
     NO_EDITS,
     REQUEST_OPTIONS,
@@ -33,11 +33,11 @@ from idlm.infer.decoders.block_config import (
 )
 from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
-from idlm.infer.table import SequenceTable
-from idlm.infer.transfer import to_device
+from idlm.infer.state.device import to_device
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import RULES, BlockLanes, BlockShape, Limits, Proposed, decide_blocks
-from idlm.kernels.hopper import runs_kernels
-from idlm.kernels.sampling import entropy, judged_draws, lawless, uniforms
+from idlm.kernels.sampling import entropy, judged_draws, nonfinite, uniforms
 from idlm.semantics import Semantics
 
 
@@ -49,7 +49,7 @@ class _Places:
 
     fixed_BW: Tensor
     decided_BW: Tensor
-    open_BW: Tensor
+    is_maskable_BW: Tensor
     editable_BW: Tensor | None
     opens_B: Tensor
 
@@ -85,10 +85,10 @@ class BlockDecoder:
         )
         self._strategy = strategy()
         self._edits = config.sure_edit < NO_EDITS
-        self.pictures: tuple[PictureName, ...] = (PictureName(stride=size, strategy=config.strategy),)
+        self.modes: tuple[StrideMode, ...] = (StrideMode(stride=size, strategy=config.strategy),)
         self.widths: tuple[int, ...] = (size,)
-        rides = config.fused_commit and not semantics.logit_shift
-        self.feeding = Feeding(grain=size, num_pending=0, rides=rides)
+        fused_commit = config.fused_commit and not semantics.logit_shift
+        self.kv_policy = KVWritePolicy(block_size=size, num_lookahead_tokens=0, fused_commit=fused_commit)
 
     def configure(self, options: Mapping[str, Any]) -> BlockConfig:
         """See `Decoder.configure`. Edits cannot begin in an engine that has none: its passes do not look."""
@@ -111,11 +111,11 @@ class BlockDecoder:
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self.options = LaneOptions.empty(num_lanes, device)
 
-    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have decided nothing."""
         self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
         configs = [self.configure(given) if given else self.config for given in options]
-        self.options.seat(lanes, configs, block_size=self.shape.size)
+        self.options.admit(lanes, configs, block_size=self.shape.size)
 
     def rewind(self, lanes: list[int]) -> None:
         """Their blocks begin anew, and come out the same: what parts of a block or an accelerator have kept
@@ -123,14 +123,14 @@ class BlockDecoder:
         """
         self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
 
-    def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
+    def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the block in work."""
         return plan_blocks(table, batch, self.blocks, self.shape, self.options.steps_Z)
 
-    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Draw a token for every open mask, decide some, and emit the blocks that are clean by that."""
-        assert isinstance(plan, BlockPlan) and plan.work is not None, f"{type(plan)=}"
-        proposed, lawless_B = self._propose(table, batch, plan, logits_XV)
+        assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
+        proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
         decide = self._decide_by_kernel if has_kernel else self._decide
         emitted_BW, num_emitted_B = decide(table, plan, proposed)
@@ -140,7 +140,7 @@ class BlockDecoder:
             num_emitted_B=num_emitted_B,
             num_accepted_B=none_B,
             num_tested_B=none_B,
-            lawless_B=lawless_B,
+            nonfinite_B=nonfinite_B,
         )
 
     def _quota(self, plan: StepPlan) -> Tensor | None:
@@ -148,50 +148,56 @@ class BlockDecoder:
         return None
 
     def _propose(
-        self, table: SequenceTable, batch: Batch, plan: BlockPlan, logits_XV: Tensor
+        self, table: SequenceState, batch: Batch, plan: BlockPlan, logits_XV: Tensor
     ) -> tuple[Proposed, Tensor]:
         """A token for every place, how sure it is, and what strategies look at beside that; which sequences'
         logits are no law. It means nothing for closed places, but that those which may be edited get the
         likeliest.
         """
-        assert plan.work is not None
-        lanes_B, size, open_BW = plan.lanes_B, self.shape.size, plan.work.open_BW
-        laws = table.laws(logits_XV, lanes_B, batch.filters, forbidden_id=self.shape.mask_token_id, own=True)
+        assert plan.active is not None
+        lanes_B, size, is_maskable_BW = plan.lanes_B, self.shape.size, plan.active.is_maskable_BW
+        probs = table.probs(
+            logits_XV, lanes_B, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
+        )
         uniforms_BW = uniforms(
             table.seeds_Z, table.samples_Z, plan.draw_steps_B, size, lanes_B=lanes_B, steps_by_lane=False
         )
         ids_X, confidence_X = judged_draws(
-            laws,
+            probs,
             uniforms_BW.flatten(),
             table.temperature_Z,
             lanes_B=lanes_B,
-            takes_best_X=(~open_BW).flatten() if self._edits else None,
+            takes_best_X=(~is_maskable_BW).flatten() if self._edits else None,
             always_own=self.config.confidence == "model",
         )
-        rows_BW = torch.arange(len(ids_X), device=table.device).view(open_BW.shape)
+        rows_BW = torch.arange(len(ids_X), device=table.device).view(is_maskable_BW.shape)
         proposed = Proposed(
-            token_ids_BW=ids_X.view(open_BW.shape),
-            confidence_BW=confidence_X.view(open_BW.shape),
-            entropy_BW=entropy(laws).view(open_BW.shape) if self._strategy.needs_entropy else None,
+            token_ids_BW=ids_X.view(is_maskable_BW.shape),
+            confidence_BW=confidence_X.view(is_maskable_BW.shape),
+            entropy_BW=entropy(probs).view(is_maskable_BW.shape) if self._strategy.needs_entropy else None,
         )
         is_read_BW = self._is_read(table, plan)
-        return proposed, lawless(laws, torch.where(is_read_BW, rows_BW, -1)).clamp(max=1)
+        return proposed, nonfinite(probs, torch.where(is_read_BW, rows_BW, -1)).clamp(max=1)
 
-    def _is_read(self, table: SequenceTable, plan: BlockPlan) -> Tensor:
+    def _is_read(self, table: SequenceState, plan: BlockPlan) -> Tensor:
         """Places whose proposals may be taken, bool [B, W]."""
-        assert plan.work is not None
+        assert plan.active is not None
         if self._edits:
             places = self._places(table.num_known_Z[plan.lanes_B], plan)
             assert places.editable_BW is not None
-            return places.open_BW | places.editable_BW
-        open_BW = plan.work.open_BW
-        return open_BW if plan.has_logits_X is None else open_BW & plan.has_logits_X.view(open_BW.shape)
+            return places.is_maskable_BW | places.editable_BW
+        is_maskable_BW = plan.active.is_maskable_BW
+        return (
+            is_maskable_BW
+            if plan.has_logits_X is None
+            else is_maskable_BW & plan.has_logits_X.view(is_maskable_BW.shape)
+        )
 
     def _decide_by_kernel(
-        self, table: SequenceTable, plan: BlockPlan, proposed: Proposed
+        self, table: SequenceState, plan: BlockPlan, proposed: Proposed
     ) -> tuple[Tensor, Tensor]:
         """`_decide` and the commit in one launch."""
-        assert plan.work is not None
+        assert plan.active is not None
         options, has_logits_X = self.options, plan.has_logits_X
         return decide_blocks(
             table.lanes(),
@@ -210,19 +216,21 @@ class BlockDecoder:
             lanes_B=plan.lanes_B,
             num_feed_B=plan.num_feed_B,
             samples_B=plan.samples_B,
-            open_BW=plan.work.open_BW,
-            has_logits_BW=None if has_logits_X is None else has_logits_X.view(plan.work.open_BW.shape),
+            is_maskable_BW=plan.active.is_maskable_BW,
+            has_logits_BW=None
+            if has_logits_X is None
+            else has_logits_X.view(plan.active.is_maskable_BW.shape),
             proposed=proposed,
         )
 
-    def _decide(self, table: SequenceTable, plan: BlockPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
+    def _decide(self, table: SequenceState, plan: BlockPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
         """Decide, edit and commit; tokens [B, W], and how many of each sequence are emitted."""
         lanes_B, size, blocks = plan.lanes_B, self.shape.size, self.blocks
         known_B = table.num_known_Z[lanes_B]
         places = self._places(known_B, plan)
         tokens_BW, proposed_BW = blocks.tokens_ZW[lanes_B], proposed.token_ids_BW
         chosen_BW = self._strategy.choose(self._masks(plan, proposed, places))
-        chosen_BW = torch.where(places.opens_B[:, None], places.open_BW, chosen_BW)
+        chosen_BW = torch.where(places.opens_B[:, None], places.is_maskable_BW, chosen_BW)
         is_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW | chosen_BW).all(-1)
         if places.editable_BW is not None:
             is_sure_BW = proposed.confidence_BW > self.options.edit_threshold_Z[lanes_B, None]
@@ -253,7 +261,7 @@ class BlockDecoder:
             steps_B, num_passes_B = options.steps_Z[lanes_B], self.blocks.num_passes_Z[lanes_B]
             quota_B = size // steps_B + (num_passes_B < size % steps_B).long()
         return Masks(
-            is_open_BW=places.open_BW,
+            is_maskable_BW=places.is_maskable_BW,
             confidence_BW=proposed.confidence_BW,
             entropy_BW=proposed.entropy_BW,
             quota_B=quota_B,
@@ -263,26 +271,26 @@ class BlockDecoder:
 
     def _places(self, known_B: Tensor, plan: BlockPlan) -> _Places:
         """What this pass may do where."""
-        assert plan.work is not None
+        assert plan.active is not None
         place_W = torch.arange(self.shape.size, device=known_B.device)
         fixed_BW = place_W < (known_B % self.shape.size)[:, None]
         decided_BW, opens_B = (
             self.blocks.is_decided_ZW[plan.lanes_B],
             (plan.num_feed_B > 0) & self.shape.shifted,
         )
-        open_BW, editable_BW = plan.work.open_BW, None
+        is_maskable_BW, editable_BW = plan.active.is_maskable_BW, None
         if self._edits:
             # Inside a shifted block no row predicts the first place.
             has_row_W = place_W >= int(self.shape.shifted)
             editable_BW = (plan.samples_B & ~opens_B)[:, None] & decided_BW & ~fixed_BW & has_row_W
         if plan.has_logits_X is not None:
-            has_logits_BW = plan.has_logits_X.view(open_BW.shape)
-            open_BW = open_BW & has_logits_BW
+            has_logits_BW = plan.has_logits_X.view(is_maskable_BW.shape)
+            is_maskable_BW = is_maskable_BW & has_logits_BW
             editable_BW = None if editable_BW is None else editable_BW & has_logits_BW
         return _Places(
             fixed_BW=fixed_BW,
             decided_BW=decided_BW,
-            open_BW=open_BW,
+            is_maskable_BW=is_maskable_BW,
             editable_BW=editable_BW,
             opens_B=opens_B,
         )

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.infer.transfer import to_device
-from idlm.suggest import did_you_mean
+from idlm.infer.state.device import to_device
 
 CONFIDENCES = ("law", "model")
 THRESHOLD = 0.9
@@ -103,7 +103,7 @@ class LaneOptions:
             steps_Z=ones(torch.int64),
         )
 
-    def seat(self, lanes: list[int], configs: Sequence[BlockConfig], *, block_size: int) -> None:
+    def admit(self, lanes: list[int], configs: Sequence[BlockConfig], *, block_size: int) -> None:
         """Each lane's options; `block_size` steps where none are given."""
         lanes_B = to_device(lanes, self.steps_Z.device)
         for column_Z, values in (

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.contracts import BlocksInWork, StepPlan
+from idlm.contracts import ActiveBlocks, StepPlan
 from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.block_unmask import first_part
-from idlm.infer.table import SequenceTable
+from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import block_step
+from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedBlocks
-from idlm.kernels.hopper import runs_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class BlockPlan(StepPlan):
 
 
 def plan_blocks(
-    table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
+    table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
 ) -> BlockPlan:
     """Lay out what every sequence is due. `samples_B`: it decides something in this pass. `steps_Z`: passes
     that the lanes' quota allots to a block.
@@ -55,9 +55,9 @@ def plan_blocks(
         advances_B=packed.advances_B,
         max_rows=max(batch.max_feed, shape.size) + shape.size,
         max_slots=batch.max_known + shape.size,
-        work=BlocksInWork(
+        active=ActiveBlocks(
             starts_B=packed.starts_B,
-            open_BW=packed.open_BW,
+            is_maskable_BW=packed.is_maskable_BW,
             num_passes_B=packed.num_passes_B,
             num_steps_B=packed.num_steps_B,
             size=shape.size,
@@ -67,7 +67,7 @@ def plan_blocks(
 
 
 def _pack(
-    table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
+    table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
 ) -> PackedBlocks:
     if not runs_kernels(batch.lanes_B):
         return pack_plainly(table, batch, blocks, shape, steps_Z)
@@ -96,11 +96,11 @@ class _Rows:
     advances_B: Tensor
     wants_B: Tensor
     denoises_B: Tensor
-    work: FedPlaces
+    active: FedPositions
     cu_rows_B1: Tensor
 
 
-def _rows_of(table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape) -> _Rows:
+def _rows_of(table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape) -> _Rows:
     """A decoding sequence stores what the device knows to be due, which may be a block that the host has not
     heard of. Where such blocks have no room, they are stored without denoising the next: the rows reserved
     for a decoding sequence are either.
@@ -111,30 +111,30 @@ def _rows_of(table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: Bloc
     wants_B, start_B = batch.samples_B & advances_B, known_B // size * size
     feed_B = torch.where(batch.samples_B, start_B - computed_B, batch.num_feed_B) * advances_B
     denoises_B = _denoises(batch, wants_B, feed_B, shape)
-    work = fed_places(blocks, lanes_B, known_B, feed_B, shape)
+    active = fed_places(blocks, lanes_B, known_B, feed_B, shape)
     return _Rows(
         known_B=known_B,
         feed_B=feed_B,
         advances_B=advances_B,
         wants_B=wants_B,
         denoises_B=denoises_B,
-        work=work,
-        cu_rows_B1=torch.nn.functional.pad((feed_B + work.num_B * denoises_B).cumsum(0), (1, 0)),
+        active=active,
+        cu_rows_B1=torch.nn.functional.pad((feed_B + active.num_B * denoises_B).cumsum(0), (1, 0)),
     )
 
 
 def pack_plainly(
-    table: SequenceTable, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
+    table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
 ) -> PackedBlocks:
     """In plain torch."""
     rows, lanes_B, size = _rows_of(table, batch, blocks, shape), batch.lanes_B, shape.size
-    cu_rows_B1, known_B, feed_B, work = rows.cu_rows_B1, rows.known_B, rows.feed_B, rows.work
+    cu_rows_B1, known_B, feed_B, active = rows.cu_rows_B1, rows.known_B, rows.feed_B, rows.active
     # No pass is empty, even if all its sequences were found complete on the device.
     num_rows = max(1, int(cu_rows_B1[-1])) if batch.num_rows is None else batch.num_rows
     rows_R = torch.arange(num_rows, device=table.device)
     sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
     # Whoever skips places has nothing to store: all its rows are of the block in work.
-    first_slot_B = table.num_computed_Z[lanes_B] + work.first_B * rows.denoises_B
+    first_slot_B = table.num_computed_Z[lanes_B] + active.first_B * rows.denoises_B
     slots_R = first_slot_B[sequence_R] + rows_R - cu_rows_B1[sequence_R]
     slots_R = torch.where(rows_R < cu_rows_B1[-1], slots_R, 0)
     lane_R, place_R = lanes_B[sequence_R], slots_R % size
@@ -154,13 +154,13 @@ def pack_plainly(
         slots_R=slots_R,
         limits_R=slots_R - place_R + size,
         is_mask_R=~(is_known_R | is_decided_R) & (rows_R < cu_rows_B1[-1]),
-        logit_rows_X=_wanted(cu_rows_B1, feed_B - work.first_B, size, num_rows, shifted=shape.shifted),
+        logit_rows_X=_wanted(cu_rows_B1, feed_B - active.first_B, size, num_rows, shifted=shape.shifted),
         first_logit_B=torch.arange(len(lanes_B), device=table.device) * size,
         num_feed_B=feed_B,
         samples_B=samples_B,
         advances_B=rows.advances_B,
         starts_B=known_B // size * size,
-        open_BW=_open(blocks.is_decided_ZW[lanes_B], known_B, samples_B, opens_B, shape),
+        is_maskable_BW=_open(blocks.is_decided_ZW[lanes_B], known_B, samples_B, opens_B, shape),
         num_passes_B=num_passes_B,
         num_steps_B=steps_Z[lanes_B],
         draw_steps_B=draw_steps_B,
@@ -173,14 +173,14 @@ def _open(
     """Masks that this pass may decide, bool [B, W], if all its wanted rows have logits."""
     place_W = torch.arange(shape.size, device=known_B.device)
     is_fixed_BW = place_W < (known_B % shape.size)[:, None]
-    open_BW = samples_B[:, None] & ~is_fixed_BW & ~is_decided_BW
+    is_maskable_BW = samples_B[:, None] & ~is_fixed_BW & ~is_decided_BW
     # The last row of a stored block predicts one place, no other row does anything then.
-    open_BW &= ~opens_B[:, None] | (place_W == 0)
-    return open_BW if shape.part is None else first_part(open_BW, shape.part)
+    is_maskable_BW &= ~opens_B[:, None] | (place_W == 0)
+    return is_maskable_BW if shape.part is None else first_part(is_maskable_BW, shape.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedPlaces:
+class FedPositions:
     """Of the block in work of each sequence, if it is fed: the first place, how many, and the part that is
     being decided (0 where blocks have no parts).
     """
@@ -192,7 +192,7 @@ class FedPlaces:
 
 def fed_places(
     blocks: BlockLanes, lanes_B: Tensor, known_B: Tensor, feed_B: Tensor, shape: BlockShape
-) -> FedPlaces:
+) -> FedPositions:
     """The whole block; with a dual cache only the part being decided, once the whole has been fed for it.
 
     In shifted blocks the row before a part predicts its first place: the whole is fed until that is decided.
@@ -200,15 +200,15 @@ def fed_places(
     size, part_size = shape.size, shape.reused_part
     none_B = torch.zeros_like(known_B)
     if part_size is None:
-        return FedPlaces(first_B=none_B, num_B=none_B + size, part_B=none_B)
+        return FedPositions(first_B=none_B, num_B=none_B + size, part_B=none_B)
     place_W = torch.arange(size, device=known_B.device)
-    is_open_BW = (place_W >= (known_B % size)[:, None]) & ~blocks.is_decided_ZW[lanes_B]
-    open_B = torch.where(is_open_BW, place_W, size - 1).amin(-1)
+    is_maskable_BW = (place_W >= (known_B % size)[:, None]) & ~blocks.is_decided_ZW[lanes_B]
+    open_B = torch.where(is_maskable_BW, place_W, size - 1).amin(-1)
     part_B = open_B // part_size
     is_whole_B = (blocks.whole_part_Z[lanes_B] != part_B) | (feed_B > 0)
     if shape.shifted:
         is_whole_B |= open_B % part_size == 0
-    return FedPlaces(
+    return FedPositions(
         first_B=torch.where(is_whole_B, 0, part_B * part_size),
         num_B=torch.where(is_whole_B, size, part_size),
         part_B=part_B,

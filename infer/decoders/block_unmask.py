@@ -22,13 +22,13 @@ from idlm.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """A block's masks in one pass. `is_open_BW` (bool): those that may be decided; of each the probability of
+    """A block's masks in one pass. `is_maskable_BW` (bool): those that may be decided; of each the probability of
     the token that was drawn for it, and the entropy (nats) of the model's own law where a strategy asks for
     it. `quota_B` int64 >= 1: how many are decided at least, if there are as many. `threshold_B` and
     `entropy_bound_B` (nats), fp64: the requests' own.
     """
 
-    is_open_BW: Tensor
+    is_maskable_BW: Tensor
     confidence_BW: Tensor
     entropy_BW: Tensor | None
     quota_B: Tensor
@@ -44,14 +44,14 @@ class Unmasking(Protocol):
     """Which of threshold, entropy_bound and steps."""
 
     def choose(self, masks: Masks) -> Tensor:
-        """Bool [B, W], a part of `is_open_BW`."""
+        """Bool [B, W], a part of `is_maskable_BW`."""
         ...
 
 
 UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)
 
 
-def ranks(keys_BW: Tensor, is_open_BW: Tensor) -> Tensor:
+def ranks(keys_BW: Tensor, is_maskable_BW: Tensor) -> Tensor:
     """How many open positions come before each: larger keys first, the left one of equal keys first.
 
     By W * W comparisons: a sort is not stable everywhere, and W is small.
@@ -60,7 +60,7 @@ def ranks(keys_BW: Tensor, is_open_BW: Tensor) -> Tensor:
     mine_BW1, other_B1W = keys_BW[:, :, None], keys_BW[:, None, :]
     is_left_WW = place_W[None, :] < place_W[:, None]
     is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
-    return (is_before_BWW & is_open_BW[:, None, :]).sum(-1)
+    return (is_before_BWW & is_maskable_BW[:, None, :]).sum(-1)
 
 
 @UNMASKINGS.register("sequential")
@@ -72,7 +72,7 @@ class Sequential:
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
-        return masks.is_open_BW & (masks.is_open_BW.long().cumsum(-1) <= masks.quota_B[:, None])
+        return masks.is_maskable_BW & (masks.is_maskable_BW.long().cumsum(-1) <= masks.quota_B[:, None])
 
 
 @UNMASKINGS.register("low_confidence_static")
@@ -84,7 +84,9 @@ class Static:
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
-        return masks.is_open_BW & (ranks(masks.confidence_BW, masks.is_open_BW) < masks.quota_B[:, None])
+        return masks.is_maskable_BW & (
+            ranks(masks.confidence_BW, masks.is_maskable_BW) < masks.quota_B[:, None]
+        )
 
 
 @UNMASKINGS.register("low_confidence_dynamic")
@@ -95,8 +97,8 @@ class Dynamic(Static):
 
     def choose(self, masks: Masks) -> Tensor:
         """Where those are fewer than the quota, the most confident."""
-        passes_BW = masks.is_open_BW & (masks.confidence_BW > masks.threshold_B[:, None])
-        least_B = torch.minimum(masks.quota_B, masks.is_open_BW.sum(-1))
+        passes_BW = masks.is_maskable_BW & (masks.confidence_BW > masks.threshold_B[:, None])
+        least_B = torch.minimum(masks.quota_B, masks.is_maskable_BW.sum(-1))
         return torch.where((passes_BW.sum(-1) >= least_B)[:, None], passes_BW, super().choose(masks))
 
 
@@ -110,16 +112,16 @@ class EntropyBounded:
     def choose(self, masks: Masks) -> Tensor:
         """Knows no quota."""
         assert masks.entropy_BW is not None
-        is_open_BW = masks.is_open_BW
-        rank_BW = ranks(-masks.entropy_BW, is_open_BW)
-        is_counted_BWW = (rank_BW[:, None, :] <= rank_BW[:, :, None]) & is_open_BW[:, None, :]
+        is_maskable_BW = masks.is_maskable_BW
+        rank_BW = ranks(-masks.entropy_BW, is_maskable_BW)
+        is_counted_BWW = (rank_BW[:, None, :] <= rank_BW[:, :, None]) & is_maskable_BW[:, None, :]
         sums_BW = torch.where(is_counted_BWW, masks.entropy_BW[:, None, :], 0.0).sum(-1)
-        return is_open_BW & ((sums_BW < masks.entropy_bound_B[:, None]) | (rank_BW == 0))
+        return is_maskable_BW & ((sums_BW < masks.entropy_bound_B[:, None]) | (rank_BW == 0))
 
 
-def first_part(is_open_BW: Tensor, part_size: int) -> Tensor:
+def first_part(is_maskable_BW: Tensor, part_size: int) -> Tensor:
     """Of the open positions those in the leftmost part that has any; parts are `part_size` positions."""
-    place_W = torch.arange(is_open_BW.shape[1], device=is_open_BW.device)
+    place_W = torch.arange(is_maskable_BW.shape[1], device=is_maskable_BW.device)
     part_W = place_W // part_size
-    first_B = torch.where(is_open_BW, part_W, is_open_BW.shape[1]).amin(-1)
-    return is_open_BW & (part_W == first_B[:, None])
+    first_B = torch.where(is_maskable_BW, part_W, is_maskable_BW.shape[1]).amin(-1)
+    return is_maskable_BW & (part_W == first_B[:, None])

@@ -21,17 +21,17 @@ from idlm.errors import UserError
 from idlm.infer.decoders.base import (
     DECODERS,
     Batch,
-    Feeding,
-    PictureName,
+    KVWritePolicy,
+    StrideMode,
     check_causal,
     plan_rows,
     request_config,
 )
-from idlm.infer.decoders.layout import Picture
+from idlm.infer.decoders.layout import DraftLayout
 from idlm.infer.decoders.rejection import layouts
-from idlm.infer.table import SequenceTable
-from idlm.infer.transfer import fill_lanes
-from idlm.kernels.sampling import draft_laws, emit_and_draft, lawless, put, verify
+from idlm.infer.state.device import fill_lanes
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.kernels.sampling import draft_probs, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
 ACCEPTANCES = ("exact", "published")
@@ -48,7 +48,7 @@ class IsdConfig:
 
     stride: int | None = None
     adaptive: bool = False
-    on_rejection: str = "tree"
+    rejection_strategy: str = "tree"
     acceptance: str = "exact"
 
 
@@ -58,7 +58,7 @@ class IsdDecoder:
 
     name: ClassVar[str] = "isd"
     Config: ClassVar[type] = IsdConfig
-    feeding = Feeding(has_drafts=True)
+    kv_policy = KVWritePolicy(has_drafts=True)
 
     def __init__(self, config: IsdConfig, semantics: Semantics) -> None:
         self.stride = semantics.stride if config.stride is None else config.stride
@@ -67,21 +67,21 @@ class IsdDecoder:
         self.num_masks = self.stride - 1
         self.exactness = "exact" if config.acceptance == "exact" else "lossy"
         self._mask_token_id = semantics.mask_token_id or 0
-        self.pictures = self._choices(config)
+        self.modes = self._choices(config)
         self._layouts = [
-            layouts(picture.strategy, num_masks=picture.stride - 1, max_drafts=self.num_masks)
-            for picture in self.pictures
+            layouts(layout.strategy, num_masks=layout.stride - 1, max_drafts=self.num_masks)
+            for layout in self.modes
         ]
-        self.widths = tuple(max(layout.width for layout in pictured) for pictured in self._layouts)
+        self.widths = tuple(max(layout.width for layout in mode_layouts) for mode_layouts in self._layouts)
 
-    def _choices(self, config: IsdConfig) -> tuple[PictureName, ...]:
+    def _choices(self, config: IsdConfig) -> tuple[StrideMode, ...]:
         if not config.adaptive:
-            return (PictureName(stride=self.stride, strategy=config.on_rejection),)
+            return (StrideMode(stride=self.stride, strategy=config.rejection_strategy),)
         strides = {*(stride for stride in ADAPTIVE_STRIDES if stride < self.stride), self.stride} - {1}
-        strategies = dict.fromkeys((config.on_rejection, "branch"))
+        strategies = dict.fromkeys((config.rejection_strategy, "branch"))
         return (
-            PictureName(stride=1, strategy="cold"),
-            *(PictureName(stride=s, strategy=name) for s in sorted(strides) for name in strategies),
+            StrideMode(stride=1, strategy="cold"),
+            *(StrideMode(stride=s, strategy=name) for s in sorted(strides) for name in strategies),
         )
 
     def _check(self, config: IsdConfig, semantics: Semantics) -> None:
@@ -117,62 +117,62 @@ class IsdDecoder:
 
     def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Per lane: stock, drafts and the laws they were drawn from, (stride - 1) * vocab_size numbers."""
-        self._stacked = [Picture(pictured, device) for pictured in self._layouts]
-        self.picture = self._stacked[0]
-        self.stock_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
+        self._stacked = [DraftLayout(mode_layouts, device) for mode_layouts in self._layouts]
+        self.layout = self._stacked[0]
+        self.draft_buffer_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
-        self.draft_laws = draft_laws(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
+        self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
-    def seat(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
         """The new sequences have no drafts."""
-        fill_lanes(lanes, 0, self.stock_Z)
+        fill_lanes(lanes, 0, self.draft_buffer_Z)
 
     def rewind(self, lanes: list[int]) -> None:
         """Drafts and their laws need no cache."""
 
-    def plan(self, table: SequenceTable, batch: Batch) -> StepPlan:
+    def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Known tokens, then the lane's drafts and the masks of its picture."""
-        self.picture = self._stacked[batch.picture]
+        self.layout = self._stacked[batch.mode]
         return plan_rows(
             table,
             batch,
-            picture=self.picture,
+            layout=self.layout,
             mask_token_id=self._mask_token_id,
-            stock_Z=self.stock_Z,
+            draft_buffer_Z=self.draft_buffer_Z,
             drafts_ZJ=self.drafts_ZJ,
         )
 
-    def advance(self, table: SequenceTable, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts.
 
         p of the chain rows and q of the mask rows are laws under each request's own settings alike.
         """
         lanes_B, samples_B, num_masks = plan.lanes_B, plan.samples_B, self.num_masks
-        laws = table.laws(logits_XV, lanes_B, batch.filters)
+        probs = table.probs(logits_XV, lanes_B, batch.filters)
         uniforms_BD = table.uniforms(lanes_B, 2 * num_masks + 1)
         verdict = verify(
-            laws,
-            self.draft_laws,
-            self.picture.tables,
+            probs,
+            self.draft_probs,
+            self.layout.tables,
             lanes_B=lanes_B,
             first_rows_B=plan.first_logit_B,
             active_B=samples_B,
             drafts_ZJ=self.drafts_ZJ,
             tau_Z=table.tau_Z,
-            layout_Z=self.stock_Z,
+            layout_Z=self.draft_buffer_Z,
             uniforms_BJ=uniforms_BD[:, :num_masks],
         )
         emit_and_draft(
-            laws,
-            self.draft_laws,
+            probs,
+            self.draft_probs,
             verdict,
             lanes_B=lanes_B,
             uniforms_BA=uniforms_BD[:, num_masks:],
             drafts_ZJ=self.drafts_ZJ,
-            layout_Z=self.stock_Z,
+            layout_Z=self.draft_buffer_Z,
             takes_best=self.config.acceptance == "published",
         )
-        put(self.draft_laws, lanes_B, laws, verdict.draft_rows_BJ, active_B=samples_B)
+        put(self.draft_probs, lanes_B, probs, verdict.draft_rows_BJ, active_B=samples_B)
         num_computed_B = (plan.num_feed_B + verdict.accepted_B) * plan.advances_B
         table.commit(lanes_B, verdict.token_ids_BA, verdict.num_emitted_B, num_computed_B)
         return StepOutcome(
@@ -180,5 +180,7 @@ class IsdDecoder:
             num_emitted_B=verdict.num_emitted_B,
             num_accepted_B=verdict.accepted_B,
             num_tested_B=verdict.tested_B,
-            lawless_B=lawless(laws, torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)),
+            nonfinite_B=nonfinite(
+                probs, torch.cat((verdict.emit_rows_B[:, None], verdict.draft_rows_BJ), dim=1)
+            ),
         )

@@ -1,7 +1,7 @@
 """Rows of one decoding step as data: a chain of tokens to verify and groups of masks hanging on it.
 
 All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is
-fed and, for every count `a` of accepted drafts, which rows the next drafts are drawn from. A `Picture` has a
+fed and, for every count `a` of accepted drafts, which rows the next drafts are drawn from. A `DraftLayout` has a
 layout for every stock of drafts that a sequence may hold, stacked so that planning and advancing are table
 look-ups without branches. Sequences may go from one picture to another after any step.
 Shapes: Y stocks, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J =
@@ -23,23 +23,27 @@ NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
-    """The drafts that a sequence holds. `is_fill`: they were drawn from verification rows behind a rejection,
+class DraftBuffer:
+    """The drafts that a sequence holds. `from_verify_rows`: they were drawn from verification rows behind a rejection,
     not from masks.
     """
 
     num_drafts: int
-    is_fill: bool = False
+    from_verify_rows: bool = False
 
     def index(self, max_drafts: int) -> int:
-        """Its number among `stocks(max_drafts)`."""
-        return self.num_drafts + (max_drafts if self.is_fill and self.num_drafts else 0)
+        """Its number among `draft_buffers(max_drafts)`."""
+        return self.num_drafts + (max_drafts if self.from_verify_rows and self.num_drafts else 0)
 
 
-def stocks(max_drafts: int) -> list[Stock]:
+def draft_buffers(max_drafts: int) -> list[DraftBuffer]:
     """Every stock of at most so many drafts; none at all is number 0."""
     counts = range(1, max_drafts + 1)
-    return [Stock(0), *(Stock(count) for count in counts), *(Stock(count, True) for count in counts)]
+    return [
+        DraftBuffer(0),
+        *(DraftBuffer(count) for count in counts),
+        *(DraftBuffer(count, True) for count in counts),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +52,17 @@ class RowLayout:
 
     Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other,
     causally. `draft_rows[a]`: after exactly `a` accepted drafts, the rows whose laws the next drafts come
-    from, in order; `next_stocks[a]` is what they are.
+    from, in order; `next_buffers[a]` is what they are.
     """
 
     num_drafts: int
     num_masks: int
     mask_parents: tuple[int, ...]
     draft_rows: tuple[tuple[int, ...], ...]
-    next_stocks: tuple[Stock, ...]
+    next_buffers: tuple[DraftBuffer, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.draft_rows) == len(self.next_stocks) == self.num_drafts + 1, f"{self=}"
+        assert len(self.draft_rows) == len(self.next_buffers) == self.num_drafts + 1, f"{self=}"
         assert all(0 <= parent <= self.num_drafts for parent in self.mask_parents), f"{self=}"
 
     @property
@@ -87,7 +91,7 @@ def mask_rows(num_drafts: int, num_masks: int, group: int) -> tuple[int, ...]:
     return tuple(range(first, first + num_masks))
 
 
-class Picture:
+class DraftLayout:
     """Layouts by stock, padded and stacked as int64 tensors on the engine's device."""
 
     def __init__(self, layouts: list[RowLayout], device: torch.device) -> None:
@@ -126,7 +130,7 @@ class Picture:
             draft_rows_YAJ=torch.tensor(draft_rows, dtype=torch.int64, device=device).view(shape),
             next_layouts_YA=stack(
                 [
-                    self._pad(tuple(k.index(max_drafts) for k in y.next_stocks), max_drafts + 1, 0)
+                    self._pad(tuple(k.index(max_drafts) for k in y.next_buffers), max_drafts + 1, 0)
                     for y in layouts
                 ]
             ),

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from idlm.infer.decoders.layout import RowLayout, Stock, mask_rows, stocks
+from idlm.infer.decoders.layout import DraftBuffer, RowLayout, draft_buffers, mask_rows
 from idlm.registry import Registry
 
 
 class RejectionStrategy(Protocol):
     """Says what is fed for a stock of drafts, of which the first `num_masks` may be used, and `num_masks`."""
 
-    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+    def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """The layout of one step at stride num_masks + 1."""
         ...
 
@@ -28,24 +28,24 @@ STRATEGIES: Registry[type[RejectionStrategy]] = Registry("rejection_strategy", N
 
 
 def layouts(strategy: str, *, num_masks: int, max_drafts: int) -> list[RowLayout]:
-    """The layouts of a picture, one for each of `stocks(max_drafts)`; UserError IDLM-0102 for no strategy."""
-    chosen = STRATEGIES.get(strategy, key="decoder.on_rejection")()
-    return [chosen.layout(stock, num_masks) for stock in stocks(max_drafts)]
+    """The layouts of a picture, one for each of `draft_buffers(max_drafts)`; UserError IDLM-0102 for no strategy."""
+    chosen = STRATEGIES.get(strategy, key="decoder.rejection_strategy")()
+    return [chosen.layout(draft_buffer, num_masks) for draft_buffer in draft_buffers(max_drafts)]
 
 
 @STRATEGIES.register("cold")
 class Cold:
     """Drop the drafts; the next pass only proposes. TPF (2 + P_1 + .. + P_{N-2}) / (2 - P_{N-1}), eq. 3."""
 
-    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+    def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """Verify and propose; masks behind fill drafts would be spoilt by them, so those are dropped."""
-        num_drafts = 0 if stock.is_fill else min(stock.num_drafts, num_masks)
+        num_drafts = 0 if draft_buffer.from_verify_rows else min(draft_buffer.num_drafts, num_masks)
         return RowLayout(
             num_drafts=num_drafts,
             num_masks=num_masks,
             mask_parents=(num_drafts,),
             draft_rows=((),) * num_drafts + (mask_rows(num_drafts, num_masks, 0),),
-            next_stocks=(Stock(0),) * num_drafts + (Stock(num_masks),),
+            next_buffers=(DraftBuffer(0),) * num_drafts + (DraftBuffer(num_masks),),
         )
 
 
@@ -57,10 +57,10 @@ class Tree:
     spent, so num_masks - a drafts remain for the next step.
     """
 
-    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+    def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """Masks behind drafts from masks; beside fill drafts, hanging on the pending token."""
-        num_drafts = min(stock.num_drafts, num_masks)
-        return (self._fill if stock.is_fill else self._after_masks)(num_drafts, num_masks)
+        num_drafts = min(draft_buffer.num_drafts, num_masks)
+        return (self._fill if draft_buffer.from_verify_rows else self._after_masks)(num_drafts, num_masks)
 
     def _after_masks(self, num_drafts: int, num_masks: int) -> RowLayout:
         rejected = range(num_drafts)
@@ -72,7 +72,7 @@ class Tree:
                 *(tuple(range(a + 1, num_drafts + 1)) for a in rejected),
                 mask_rows(num_drafts, num_masks, 0),
             ),
-            next_stocks=(*(Stock(num_drafts - a, True) for a in rejected), Stock(num_masks)),
+            next_buffers=(*(DraftBuffer(num_drafts - a, True) for a in rejected), DraftBuffer(num_masks)),
         )
 
     def _fill(self, num_drafts: int, num_masks: int) -> RowLayout:
@@ -82,7 +82,7 @@ class Tree:
             num_masks=num_masks,
             mask_parents=(0,),
             draft_rows=tuple(group[a:] for a in range(num_drafts + 1)),
-            next_stocks=tuple(Stock(num_masks - a) for a in range(num_drafts + 1)),
+            next_buffers=tuple(DraftBuffer(num_masks - a) for a in range(num_drafts + 1)),
         )
 
 
@@ -90,13 +90,13 @@ class Tree:
 class Branch:
     """Masks behind every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows."""
 
-    def layout(self, stock: Stock, num_masks: int) -> RowLayout:
+    def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """The first step has no drafts; every later one has as many as masks."""
-        num_drafts = min(stock.num_drafts, num_masks)
+        num_drafts = min(draft_buffer.num_drafts, num_masks)
         return RowLayout(
             num_drafts=num_drafts,
             num_masks=num_masks,
             mask_parents=tuple(range(num_drafts + 1)),
             draft_rows=tuple(mask_rows(num_drafts, num_masks, a) for a in range(num_drafts + 1)),
-            next_stocks=(Stock(num_masks),) * (num_drafts + 1),
+            next_buffers=(DraftBuffer(num_masks),) * (num_drafts + 1),
         )

@@ -18,7 +18,7 @@ from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
-from idlm.infer.parallel import ALONE
+from idlm.infer.models.shards import ALONE
 from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics

@@ -116,7 +116,7 @@ class KVAccess(Protocol):
         """By KV head [K], what keys and values are divided by when they are written; None is 1."""
         ...
 
-    def keep_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
+    def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
         """The rows that go on, by number [I], once the layer's keys and values are stored; None: all. From
         then on, rows are those, `slot_mapping_R` too.
         """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
-from idlm.infer.parallel import ALONE, Shards
+from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Linears
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
@@ -153,9 +153,9 @@ class Layer(nn.Module):
             k_scale_K=k_scale_K,
             v_scale_K=v_scale_K,
         )
-        kept_I = kv.keep_rows(number, q_RNH)
+        kept_I = kv.select_rows(number, q_RNH)
         if kept_I is not None:
-            q_RNH, residual_RD, rows = q_RNH[kept_I], residual_RD[kept_I], rows.narrowed(kept_I)
+            q_RNH, residual_RD, rows = q_RNH[kept_I], residual_RD[kept_I], rows.select_plan_rows(kept_I)
         o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
@@ -207,7 +207,7 @@ class Rows:
     gate_R: Tensor | None
     linears: Linears
 
-    def narrowed(self, rows_I: Tensor) -> Rows:
+    def select_plan_rows(self, rows_I: Tensor) -> Rows:
         """The same of some rows."""
         tables = self.rope.tables
         rope = replace(

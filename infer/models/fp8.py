@@ -18,11 +18,11 @@ from idlm.infer.models import weights
 from idlm.infer.models.base import ModelSpec, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
 from idlm.infer.models.moe import refuse
-from idlm.infer.parallel import Shards
+from idlm.infer.models.shards import Shards
 from idlm.kernels.linear import Fp8Weight, quantise_fp8
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
-LEAST_CAPABILITY = (8, 9)
+MIN_CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device, *, is_wanted: bool) -> None:
@@ -30,7 +30,7 @@ def check_device(device: torch.device, *, is_wanted: bool) -> None:
     if device.type != "cuda" or not is_wanted:
         return
     found = torch.cuda.get_device_capability(device)
-    if found < LEAST_CAPABILITY:
+    if found < MIN_CAPABILITY:
         raise UserError(
             "IDLM-0447",
             "weights=fp8 and kv_cache=fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or more; "

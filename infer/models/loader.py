@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import read_json, recover, verify
+from idlm.config.suggest import did_you_mean
 from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
+from idlm.files.paths import translate_path_errors
 from idlm.infer.models import weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
@@ -24,12 +26,10 @@ from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
 from idlm.infer.models.fp8 import read_kv_scales, scale_names
 from idlm.infer.models.moe import make_trunk, refuse
-from idlm.infer.parallel import ALONE, Shards
+from idlm.infer.models.shards import ALONE, Shards
 from idlm.lora import is_adapter
-from idlm.paths import telling_of_path
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
-from idlm.suggest import did_you_mean
 
 DTYPES = {
     "float32": torch.float32,
@@ -126,7 +126,7 @@ def read_outline(
     shards: Shards = ALONE,
 ) -> Outline:
     """Everything that `load_model` checks before it takes memory, with its errors."""
-    with telling_of_path("IDLM-0600", path, fix="give another model= or base="):
+    with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
         directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
     config = read_json(directory / "config.json")

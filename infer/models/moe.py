@@ -24,7 +24,7 @@ from idlm.infer.models.dense import (
     empty_weight,
     target_of,
 )
-from idlm.infer.parallel import ALONE, Shards
+from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.linear import Linears
 

@@ -85,7 +85,7 @@ def pack_blocks_kernel(
     rows_IR,
     is_mask_R,
     logit_rows_X,
-    open_BW,
+    is_maskable_BW,
     B,
     R,
     L,
@@ -128,7 +128,7 @@ def pack_blocks_kernel(
         is_open = is_open & ((w == 0) | (opens == 0))
         if PART < SIZE:
             is_open = is_open & (w // PART == tl.min(tl.where(is_open, w // PART, SIZE), 0))
-        tl.store(open_BW + i * SIZE + w, is_open, mask=m_w)
+        tl.store(is_maskable_BW + i * SIZE + w, is_open, mask=m_w)
         row = my_start + my_feed - my_first + w - (1 if SHIFTED else 0)
         row = tl.minimum(tl.maximum(row, my_start), my_end - 1)
         tl.store(logit_rows_X + i * SIZE + w, tl.minimum(tl.maximum(row, 0), R - 1), mask=m_w)
@@ -212,7 +212,7 @@ def decide_kernel(
     lanes_B,
     feed_B,
     samples_B,
-    open_BW,
+    is_maskable_BW,
     has_logits_BW,
     proposed_BW,
     confidence_BW,
@@ -246,7 +246,7 @@ def decide_kernel(
     decided = tl.load(decided_ZW + at, mask=m_w, other=1) != 0
     tokens = tl.load(tokens_ZW + at, mask=m_w, other=0)
     is_fixed = w < num_fixed
-    is_open = tl.load(open_BW + mine, mask=m_w, other=0) != 0
+    is_open = tl.load(is_maskable_BW + mine, mask=m_w, other=0) != 0
     if HAS_LOGITS:
         has_logits = tl.load(has_logits_BW + mine, mask=m_w, other=0) != 0
         is_open = is_open & has_logits

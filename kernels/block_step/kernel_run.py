@@ -41,7 +41,7 @@ def run_pack(
     rows_IR = torch.empty(4, num_rows, dtype=torch.int64, device=device)
     is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
     logit_rows_X = torch.empty(num_sequences * size, dtype=torch.int64, device=device)
-    open_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=device)
+    is_maskable_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=device)
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
         lanes.num_known_Z,
         lanes.num_computed_Z,
@@ -59,7 +59,7 @@ def run_pack(
         rows_IR,
         is_mask_R,
         logit_rows_X,
-        open_BW,
+        is_maskable_BW,
         num_sequences,
         num_rows,
         lanes.tokens_ZL.shape[1],
@@ -87,7 +87,7 @@ def run_pack(
         samples_B=bools_IB[0],
         advances_B=bools_IB[1],
         starts_B=starts_B,
-        open_BW=open_BW,
+        is_maskable_BW=is_maskable_BW,
         num_passes_B=num_passes_B,
         num_steps_B=num_steps_B,
         draw_steps_B=draw_steps_B,
@@ -104,10 +104,12 @@ def run_decide(
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     proposed: Proposed,
 ) -> tuple[Tensor, Tensor]:
-    """One launch; `columns`: lanes_B, num_feed_B, samples_B, open_BW, has_logits_BW."""
-    lanes_B, num_feed_B, samples_B, open_BW, has_logits_BW = columns
+    """One launch; `columns`: lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW."""
+    lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW = columns
     num_sequences, entropy_BW = len(lanes_B), proposed.entropy_BW
-    assert open_BW.is_contiguous() and proposed.token_ids_BW.is_contiguous(), f"{open_BW.stride()=}"
+    assert is_maskable_BW.is_contiguous() and proposed.token_ids_BW.is_contiguous(), (
+        f"{is_maskable_BW.stride()=}"
+    )
     assert proposed.confidence_BW.is_contiguous() and (entropy_BW is not None or rule != RULES[-1])
     out_BW = torch.empty_like(proposed.token_ids_BW)
     emitted_B = torch.empty(num_sequences, dtype=torch.int64, device=lanes_B.device)
@@ -128,8 +130,8 @@ def run_decide(
         lanes_B,
         num_feed_B,
         samples_B,
-        open_BW,
-        open_BW if has_logits_BW is None else has_logits_BW,
+        is_maskable_BW,
+        is_maskable_BW if has_logits_BW is None else has_logits_BW,
         proposed.token_ids_BW,
         proposed.confidence_BW,
         proposed.confidence_BW if entropy_BW is None else entropy_BW,

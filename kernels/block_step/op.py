@@ -80,7 +80,7 @@ class BlockShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBlocks:
     """Rows of all sequences, laid end to end, and of each sequence what the pass is about. int64 but for the
-    bools `is_mask_R`, `samples_B`, `advances_B`, `open_BW`. `draw_steps_B`: the random stream's step.
+    bools `is_mask_R`, `samples_B`, `advances_B`, `is_maskable_BW`. `draw_steps_B`: the random stream's step.
     """
 
     cu_rows_B1: Tensor
@@ -95,7 +95,7 @@ class PackedBlocks:
     samples_B: Tensor
     advances_B: Tensor
     starts_B: Tensor
-    open_BW: Tensor
+    is_maskable_BW: Tensor
     num_passes_B: Tensor
     num_steps_B: Tensor
     draw_steps_B: Tensor
@@ -158,7 +158,7 @@ def decide_blocks(
     lanes_B: Tensor,
     num_feed_B: Tensor,
     samples_B: Tensor,
-    open_BW: Tensor,
+    is_maskable_BW: Tensor,
     has_logits_BW: Tensor | None,
     proposed: Proposed,
 ) -> tuple[Tensor, Tensor]:
@@ -168,5 +168,5 @@ def decide_blocks(
     assert rule in RULES, f"{rule=}"
     from idlm.kernels.block_step.kernel_run import run_decide
 
-    columns = (lanes_B, num_feed_B, samples_B, open_BW, has_logits_BW)
+    columns = (lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW)
     return run_decide(lanes, table_steps_Z, blocks, shape, rule, limits, columns, proposed)

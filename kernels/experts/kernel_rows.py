@@ -62,7 +62,7 @@ def route_kernel(
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
+    MIN_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it]."""
@@ -95,7 +95,7 @@ def route_kernel(
         is_chosen = is_chosen | is_new
     weights = tl.where(is_chosen, scores, 0.0)
     if NORMALISED:
-        weights = weights / (tl.sum(tl.sum(weights, axis=1), axis=0) + LEAST_SUM)
+        weights = weights / (tl.sum(tl.sum(weights, axis=1), axis=0) + MIN_SUM)
     weights = (weights * scaling).to(logits_RX.dtype.element_ty).to(tl.float32)
     chosen = is_chosen.to(tl.int32)
     num_before = tl.sum(chosen, axis=1)

@@ -16,7 +16,7 @@ from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
 from idlm.kernels.experts.launch import Launch, Tile, num_tiles
 from idlm.kernels.experts.op import Routing
-from idlm.kernels.experts.reference import LEAST_SUM
+from idlm.kernels.experts.reference import MIN_SUM
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLAN_PAIRS = 8192
@@ -57,7 +57,7 @@ def run_route(
             NORMALISED=routing.is_normalised,
             HAS_BIAS=bias_X is not None,
             HAS_SLOTS=slots_R is not None,
-            LEAST_SUM=LEAST_SUM,
+            MIN_SUM=MIN_SUM,
             num_warps=1,
             **_launched(pdl),
         )

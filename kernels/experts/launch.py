@@ -11,7 +11,7 @@ SHARED_BYTES = 225 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Of one product; everything here may be swept (benchmarks/experts.py).
+    """Of one product; everything here may be swept (benchmarks/kernels/experts.py).
 
     `block_o` outputs: with `stacked` (gate and up only) the instruction's M side is twice as large, it is
     then 64 or a multiple. `block_i` columns per step. `tma`: weights (where they allow it) are read by

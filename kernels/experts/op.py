@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.experts.reference import LEAST_SUM
-from idlm.kernels.hopper import has_pdl
+from idlm.kernels.backend import has_pdl
+from idlm.kernels.experts.reference import MIN_SUM
 
 if TYPE_CHECKING:
     from idlm.kernels.experts.launch import Launch
@@ -75,7 +75,7 @@ def plain_route(
     experts_RC = _largest(quality_RX, routing.num_chosen)
     weights_RC = scores_RX.gather(1, experts_RC)
     if routing.is_normalised:
-        weights_RC = weights_RC / (weights_RC.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        weights_RC = weights_RC / (weights_RC.sum(dim=-1, keepdim=True) + MIN_SUM)
     weights_RC = (weights_RC * routing.scaling).to(logits_RX.dtype).to(scores_RX.dtype)
     if slots_R is not None:
         experts_RC = experts_RC.masked_fill(slots_R[:, None] < 0, -1)

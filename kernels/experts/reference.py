@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from idlm.kernels.experts.op import Routing
 
-LEAST_SUM = 1e-20
+MIN_SUM = 1e-20
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +38,7 @@ def route_reference(
         groups = groups[: routing.num_chosen_groups]
         allowed = [expert for expert in range(len(scores)) if expert // size in groups]
         chosen = sorted(sorted(allowed, key=lambda expert: -quality[expert])[: routing.num_chosen])
-        total = sum(scores[expert] for expert in chosen) + LEAST_SUM if routing.is_normalised else 1.0
+        total = sum(scores[expert] for expert in chosen) + MIN_SUM if routing.is_normalised else 1.0
         experts.append(chosen)
         weights.append([scores[expert] / total * routing.scaling for expert in chosen])
     return experts, weights

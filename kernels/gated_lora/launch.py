@@ -6,11 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
+from idlm.kernels.backend import has_pdl, rounds_as_written
 from idlm.kernels.gated_lora.kernel import expand_kernel
-from idlm.kernels.hopper import has_pdl, rounds_as_written
 
 BLOCK_E = 64
-MOST_RANKS = 128
+MAX_RANKS = 128
 ROWS = (16, 32, 64)
 WARPS = 8
 
@@ -33,7 +33,7 @@ def run_expand(
     first, second, third = (sizes[0], 0, 0) if gated else (*sizes, 0, 0)[:3]
     block_r = next((rows for rows in ROWS if num_rows <= rows), ROWS[-1])
     tiles = sum(triton.cdiv(size, BLOCK_E) for size in (first, second, third))
-    block_k = min(MOST_RANKS, max(16, triton.next_power_of_2(rank)))
+    block_k = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
     pdl = has_pdl(y_RE.device)
     expand_kernel[(triton.cdiv(num_rows, block_r) * tiles,)](
         y_RE,

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.gated_lora.kernel import rounded_gain, rows_of_b
-from idlm.kernels.hopper import INTERPRETED
 from idlm.kernels.swiglu.kernel import rounded_swiglu
 
 IN_INTERPRETER: tl.constexpr = tl.constexpr(INTERPRETED)

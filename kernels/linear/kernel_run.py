@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from idlm.kernels.backend import INTERPRETED, rounds_as_written
 from idlm.kernels.gated_lora.op import GatedLora
-from idlm.kernels.hopper import INTERPRETED, rounds_as_written
 from idlm.kernels.linear.kernel import linear_kernel
 from idlm.kernels.linear.launch import (
     Launch,

@@ -19,7 +19,7 @@ A constant, so that the same weights give the same bits on every device.
 """
 FIXED_ROWS = (16, 32, 64, 128)
 FEW_ROWS = 32
-"""Above, a decoding step is faster with cuBLAS on an H200 (benchmarks/decode.py, 60 rows)."""
+"""Above, a decoding step is faster with cuBLAS on an H200 (benchmarks/engine/decode.py, 60 rows)."""
 FEW_PROGRAMS = 264
 """Two for each of an H200's multiprocessors."""
 AHEAD = 128
@@ -29,13 +29,13 @@ GATED_ROWS, GATED_TILES = range(33, 65), range(132, FEW_PROGRAMS + 1)
 outputs, one round of programs.
 """
 SHARED_BYTES = 225 * 1024
-MOST_RANKS = 128
+MAX_RANKS = 128
 """One product of B's and h's tiles covers them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the kernel is launched; everything here may be swept (benchmarks/linears.py).
+    """How the kernel is launched; everything here may be swept (benchmarks/kernels/linears.py).
 
     The bits of a row depend on `splits` and the matrix instruction, on nothing else.
     """
@@ -162,7 +162,7 @@ def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
 
     Of a plain linear none does: there the kernel behind is as fast on an H200.
     """
-    is_few = num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MOST_RANKS
+    is_few = num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MAX_RANKS
     return is_few and not launch.serial and E % launch.block_e == 0
 
 

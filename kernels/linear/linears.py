@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from idlm.kernels.backend import has_pdl, runs_kernels
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
-from idlm.kernels.hopper import has_pdl, runs_kernels
 from idlm.kernels.linear import op
 from idlm.kernels.linear.fp8 import Fp8Weight
 from idlm.kernels.swiglu import swiglu

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import runs_kernels
+from idlm.kernels.backend import runs_kernels
 from idlm.kernels.linear.fp8 import Fp8Weight
 
 if TYPE_CHECKING:

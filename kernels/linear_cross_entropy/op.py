@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_LOGITS_BYTES = 200_000_000
-"""Bytes of logits that exist at once; benchmarks/lm_loss.py holds the sweep on an H200."""
+"""Bytes of logits that exist at once; benchmarks/kernels/lm_loss.py holds the sweep on an H200."""
 ROW_MULTIPLE = 128
 ALIGNED_BYTES = 16
 
@@ -233,8 +233,8 @@ def _overlap(draft_mV: Tensor, verify_mV: Tensor, overlap_m: Tensor) -> None:
 
         overlap_rows(draft_mV, verify_mV, overlap_m)
         return
-    laws = (logits.softmax(dim=-1, dtype=overlap_m.dtype) for logits in (draft_mV, verify_mV))
-    torch.sum(torch.minimum(*laws), dim=-1, out=overlap_m)
+    probs = (logits.softmax(dim=-1, dtype=overlap_m.dtype) for logits in (draft_mV, verify_mV))
+    torch.sum(torch.minimum(*probs), dim=-1, out=overlap_m)
 
 
 def _scale(values: Tensor, factor: Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 import triton
 
-from idlm.kernels.hopper import INTERPRETED, has_pdl
+from idlm.kernels.backend import INTERPRETED, has_pdl
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
@@ -38,7 +38,7 @@ FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the kernels are launched; everything here may be swept (benchmarks/attention.py)."""
+    """How the kernels are launched; everything here may be swept (benchmarks/kernels/attention.py)."""
 
     block_m: int
     """Rows times query heads of one KV head in a tile."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from idlm.kernels.hopper import rounds_as_written
+from idlm.kernels.backend import rounds_as_written
 
 if TYPE_CHECKING:
     from idlm.kernels.qkv_rope_cache.op import Rope

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl, runs_kernels
+from idlm.kernels.backend import has_pdl, runs_kernels
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl, runs_kernels
+from idlm.kernels.backend import has_pdl, runs_kernels
 
 
 def add_rms_norm(

@@ -2,7 +2,7 @@
 
 A row is walked in chunks of CHUNK tokens, a number that depends on V alone; sums inside a chunk are fp32
 trees, sums over chunks fp64, so a row's numbers depend neither on the other rows nor on their count. Contract
-in README.md; the thresholds of top-k, top-p and min-p are found in kernel_laws.py.
+in README.md; the thresholds of top-k, top-p and min-p are found in kernel_probs.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -200,7 +200,7 @@ def probability_kernel(
 
 
 @triton.jit
-def lawless_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
+def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
     """1 + the first place where a sequence's row has no finite largest logit, or 0; row -1 has nothing."""
     wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)

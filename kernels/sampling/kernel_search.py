@@ -1,6 +1,6 @@
 """Triton: the threshold of top-k or top-p in a whole row, by passes with eight pivots; one program per row.
 
-For rows whose candidates do not fit kernel_laws.py's list. A sample of the row says where to look first, so
+For rows whose candidates do not fit kernel_probs.py's list. A sample of the row says where to look first, so
 that in 16 bits one pass mostly finds the threshold. Logits are ordered by integer keys.
 """
 
@@ -121,7 +121,7 @@ def pivot_of(number, low, high, top, bottom, by_key, KEY_SHIFT: tl.constexpr):
 
 
 @triton.jit
-def narrowed(low, high, above, pivot, reached, target):
+def select_plan_rows(low, high, above, pivot, reached, target):
     """The bracket after one pivot; pivots come in falling order."""
     is_reached = reached >= target
     is_new_low = is_reached & (pivot > low)
@@ -156,14 +156,14 @@ def search_row(
             logit_of(k3, KEY_SHIFT), logit_of(k4, KEY_SHIFT), logit_of(k5, KEY_SHIFT),
             logit_of(k6, KEY_SHIFT), logit_of(k7, KEY_SHIFT), STEP,
         )  # fmt: skip
-        low, high, above = narrowed(low, high, above, k0, r0, target)
-        low, high, above = narrowed(low, high, above, k1, r1, target)
-        low, high, above = narrowed(low, high, above, k2, r2, target)
-        low, high, above = narrowed(low, high, above, k3, r3, target)
-        low, high, above = narrowed(low, high, above, k4, r4, target)
-        low, high, above = narrowed(low, high, above, k5, r5, target)
-        low, high, above = narrowed(low, high, above, k6, r6, target)
-        low, high, above = narrowed(low, high, above, k7, r7, target)
+        low, high, above = select_plan_rows(low, high, above, k0, r0, target)
+        low, high, above = select_plan_rows(low, high, above, k1, r1, target)
+        low, high, above = select_plan_rows(low, high, above, k2, r2, target)
+        low, high, above = select_plan_rows(low, high, above, k3, r3, target)
+        low, high, above = select_plan_rows(low, high, above, k4, r4, target)
+        low, high, above = select_plan_rows(low, high, above, k5, r5, target)
+        low, high, above = select_plan_rows(low, high, above, k6, r6, target)
+        low, high, above = select_plan_rows(low, high, above, k7, r7, target)
         ninth = (logit_of(high, KEY_SHIFT) - logit_of(low, KEY_SHIFT)) / 9
         top = logit_of(high, KEY_SHIFT) - ninth
         bottom = logit_of(low, KEY_SHIFT) + ninth

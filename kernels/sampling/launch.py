@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.sampling import kernel, kernel_laws
-from idlm.kernels.sampling.laws import NUM_NUMBERS, RowLaws, Tuning
+from idlm.kernels.sampling import kernel
+from idlm.kernels.sampling import kernel_probs as kernel_probs
+from idlm.kernels.sampling.types import NUM_NUMBERS, RowProbs, Tuning
 
 KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low mantissa bits of an fp32 that a logit of this dtype leaves zero."""
@@ -54,7 +55,7 @@ def options(tuning: Tuning, *, warps: int) -> dict[str, Any]:
     return {"num_warps": warps, "PDL": tuning.pdl, **({"launch_pdl": True} if tuning.pdl else {})}
 
 
-def row_laws(
+def row_probs(
     logits_XV: Tensor,
     settings: tuple[Tensor, Tensor, Tensor, Tensor],
     lanes_B: Tensor | None,
@@ -63,20 +64,20 @@ def row_laws(
     tuning: Tuning,
     forbidden_id: int | None = None,
     own: bool = False,
-) -> RowLaws:
+) -> RowProbs:
     """Numbers of every row's law; `settings`: temperature, top_k, top_p, min_p, per row or per lane."""
     num_rows, num_tokens = logits_XV.shape
     shape, device = Shape(num_tokens, tuning), logits_XV.device
-    laws = _empty_laws(logits_XV, shape.num_chunks, tuning)
+    probs = _empty_probs(logits_XV, shape.num_chunks, tuning)
     if num_rows == 0:
-        return laws
+        return probs
     sizes = (num_tokens, shape.num_chunks)
     rows_per_lane = 1 if lanes_B is None else num_rows // len(lanes_B)
     lanes = settings[1] if lanes_B is None else lanes_B
     has_lanes = {"HAS_LANES": lanes_B is not None, "OWN": own}
-    max_XC = torch.empty_like(laws.masses_XC)
+    max_XC = torch.empty_like(probs.masses_XC)
     own_XC, moments_XC = torch.empty(2, *max_XC.shape, device=device) if own else (max_XC, max_XC)
-    statistics = (max_XC, laws.masses_XC, own_XC, moments_XC)
+    statistics = (max_XC, probs.masses_XC, own_XC, moments_XC)
     kernel.stats_kernel[(num_rows * shape.num_tiles,)](
         logits_XV,
         settings[0],
@@ -94,29 +95,29 @@ def row_laws(
         CHUNK=shape.chunk,
         **shape.wide,
     )
-    kernel_laws.law_kernel[(num_rows,)](
+    kernel_probs.probs_kernel[(num_rows,)](
         logits_XV,
         *settings,
         lanes,
         *statistics,
-        laws.numbers_XF,
-        *(_scratch(laws) if filters else (max_XC, max_XC, max_XC)),
+        probs.numbers_XF,
+        *(_scratch(probs) if filters else (max_XC, max_XC, max_XC)),
         logits_XV.stride(0),
         *sizes,
         rows_per_lane,
         **has_lanes,
-        **_search_options(laws, shape),
+        **_search_options(probs, shape),
         FILTERS=filters,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
         **(shape.whole if filters else shape.narrow),
     )
-    return laws
+    return probs
 
 
-def _empty_laws(logits_XV: Tensor, num_chunks: int, tuning: Tuning) -> RowLaws:
+def _empty_probs(logits_XV: Tensor, num_chunks: int, tuning: Tuning) -> RowProbs:
     num_rows, device = len(logits_XV), logits_XV.device
-    return RowLaws(
+    return RowProbs(
         logits_XV=logits_XV,
         numbers_XF=torch.empty(num_rows, NUM_NUMBERS, dtype=torch.float64, device=device),
         masses_XC=torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device),
@@ -124,19 +125,19 @@ def _empty_laws(logits_XV: Tensor, num_chunks: int, tuning: Tuning) -> RowLaws:
     )
 
 
-def _scratch(laws: RowLaws) -> tuple[Tensor, Tensor, Tensor]:
+def _scratch(probs: RowProbs) -> tuple[Tensor, Tensor, Tensor]:
     """Chunk numbers and ties [X, C], a list of candidates per row."""
-    num_rows, num_chunks = laws.masses_XC.shape
-    device = laws.masses_XC.device
+    num_rows, num_chunks = probs.masses_XC.shape
+    device = probs.masses_XC.device
     ints_XC = torch.empty(2, num_rows, num_chunks, dtype=torch.int32, device=device)
-    list_XL = torch.empty(num_rows, laws.tuning.capacity, dtype=torch.float32, device=device)
+    list_XL = torch.empty(num_rows, probs.tuning.capacity, dtype=torch.float32, device=device)
     return ints_XC[0], ints_XC[1], list_XL
 
 
-def _search_options(laws: RowLaws, shape: Shape) -> dict[str, int]:
-    tuning = laws.tuning
+def _search_options(probs: RowProbs, shape: Shape) -> dict[str, int]:
+    tuning = probs.tuning
     return {
-        "KEY_SHIFT": KEY_SHIFTS[laws.logits_XV.dtype],
+        "KEY_SHIFT": KEY_SHIFTS[probs.logits_XV.dtype],
         "LIST": tuning.capacity,
         "LISTED": tuning.listed,
         "GROUP": min(tuning.group, shape.chunks),
@@ -145,62 +146,62 @@ def _search_options(laws: RowLaws, shape: Shape) -> dict[str, int]:
     }
 
 
-def probability(laws: RowLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
+def probability(probs: RowProbs, rows: Tensor, token_ids: Tensor) -> Tensor:
     """fp64, shaped as `rows`."""
     rows, token_ids = rows.contiguous(), token_ids.contiguous()
     out = torch.empty(rows.shape, dtype=torch.float64, device=rows.device)
     num_pairs = rows.numel()
     if num_pairs:
         kernel.probability_kernel[(triton.cdiv(num_pairs, PAIRS),)](
-            laws.logits_XV,
-            laws.numbers_XF,
-            laws.masses_XC,
+            probs.logits_XV,
+            probs.numbers_XF,
+            probs.masses_XC,
             rows,
             token_ids,
             out,
-            laws.logits_XV.stride(0),
+            probs.logits_XV.stride(0),
             num_pairs,
-            laws.masses_XC.shape[1],
+            probs.masses_XC.shape[1],
             PAIRS=PAIRS,
-            CHUNK=chunk_of(laws.logits_XV.shape[1], laws.tuning),
-            **options(laws.tuning, warps=4),
+            CHUNK=chunk_of(probs.logits_XV.shape[1], probs.tuning),
+            **options(probs.tuning, warps=4),
         )
     return out
 
 
-def lawless(laws: RowLaws, rows_BJ: Tensor) -> Tensor:
+def nonfinite(probs: RowProbs, rows_BJ: Tensor) -> Tensor:
     """1 + the first place [B], or 0."""
     num_sequences, num_rows = rows_BJ.shape
     rows_BJ = rows_BJ.contiguous()
     out_B = torch.empty(num_sequences, dtype=torch.int64, device=rows_BJ.device)
     if num_sequences:
-        kernel.lawless_kernel[(num_sequences,)](
-            laws.numbers_XF,
+        kernel.nonfinite_kernel[(num_sequences,)](
+            probs.numbers_XF,
             rows_BJ,
             out_B,
             num_rows,
             ROWS=triton.next_power_of_2(max(1, num_rows)),
-            **options(laws.tuning, warps=1),
+            **options(probs.tuning, warps=1),
         )
     return out_B
 
 
-def draw(laws: RowLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
+def draw(probs: RowProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """Tokens [B]."""
-    shape = Shape(laws.logits_XV.shape[1], laws.tuning)
+    shape = Shape(probs.logits_XV.shape[1], probs.tuning)
     rows_B = rows_B.contiguous()
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](
-            laws.logits_XV,
-            laws.numbers_XF,
-            laws.masses_XC,
+            probs.logits_XV,
+            probs.numbers_XF,
+            probs.masses_XC,
             rows_B,
             uniforms_B,
             out_B,
-            laws.logits_XV.stride(0),
+            probs.logits_XV.stride(0),
             uniforms_B.stride(0),
-            laws.logits_XV.shape[1],
+            probs.logits_XV.shape[1],
             shape.num_chunks,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
@@ -210,7 +211,7 @@ def draw(laws: RowLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def judged_draws(
-    laws: RowLaws,
+    probs: RowProbs,
     uniforms_X: Tensor,
     temperature: Tensor,
     lanes_B: Tensor | None,
@@ -219,22 +220,22 @@ def judged_draws(
     always_own: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and their probabilities [X]."""
-    num_rows, num_tokens = laws.logits_XV.shape
-    shape, device = Shape(num_tokens, laws.tuning), laws.logits_XV.device
+    num_rows, num_tokens = probs.logits_XV.shape
+    shape, device = Shape(num_tokens, probs.tuning), probs.logits_XV.device
     ids_X = torch.empty(num_rows, dtype=torch.int64, device=device)
     confidence_X = torch.empty(num_rows, dtype=torch.float64, device=device)
     if num_rows:
         kernel.judged_kernel[(num_rows,)](
-            laws.logits_XV,
-            laws.numbers_XF,
-            laws.masses_XC,
+            probs.logits_XV,
+            probs.numbers_XF,
+            probs.masses_XC,
             uniforms_X,
             temperature,
             ids_X if lanes_B is None else lanes_B,
             ids_X if takes_best_X is None else takes_best_X,
             ids_X,
             confidence_X,
-            laws.logits_XV.stride(0),
+            probs.logits_XV.stride(0),
             num_tokens,
             shape.num_chunks,
             1 if lanes_B is None else num_rows // len(lanes_B),

@@ -1,7 +1,7 @@
 """Laws of rows of logits, draws, and the test of drafts: the same calls on every device.
 
 On a GPU nothing waits for the device and no law is stored; on a CPU laws are fp64 tensors. Call order of a
-step: `row_laws`, `verify`, `emit_and_draft`, `put` (emit needs the laws that put overwrites). Rows may
+step: `row_probs`, `verify`, `emit_and_draft`, `put` (emit needs the laws that put overwrites). Rows may
 be padding with any content, NaN included, and -1 means no row. Contract in README.md.
 Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
 """
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.sampling import philox, plain
-from idlm.kernels.sampling.laws import (
+from idlm.kernels.sampling.types import (
     NUM_NUMBERS,
-    DraftLaws,
+    DraftProbs,
     Drafts,
-    Laws,
     LayoutTables,
-    PlainDraftLaws,
-    PlainLaws,
-    RowLaws,
+    PlainDraftProbs,
+    PlainProbs,
+    Probs,
+    RowProbs,
     Tuning,
     Verdict,
 )
@@ -35,7 +35,7 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def row_laws(
+def row_probs(
     logits_XV: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -47,7 +47,7 @@ def row_laws(
     forbidden_id: int | None = None,
     own: bool = False,
     tuning: Tuning = TUNING,
-) -> Laws:
+) -> Probs:
     """The law of every row of `logits_XV` (fp32, bf16 or fp16; a row is contiguous).
 
     Settings are per row, or, with `lanes_B`, per lane: the rows of sequence b, X / B of them, follow one
@@ -64,49 +64,49 @@ def row_laws(
     assert lanes_B is None or num_rows % max(1, len(lanes_B)) == 0, f"{num_rows=} {lanes_B.shape=}"
     settings = (temperature, top_k, top_p, min_p)
     if not has_kernels(logits_XV.device):
-        return plain.row_laws(
+        return plain.row_probs(
             logits_XV, settings, lanes_B, filters=filters, forbidden_id=forbidden_id, own=own
         )
     from idlm.kernels.sampling import launch
 
-    return launch.row_laws(
+    return launch.row_probs(
         logits_XV, settings, lanes_B, filters=filters, tuning=tuning, forbidden_id=forbidden_id, own=own
     )
 
 
-def probability(laws: Laws, rows: Tensor, token_ids: Tensor) -> Tensor:
+def probability(probs: Probs, rows: Tensor, token_ids: Tensor) -> Tensor:
     """Probability (fp64, shaped as `rows`) of each token under a row's law; 0 for row -1."""
     assert rows.shape == token_ids.shape, f"{rows.shape=} {token_ids.shape=}"
-    if isinstance(laws, PlainLaws):
-        return plain.probability(laws, rows, token_ids)
+    if isinstance(probs, PlainProbs):
+        return plain.probability(probs, rows, token_ids)
     from idlm.kernels.sampling import launch
 
-    return launch.probability(laws, rows, token_ids)
+    return launch.probability(probs, rows, token_ids)
 
 
-def lawless(laws: Laws, rows_BJ: Tensor) -> Tensor:
+def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
     """1 + the place (int64 [B]) of the first of a sequence's rows that has no law, since a logit is NaN or
     infinite, or all of them are -inf; what is drawn from such a row means nothing. 0: there is none. Row -1
     is nobody's.
     """
-    if isinstance(laws, PlainLaws):
-        return plain.lawless(laws, rows_BJ)
+    if isinstance(probs, PlainProbs):
+        return plain.nonfinite(probs, rows_BJ)
     from idlm.kernels.sampling import launch
 
-    return launch.lawless(laws, rows_BJ)
+    return launch.nonfinite(probs, rows_BJ)
 
 
-def draw(laws: Laws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
+def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
-    if isinstance(laws, PlainLaws):
-        return plain.draw(laws, rows_B, uniforms_B)
+    if isinstance(probs, PlainProbs):
+        return plain.draw(probs, rows_B, uniforms_B)
     from idlm.kernels.sampling import launch
 
-    return launch.draw(laws, rows_B, uniforms_B)
+    return launch.draw(probs, rows_B, uniforms_B)
 
 
 def judged_draws(
-    laws: Laws,
+    probs: Probs,
     uniforms_X: Tensor,
     temperature: Tensor,
     *,
@@ -118,22 +118,24 @@ def judged_draws(
 
     By inversion of a number in (0, 1), or the likeliest (lowest id) where `takes_best_X` (bool). How sure:
     its probability under the row's law, or under the model's own where the row is greedy (the settings are
-    those of `row_laws`), or always.
+    those of `row_probs`), or always.
     """
-    assert len(uniforms_X) == len(laws) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
-    if isinstance(laws, PlainLaws):
-        return plain.judged_draws(laws, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
+    assert len(uniforms_X) == len(probs) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
+    if isinstance(probs, PlainProbs):
+        return plain.judged_draws(
+            probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own
+        )
     from idlm.kernels.sampling import launch
 
-    return launch.judged_draws(laws, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
+    return launch.judged_draws(probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
 
 
-def entropy(laws: Laws) -> Tensor:
+def entropy(probs: Probs) -> Tensor:
     """Entropy (nats, fp64 [X]) of every row at temperature 1 with nothing cut off; laws that know it."""
-    return plain.entropy(laws) if isinstance(laws, PlainLaws) else laws.entropy_X
+    return plain.entropy(probs) if isinstance(probs, PlainProbs) else probs.entropy_X
 
 
-def draft_laws(
+def draft_probs(
     num_lanes: int,
     num_drafts: int,
     num_tokens: int,
@@ -145,30 +147,30 @@ def draft_laws(
     """An empty store of draft laws; `dtype`: that of the logits; `tuning`: that of the laws."""
     shape = (num_lanes, num_drafts, num_tokens)
     if not has_kernels(device):
-        return PlainDraftLaws(laws_ZJV=torch.zeros(shape, dtype=torch.float64, device=device))
+        return PlainDraftProbs(probs_ZJV=torch.zeros(shape, dtype=torch.float64, device=device))
     from idlm.kernels.sampling import launch
 
     num_chunks = launch.num_chunks_of(num_tokens, tuning)
-    return DraftLaws(
+    return DraftProbs(
         logits_ZJV=torch.zeros(shape, dtype=dtype, device=device),
         numbers_ZJF=torch.zeros(*shape[:2], NUM_NUMBERS, dtype=torch.float64, device=device),
         masses_ZJC=torch.zeros(*shape[:2], num_chunks, dtype=torch.float32, device=device),
     )
 
 
-def put(store: Drafts, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
+def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
     """Keep the laws of `rows_BJ` in the lanes of active sequences; row -1 leaves what is there."""
-    if isinstance(laws, PlainLaws):
-        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
-        plain.put(store, lanes_B, laws, rows_BJ, active_B)
+    if isinstance(probs, PlainProbs):
+        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
+        plain.put(store, lanes_B, probs, rows_BJ, active_B)
         return
-    assert isinstance(store, DraftLaws), f"{type(store)=}"
-    dtypes = (laws.logits_XV.dtype, torch.float32)
+    assert isinstance(store, DraftProbs), f"{type(store)=}"
+    dtypes = (probs.logits_XV.dtype, torch.float32)
     assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
-    assert store.masses_ZJC.shape[2] == laws.masses_XC.shape[1], f"{store.masses_ZJC.shape=} {laws.tuning=}"
+    assert store.masses_ZJC.shape[2] == probs.masses_XC.shape[1], f"{store.masses_ZJC.shape=} {probs.tuning=}"
     from idlm.kernels.sampling import launch_verify
 
-    launch_verify.put(store, lanes_B, laws, rows_BJ, active_B)
+    launch_verify.put(store, lanes_B, probs, rows_BJ, active_B)
 
 
 def draft_probability(
@@ -177,20 +179,20 @@ def draft_probability(
     """Probability (fp64 [B, J]) of each lane's tokens under the laws kept there; `tuning` as in the store."""
     num_drafts = token_ids_BJ.shape[1]
     slots_BJ = lanes_B[:, None] * num_drafts + torch.arange(num_drafts, device=lanes_B.device)
-    if isinstance(store, PlainDraftLaws):
-        laws: Laws = PlainLaws(law_XV=store.laws_ZJV.flatten(0, 1))
+    if isinstance(store, PlainDraftProbs):
+        probs: Probs = PlainProbs(probs_XV=store.probs_ZJV.flatten(0, 1))
     else:
-        laws = RowLaws(
+        probs = RowProbs(
             logits_XV=store.logits_ZJV.flatten(0, 1),
             numbers_XF=store.numbers_ZJF.flatten(0, 1),
             masses_XC=store.masses_ZJC.flatten(0, 1),
             tuning=tuning,
         )
-    return probability(laws, slots_BJ, token_ids_BJ)
+    return probability(probs, slots_BJ, token_ids_BJ)
 
 
 def verify(
-    laws: Laws,
+    probs: Probs,
     store: Drafts,
     tables: LayoutTables,
     *,
@@ -211,32 +213,32 @@ def verify(
     num_masks = drafts_ZJ.shape[1]
     assert tables.draft_rows_YAJ.shape[1:] == (num_masks + 1, num_masks), f"{tables.draft_rows_YAJ.shape=}"
     columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z)
-    if isinstance(laws, PlainLaws):
-        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
-        return plain.verify(laws, store, tables, columns, uniforms_BJ)
-    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    if isinstance(probs, PlainProbs):
+        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
+        return plain.verify(probs, store, tables, columns, uniforms_BJ)
+    assert isinstance(store, DraftProbs), f"{type(store)=}"
     from idlm.kernels.sampling import launch_verify
 
-    return launch_verify.verify(laws, store, tables, columns, uniforms_BJ)
+    return launch_verify.verify(probs, store, tables, columns, uniforms_BJ)
 
 
-def emit(laws: Laws, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
+def emit(probs: Probs, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
     """Write the token behind the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
     after a rejection (from p where that is nothing), else from p.
     """
-    if isinstance(laws, PlainLaws):
-        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
-        plain.emit(laws, store, verdict, lanes_B, uniforms_B)
+    if isinstance(probs, PlainProbs):
+        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
+        plain.emit(probs, store, verdict, lanes_B, uniforms_B)
         return
-    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    assert isinstance(store, DraftProbs), f"{type(store)=}"
     from idlm.kernels.sampling import launch_verify
 
-    token = (store, launch_verify.residual(laws, store, verdict, lanes_B))
-    launch_verify.draw_verdict(laws, verdict, lanes_B, uniforms_B[:, None], token=token, state=None)
+    token = (store, launch_verify.residual(probs, store, verdict, lanes_B))
+    launch_verify.draw_verdict(probs, verdict, lanes_B, uniforms_B[:, None], token=token, state=None)
 
 
 def draw_drafts(
-    laws: Laws,
+    probs: Probs,
     verdict: Verdict,
     *,
     lanes_B: Tensor,
@@ -252,18 +254,18 @@ def draw_drafts(
     """
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
     state = (drafts_ZJ, layout_Z)
-    if isinstance(laws, PlainLaws):
-        plain.draw_drafts(laws, verdict, lanes_B, uniforms_BJ, state, takes_best=takes_best)
+    if isinstance(probs, PlainProbs):
+        plain.draw_drafts(probs, verdict, lanes_B, uniforms_BJ, state, takes_best=takes_best)
         return
     from idlm.kernels.sampling import launch_verify
 
     launch_verify.draw_verdict(
-        laws, verdict, lanes_B, uniforms_BJ, token=None, state=state, takes_best=takes_best
+        probs, verdict, lanes_B, uniforms_BJ, token=None, state=state, takes_best=takes_best
     )
 
 
 def emit_and_draft(
-    laws: Laws,
+    probs: Probs,
     store: Drafts,
     verdict: Verdict,
     *,
@@ -276,17 +278,17 @@ def emit_and_draft(
     """`emit` by `uniforms_BA[:, 0]` and `draw_drafts` by the columns behind it, in one launch less."""
     assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
     state = (drafts_ZJ, layout_Z)
-    if isinstance(laws, PlainLaws):
-        assert isinstance(store, PlainDraftLaws), f"{type(store)=}"
-        plain.emit(laws, store, verdict, lanes_B, uniforms_BA[:, 0])
-        plain.draw_drafts(laws, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
+    if isinstance(probs, PlainProbs):
+        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
+        plain.emit(probs, store, verdict, lanes_B, uniforms_BA[:, 0])
+        plain.draw_drafts(probs, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
         return
-    assert isinstance(store, DraftLaws), f"{type(store)=}"
+    assert isinstance(store, DraftProbs), f"{type(store)=}"
     from idlm.kernels.sampling import launch_verify
 
-    token = (store, launch_verify.residual(laws, store, verdict, lanes_B))
+    token = (store, launch_verify.residual(probs, store, verdict, lanes_B))
     launch_verify.draw_verdict(
-        laws, verdict, lanes_B, uniforms_BA, token=token, state=state, takes_best=takes_best
+        probs, verdict, lanes_B, uniforms_BA, token=token, state=state, takes_best=takes_best
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling.laws import LayoutTables, PlainDraftLaws, PlainLaws, Verdict
+from idlm.kernels.sampling.types import LayoutTables, PlainDraftProbs, PlainProbs, Verdict
 
 
-def row_laws(
+def row_probs(
     logits_XV: Tensor,
     settings: tuple[Tensor, Tensor, Tensor, Tensor],
     lanes_B: Tensor | None,
@@ -19,18 +19,18 @@ def row_laws(
     filters: bool,
     forbidden_id: int | None = None,
     own: bool = False,
-) -> PlainLaws:
+) -> PlainProbs:
     """fp64 laws; a filter that no row uses costs nothing."""
     if forbidden_id is not None:
         with torch.inference_mode():
             logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
-    law_XV = _laws(logits_XV, settings, lanes_B, filters=filters)
-    is_lawless_X = ~logits_XV.amax(-1).isfinite()
+    probs_XV = _laws(logits_XV, settings, lanes_B, filters=filters)
+    is_nonfinite_X = ~logits_XV.amax(-1).isfinite()
     if not own:
-        return PlainLaws(law_XV=law_XV, is_lawless_X=is_lawless_X)
-    return PlainLaws(
-        law_XV=law_XV,
-        is_lawless_X=is_lawless_X,
+        return PlainProbs(probs_XV=probs_XV, is_nonfinite_X=is_nonfinite_X)
+    return PlainProbs(
+        probs_XV=probs_XV,
+        is_nonfinite_X=is_nonfinite_X,
         own_XV=logits_XV.double().softmax(-1),
         best_X=logits_XV.argmax(-1),
     )
@@ -54,26 +54,26 @@ def _laws(
     temperatures = set(temperature_X.tolist())
     has_greedy = 0.0 in temperatures
     # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
-    law_XV = logits_XV.double() - logits_XV.amax(-1, keepdim=True)
+    probs_XV = logits_XV.double() - logits_XV.amax(-1, keepdim=True)
     if temperatures != {1.0}:
         divisor_X = torch.where(temperature_X == 0, 1.0, temperature_X) if has_greedy else temperature_X
-        law_XV /= divisor_X[:, None]
+        probs_XV /= divisor_X[:, None]
     if filters and max(top_k_X.tolist()) > 0:
-        _drop_below_kth(law_XV, logits_XV, top_k_X)
-    law_XV = law_XV.softmax(-1)
+        _drop_below_kth(probs_XV, logits_XV, top_k_X)
+    probs_XV = probs_XV.softmax(-1)
     is_cut = False
     if filters and min(top_p_X.tolist()) < 1:
-        law_XV, is_cut = _keep_top_p(law_XV, logits_XV, top_p_X), True
+        probs_XV, is_cut = _keep_top_p(probs_XV, logits_XV, top_p_X), True
     if filters and max(min_p_X.tolist()) > 0:
-        floor_X1 = (min_p_X * law_XV.amax(-1))[:, None]
-        law_XV, is_cut = law_XV.where(law_XV >= floor_X1, 0.0), True
+        floor_X1 = (min_p_X * probs_XV.amax(-1))[:, None]
+        probs_XV, is_cut = probs_XV.where(probs_XV >= floor_X1, 0.0), True
     if is_cut:
-        law_XV = law_XV / law_XV.sum(-1, keepdim=True)
+        probs_XV = probs_XV / probs_XV.sum(-1, keepdim=True)
     if has_greedy:
         best_X1 = logits_XV.argmax(-1, keepdim=True)
-        one_hot_XV = torch.zeros_like(law_XV).scatter_(-1, best_X1, 1.0)
-        law_XV = torch.where((temperature_X == 0)[:, None], one_hot_XV, law_XV)
-    return law_XV
+        one_hot_XV = torch.zeros_like(probs_XV).scatter_(-1, best_X1, 1.0)
+        probs_XV = torch.where((temperature_X == 0)[:, None], one_hot_XV, probs_XV)
+    return probs_XV
 
 
 def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> None:
@@ -87,35 +87,35 @@ def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> No
         scaled_XV.masked_fill_((logits_XV < kth_X1) & is_on_X[:, None], -torch.inf)
 
 
-def _keep_top_p(law_XV: Tensor, logits_XV: Tensor, top_p_X: Tensor) -> Tensor:
+def _keep_top_p(probs_XV: Tensor, logits_XV: Tensor, top_p_X: Tensor) -> Tensor:
     # In the order of the logits: at a large temperature probabilities of different logits round into one.
     order_XV = logits_XV.sort(dim=-1, descending=True, stable=True).indices
-    sorted_XV = law_XV.gather(-1, order_XV)
+    sorted_XV = probs_XV.gather(-1, order_XV)
     before_XV = sorted_XV.cumsum(-1) - sorted_XV
     keep_XV = (before_XV < top_p_X[:, None]) | (top_p_X[:, None] >= 1.0)
     keep_XV[:, 0] = True
-    return law_XV.where(torch.zeros_like(keep_XV).scatter_(-1, order_XV, keep_XV), 0.0)
+    return probs_XV.where(torch.zeros_like(keep_XV).scatter_(-1, order_XV, keep_XV), 0.0)
 
 
-def probability(laws: PlainLaws, rows: Tensor, token_ids: Tensor) -> Tensor:
+def probability(probs: PlainProbs, rows: Tensor, token_ids: Tensor) -> Tensor:
     """fp64, shaped as `rows`."""
-    return torch.where(rows >= 0, laws.law_XV[rows.clamp(min=0), token_ids], 0.0)
+    return torch.where(rows >= 0, probs.probs_XV[rows.clamp(min=0), token_ids], 0.0)
 
 
-def lawless(laws: PlainLaws, rows_BJ: Tensor) -> Tensor:
+def nonfinite(probs: PlainProbs, rows_BJ: Tensor) -> Tensor:
     """1 + the first place [B], or 0."""
-    assert laws.is_lawless_X is not None, "laws that are not those of logits"
-    is_lawless_BJ = (rows_BJ >= 0) & laws.is_lawless_X[rows_BJ.clamp(min=0)]
-    return torch.where(is_lawless_BJ.any(-1), is_lawless_BJ.long().argmax(-1) + 1, 0)
+    assert probs.is_nonfinite_X is not None, "laws that are not those of logits"
+    is_nonfinite_BJ = (rows_BJ >= 0) & probs.is_nonfinite_X[rows_BJ.clamp(min=0)]
+    return torch.where(is_nonfinite_BJ.any(-1), is_nonfinite_BJ.long().argmax(-1) + 1, 0)
 
 
-def draw(laws: PlainLaws, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
+def draw(probs: PlainProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """Tokens [B]; 0 for row -1."""
-    return torch.where(rows_B >= 0, _invert(laws.law_XV[rows_B.clamp(min=0)], uniforms_B), 0)
+    return torch.where(rows_B >= 0, _invert(probs.probs_XV[rows_B.clamp(min=0)], uniforms_B), 0)
 
 
 def judged_draws(
-    laws: PlainLaws,
+    probs: PlainProbs,
     uniforms_X: Tensor,
     temperature: Tensor,
     lanes_B: Tensor | None,
@@ -124,40 +124,42 @@ def judged_draws(
     always_own: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and their probabilities [X]."""
-    assert laws.own_XV is not None and laws.best_X is not None, "laws that do not know the model's own"
+    assert probs.own_XV is not None and probs.best_X is not None, "laws that do not know the model's own"
     if lanes_B is not None:
-        temperature = temperature[lanes_B].repeat_interleave(len(laws) // max(1, len(lanes_B)))
-    ids_X = _invert(laws.law_XV, uniforms_X)
+        temperature = temperature[lanes_B].repeat_interleave(len(probs) // max(1, len(lanes_B)))
+    ids_X = _invert(probs.probs_XV, uniforms_X)
     if takes_best_X is not None:
-        ids_X = torch.where(takes_best_X, laws.best_X, ids_X)
+        ids_X = torch.where(takes_best_X, probs.best_X, ids_X)
     is_own_X = (temperature == 0) | always_own
     places_X1 = ids_X[:, None]
-    law_X, own_X = laws.law_XV.gather(1, places_X1)[:, 0], laws.own_XV.gather(1, places_X1)[:, 0]
+    law_X, own_X = probs.probs_XV.gather(1, places_X1)[:, 0], probs.own_XV.gather(1, places_X1)[:, 0]
     return ids_X, torch.where(is_own_X, own_X, law_X)
 
 
-def entropy(laws: PlainLaws) -> Tensor:
+def entropy(probs: PlainProbs) -> Tensor:
     """Nats, fp64 [X]."""
-    assert laws.own_XV is not None, "laws that do not know the model's own"
-    return torch.special.entr(laws.own_XV).sum(-1)
+    assert probs.own_XV is not None, "laws that do not know the model's own"
+    return torch.special.entr(probs.own_XV).sum(-1)
 
 
-def _invert(law_MV: Tensor, uniforms_M: Tensor) -> Tensor:
+def _invert(probs_MV: Tensor, uniforms_M: Tensor) -> Tensor:
     """Inversion; a token of zero mass is never drawn. Rows need not sum to 1."""
-    cumulative_MV = law_MV.cumsum(-1)
+    cumulative_MV = probs_MV.cumsum(-1)
     target_M1 = uniforms_M[:, None] * cumulative_MV[:, -1:]
     return (cumulative_MV <= target_M1).sum(-1)
 
 
-def put(store: PlainDraftLaws, lanes_B: Tensor, laws: PlainLaws, rows_BJ: Tensor, active_B: Tensor) -> None:
+def put(
+    store: PlainDraftProbs, lanes_B: Tensor, probs: PlainProbs, rows_BJ: Tensor, active_B: Tensor
+) -> None:
     """Copy laws into their lanes."""
     place_M, draft_M = torch.nonzero((rows_BJ >= 0) & active_B[:, None], as_tuple=True)
-    store.laws_ZJV[lanes_B[place_M], draft_M] = laws.law_XV[rows_BJ[place_M, draft_M]]
+    store.probs_ZJV[lanes_B[place_M], draft_M] = probs.probs_XV[rows_BJ[place_M, draft_M]]
 
 
 def verify(
-    laws: PlainLaws,
-    store: PlainDraftLaws,
+    probs: PlainProbs,
+    store: PlainDraftProbs,
     tables: LayoutTables,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     uniforms_BJ: Tensor,
@@ -169,8 +171,8 @@ def verify(
     layout_B = layout_Z[lanes_B]
     is_draft_BJ = (depth_J < tables.num_drafts_Y[layout_B][:, None]) & active_B[:, None]
     ids_BJ = torch.where(is_draft_BJ, drafts_ZJ[lanes_B], 0)
-    p_BJ = laws.law_XV[torch.where(is_draft_BJ, first_B[:, None] + depth_J, 0), ids_BJ]
-    q_BJ = store.laws_ZJV[lanes_B[:, None], depth_J, ids_BJ]
+    p_BJ = probs.probs_XV[torch.where(is_draft_BJ, first_B[:, None] + depth_J, 0), ids_BJ]
+    q_BJ = store.probs_ZJV[lanes_B[:, None], depth_J, ids_BJ]
     passes_BJ = uniforms_BJ[:, :num_masks] * q_BJ < (1.0 + tau_Z[lanes_B, None]) * p_BJ
     accepted_B = (passes_BJ & is_draft_BJ).long().cumprod(-1).sum(-1)
     rejected_B = (accepted_B < is_draft_BJ.sum(-1)).long()
@@ -194,22 +196,22 @@ def verify(
 
 
 def emit(
-    laws: PlainLaws, store: PlainDraftLaws, verdict: Verdict, lanes_B: Tensor, uniforms_B: Tensor
+    probs: PlainProbs, store: PlainDraftProbs, verdict: Verdict, lanes_B: Tensor, uniforms_B: Tensor
 ) -> None:
     """One token per active sequence into `verdict.token_ids_BA`."""
     emit_rows_B, accepted_B = verdict.emit_rows_B, verdict.accepted_B
-    law_BV = laws.law_XV[emit_rows_B.clamp(min=0)]
+    probs_BV = probs.probs_XV[emit_rows_B.clamp(min=0)]
     places_R = torch.nonzero(verdict.rejected_B)[:, 0]
     if len(places_R):
-        p_RV = law_BV[places_R]
-        excess_RV = (p_RV - store.laws_ZJV[lanes_B[places_R], accepted_B[places_R]]).clamp_(min=0.0)
-        law_BV[places_R] = excess_RV.where((excess_RV.sum(-1) > 0)[:, None], p_RV)
-    ids_B = torch.where(emit_rows_B >= 0, _invert(law_BV, uniforms_B), 0)
+        p_RV = probs_BV[places_R]
+        excess_RV = (p_RV - store.probs_ZJV[lanes_B[places_R], accepted_B[places_R]]).clamp_(min=0.0)
+        probs_BV[places_R] = excess_RV.where((excess_RV.sum(-1) > 0)[:, None], p_RV)
+    ids_B = torch.where(emit_rows_B >= 0, _invert(probs_BV, uniforms_B), 0)
     verdict.token_ids_BA.scatter_(1, accepted_B[:, None], ids_B[:, None])
 
 
 def draw_drafts(
-    laws: PlainLaws,
+    probs: PlainProbs,
     verdict: Verdict,
     lanes_B: Tensor,
     uniforms_BJ: Tensor,
@@ -222,9 +224,9 @@ def draw_drafts(
     is_active_B = verdict.emit_rows_B >= 0
     lanes_b, rows_bJ = lanes_B[is_active_B], verdict.draft_rows_BJ[is_active_B]
     if takes_best:
-        best_bJ = laws.law_XV.argmax(-1)[rows_bJ.clamp(min=0)]
+        best_bJ = probs.probs_XV.argmax(-1)[rows_bJ.clamp(min=0)]
         drafts_ZJ[lanes_b] = torch.where(rows_bJ >= 0, best_bJ, 0)
     else:
         uniforms_bJ = uniforms_BJ[is_active_B, : rows_bJ.shape[1]]
-        drafts_ZJ[lanes_b] = draw(laws, rows_bJ.flatten(), uniforms_bJ.flatten()).view(rows_bJ.shape)
+        drafts_ZJ[lanes_b] = draw(probs, rows_bJ.flatten(), uniforms_bJ.flatten()).view(rows_bJ.shape)
     layout_Z[lanes_b] = verdict.next_layout_B[is_active_B]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 
-def law_reference(
+def probs_reference(
     logits_XV: Tensor, temperature_X: Tensor, top_k_X: Tensor, top_p_X: Tensor, min_p_X: Tensor
 ) -> Tensor:
     """The law [X, V] fp64 of every row under its own settings."""
     settings = zip(temperature_X.tolist(), top_k_X.tolist(), top_p_X.tolist(), min_p_X.tolist(), strict=True)
-    laws = [_law(row, *setting) for row, setting in zip(logits_XV.double().tolist(), settings, strict=True)]
-    return torch.tensor(laws, dtype=torch.float64).view(logits_XV.shape)
+    probs = [_law(row, *setting) for row, setting in zip(logits_XV.double().tolist(), settings, strict=True)]
+    return torch.tensor(probs, dtype=torch.float64).view(logits_XV.shape)
 
 
 def _law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from idlm.kernels.hopper import INTERPRETED
+from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.split_attention.kernel import (
     backward_kernel,
     finish_kernel,

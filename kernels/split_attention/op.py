@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from idlm.kernels.hopper import INTERPRETED
+from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.split_attention.reference import split_attention_reference
 from idlm.kernels.split_attention.visibility import Visibility, from_tensors
 

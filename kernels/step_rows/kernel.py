@@ -25,7 +25,7 @@ def pack_rows_kernel(
     computed_Z,
     ends_Z,
     tokens_ZL,
-    stock_Z,
+    draft_buffer_Z,
     drafts_ZJ,
     width_Y,
     source_YW,
@@ -47,7 +47,7 @@ def pack_rows_kernel(
     J,
     L,
     mask_token_id,
-    HAS_STOCK: tl.constexpr,
+    HAS_DRAFT_BUFFER: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     MASK_SOURCE: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -60,8 +60,8 @@ def pack_rows_kernel(
     feed = tl.load(feed_B + b, mask=m_b, other=0)
     advances = (tl.load(known_Z + lane) < tl.load(ends_Z + lane)) & m_b
     samples = (tl.load(wants_B + b, mask=m_b, other=0) != 0) & advances
-    stock = tl.load(stock_Z + lane) if HAS_STOCK else lane * 0
-    width = tl.where(samples, tl.load(width_Y + stock), 1)
+    draft_buffer = tl.load(draft_buffer_Z + lane) if HAS_DRAFT_BUFFER else lane * 0
+    width = tl.where(samples, tl.load(width_Y + draft_buffer), 1)
     count = tl.where(m_b, feed - 1 + width, 0)
     end = tl.cumsum(count, 0)
     total = tl.sum(count, 0)
@@ -89,8 +89,8 @@ def pack_rows_kernel(
     feed = tl.load(feed_B + sequence)
     computed = tl.load(computed_Z + lane)
     place = tl.minimum(tl.maximum(offset - (feed - 1), 0), W - 1)
-    if HAS_STOCK:
-        place += tl.load(stock_Z + lane) * W
+    if HAS_DRAFT_BUFFER:
+        place += tl.load(draft_buffer_Z + lane) * W
     source = tl.load(source_YW + place)
     base, slot = computed + feed - 1, computed + offset
     is_known = slot <= base
@@ -193,7 +193,7 @@ def run_pack_rows(
         lanes.num_computed_Z,
         lanes.ends_Z,
         lanes.tokens_ZL,
-        lanes_B if lanes.stock_Z is None else lanes.stock_Z,
+        lanes_B if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z,
         lanes_B if drafts_ZJ is None else drafts_ZJ,
         table.width_Y,
         table.source_YW,
@@ -215,7 +215,7 @@ def run_pack_rows(
         0 if drafts_ZJ is None else drafts_ZJ.shape[1],
         lanes.tokens_ZL.shape[1],
         mask_token_id,
-        HAS_STOCK=lanes.stock_Z is not None,
+        HAS_DRAFT_BUFFER=lanes.draft_buffer_Z is not None,
         HAS_DRAFTS=has_drafts,
         MASK_SOURCE=MASK,
         BLOCK_B=triton.next_power_of_2(num_sequences),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.kernels.hopper import runs_kernels
+from idlm.kernels.backend import runs_kernels
 
 MASK = -1
 """Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
@@ -20,13 +20,13 @@ MASK = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """State by lane, int64. The last column of `tokens_ZL` is never read. `stock_Z` None: 0 for all."""
+    """State by lane, int64. The last column of `tokens_ZL` is never read. `draft_buffer_Z` None: 0 for all."""
 
     num_known_Z: Tensor
     num_computed_Z: Tensor
     ends_Z: Tensor
     tokens_ZL: Tensor
-    stock_Z: Tensor | None = None
+    draft_buffer_Z: Tensor | None = None
     drafts_ZJ: Tensor | None = None
 
 
@@ -95,13 +95,15 @@ def pack_rows(
 def _cu_rows(
     lanes: Lanes, table: RowTable, lanes_B: Tensor, num_feed_B: Tensor, wants_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """cu_rows_B1, width_B, stock_B, samples_B, advances_B."""
+    """cu_rows_B1, width_B, draft_buffer_B, samples_B, advances_B."""
     advances_B = lanes.num_known_Z[lanes_B] < lanes.ends_Z[lanes_B]
     samples_B = wants_B & advances_B
-    stock_B = torch.zeros_like(lanes_B) if lanes.stock_Z is None else lanes.stock_Z[lanes_B]
-    width_B = torch.where(samples_B, table.width_Y[stock_B], 1)
+    draft_buffer_B = (
+        torch.zeros_like(lanes_B) if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z[lanes_B]
+    )
+    width_B = torch.where(samples_B, table.width_Y[draft_buffer_B], 1)
     cu_rows_B1 = torch.nn.functional.pad((num_feed_B - 1 + width_B).cumsum(0), (1, 0))
-    return cu_rows_B1, width_B, stock_B, samples_B, advances_B
+    return cu_rows_B1, width_B, draft_buffer_B, samples_B, advances_B
 
 
 def _plain(
@@ -112,14 +114,14 @@ def _plain(
     mask_token_id: int,
 ) -> PackedRows:
     lanes_B, feed_B, _ = columns_B
-    cu_rows_B1, width_B, stock_B, samples_B, advances_B = _cu_rows(lanes, table, *columns_B)
+    cu_rows_B1, width_B, draft_buffer_B, samples_B, advances_B = _cu_rows(lanes, table, *columns_B)
     width, computed_B = table.source_YW.shape[1], lanes.num_computed_Z[lanes_B]
     rows_R = torch.arange(num_rows, device=lanes_B.device)
     sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
     offset_R = rows_R - cu_rows_B1[sequence_R]
     row_R = offset_R - (feed_B - 1)[sequence_R]
     base_R = (computed_B + feed_B - 1)[sequence_R]
-    place = (stock_B[sequence_R], row_R.clamp(min=0, max=width - 1))
+    place = (draft_buffer_B[sequence_R], row_R.clamp(min=0, max=width - 1))
     source_R, position_R = table.source_YW[place], table.position_YW[place]
     is_known_R = row_R <= 0
     # Padding gets ids of text: the mask's may lie outside the embedding.

@@ -19,14 +19,14 @@ def pack_rows_reference(
         for slot in range(computed, computed + num_feed):
             rows.append((int(lanes.tokens_ZL[lane, slot]), slot, slot, slot + 1, slot + 1, False))
         if wants and lanes.num_known_Z[lane] < lanes.ends_Z[lane]:
-            stock = 0 if lanes.stock_Z is None else int(lanes.stock_Z[lane])
+            draft_buffer = 0 if lanes.draft_buffer_Z is None else int(lanes.draft_buffer_Z[lane])
             pending = computed + num_feed - 1
-            for row in range(1, int(table.width_Y[stock])):
-                source = int(table.source_YW[stock, row])
+            for row in range(1, int(table.width_Y[draft_buffer])):
+                source = int(table.source_YW[draft_buffer, row])
                 drafts = lanes.drafts_ZJ
                 token = mask_token_id if source == MASK or drafts is None else int(drafts[lane, source - 1])
                 position, limit, branch = (
-                    pending + int(column[stock, row])
+                    pending + int(column[draft_buffer, row])
                     for column in (table.position_YW, table.limit_YW, table.branch_YW)
                 )
                 rows.append((token, position, pending + row, limit, branch, source == MASK))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.hopper import has_pdl, runs_kernels
+from idlm.kernels.backend import has_pdl, runs_kernels
 
 
 def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool | None = None) -> Tensor:

@@ -33,9 +33,9 @@ free_port() {
 # freeze ARGUMENT...: the path of the composed configuration; under DRY=1 what would print it.
 freeze() {
     if [ "${DRY:-0}" = 1 ]; then
-        echo "\$($PYTHON -m idlm.train.freeze $(quoted "$@"))"
+        echo "\$($PYTHON -m idlm.train.config.freeze $(quoted "$@"))"
     else
-        "$PYTHON" -m idlm.train.freeze "$@"
+        "$PYTHON" -m idlm.train.config.freeze "$@"
     fi
 }
 

@@ -76,7 +76,7 @@ def build_engine(directory: Path, decoder: str, **options: object) -> Engine:
         "dtype": "float32",
         "max_num_seqs": 16,
         "max_length": 128,
-        "max_prompt_rows": 12,
+        "max_num_batched_tokens": 12,
         "page_size": 4,
     }
     with warnings.catch_warnings():

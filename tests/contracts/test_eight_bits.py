@@ -16,14 +16,14 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams, StepPlan
 from idlm.errors import UserError
-from idlm.infer.answers import Tally
+from idlm.infer.cli.answers import Tally
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.memory import caching
 from idlm.infer.models import dense, fp8
 from idlm.infer.models.loader import load_model
-from idlm.infer.parallel import Shards
-from idlm.infer.runner import Runner
+from idlm.infer.models.shards import Shards
+from idlm.infer.runtime.model_runner import Runner
 from idlm.kernels.linear import Fp8Weight, dequantised, quantise_fp8
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -39,7 +39,7 @@ from tests.contracts.engines import (
     write_converted_toy,
     write_foreseeing_toy,
 )
-from tests.ranks import team_engine, team_of_threads
+from tests.ranks import group_engine, group_of_threads
 from tests.toy import ARCHITECTURES
 
 OPTIONS: list[dict[str, Any]] = [
@@ -47,7 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"kv_cache": "fp8"},
     {"weights": "fp8", "kv_cache": "fp8"},
 ]
-AS_ON_A_GPU: dict[str, Any] = {"graphs": "on", "run_ahead": 3}
+AS_ON_A_GPU: dict[str, Any] = {"graphs": "on", "num_inflight_steps": 3}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 WEIGHTS = "model.safetensors"
 
@@ -163,7 +163,9 @@ def test_greedy_isd_equals_greedy_ar_of_the_same_setting(foreseeing: Path, optio
     prompts = prompts_of([1, 7, 30, 5, 17], vocab_size=CYCLE)
     expected = clear_answers(build_engine(foreseeing, "ar", **options), prompts, greedy(max_tokens=16))
     for strategy in STRATEGIES.names():
-        engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy, **AS_ON_A_GPU, **options)
+        engine = build_engine(
+            foreseeing, "isd", stride=4, rejection_strategy=strategy, **AS_ON_A_GPU, **options
+        )
         found = engine.generate(prompts, greedy(max_tokens=16))
         assert answers(found) == answers(expected)
         assert 0.1 < acceptance_of(found) < 0.95
@@ -177,7 +179,7 @@ def test_an_adapter_on_an_eight_bit_base_answers_as_that_base(
     adapter = write_adapter(tmp_path / "adapter", foreseeing, mask_token_id=MASK_ID, stride=4, size=0.12)
     prompts, options = prompts_of([1, 7, 30], vocab_size=CYCLE), OPTIONS[2]
     expected = clear_answers(build_engine(foreseeing, "ar", **options), prompts, greedy(max_tokens=12))
-    engine = build_engine(adapter, "isd", on_rejection=strategy, **options)
+    engine = build_engine(adapter, "isd", rejection_strategy=strategy, **options)
     found = engine.generate(prompts, greedy(max_tokens=12))
     assert answers(found) == answers(expected)
     assert 0.1 < acceptance_of(found) < 0.95
@@ -186,9 +188,9 @@ def test_an_adapter_on_an_eight_bit_base_answers_as_that_base(
 
 def test_two_ranks_that_round_their_own_parts_decode_as_one_engine(foreseeing: Path) -> None:
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
-    with team_of_threads(2) as team:
+    with group_of_threads(2) as group:
         made = [
-            team_engine(team, foreseeing, decoder, **OPTIONS[2], **more)
+            group_engine(group, foreseeing, decoder, **OPTIONS[2], **more)
             for decoder, more in (("ar", {}), ("isd", {"stride": 4, **AS_ON_A_GPU}))
         ]
         expected, found = (engine.generate(prompts, greedy(max_tokens=12)) for engine in made)
@@ -202,7 +204,7 @@ def test_shared_beginnings_and_preemption_change_no_answer(foreseeing: Path) -> 
     params = [
         SamplingParams(max_tokens=14, temperature=i % 3 / 2, seed=i, n=1 + i % 2) for i in range(len(prompts))
     ]
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_prompt_rows": 7, "stride": 4, "kv_cache": "fp8"}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 7, "stride": 4, "kv_cache": "fp8"}
     alone = build_engine(foreseeing, "isd", prefix_cache=False, **sizes)
     expected = answers(alone.generate(prompts, params))
     engine = build_engine(foreseeing, "isd", num_pages=26, **sizes)

@@ -11,12 +11,12 @@ import torch
 from idlm.infer.models import weights
 from idlm.infer.models.loader import load_model
 from idlm.infer.models.moe import MoeLayer
-from idlm.infer.parallel import Shards
+from idlm.infer.models.shards import Shards
 from tests.contracts.engines import assert_idle, build_engine, greedy
 from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada2_bare, sdar_moe
-from tests.ranks import team_engine, team_of_threads
+from tests.ranks import group_engine, group_of_threads
 
-AS_ON_A_GPU = {"graphs": "on", "run_ahead": 3}
+AS_ON_A_GPU = {"graphs": "on", "num_inflight_steps": 3}
 WRITERS = {"sdar_moe": sdar_moe, "llada2": llada2, "llada2_bare": llada2_bare}
 
 
@@ -32,8 +32,8 @@ def test_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"strategy": "low_confidence_dynamic"}
     expected = build_engine(tmp_path, "block", **options).generate(_prompts(), greedy(max_tokens=8))
     assert len({tuple(answer.token_ids) for answer in expected}) > 1
-    with team_of_threads(2) as team:
-        engine = team_engine(team, tmp_path, "block", **options, **AS_ON_A_GPU)
+    with group_of_threads(2) as group:
+        engine = group_engine(group, tmp_path, "block", **options, **AS_ON_A_GPU)
         found = engine.generate(_prompts(), greedy(max_tokens=8))
         assert_idle(engine)
         engine.close()

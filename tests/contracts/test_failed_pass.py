@@ -16,7 +16,7 @@ from idlm.infer.engine import Engine
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 FAULTS = (
-    ("table", "seat", True),
+    ("table", "admit", True),
     ("decoder", "plan", False),
     ("_parts.runner", "forward", False),
     ("decoder", "advance", True),

@@ -15,7 +15,7 @@ from idlm.contracts import StepPlan
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
-from idlm.infer.runner import Runner
+from idlm.infer.runtime.model_runner import Runner
 from idlm.lora import gated_linear
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -75,7 +75,7 @@ def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: s
     base, adapter = foreseeing
     prompts = prompts_of([1, 2 * stride - 1, 30, 5, 17], vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=16)))
-    engine = build_engine(adapter, "isd", stride=stride, on_rejection=strategy)
+    engine = build_engine(adapter, "isd", stride=stride, rejection_strategy=strategy)
     completions = engine.generate(prompts, greedy(max_tokens=16))
     assert answers(completions) == expected
     assert 0.1 < acceptance_of(completions) < 0.95, acceptance_of(completions)
@@ -87,7 +87,7 @@ def test_greedy_answers_are_the_bases_in_every_family(random_pair: tuple[Path, P
     base, adapter = random_pair
     prompts = prompts_of([1, 7, 30, 5])
     expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=8)))
-    engine = build_engine(adapter, "isd", on_rejection=strategy)
+    engine = build_engine(adapter, "isd", rejection_strategy=strategy)
     assert answers(engine.generate(prompts, greedy(max_tokens=8))) == expected
 
 
@@ -116,7 +116,7 @@ def test_clean_rows_of_a_pass_are_bitwise_the_bases(
     random_pair: tuple[Path, Path], strategy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same passes once more, with the adapter taken off: chain rows stay, mask rows do not."""
-    engine = build_engine(random_pair[1], "isd", stride=4, on_rejection=strategy, dtype=dtype)
+    engine = build_engine(random_pair[1], "isd", stride=4, rejection_strategy=strategy, dtype=dtype)
     trunk = engine._parts.model.trunk
     plain, num_masks = Runner.forward, 0
 
@@ -149,7 +149,7 @@ def test_the_mask_id_in_a_prompt_is_text(foreseeing: tuple[Path, Path]) -> None:
     prompts = [[MASK_ID] * 9, [3, MASK_ID, MASK_ID, 5], [MASK_ID]]
     expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=12)))
     for strategy in STRATEGIES.names():
-        engine = build_engine(adapter, "isd", on_rejection=strategy)
+        engine = build_engine(adapter, "isd", rejection_strategy=strategy)
         assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
 
 
@@ -158,7 +158,7 @@ def test_padding_has_no_mask_that_the_embedding_has_no_row_for(random_pair: tupl
     base, adapter = random_pair
     prompts = prompts_of([3, 7, 20])
     expected = answers(clear_answers(build_engine(base, "ar"), prompts, greedy(max_tokens=12)))
-    engine = build_engine(adapter, "isd", graphs="on", adaptive=True, run_ahead=2)
+    engine = build_engine(adapter, "isd", graphs="on", adaptive=True, num_inflight_steps=2)
     assert answers(engine.generate(prompts, greedy(max_tokens=12))) == expected
     assert_idle(engine)
 

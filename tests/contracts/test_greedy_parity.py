@@ -52,7 +52,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -> None:
     prompts = prompts_of(_lengths(stride))
     expected = answers(clear_answers(build_engine(converted, "ar"), prompts, greedy(max_tokens=14)))
-    engine = build_engine(converted, "isd", stride=stride, on_rejection=strategy)
+    engine = build_engine(converted, "isd", stride=stride, rejection_strategy=strategy)
     assert answers(engine.generate(prompts, greedy(max_tokens=14))) == expected
     assert_idle(engine)
 
@@ -64,7 +64,9 @@ def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, 
     prompts = prompts_of(_lengths(stride), vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=24)))
     for num_lanes, num_prompts in ((1, 3), (2, 2), (3, 5), (7, 7), (16, 16)):
-        engine = build_engine(foreseeing, "isd", stride=stride, on_rejection=strategy, max_num_seqs=num_lanes)
+        engine = build_engine(
+            foreseeing, "isd", stride=stride, rejection_strategy=strategy, max_num_seqs=num_lanes
+        )
         completions = engine.generate(prompts[:num_prompts], greedy(max_tokens=24))
         assert answers(completions) == expected[:num_prompts]
         assert_idle(engine)
@@ -76,19 +78,24 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
     prompts = prompts_of(_lengths(4), vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=12)))
     for strategy in STRATEGIES.names():
-        engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy)
+        engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy=strategy)
         for size in range(1, 17):
             assert answers(engine.generate(prompts[:size], greedy(max_tokens=12))) == expected[:size]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
-    """max_prompt_rows = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that decode."""
+    """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that decode."""
     prompts = prompts_of([21, 7, 14, 1, 28], vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16)))
     for num_lanes in (1, 5):
         engine = build_engine(
-            foreseeing, "isd", stride=4, on_rejection=strategy, max_prompt_rows=6, max_num_seqs=num_lanes
+            foreseeing,
+            "isd",
+            stride=4,
+            rejection_strategy=strategy,
+            max_num_batched_tokens=6,
+            max_num_seqs=num_lanes,
         )
         assert answers(engine.generate(prompts, greedy(max_tokens=16))) == expected
 
@@ -97,7 +104,7 @@ def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path,
 def test_every_length_limit_cuts_at_the_same_token(foreseeing: Path, strategy: str) -> None:
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
     full = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=12))
-    engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy)
+    engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy=strategy)
     for max_tokens in range(1, 13):
         cut = engine.generate(prompts, with_length(greedy(), max_tokens))
         assert [c.token_ids for c in cut] == [c.token_ids[:max_tokens] for c in full]
@@ -109,7 +116,7 @@ def test_a_stop_id_inside_an_accepted_run_ends_the_answer(foreseeing: Path, stra
     """Each token of the answer in turn is the stop id, so that it falls on every place of an accepted run."""
     prompts = prompts_of([5, 12], vocab_size=CYCLE)
     full = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=20))
-    engine = build_engine(foreseeing, "isd", stride=4, on_rejection=strategy)
+    engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy=strategy)
     num_inside = 0
     for stop_id in sorted(set(full[0].token_ids) | set(full[1].token_ids)):
         params = greedy(max_tokens=20, stop_token_ids=(stop_id,))
@@ -127,9 +134,9 @@ def test_a_stop_id_inside_an_accepted_run_ends_the_answer(foreseeing: Path, stra
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_the_context_limit_ends_the_answer_at_the_same_token(foreseeing: Path, strategy: str) -> None:
     prompts = prompts_of([58, 63, 40], vocab_size=CYCLE)
-    options = {"max_length": 64, "max_prompt_rows": 100}
+    options = {"max_length": 64, "max_num_batched_tokens": 100}
     expected = clear_answers(build_engine(foreseeing, "ar", **options), prompts, greedy(max_tokens=100))
-    engine = build_engine(foreseeing, "isd", stride=8, on_rejection=strategy, **options)
+    engine = build_engine(foreseeing, "isd", stride=8, rejection_strategy=strategy, **options)
     assert answers(engine.generate(prompts, greedy(max_tokens=100))) == answers(expected)
     assert [len(c.token_ids) for c in expected] == [6, 1, 24]
 
@@ -141,7 +148,11 @@ def test_tree_never_needs_more_passes_than_cold(foreseeing: Path, converted: Pat
             passes = {
                 strategy: tokens_per_forward(
                     build_engine(
-                        checkpoint, "isd", stride=stride, on_rejection=strategy, max_prompt_rows=500
+                        checkpoint,
+                        "isd",
+                        stride=stride,
+                        rejection_strategy=strategy,
+                        max_num_batched_tokens=500,
                     ).generate(prompts, greedy(max_tokens=40))
                 )
                 for strategy in ("cold", "tree")
@@ -153,7 +164,7 @@ def test_stride_one_is_ar(converted: Path) -> None:
     prompts = prompts_of([1, 6, 20])
     expected = answers(clear_answers(build_engine(converted, "ar"), prompts, greedy(max_tokens=10)))
     for strategy in STRATEGIES.names():
-        engine = build_engine(converted, "isd", stride=1, on_rejection=strategy)
+        engine = build_engine(converted, "isd", stride=1, rejection_strategy=strategy)
         completions = engine.generate(prompts, greedy(max_tokens=10))
         assert answers(completions) == expected
         assert acceptance_of(completions) == 0.0

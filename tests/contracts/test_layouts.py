@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.infer.decoders.layout import MASK, NO_ROW, Picture, RowLayout, Stock, stocks
+from idlm.infer.decoders.layout import MASK, NO_ROW, DraftBuffer, DraftLayout, RowLayout, draft_buffers
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
 
 CASES = [
@@ -69,40 +69,44 @@ def test_each_row_sees_exactly_its_prefix(strategy: str, num_masks: int, max_dra
 @pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
 def test_each_draft_is_drawn_where_it_will_be_tested(strategy: str, num_masks: int, max_drafts: int) -> None:
     """A row's law is of the token at its position + 1, and it may not hang on a draft that was rejected."""
-    for stock, layout in zip(stocks(max_drafts), _layouts(strategy, num_masks, max_drafts), strict=True):
+    for draft_buffer, layout in zip(
+        draft_buffers(max_drafts), _layouts(strategy, num_masks, max_drafts), strict=True
+    ):
         assert layout.num_masks == num_masks
-        assert layout.num_drafts <= min(stock.num_drafts, num_masks)
+        assert layout.num_drafts <= min(draft_buffer.num_drafts, num_masks)
         for num_accepted, (draft_rows, following) in enumerate(
-            zip(layout.draft_rows, layout.next_stocks, strict=True)
+            zip(layout.draft_rows, layout.next_buffers, strict=True)
         ):
             assert following.num_drafts == len(draft_rows) <= num_masks
             for draft, row in enumerate(draft_rows):
                 assert 0 <= row < layout.width
                 assert layout.rows[row][1] + 1 == _tested_position(num_accepted, draft)
                 owner = _owner(layout, row)
-                assert (owner is None) == following.is_fill
+                assert (owner is None) == following.from_verify_rows
                 if owner is not None:
                     assert owner[0] <= num_accepted, "masks hang on a rejected draft"
 
 
 @pytest.mark.parametrize("max_drafts", range(8))
 def test_stocks_are_numbered_one_by_one(max_drafts: int) -> None:
-    assert [stock.index(max_drafts) for stock in stocks(max_drafts)] == list(range(2 * max_drafts + 1))
-    assert Stock(0, True).index(max_drafts) == 0
+    assert [draft_buffer.index(max_drafts) for draft_buffer in draft_buffers(max_drafts)] == list(
+        range(2 * max_drafts + 1)
+    )
+    assert DraftBuffer(0, True).index(max_drafts) == 0
 
 
 @pytest.mark.parametrize(("strategy", "num_masks"), OF_ONE_STRIDE)
 def test_an_accepted_run_is_followed_by_masks_that_saw_all_of_it(strategy: str, num_masks: int) -> None:
     """After a clean sweep the next drafts come from masks behind the last draft, as many as there are."""
-    pictured = _layouts(strategy, num_masks)
-    stock = pictured[0].next_stocks[0]
+    mode_layouts = _layouts(strategy, num_masks)
+    draft_buffer = mode_layouts[0].next_buffers[0]
     for _ in range(3):
-        layout = pictured[stock.index(num_masks)]
+        layout = mode_layouts[draft_buffer.index(num_masks)]
         assert layout.num_drafts == num_masks
         assert len(layout.draft_rows[-1]) == num_masks
         for row in layout.draft_rows[-1]:
             assert _visible(layout, row) >= set(range(layout.num_drafts + 1))
-        stock = layout.next_stocks[-1]
+        draft_buffer = layout.next_buffers[-1]
 
 
 def test_branch_hangs_a_group_on_every_rejection_point() -> None:
@@ -120,18 +124,18 @@ def test_tree_masks_never_see_fill_drafts() -> None:
 
 @pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
 def test_the_picture_repeats_the_layouts(strategy: str, num_masks: int, max_drafts: int) -> None:
-    pictured = _layouts(strategy, num_masks, max_drafts)
-    picture = Picture(pictured, torch.device("cpu"))
-    assert picture.max_width == max(layout.width for layout in pictured)
-    for y, layout in enumerate(pictured):
-        assert int(picture.rows.width_Y[y]) == layout.width
-        assert int(picture.tables.num_drafts_Y[y]) == layout.num_drafts
-        rows = picture.rows
+    mode_layouts = _layouts(strategy, num_masks, max_drafts)
+    layout = DraftLayout(mode_layouts, torch.device("cpu"))
+    assert layout.max_width == max(layout.width for layout in mode_layouts)
+    for y, layout in enumerate(mode_layouts):
+        assert int(layout.rows.width_Y[y]) == layout.width
+        assert int(layout.tables.num_drafts_Y[y]) == layout.num_drafts
+        rows = layout.rows
         columns = (rows.source_YW, rows.position_YW, rows.limit_YW, rows.branch_YW)
         stacked = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
         assert [tuple(row) for row in stacked.tolist()] == list(layout.rows)
-        for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_stocks, strict=True)):
-            row_J = picture.tables.draft_rows_YAJ[y, a].tolist()
+        for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_buffers, strict=True)):
+            row_J = layout.tables.draft_rows_YAJ[y, a].tolist()
             assert row_J[: len(draft_rows)] == list(draft_rows)
             assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
-            assert int(picture.tables.next_layouts_YA[y, a]) == following.index(max_drafts)
+            assert int(layout.tables.next_layouts_YA[y, a]) == following.index(max_drafts)

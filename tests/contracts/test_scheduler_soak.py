@@ -19,7 +19,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.prefix_cache import PrefixCache
+from idlm.infer.state.prefix_cache import PrefixCache
 from tests.contracts.engines import (
     CYCLE,
     acceptance_of,
@@ -32,8 +32,8 @@ from tests.contracts.engines import (
 NUM_REQUESTS = 2_000
 MARKED_SHARE = 0.4
 """Marked for an abort; a quarter of them finishes first, so that 30 % are aborted."""
-TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_prompt_rows": 10, "max_length": 64}
-ROOMY = {"max_num_seqs": 128, "page_size": 16, "max_prompt_rows": 4096, "max_length": 64}
+TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_num_batched_tokens": 10, "max_length": 64}
+ROOMY = {"max_num_seqs": 128, "page_size": 16, "max_num_batched_tokens": 4096, "max_length": 64}
 DECODERS = ["ar", *STRATEGIES.names()]
 
 
@@ -83,7 +83,7 @@ def _arrivals(count: int, seed: int) -> list[Arrival]:
 def _engine(checkpoint: Path, decoder: str, options: dict[str, Any]) -> Engine:
     if decoder == "ar":
         return build_engine(checkpoint, "ar", **options)
-    return build_engine(checkpoint, "isd", stride=4, on_rejection=decoder, **options)
+    return build_engine(checkpoint, "isd", stride=4, rejection_strategy=decoder, **options)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class _Soak:
         assert all(pool.num_owned(lane) == 0 for lane in scheduler._free_lanes)
         table = self.engine.table
         for request in scheduler.running:
-            if request.num_in_flight == 0:
+            if request.num_inflight == 0:
                 assert int(table.num_known_Z[request.lane]) == request.num_known
                 assert int(table.num_computed_Z[request.lane]) == request.num_computed < request.num_known
             assert int(table.num_known_Z[request.lane]) >= request.num_known
@@ -149,7 +149,7 @@ class _Soak:
 def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
     """Also with results that are read three passes late, and with passes of static shape."""
     count = NUM_REQUESTS // len(DECODERS) // (2 if as_on_a_gpu else 1)
-    options: dict[str, Any] = {"run_ahead": 3, "graphs": "on"} if as_on_a_gpu else {}
+    options: dict[str, Any] = {"num_inflight_steps": 3, "graphs": "on"} if as_on_a_gpu else {}
     cache = _check_soak(checkpoint, decoder, count, options)
     assert cache is not None
     counts = cache.counts
@@ -158,7 +158,7 @@ def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
 
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_soak_without_a_prefix_cache(checkpoint: Path, decoder: str) -> None:
-    assert _check_soak(checkpoint, decoder, 125, {"run_ahead": 3, "prefix_cache": False}) is None
+    assert _check_soak(checkpoint, decoder, 125, {"num_inflight_steps": 3, "prefix_cache": False}) is None
 
 
 def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, Any]) -> PrefixCache | None:
@@ -226,7 +226,7 @@ def test_a_stream_is_checked_at_once_and_one_that_nobody_reads_frees_its_request
 
 def test_drafts_behind_the_end_of_an_answer_are_not_counted(checkpoint: Path) -> None:
     """A longer answer by one token has one more accepted draft or none: that token was a draft or was not."""
-    engine = build_engine(checkpoint, "isd", stride=4, on_rejection="cold")
+    engine = build_engine(checkpoint, "isd", stride=4, rejection_strategy="cold")
     [prompt] = prompts_of([1], vocab_size=CYCLE)
     params = [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for m in range(1, 25)]
     answers = engine.generate([prompt] * len(params), params)

@@ -1,6 +1,6 @@
 """Answers are the same with the prefix cache and without, whoever shares what with whom.
 
-The pages under it are tested without a model in tests/unit/test_prefix_cache.py.
+The pages under it are tested without a model in tests/unit/engine/test_prefix_cache.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.kv_cache import KVCache, PagePool
-from idlm.infer.prefix_cache import PrefixCache
+from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.prefix_cache import PrefixCache
 from tests.contracts.engines import (
     CYCLE,
     acceptance_of,
@@ -31,7 +31,7 @@ from tests.contracts.engines import (
 
 DECODERS = ["ar", *STRATEGIES.names()]
 PAGE = 4
-ROOMY = {"page_size": PAGE, "max_num_seqs": 8, "max_prompt_rows": 7}
+ROOMY = {"page_size": PAGE, "max_num_seqs": 8, "max_num_batched_tokens": 7}
 TIGHT = {**ROOMY, "num_pages": 26}
 
 
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _engine(checkpoint: Path, decoder: str, **options: object) -> Engine:
     if decoder == "ar":
         return build_engine(checkpoint, "ar", **options)
-    return build_engine(checkpoint, "isd", stride=4, on_rejection=decoder, **options)
+    return build_engine(checkpoint, "isd", stride=4, rejection_strategy=decoder, **options)
 
 
 def _prompts() -> list[list[int]]:
@@ -83,21 +83,21 @@ def _uncached(
     return prompts, params, _said(completions)
 
 
-@pytest.mark.parametrize("run_ahead", [0, 3])
+@pytest.mark.parametrize("num_inflight_steps", [0, 3])
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, run_ahead: int) -> None:
+def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_inflight_steps: int) -> None:
     """From a cold cache, from a full one (all but the last token of every prompt is in it), and when pages
     are so few that they are evicted and sequences preempted.
     """
     prompts, params, expected = _uncached(checkpoint, decoder)
-    engine = _engine(checkpoint, decoder, **ROOMY, run_ahead=run_ahead)
+    engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=num_inflight_steps)
     assert _said(engine.generate(prompts, params)) == expected
     again = engine.generate(prompts, params)
     assert _said(again) == expected
     assert [c.num_cached_tokens for c in again] == [c.num_prompt_tokens - 1 for c in again]
     assert_idle(engine)
 
-    tight = _engine(checkpoint, decoder, **TIGHT, run_ahead=run_ahead)
+    tight = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=num_inflight_steps)
     for _ in range(2):
         assert _said(tight.generate(prompts, params)) == expected
     assert tight.scheduler.num_preemptions > 0
@@ -110,7 +110,7 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, run_a
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
     prompts, params, expected = _uncached(checkpoint, decoder)
-    engine = _engine(checkpoint, decoder, **ROOMY, run_ahead=3, graphs="on")
+    engine = _engine(checkpoint, decoder, **ROOMY, num_inflight_steps=3, graphs="on")
     for _ in range(2):
         assert _said(engine.generate(prompts, params)) == expected
 
@@ -120,10 +120,10 @@ def test_nobody_reads_a_page_that_was_given_up(
     checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages hold NaN from the moment they are free, evicted ones from the moment copies of them are made."""
-    engine = _engine(checkpoint, decoder, **TIGHT, run_ahead=3)
+    engine = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=3)
     memory = engine._parts.runner._cache
     evicted: list[int] = []
-    let_go, evict, copy_pages = PagePool._let_go, PrefixCache.evict, KVCache.copy_pages
+    let_go, evict, copy_pages = PagePool._decref, PrefixCache.evict, KVCache.copy_pages
     num_poisoned = 0
 
     def poison(pages: Sequence[int]) -> None:
@@ -145,7 +145,7 @@ def test_nobody_reads_a_page_that_was_given_up(
         poison(sorted({*evicted} - {target for _, target in copies}))
         evicted.clear()
 
-    monkeypatch.setattr(PagePool, "_let_go", letting_go)
+    monkeypatch.setattr(PagePool, "_decref", letting_go)
     monkeypatch.setattr(PrefixCache, "evict", evicting)
     monkeypatch.setattr(KVCache, "copy_pages", copying)
     poison(range(engine.pool.num_pages))
@@ -173,7 +173,7 @@ def test_equal_pages_behind_different_beginnings_are_not_shared(checkpoint: Path
 
 def test_samples_share_their_prompt(checkpoint: Path) -> None:
     """All arrive at once: the first stores the prompt, in the very pass in which the others read it."""
-    engine = _engine(checkpoint, "tree", **{**ROOMY, "max_prompt_rows": 100})
+    engine = _engine(checkpoint, "tree", **{**ROOMY, "max_num_batched_tokens": 100})
     [prompt] = prompts_of([30], vocab_size=CYCLE)
     completions = engine.generate([prompt], SamplingParams(max_tokens=6, seed=3, n=8))
     assert [c.num_cached_tokens for c in completions] == [0, *[28] * 7]

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.soak import Shortage
+from benchmarks.engine.soak import Shortage
 from idlm.contracts import Completion, SamplingParams, StepPlan
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
 from idlm.infer.engine import Engine, StreamEvent
-from idlm.infer.graphs import StaticStep
-from idlm.infer.runner import Runner
+from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.model_runner import Runner
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
@@ -28,15 +28,15 @@ from tests.contracts.engines import (
     prompts_of,
     write_foreseeing_toy,
 )
-from tests.ranks import team_engine, team_of_threads
+from tests.ranks import group_engine, group_of_threads
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
-    ("isd", {"stride": 4, "on_rejection": "branch"}),
+    ("isd", {"stride": 4, "rejection_strategy": "branch"}),
 ]
-WAYS: list[dict[str, Any]] = [{}, {"graphs": "on", "run_ahead": 2}]
+WAYS: list[dict[str, Any]] = [{}, {"graphs": "on", "num_inflight_steps": 2}]
 LENGTHS = (3, 22, 9, 13, 5)
-MOST_PASSES = 400
+MAX_PASSES = 400
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def _add(engine: Engine, max_tokens: int = 8) -> None:
 def _drain(engine: Engine, shortage: Shortage | None = None) -> dict[str, Completion]:
     """All answers; the books are checked after every pass."""
     done: dict[str, Completion] = {}
-    for _ in range(MOST_PASSES):
+    for _ in range(MAX_PASSES):
         if not engine.has_work:
             assert shortage is None or shortage.is_over
             return done
@@ -143,8 +143,8 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that always holds; and later, when it does no more, the old pieces come back."""
-    monkeypatch.setattr(schedulers, "PASSES_TO_RESTORE", 4)
-    engine = _engine(checkpoint, "ar", max_prompt_rows=48)
+    monkeypatch.setattr(schedulers, "STEPS_TO_RESTORE", 4)
+    engine = _engine(checkpoint, "ar", max_num_batched_tokens=48)
     _add(engine)
     expected = _drain(engine)
     engine.pool.reset()
@@ -203,7 +203,7 @@ def test_memory_that_stays_short_ends_every_request_the_youngest_of_a_pass_first
 def test_generate_and_stream_raise_for_their_own_requests_only(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = _engine(checkpoint, "ar", max_prompt_rows=512)
+    engine = _engine(checkpoint, "ar", max_num_batched_tokens=512)
     short = {"passes": 0}
 
     def fails(rows: int) -> bool:
@@ -261,15 +261,15 @@ def test_other_errors_reach_the_caller(checkpoint: Path, monkeypatch: pytest.Mon
 
 
 def test_ranks_end_and_say_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idlm.infer.team.SECONDS_FOR_A_REASON", 0.1)
-    with team_of_threads(2) as team:
-        engine = team_engine(team, checkpoint, "ar")
+    monkeypatch.setattr("idlm.infer.distributed.launcher.FAILURE_REASON_TIMEOUT", 0.1)
+    with group_of_threads(2) as group:
+        engine = group_engine(group, checkpoint, "ar")
         step = engine._parts.step
         monkeypatch.setattr(type(step), "__call__", _short_on_rank_0(engine, type(step).__call__))
         for _ in range(2):
             with pytest.raises(UserError, match=r"IDLM-0428.*OutOfMemoryError") as caught:
                 engine.generate([[1, 2, 3]], greedy(max_tokens=4))
-            assert "max_prompt_rows" in caught.value.fix
+            assert "max_num_batched_tokens" in caught.value.fix
 
 
 def _short_on_rank_0(engine: Engine, call: Any) -> Any:
@@ -295,7 +295,7 @@ class _Graph:
 
 
 def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("idlm.infer.graphs.MOST_GRAPHS", 3)
+    monkeypatch.setattr("idlm.infer.runtime.cuda_graphs.MAX_CUDA_GRAPHS", 3)
     engine = _engine(checkpoint, "ar", graphs="on")
     step = engine._parts.step
     assert isinstance(step, StaticStep)
@@ -306,16 +306,16 @@ def test_graphs_are_few_and_those_in_use_stay(checkpoint: Path, monkeypatch: pyt
 
     def capture(self: StaticStep, shape: Any) -> _Graph:
         assert len(self._graphs) < 3, "room is made before the capture"
-        captured.append(shape.picture)
+        captured.append(shape.mode)
         return _Graph(shape)
 
     monkeypatch.setattr(StaticStep, "_capture", capture)
     monkeypatch.setattr(step, "_captures", True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    for picture in (0, 1, 2, 0, 3, 0, 1, 3, 0):
-        schedule.picture = picture
+    for mode in (0, 1, 2, 0, 3, 0, 1, 3, 0):
+        schedule.mode = mode
         step(schedule)
     assert captured == [0, 1, 2, 3, 1]
-    step.forget()
+    step.clear()
     step(schedule)
     assert captured == [0, 1, 2, 3, 1, 0]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams, StepPlan
 from idlm.errors import UserError
-from idlm.infer import graphs
 from idlm.infer.decoders.rejection import STRATEGIES
-from idlm.infer.runner import Runner
+from idlm.infer.runtime import cuda_graphs as graphs
+from idlm.infer.runtime.model_runner import Runner
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
@@ -26,13 +26,13 @@ from tests.contracts.engines import (
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
-    *(("isd", {"stride": 4, "on_rejection": name}) for name in STRATEGIES.names()),
+    *(("isd", {"stride": 4, "rejection_strategy": name}) for name in STRATEGIES.names()),
     ("isd", {"stride": 8, "adaptive": True}),
 ]
 WAYS: list[dict[str, Any]] = [
     {"graphs": "on"},
-    {"run_ahead": 1},
-    {"graphs": "on", "run_ahead": 5, "max_num_seqs": 5},
+    {"num_inflight_steps": 1},
+    {"graphs": "on", "num_inflight_steps": 5, "max_num_seqs": 5},
 ]
 PROMPTS = prompts_of([1, 7, 20, 3, 12, 5, 9, 33], vocab_size=CYCLE)
 
@@ -63,7 +63,9 @@ def test_draws_and_logprobs_are_the_same_too(checkpoint: Path) -> None:
         SamplingParams(temperature=0.9, top_p=0.95, seed=k, max_tokens=16, logprobs=k) for k in range(4)
     ]
     plain = build_engine(checkpoint, "isd", stride=3).generate(PROMPTS[:4], params)
-    padded = build_engine(checkpoint, "isd", stride=3, graphs="on", run_ahead=3).generate(PROMPTS[:4], params)
+    padded = build_engine(checkpoint, "isd", stride=3, graphs="on", num_inflight_steps=3).generate(
+        PROMPTS[:4], params
+    )
     for mine, other in zip(padded, plain, strict=True):
         assert mine.token_ids == other.token_ids
         assert mine.logprobs is not None
@@ -77,7 +79,7 @@ def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: P
     stop = build_engine(checkpoint, "ar").generate([PROMPTS[2]], greedy(max_tokens=8))[0].token_ids[5]
     params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(stop,))
     [expected] = build_engine(checkpoint, "isd", stride=4).generate([PROMPTS[2]], params)
-    engine = build_engine(checkpoint, "isd", stride=4, run_ahead=6, graphs="on")
+    engine = build_engine(checkpoint, "isd", stride=4, num_inflight_steps=6, graphs="on")
     [found] = engine.generate([PROMPTS[2]], params)
     assert found.finish_reason == "stop"
     assert (found.token_ids, found.num_forwards) == (expected.token_ids, expected.num_forwards)
@@ -98,12 +100,12 @@ def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
         return forward(runner, plan)
 
     monkeypatch.setattr(Runner, "forward", checked)
-    settings = {"stride": MAX_STRIDE, "adaptive": True, "run_ahead": 2, "prefix_cache": False}
+    settings = {"stride": MAX_STRIDE, "adaptive": True, "num_inflight_steps": 2, "prefix_cache": False}
     engine = build_engine(checkpoint, "isd", **settings)
-    widest = len(engine.decoder.pictures) - 1
+    widest = len(engine.decoder.modes) - 1
     for max_tokens in range(11, 17):
-        pictures = itertools.chain([widest] * 4, itertools.repeat(0))
-        monkeypatch.setattr(engine._pace, "choose", lambda _, pictures=pictures: next(pictures))
+        modes = itertools.chain([widest] * 4, itertools.repeat(0))
+        monkeypatch.setattr(engine._stride_controller, "choose", lambda _, modes=modes: next(modes))
         engine.generate([[1]], greedy(max_tokens=max_tokens))
     assert num_beyond
 
@@ -119,7 +121,7 @@ def test_few_shapes_serve_all_loads() -> None:
     ("options", "words"),
     [
         ({"graphs": "yes"}, "graphs='yes'"),
-        ({"run_ahead": -1}, "run_ahead=-1"),
+        ({"num_inflight_steps": -1}, "num_inflight_steps=-1"),
         ({"attention": "tritn"}, "did you mean 'triton'"),
     ],
 )

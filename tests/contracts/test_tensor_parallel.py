@@ -14,13 +14,13 @@ import torch
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer import team as teams
+from idlm.infer.distributed import launcher as groups
+from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
+from idlm.infer.distributed.messages import Channel
 from idlm.infer.engine import Engine
-from idlm.infer.graphs import StaticStep
-from idlm.infer.orders import Channel
-from idlm.infer.parallel import Shards
-from idlm.infer.step import StepResult
-from idlm.infer.team import LeadWorker, Team
+from idlm.infer.models.shards import Shards
+from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.step import StepResult
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -35,16 +35,16 @@ from tests.contracts.engines import (
     write_foreseeing_toy,
 )
 from tests.interrupts import ctrl_c_raises
-from tests.ranks import shards_of, team_engine, team_of_threads
+from tests.ranks import group_engine, group_of_threads, shards_of
 from tests.toy import write_toy_checkpoint
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
 ODD_VOCABULARY = 51
-AS_ON_A_GPU = {"graphs": "on", "run_ahead": 3}
+AS_ON_A_GPU = {"graphs": "on", "num_inflight_steps": 3}
 DECODERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ar", {}, {}),
     ("isd", {"stride": 2}, {}),
-    ("isd", {"stride": 4, "on_rejection": "branch"}, AS_ON_A_GPU),
+    ("isd", {"stride": 4, "rejection_strategy": "branch"}, AS_ON_A_GPU),
 ]
 """Decoder, its options, and settings of the engine of several ranks."""
 
@@ -52,9 +52,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:stride")
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with team_of_threads(2) as team:
-        yield team
+def pair() -> Iterator[TensorParallelGroup]:
+    with group_of_threads(2) as group:
+        yield group
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,17 @@ def _toy(directory: Path, architecture: str, **options: Any) -> Path:
 
 
 def _check_parity(
-    team: Team, checkpoint: Path, decoders: Any = DECODERS, *, mask_token_id: int | None = None
+    group: TensorParallelGroup,
+    checkpoint: Path,
+    decoders: Any = DECODERS,
+    *,
+    mask_token_id: int | None = None,
 ) -> None:
     prompts = prompts_of([1, 7, 30, 5])
     for decoder, options, ways in decoders:
         both = options if decoder == "ar" else {**options, "mask_token_id": mask_token_id}
         expected = build_engine(checkpoint, decoder, **both).generate(prompts, greedy(max_tokens=6))
-        engine = team_engine(team, checkpoint, decoder, **both, **ways)
+        engine = group_engine(group, checkpoint, decoder, **both, **ways)
         found = engine.generate(prompts, greedy(max_tokens=6))
         assert [mine.token_ids for mine in found] == [one.token_ids for one in expected], options
         assert acceptance_of(found) == acceptance_of(expected)
@@ -85,46 +89,50 @@ def _check_parity(
 
 
 def _compare(engine: Engine) -> None:
-    assert isinstance(engine._worker, LeadWorker)
+    assert isinstance(engine._worker, DriverWorker)
     engine._worker.compare()
 
 
-def test_greedy_answers_of_the_bundled_model(pair: Team) -> None:
+def test_greedy_answers_of_the_bundled_model(pair: TensorParallelGroup) -> None:
     """Its head is its embedding."""
     _check_parity(pair, TINY, DECODERS[::2], mask_token_id=170)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
-def test_greedy_answers_of_random_models(pair: Team, tmp_path: Path, architecture: str) -> None:
+def test_greedy_answers_of_random_models(
+    pair: TensorParallelGroup, tmp_path: Path, architecture: str
+) -> None:
     """QK norm or biases, and a head of its own with an odd number of rows: the last rank has one less."""
     _check_parity(pair, _toy(tmp_path / "toy", architecture))
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    with team_of_threads(4) as team:
-        _check_parity(team, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4), DECODERS[::2])
+    with group_of_threads(4) as group:
+        _check_parity(group, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4), DECODERS[::2])
 
 
-def test_an_adapter_is_divided_like_its_base(pair: Team, foreseeing: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_divided_like_its_base(
+    pair: TensorParallelGroup, foreseeing: Path, tmp_path: Path
+) -> None:
     adapter = write_adapter(tmp_path / "adapter", foreseeing, mask_token_id=MASK_ID, stride=4, size=0.12)
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
     base = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16))
     one = build_engine(adapter, "isd", stride=4).generate(prompts, greedy(max_tokens=16))
-    engine = team_engine(pair, adapter, "isd", stride=4)
+    engine = group_engine(pair, adapter, "isd", stride=4)
     found = engine.generate(prompts, greedy(max_tokens=16))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in base]
     assert [answer.accepted_by_position for answer in found] == [a.accepted_by_position for a in one]
     assert 0.1 < acceptance_of(found) < 0.95
 
 
-def test_draws_and_logprobs(pair: Team, foreseeing: Path) -> None:
+def test_draws_and_logprobs(pair: TensorParallelGroup, foreseeing: Path) -> None:
     params = [
         SamplingParams(temperature=0.9, top_p=0.95, seed=2**62 + k, max_tokens=16, logprobs=k, n=2)
         for k in range(3)
     ]
     prompts = prompts_of([3, 9, 20], vocab_size=CYCLE)
     one = build_engine(foreseeing, "isd", stride=3).generate(prompts, params)
-    engine = team_engine(pair, foreseeing, "isd", stride=3, **AS_ON_A_GPU)
+    engine = group_engine(pair, foreseeing, "isd", stride=3, **AS_ON_A_GPU)
     for mine, other in zip(engine.generate(prompts, params), one, strict=True):
         assert mine.token_ids == other.token_ids
         assert mine.logprobs is not None
@@ -150,12 +158,14 @@ def _requests(count: int, *, draws: bool) -> list[tuple[list[int], SamplingParam
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_tight_pool_aborts_and_shared_beginnings(pair: Team, foreseeing: Path, adaptive: bool) -> None:
+def test_a_tight_pool_aborts_and_shared_beginnings(
+    pair: TensorParallelGroup, foreseeing: Path, adaptive: bool
+) -> None:
     """The other rank keeps no books, and still has every page where it belongs. Rank 0 alone times passes."""
     requests = _requests(28, draws=not adaptive)
     options = {"stride": 4, "adaptive": adaptive}
     tight = {"max_num_seqs": 8, "num_pages": 20, "max_length": 64}
-    engine = team_engine(pair, foreseeing, "isd", **options, **tight, run_ahead=2)
+    engine = group_engine(pair, foreseeing, "isd", **options, **tight, num_inflight_steps=2)
     finished: dict[str, Completion] = {}
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), prompt, params)
@@ -179,9 +189,9 @@ def test_a_tight_pool_aborts_and_shared_beginnings(pair: Team, foreseeing: Path,
 
 
 def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
-    pair: Team, foreseeing: Path, monkeypatch: pytest.MonkeyPatch
+    pair: TensorParallelGroup, foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = team_engine(pair, foreseeing, "isd", stride=4)
+    engine = group_engine(pair, foreseeing, "isd", stride=4)
     prompts = prompts_of([3, 20], vocab_size=CYCLE)
     expected = engine.generate(prompts, greedy(max_tokens=12))
     step, calls = type(engine._step).__call__, 0
@@ -205,9 +215,9 @@ def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
 
 
 def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teams, "PASSES_BETWEEN_COMPARISONS", 4)
-    with team_of_threads(2) as team:
-        engine = team_engine(team, foreseeing, "ar")
+    monkeypatch.setattr(groups, "STEPS_BETWEEN_DIGESTS", 4)
+    with group_of_threads(2) as group:
+        engine = group_engine(group, foreseeing, "ar")
         engine.generate([[1, 2, 3]], greedy(max_tokens=10))
         engine.add_request("a", [1, 2, 3], greedy(max_tokens=10))
         engine.step()
@@ -233,11 +243,11 @@ def test_graphs_are_given_up_before_the_ranks_are_ended(
         said.append("close")
         close(channel)
 
-    monkeypatch.setattr(StaticStep, "forget", forgetting)
+    monkeypatch.setattr(StaticStep, "clear", forgetting)
     monkeypatch.setattr(Channel, "close", closing)
-    with team_of_threads(2) as team:
-        kept = [team_engine(team, foreseeing, "ar", graphs="on") for _ in range(2)]
-        team.close()
+    with group_of_threads(2) as group:
+        kept = [group_engine(group, foreseeing, "ar", graphs="on") for _ in range(2)]
+        group.close()
         assert said[:3] == ["forget", "forget", "close"]
         assert kept
 
@@ -246,23 +256,23 @@ def test_graphs_are_given_up_before_the_ranks_are_ended(
 def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
     is_noticed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teams, "SECONDS_BETWEEN_WATCHES", 0.02)
-    monkeypatch.setattr(teams, "SECONDS_TO_NOTICE", 0.2)
-    with team_of_threads(2) as team:
+    monkeypatch.setattr(groups, "WATCH_INTERVAL", 0.02)
+    monkeypatch.setattr(groups, "DETECTION_TIMEOUT", 0.2)
+    with group_of_threads(2) as group:
         is_free = threading.Event()
-        team.free_when_stuck(is_free.set)
+        group.free_when_stuck(is_free.set)
         assert not is_free.wait(0.1), "nobody is gone"
         # An order that no rank knows ends its thread, and with it the channel.
-        team.tell({"engine": 9, "do": "digest"})
+        group.broadcast({"engine": 9, "do": "digest"})
         if is_noticed:
             with pytest.raises(UserError, match="IDLM-0426: rank 1 failed: KeyError"):
-                team.answers()
+                group.answers()
         assert is_free.wait(0.6) != is_noticed
 
 
 def test_a_model_that_cannot_be_divided(foreseeing: Path) -> None:
-    with team_of_threads(3) as team, pytest.raises(UserError, match="IDLM-0423"):
-        team_engine(team, foreseeing, "ar")
+    with group_of_threads(3) as group, pytest.raises(UserError, match="IDLM-0423"):
+        group_engine(group, foreseeing, "ar")
 
 
 def test_sums_and_gathers_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:

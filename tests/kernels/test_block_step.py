@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from idlm.kernels.block_step import decide_reference, pack_reference
-from tests.kernels.block_step_cases import Case
+from tests.kernels.cases.block_step import Case
 from tests.kernels.interpreter import run_interpreted
 
 
@@ -26,7 +26,9 @@ def test_a_pass_is_that_of_the_definition(seed: int) -> None:
     assert not any(row[-1] for row in found[sum(counts) :])
     assert plan.num_feed_B.tolist() == [num_feed for _, num_feed, *_ in expected]
     assert plan.samples_B.tolist() == [samples for *_, samples, _ in expected]
-    assert [torch.nonzero(row)[:, 0].tolist() for row in plan.work.open_BW] == [row[-1] for row in expected]
+    assert [torch.nonzero(row)[:, 0].tolist() for row in plan.work.is_maskable_BW] == [
+        row[-1] for row in expected
+    ]
 
     emitted_BW, num_emitted_B = case.decoder._decide(case.table, plan, proposed)
     has_logits = plan.has_logits_X
@@ -57,7 +59,7 @@ def test_a_pass_is_that_of_the_definition(seed: int) -> None:
 
 
 def test_the_interpreted_kernels_say_what_plain_torch_says() -> None:
-    run_interpreted("interpreted_block_step.py")
+    run_interpreted("interpreted/block_step.py")
 
 
 @pytest.mark.parametrize("has_all", [False, True])
@@ -68,7 +70,7 @@ def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     types = {name: "*i64" for kernel in (pack_blocks_kernel, decide_kernel) for name in kernel.arg_names}
-    bools = ("samples_B", "decided_ZW", "bools_IB", "is_mask_R", "open_BW", "has_logits_BW")
+    bools = ("samples_B", "decided_ZW", "bools_IB", "is_mask_R", "is_maskable_BW", "has_logits_BW")
     floats = ("threshold_Z", "bound_Z", "edit_threshold_Z", "confidence_BW", "entropy_BW")
     numbers = ("B", "R", "L", "mask_token_id", "entropy_stride", "max_clean_passes")
     types |= dict.fromkeys(bools, "*i1") | dict.fromkeys(floats, "*fp64") | dict.fromkeys(numbers, "i32")

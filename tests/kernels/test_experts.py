@@ -1,5 +1,5 @@
 """Routing and experts: the plain path against the definitions, the interpreted kernels, the kernels compiled
-for sm_90, the room for tiles. tests/gpu/test_experts_gpu.py runs the kernels themselves.
+for sm_90, the room for tiles. tests/gpu/block/test_experts_gpu.py runs the kernels themselves.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.kernels.interpreter import run_interpreted
 
 def test_the_interpreted_kernels_compute_the_definitions() -> None:
     """All checks of interpreted_experts.py, in a process whose Triton is interpreted."""
-    run_interpreted("interpreted_experts.py")
+    run_interpreted("interpreted/experts.py")
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_plain_path_computes_the_definitions(seed: int) -> None:
     pytest.importorskip("triton")
-    from tests.kernels.experts_cases import LARGE, Case, check_route, chosen_of
+    from tests.kernels.cases.experts import LARGE, Case, check_route, chosen_of
 
     case = Case(seed, "cpu", torch.float32, LARGE)
     check_route(case)
@@ -123,7 +123,7 @@ def test_what_is_around_the_products_compiles_for_hopper_without_spills() -> Non
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     router = {"X": 256, "CHOSEN": 8, "GROUPS": 8, "CHOSEN_GROUPS": 4, "PAD_G": 8, "PAD_S": 32}
-    flags = {"SIGMOID": True, "NORMALISED": True, "HAS_BIAS": True, "HAS_SLOTS": True, "LEAST_SUM": 1e-20}
+    flags = {"SIGMOID": True, "NORMALISED": True, "HAS_BIAS": True, "HAS_SLOTS": True, "MIN_SUM": 1e-20}
     for kernel, constants, warps in (
         (route_kernel, router | flags, 1),
         (plan_kernel, {"BLOCK_P": 8192, "BLOCK_R": 128, "PAD_E": 256}, 8),

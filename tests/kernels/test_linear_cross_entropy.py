@@ -113,8 +113,8 @@ def test_the_overlap_is_the_sum_of_minima(rows_at_once: int) -> None:
     draft, weight, bias, _, _ = problem(12, 31, 6, torch.float64)
     verify = problem(12, 31, 6, torch.float64, seed=1)[0]
     overlap = linear_overlap(draft, verify, weight, bias_V=bias, max_logits_bytes=2 * rows_at_once * 32 * 8)
-    laws = [torch.softmax(hidden @ weight.T + bias, dim=-1) for hidden in (draft, verify)]
-    torch.testing.assert_close(overlap, torch.minimum(*laws).sum(dim=-1))
+    probs = [torch.softmax(hidden @ weight.T + bias, dim=-1) for hidden in (draft, verify)]
+    torch.testing.assert_close(overlap, torch.minimum(*probs).sum(dim=-1))
     assert not overlap.requires_grad
 
 
@@ -147,4 +147,4 @@ def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) 
 
 def test_the_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
-    run_interpreted("interpreted_linear_cross_entropy.py")
+    run_interpreted("interpreted/linear_cross_entropy.py")

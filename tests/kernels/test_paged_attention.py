@@ -1,6 +1,6 @@
 """Back ends of paged attention: the kernels in the interpreter and compiled for Hopper, and who serves what.
 
-The torch path has tests/unit/test_paged_attention.py, the GPU tests/gpu/test_paged_attention_gpu.py.
+The torch path has tests/unit/engine/test_paged_attention.py, the GPU tests/gpu/kernels/test_paged_attention_gpu.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from idlm.kernels.paged_attention import (
     plan_attention,
     problems,
 )
-from tests.kernels.interpreter import run_interpreted
-from tests.kernels.paged_attention_cases import (
+from tests.kernels.cases.paged_attention import (
     SCALE,
     build,
     causal,
@@ -38,6 +37,7 @@ from tests.kernels.paged_attention_cases import (
     steady,
     tree,
 )
+from tests.kernels.interpreter import run_interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -46,14 +46,14 @@ MAX_SHARED_BYTES = 227 * 1024
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    run_interpreted("interpreted_paged_attention.py")
+    run_interpreted("interpreted/paged_attention.py")
 
 
 @pytest.mark.slow
 def test_many_random_steps_in_the_interpreter() -> None:
     """python -m pytest tests/kernels/test_paged_attention.py -m slow"""
     run_interpreted(
-        "interpreted_paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100"
+        "interpreted/paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100"
     )
 
 

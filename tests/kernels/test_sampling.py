@@ -8,45 +8,45 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.acceptance import emitted_law, residual
+from idlm.acceptance import emitted_probs, residual
 from idlm.kernels.sampling import (
     LayoutTables,
     Tuning,
-    draft_laws,
     draft_probability,
+    draft_probs,
     draw,
     draw_reference,
     emit_and_draft,
     judged_draws,
-    law_reference,
-    lawless,
+    nonfinite,
     op,
+    probs_reference,
     put,
-    row_laws,
+    row_probs,
     uniforms,
     verify,
 )
-from idlm.kernels.sampling.laws import PlainDraftLaws, PlainLaws
 from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
-from idlm.sampling import Warp, to_law
+from idlm.kernels.sampling.types import PlainDraftProbs, PlainProbs
+from idlm.sampling import Warp, to_probs
+from tests.kernels.cases.sampling import all_probs, check_judged, check_nonfinite, check_probs, make_case
+from tests.kernels.cases.sampling_steps import run_steps
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sampling_cases import check_judged, check_lawless, check_laws, make_case, whole_law
-from tests.kernels.sampling_steps import run_steps
 
 CPU = torch.device("cpu")
 QWEN3_VOCABULARY = 151_936
 
 
-def plain_law(*arguments: torch.Tensor) -> torch.Tensor:
-    laws = row_laws(*arguments, filters=True)
-    assert isinstance(laws, PlainLaws)
-    return laws.law_XV
+def plain_probs(*arguments: torch.Tensor) -> torch.Tensor:
+    probs = row_probs(*arguments, filters=True)
+    assert isinstance(probs, PlainProbs)
+    return probs.probs_XV
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_laws_are_those_of_the_definition(seed: int) -> None:
     case = make_case(random.Random(seed), 12, [1, 2, 37, 200][seed % 4])
-    check_laws(plain_law(case.logits_XV, *case.settings), case, law_reference)
+    check_probs(plain_probs(case.logits_XV, *case.settings), case, probs_reference)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -56,30 +56,30 @@ def test_laws_are_those_of_the_core(seed: int) -> None:
     # At 1e30 the core's probabilities round into one, and it then orders them by id.
     temperature_X = temperature_X.clamp(max=100)
     warp = Warp(temperature_X=temperature_X, top_k_X=top_k_X, top_p_X=top_p_X, min_p_X=min_p_X)
-    found = plain_law(case.logits_XV, temperature_X, top_k_X, top_p_X, min_p_X)
-    torch.testing.assert_close(found, to_law(case.logits_XV, warp), atol=1e-12, rtol=1e-12)
+    found = plain_probs(case.logits_XV, temperature_X, top_k_X, top_p_X, min_p_X)
+    torch.testing.assert_close(found, to_probs(case.logits_XV, warp), atol=1e-12, rtol=1e-12)
 
 
 def test_settings_come_from_lanes() -> None:
     case = make_case(random.Random(3), 6, 40)
     lanes_B = torch.tensor([4, 0])
-    laws = row_laws(case.logits_XV, *case.settings, filters=True, lanes_B=lanes_B)
+    probs = row_probs(case.logits_XV, *case.settings, filters=True, lanes_B=lanes_B)
     lanes_X = torch.tensor([4, 4, 4, 0, 0, 0])
-    expected = plain_law(case.logits_XV, *(column[lanes_X] for column in case.settings))
-    assert torch.equal(whole_law(laws, 6, 40), expected)
+    expected = plain_probs(case.logits_XV, *(column[lanes_X] for column in case.settings))
+    assert torch.equal(all_probs(probs, 6, 40), expected)
 
 
 def test_draws_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
-    law_XV = torch.rand(60, 9, generator=generator, dtype=torch.float64)
-    law_XV = law_XV.where(torch.rand(60, 9, generator=generator) < 0.6, 0.0)
-    law_XV[:, 4] += 0.01
-    law_XV /= law_XV.sum(-1, keepdim=True)
+    probs_XV = torch.rand(60, 9, generator=generator, dtype=torch.float64)
+    probs_XV = probs_XV.where(torch.rand(60, 9, generator=generator) < 0.6, 0.0)
+    probs_XV[:, 4] += 0.01
+    probs_XV /= probs_XV.sum(-1, keepdim=True)
     uniforms_X = torch.rand(60, generator=generator, dtype=torch.float64)
-    ids_X = draw(PlainLaws(law_XV=law_XV), torch.arange(60), uniforms_X)
-    expected = [draw_reference(law, u) for law, u in zip(law_XV.tolist(), uniforms_X.tolist(), strict=True)]
+    ids_X = draw(PlainProbs(probs_XV=probs_XV), torch.arange(60), uniforms_X)
+    expected = [draw_reference(law, u) for law, u in zip(probs_XV.tolist(), uniforms_X.tolist(), strict=True)]
     assert ids_X.tolist() == expected
-    assert draw(PlainLaws(law_XV=law_XV), torch.full((2,), -1), uniforms_X[:2]).tolist() == [0, 0]
+    assert draw(PlainProbs(probs_XV=probs_XV), torch.full((2,), -1), uniforms_X[:2]).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -89,7 +89,7 @@ def test_judged_draws(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_without_a_law_are_told(seed: int) -> None:
-    check_lawless(random.Random(seed), 2 * (seed % 4 + 1), [1, 11, 37][seed % 3], device="cpu")
+    check_nonfinite(random.Random(seed), 2 * (seed % 4 + 1), [1, 11, 37][seed % 3], device="cpu")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -100,9 +100,9 @@ def test_steps(seed: int) -> None:
 def one_draft(p_V: torch.Tensor, q_V: torch.Tensor, num_sequences: int) -> dict[str, Any]:
     """Arguments for `num_sequences` sequences with one draft each, p at row 0 and q in every lane."""
     lanes = torch.arange(num_sequences)
-    store = draft_laws(num_sequences, 1, len(p_V), dtype=torch.float32, device=CPU)
-    assert isinstance(store, PlainDraftLaws)
-    store.laws_ZJV[:] = q_V
+    store = draft_probs(num_sequences, 1, len(p_V), dtype=torch.float32, device=CPU)
+    assert isinstance(store, PlainDraftProbs)
+    store.probs_ZJV[:] = q_V
     tables = LayoutTables(
         num_drafts_Y=torch.tensor([1]),
         draft_rows_YAJ=torch.full((1, 2, 1), -1),
@@ -110,7 +110,7 @@ def one_draft(p_V: torch.Tensor, q_V: torch.Tensor, num_sequences: int) -> dict[
     )
     zeros = torch.zeros_like(lanes)
     return {
-        "laws": PlainLaws(law_XV=torch.stack([p_V, p_V])),
+        "probs": PlainProbs(probs_XV=torch.stack([p_V, p_V])),
         "store": store,
         "tables": tables,
         "lanes_B": lanes,
@@ -130,7 +130,7 @@ def state_of(arguments: dict[str, Any], drafts_ZJ: torch.Tensor) -> dict[str, to
 def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
     """The threshold at which each draft is accepted, and the ends of each token's share of the residual."""
     case = make_case(random.Random(seed), 2, 9)
-    p_V, q_V = plain_law(case.logits_XV, *(column[[0, 0]] for column in case.settings))
+    p_V, q_V = plain_probs(case.logits_XV, *(column[[0, 0]] for column in case.settings))
     drafts_V = torch.arange(9)
     accept_V = (p_V / q_V.where(q_V > 0, 1.0)).clamp(max=1.0)
     for factor, is_accepted_V in ((1 - 1e-9, p_V > 0), (1 + 1e-9, (p_V > 0) & (accept_V == 1))):
@@ -155,14 +155,14 @@ def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
             assert torch.allclose(p_V, q_V)
             continue
         emit_and_draft(
-            arguments["laws"],
+            arguments["probs"],
             arguments["store"],
             verdict,
             **state_of(arguments, drafts),
             uniforms_BA=inside.clamp(1e-12, 1 - 1e-12)[:, None].expand(-1, 2),
         )
         assert verdict.token_ids_BA[:, 0].tolist() == [token, token]
-    assert (emitted_law(p_V[None], q_V[None]) - p_V).abs().max() <= 1e-12
+    assert (emitted_probs(p_V[None], q_V[None]) - p_V).abs().max() <= 1e-12
 
 
 def test_a_residual_without_mass_is_p() -> None:
@@ -172,7 +172,7 @@ def test_a_residual_without_mass_is_p() -> None:
     verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(3, 1))
     assert verdict.rejected_B.all()
     emit_and_draft(
-        arguments["laws"],
+        arguments["probs"],
         arguments["store"],
         verdict,
         **state_of(arguments, drafts_ZJ),
@@ -182,11 +182,11 @@ def test_a_residual_without_mass_is_p() -> None:
 
 
 def test_lanes_of_inactive_sequences_stay_as_they_are_even_when_padding_shares_a_lane() -> None:
-    law_XV = torch.eye(4).double()
-    store = draft_laws(3, 1, 4, dtype=torch.float32, device=CPU)
+    probs_XV = torch.eye(4).double()
+    store = draft_probs(3, 1, 4, dtype=torch.float32, device=CPU)
     lanes_B, active_B = torch.tensor([1, 1, 2]), torch.tensor([True, False, False])
-    laws = PlainLaws(law_XV=law_XV)
-    put(store, lanes_B, laws, torch.tensor([[3], [0], [1]]), active_B=active_B)
+    probs = PlainProbs(probs_XV=probs_XV)
+    put(store, lanes_B, probs, torch.tensor([[3], [0], [1]]), active_B=active_B)
     ids = torch.arange(4)
     found = [
         draft_probability(store, torch.full((4,), lane), ids[:, None])[:, 0].tolist() for lane in range(3)
@@ -200,7 +200,7 @@ def test_the_published_rule_drafts_the_best_token() -> None:
     drafts_ZJ = torch.zeros(1, 1, dtype=torch.int64)
     verdict = verify(**arguments, drafts_ZJ=drafts_ZJ, uniforms_BJ=torch.rand(1, 1))
     emit_and_draft(
-        arguments["laws"],
+        arguments["probs"],
         arguments["store"],
         verdict,
         lanes_B=arguments["lanes_B"],
@@ -219,7 +219,7 @@ def test_uniform_numbers_are_those_of_the_core() -> None:
 
 def test_the_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
-    run_interpreted("interpreted_sampling.py")
+    run_interpreted("interpreted/sampling.py")
 
 
 class Recorder:
@@ -234,10 +234,11 @@ class Recorder:
 
 def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tuple[Any, tuple, dict]]:
     """Every launch of one step of Qwen3's size, on tensors that are never read."""
-    from idlm.kernels.sampling import kernel, kernel_laws, kernel_verify
+    from idlm.kernels.sampling import kernel, kernel_verify
+    from idlm.kernels.sampling import kernel_probs as kernel_probs
 
     launches: list[tuple[Any, tuple, dict]] = []
-    for module in (kernel, kernel_laws, kernel_verify):
+    for module in (kernel, kernel_probs, kernel_verify):
         for name in [name for name in dir(module) if name.endswith("_kernel")]:
             patch.setattr(module, name, Recorder(getattr(module, name), launches))
     patch.setattr(op, "has_kernels", lambda device: True)
@@ -247,12 +248,12 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
     logits_XV = torch.empty(7, QWEN3_VOCABULARY, dtype=dtype)
     settings = (floats, ints, floats, floats)
     uniforms_BD = uniforms(ints, ints, ints, 7, lanes_B=lanes_B, tuning=tuning)
-    judges = row_laws(
+    judges = row_probs(
         logits_XV, *settings, filters=False, lanes_B=lanes_B, tuning=tuning, forbidden_id=5, own=True
     )
     judged_draws(judges, uniforms_BD[0], floats, lanes_B=lanes_B)
-    laws = row_laws(logits_XV, *settings, filters=True, lanes_B=lanes_B, tuning=tuning)
-    store = draft_laws(2, 3, QWEN3_VOCABULARY, dtype=dtype, device=CPU)
+    probs = row_probs(logits_XV, *settings, filters=True, lanes_B=lanes_B, tuning=tuning)
+    store = draft_probs(2, 3, QWEN3_VOCABULARY, dtype=dtype, device=CPU)
     tables = LayoutTables(
         num_drafts_Y=ints,
         draft_rows_YAJ=torch.zeros(2, 4, 3, dtype=torch.int64),
@@ -261,7 +262,7 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
     drafts_ZJ = torch.zeros(2, 3, dtype=torch.int64)
     lane = {"lanes_B": lanes_B, "drafts_ZJ": drafts_ZJ, "layout_Z": ints}
     verdict = verify(
-        laws,
+        probs,
         store,
         tables,
         **lane,
@@ -270,10 +271,10 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
         tau_Z=floats,
         uniforms_BJ=uniforms_BD,
     )
-    emit_and_draft(laws, store, verdict, **lane, uniforms_BA=uniforms_BD[:, 3:])
-    put(store, lanes_B, laws, verdict.draft_rows_BJ, active_B=active_B)
-    draw(laws, lanes_B, uniforms_BD[:, 0])
-    lawless(laws, verdict.draft_rows_BJ)
+    emit_and_draft(probs, store, verdict, **lane, uniforms_BA=uniforms_BD[:, 3:])
+    put(store, lanes_B, probs, verdict.draft_rows_BJ, active_B=active_B)
+    draw(probs, lanes_B, uniforms_BD[:, 0])
+    nonfinite(probs, verdict.draft_rows_BJ)
     draft_probability(store, lanes_B, drafts_ZJ[:1])
     return launches
 

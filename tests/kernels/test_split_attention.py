@@ -1,6 +1,6 @@
 """Ranges against the dense mask, interpreted kernels against the definition, flex masks against eager ones.
 
-tests/gpu/test_split_attention_gpu.py runs the kernels themselves.
+tests/gpu/kernels/test_split_attention_gpu.py runs the kernels themselves.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from idlm.kernels.split_attention import split_attention
 from idlm.kernels.split_attention.reference import visible
 from idlm.kernels.split_attention.visibility import TILE_ROWS, from_tensors
 from idlm.masks import RowMeta, dense_mask
-from idlm.train.attention import choose_attention
-from idlm.train.flex_mask import flex_block_mask, flex_predicate
-from tests.kernels.split_attention_cases import inputs, random_case, ranges_of, row_meta
+from idlm.train.model.attention import choose_attention
+from idlm.train.model.flex_mask import flex_block_mask, flex_predicate
+from tests.kernels.cases.split_attention import inputs, random_case, ranges_of, row_meta
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(10)
@@ -109,7 +109,7 @@ def test_the_flex_mask_is_the_eager_one_block_for_block(seed: int, block_rows: i
 def interpreted() -> subprocess.CompletedProcess[str]:
     pytest.importorskip("triton")
     return subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted_split_attention", "3"],
+        [sys.executable, "-m", "tests.kernels.interpreted.split_attention", "3"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from idlm.kernels.step_rows import pack_rows_reference
+from tests.kernels.cases.step_rows import MASK_ID, Case
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.step_rows_cases import MASK_ID, Case
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -48,4 +48,4 @@ def test_a_commit_appends_and_counts() -> None:
 
 
 def test_the_interpreted_kernels_say_what_plain_torch_says() -> None:
-    run_interpreted("interpreted_step_rows.py")
+    run_interpreted("interpreted/step_rows.py")

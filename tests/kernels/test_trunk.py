@@ -1,5 +1,5 @@
 """The trunk's ops: the plain paths against the definitions, the interpreted kernels, the kernels compiled for
-sm_90, the choice of a linear. tests/gpu/test_trunk_gpu.py runs the kernels themselves.
+sm_90, the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels themselves.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from benchmarks.stock import rms_norm, rotate
-from idlm.kernels.hopper import rounds_as_written
+from benchmarks.kernels.stock import rms_norm, rotate
+from idlm.kernels.backend import rounds_as_written
 from idlm.kernels.linear import dequantised, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def test_the_interpreted_kernels_compute_the_definitions() -> None:
     """All checks of interpreted_trunk.py, in a process whose Triton is interpreted."""
-    run_interpreted("interpreted_trunk.py")
+    run_interpreted("interpreted/trunk.py")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_interpreted_kernels_compute_the_definitions() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_plain_paths_compute_the_definitions(op: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    from tests.kernels.trunk_cases import CHECKS, Draw
+    from tests.kernels.cases.trunk import CHECKS, Draw
 
     for seed in range(4):
         CHECKS[op](Draw(seed, "cpu", dtype, largest=100))

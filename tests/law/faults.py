@@ -24,13 +24,13 @@ from idlm.infer.decoders.base import Batch, plan_rows
 from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import Tree
-from idlm.infer.graphs import StaticStep
 from idlm.infer.request import Request
+from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.worker import Worker
 from idlm.infer.scheduler import Schedule, Scheduler, lane_of
-from idlm.infer.table import SequenceTable
-from idlm.infer.worker import Worker
+from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
-from idlm.kernels.sampling import Laws, Verdict
+from idlm.kernels.sampling import Probs, Verdict
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -69,11 +69,11 @@ def _part(patch: pytest.MonkeyPatch) -> None:
     """Have the decoder emit and draft by two ops that can be replaced, in place of the one that does both."""
 
     def emit_and_draft(
-        laws: Laws, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
+        probs: Probs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
     ) -> None:
         ops = vars(isd)
-        ops["emit"](laws, store, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BA[:, 0].contiguous())
-        ops["draw_drafts"](laws, verdict, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
+        ops["emit"](probs, store, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BA[:, 0].contiguous())
+        ops["draw_drafts"](probs, verdict, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
 
     patch.setattr(isd, "emit_and_draft", emit_and_draft)
     for name in ("emit", "draw_drafts"):
@@ -84,21 +84,21 @@ def _part(patch: pytest.MonkeyPatch) -> None:
 def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Table, logits and lanes of the pass, whenever laws are computed."""
     seen: dict[str, Any] = {}
-    original = SequenceTable.laws
+    original = SequenceState.probs
 
-    def laws(self: SequenceTable, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Laws:
+    def probs(self: SequenceState, logits_XV: Tensor, lanes_B: Tensor, filters: bool) -> Probs:
         seen.update(table=self, logits=logits_XV, lanes=lanes_B)
         return original(self, logits_XV, lanes_B, filters)
 
-    patch.setattr(SequenceTable, "laws", laws)
+    patch.setattr(SequenceState, "probs", probs)
     return seen
 
 
-def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Laws:
+def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Probs:
     """Laws of the pass with part of the request's settings, the temperature applied `power` times."""
-    table: SequenceTable = seen["table"]
+    table: SequenceState = seen["table"]
     temperature_Z = table.temperature_Z**power if tempered else torch.ones_like(table.temperature_Z)
-    return sampling.row_laws(
+    return sampling.row_probs(
         seen["logits"],
         temperature_Z,
         table.top_k_Z,
@@ -113,7 +113,7 @@ def _keep_as_q(patch: pytest.MonkeyPatch, **settings: Any) -> None:
     """Keep as q of new drafts what `_laws_of` makes of the rows that they were drawn from."""
     seen = _seen(patch)
 
-    def put(op: Any, store: Any, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
+    def put(op: Any, store: Any, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
         op(store, lanes_B, _laws_of(seen, **settings), rows_BJ, active_B=active_B)
 
     _replace(patch, "put", put)
@@ -144,8 +144,8 @@ def temperature_applied_twice_to_q(patch: pytest.MonkeyPatch) -> None:
 def truncation_missing_in_the_residual(patch: pytest.MonkeyPatch) -> None:
     seen = _seen(patch)
 
-    def emit(op: Any, laws: Laws, store: Any, verdict: Verdict, **columns: Tensor) -> None:
-        op(laws, store, verdict, **columns)
+    def emit(op: Any, probs: Probs, store: Any, verdict: Verdict, **columns: Tensor) -> None:
+        op(probs, store, verdict, **columns)
         truncated_BA = verdict.token_ids_BA.clone()
         op(_laws_of(seen), store, verdict, **columns)
         is_rejected_B1 = verdict.rejected_B[:, None] > 0
@@ -159,7 +159,7 @@ def truncation_only_on_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """The published engine: accepted drafts may lie outside the nucleus."""
     seen = _seen(patch)
     for name in ("verify", "draw_drafts"):
-        _replace(patch, name, lambda op, laws, *args, **kwargs: op(_laws_of(seen), *args, **kwargs))
+        _replace(patch, name, lambda op, probs, *args, **kwargs: op(_laws_of(seen), *args, **kwargs))
     _keep_as_q(patch)
 
 
@@ -185,25 +185,25 @@ def one_number_for_all_drafts(patch: pytest.MonkeyPatch) -> None:
 
 @fault("law", "branch")
 def one_stream_for_all_steps(patch: pytest.MonkeyPatch) -> None:
-    def frozen(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
+    def frozen(self: SequenceState, lanes_B: Tensor, num_draws: int) -> Tensor:
         return sampling.uniforms(self.seeds_Z[lanes_B], self.samples_Z[lanes_B], 0 * lanes_B, num_draws)
 
-    patch.setattr(SequenceTable, "uniforms", frozen)
+    patch.setattr(SequenceState, "uniforms", frozen)
 
 
 @fault("law")
 def one_stream_for_all_samples(patch: pytest.MonkeyPatch) -> None:
-    def shared(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
+    def shared(self: SequenceState, lanes_B: Tensor, num_draws: int) -> Tensor:
         return sampling.uniforms(self.seeds_Z[lanes_B], 0 * lanes_B, self.steps_Z[lanes_B], num_draws)
 
-    patch.setattr(SequenceTable, "uniforms", shared)
+    patch.setattr(SequenceState, "uniforms", shared)
 
 
 @fault("law")
 def residual_is_p(patch: pytest.MonkeyPatch) -> None:
-    def emit(op: Any, laws: Laws, store: Any, verdict: Verdict, **columns: Tensor) -> None:
+    def emit(op: Any, probs: Probs, store: Any, verdict: Verdict, **columns: Tensor) -> None:
         verdict.rejected_B.zero_()
-        op(laws, store, verdict, **columns)
+        op(probs, store, verdict, **columns)
 
     _replace(patch, "emit", emit)
 
@@ -213,39 +213,39 @@ def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
     """u * p < q; the same numbers are accepted as by u' * q < p with u' = u * p^2 / q^2."""
 
     def verify(
-        op: Any, laws: Laws, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
+        op: Any, probs: Probs, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
     ) -> Verdict:
         lanes_B, first_B, drafts_ZJ = (columns[name] for name in ("lanes_B", "first_rows_B", "drafts_ZJ"))
         num_rows = len(lanes_B) * (drafts_ZJ.shape[1] + 1)
         depth_J = torch.arange(drafts_ZJ.shape[1], device=lanes_B.device)
         ids_BJ, rows_BJ = drafts_ZJ[lanes_B], (first_B[:, None] + depth_J).clamp(max=num_rows - 1)
-        p_BJ = sampling.probability(laws, rows_BJ, ids_BJ)
+        p_BJ = sampling.probability(probs, rows_BJ, ids_BJ)
         q_BJ = sampling.draft_probability(store, lanes_B, ids_BJ).clamp(min=1e-300)
-        return op(laws, store, tables, uniforms_BJ=uniforms_BJ * (p_BJ / q_BJ) ** 2, **columns)
+        return op(probs, store, tables, uniforms_BJ=uniforms_BJ * (p_BJ / q_BJ) ** 2, **columns)
 
     _replace(patch, "verify", verify)
 
 
 @fault("law", "branch")
 def drafts_tested_with_another_branchs_q(patch: pytest.MonkeyPatch) -> None:
-    def put(op: Any, store: Any, lanes_B: Tensor, laws: Laws, rows_BJ: Tensor, *, active_B: Tensor) -> None:
+    def put(op: Any, store: Any, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
         others_BJ = torch.minimum(rows_BJ + rows_BJ.shape[1], rows_BJ.max())
         others_BJ = torch.where(rows_BJ < 0, rows_BJ, others_BJ)
-        op(store, lanes_B, laws, others_BJ, active_B=active_B)
+        op(store, lanes_B, probs, others_BJ, active_B=active_B)
 
     _replace(patch, "put", put)
 
 
 @fault("law", "branch")
 def temperature_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
-    original = SequenceTable.seat
+    original = SequenceState.admit
 
-    def seat(self: SequenceTable, lanes: list[int], *rest: Any, **steps: Any) -> None:
+    def admit(self: SequenceState, lanes: list[int], *rest: Any, **steps: Any) -> None:
         former = self.temperature_Z.clone()
         original(self, lanes, *rest, **steps)
         self.temperature_Z.copy_(former)
 
-    patch.setattr(SequenceTable, "seat", seat)
+    patch.setattr(SequenceState, "admit", admit)
 
 
 @fault("greedy")
@@ -258,10 +258,10 @@ def verify_row_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @fault("greedy", "tree")
 def bonus_token_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
-    def emit(op: Any, laws: Laws, store: Any, verdict: Verdict, **columns: Tensor) -> None:
+    def emit(op: Any, probs: Probs, store: Any, verdict: Verdict, **columns: Tensor) -> None:
         is_swept_B = (verdict.rejected_B == 0) & (verdict.accepted_B > 0)
         verdict.emit_rows_B.sub_(is_swept_B.long())
-        op(laws, store, verdict, **columns)
+        op(probs, store, verdict, **columns)
 
     _replace(patch, "emit", emit)
 
@@ -298,7 +298,7 @@ def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
     """The KV pointer moves past a rejected draft: one slot of the sequence holds what was never emitted."""
     original = IsdDecoder.plan
 
-    def plan(self: IsdDecoder, table: SequenceTable, batch: Batch) -> StepPlan:
+    def plan(self: IsdDecoder, table: SequenceState, batch: Batch) -> StepPlan:
         planned = original(self, table, batch)
         late_B = (table.num_computed_Z[planned.lanes_B] > 8) & (planned.num_feed_B == 1)
         late_R = late_B[planned.sequence_R].long()
@@ -323,37 +323,37 @@ def prompt_chunk_taken_for_a_decoding_step(patch: pytest.MonkeyPatch) -> None:
 
 @fault("repeat")
 def drafts_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(IsdDecoder, "seat", lambda self, *_: None)
+    patch.setattr(IsdDecoder, "admit", lambda self, *_: None)
 
 
 @fault("repeat", "branch")
 def random_steps_of_the_lanes_former_request(patch: pytest.MonkeyPatch) -> None:
-    original = SequenceTable.seat
+    original = SequenceState.admit
 
-    def seat(self: SequenceTable, lanes: list[int], *rest: Any, **steps: Any) -> None:
+    def admit(self: SequenceState, lanes: list[int], *rest: Any, **steps: Any) -> None:
         former = self.steps_Z.clone()
         original(self, lanes, *rest, **steps)
         self.steps_Z.copy_(former)
 
-    patch.setattr(SequenceTable, "seat", seat)
+    patch.setattr(SequenceState, "admit", admit)
 
 
 @fault("repeat", "tree")
 def random_numbers_by_lane(patch: pytest.MonkeyPatch) -> None:
-    def by_lane(self: SequenceTable, lanes_B: Tensor, num_draws: int) -> Tensor:
+    def by_lane(self: SequenceState, lanes_B: Tensor, num_draws: int) -> Tensor:
         return sampling.uniforms(lanes_B, self.samples_Z[lanes_B], self.steps_Z[lanes_B], num_draws)
 
-    patch.setattr(SequenceTable, "uniforms", by_lane)
+    patch.setattr(SequenceState, "uniforms", by_lane)
 
 
 def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[EngineParts, list[int]], None]) -> None:
-    original = Worker._seat
+    original = Worker._admit
 
-    def seat(self: Worker, schedule: Schedule) -> None:
+    def admit(self: Worker, schedule: Schedule) -> None:
         original(self, schedule)
         change(self.parts, [lane_of(request) for request in schedule.preempted])
 
-    patch.setattr(Worker, "_seat", seat)
+    patch.setattr(Worker, "_seat", admit)
 
 
 @fault("preempt")
@@ -383,7 +383,7 @@ def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
             request.num_computed = request.num_known - 1
         return has_pages
 
-    patch.setattr(Scheduler, "_sit", sit)
+    patch.setattr(Scheduler, "_allocate", sit)
 
 
 @fault("layout", "tree")

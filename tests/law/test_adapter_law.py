@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.law_harness import MASK_ID, NEUTRAL, NUM_TOKENS, PROMPT, build_engine, fits, misfits, sample
+from benchmarks.quality.law_harness import (
+    MASK_ID,
+    NEUTRAL,
+    NUM_TOKENS,
+    PROMPT,
+    build_engine,
+    fits,
+    misfits,
+    sample,
+)
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.models.dense import DenseTrunk
 from tests.adapters import write_adapter
@@ -32,7 +41,7 @@ def adapter(law_toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _check(law_toy: Path, adapter: Path, stride: int, strategy: str, num_draws: int) -> None:
-    engine = build_engine(adapter, "isd", stride=stride, on_rejection=strategy)
+    engine = build_engine(adapter, "isd", stride=stride, rejection_strategy=strategy)
     sampled = sample(engine, SETTINGS, num_draws)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.law_harness import (
+from benchmarks.quality.law_harness import (
     MASK_ID,
     NEUTRAL,
     PROMPT,
@@ -50,7 +50,7 @@ MIXED_SETTINGS = (
 
 
 def _check_isd(law_toy: Path, stride: int, strategy: str, num_draws: int) -> None:
-    engine = build_engine(law_toy, "isd", stride=stride, on_rejection=strategy)
+    engine = build_engine(law_toy, "isd", stride=stride, rejection_strategy=strategy)
     sampled = sample(engine, [(PROMPT, NEUTRAL)], num_draws)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
@@ -78,10 +78,10 @@ def test_going_from_picture_to_picture_keeps_the_law(law_toy: Path) -> None:
         newest = engine.table.tokens_ZL[:num_sequences].gather(
             1, (engine.table.num_known_Z[:num_sequences, None] - 1).clamp(min=0)
         )
-        used.add(number := (dice.randrange(100) + int(newest.sum())) % len(engine.decoder.pictures))
+        used.add(number := (dice.randrange(100) + int(newest.sum())) % len(engine.decoder.modes))
         return number
 
-    engine._pace.choose = choose
+    engine._stride_controller.choose = choose
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 2 * REDUCED)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
@@ -99,7 +99,7 @@ def test_ar_emits_the_ar_law(law_toy: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str) -> None:
     """Temperature, top-k and top-p differ between requests that share every forward pass."""
-    engine = build_engine(law_toy, "isd", stride=4, on_rejection=strategy)
+    engine = build_engine(law_toy, "isd", stride=4, rejection_strategy=strategy)
     sampled = sample(engine, [(MIXED_PROMPT, params) for params in MIXED_SETTINGS], MIXED, per_request=50)
     found = fits(law_toy, sampled)
     assert len(found) == 2 * len(MIXED_SETTINGS)
@@ -109,7 +109,7 @@ def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str)
 @pytest.mark.parametrize("stride", STRIDES)
 def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
     """Power: the argmax-draft rule fails the very check that the exact rule passes, by many decades."""
-    engine = build_engine(law_toy, "isd", stride=stride, on_rejection="cold", acceptance="published")
+    engine = build_engine(law_toy, "isd", stride=stride, rejection_strategy="cold", acceptance="published")
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)
     found = fits(law_toy, sampled)
     assert len(misfits(found, LEVEL)) == 2
@@ -119,7 +119,7 @@ def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
 
 
 def test_relaxed_acceptance_is_seen_and_labelled(law_toy: Path) -> None:
-    engine = build_engine(law_toy, "isd", stride=4, on_rejection="tree")
+    engine = build_engine(law_toy, "isd", stride=4, rejection_strategy="tree")
     relaxed = replace(NEUTRAL, tau=1.0)
     draws = sample(engine, [(PROMPT, relaxed)], 10_000).draws[PROMPT, relaxed]
     start, _ = exact_law(law_toy, PROMPT, NEUTRAL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.law_harness import NEUTRAL, PROMPT, Setting, build_engine, fits, misfits, sample
+from benchmarks.quality.law_harness import NEUTRAL, PROMPT, Setting, build_engine, fits, misfits, sample
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
 from tests.contracts.engines import (
@@ -45,7 +45,7 @@ def foreseeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _law_holds(law_toy: Path, strategy: str) -> bool:
-    engine = build_engine(law_toy, "isd", num_lanes=512, stride=STRIDE, on_rejection=strategy)
+    engine = build_engine(law_toy, "isd", num_lanes=512, stride=STRIDE, rejection_strategy=strategy)
     return not misfits(fits(law_toy, sample(engine, SETTINGS, DRAWS, per_request=50)), LEVEL)
 
 
@@ -55,7 +55,7 @@ def _greedy_agrees(foreseeing: Path, strategy: str) -> bool:
         prompts = prompts_of([21, 7, 14, 1, 28, 8, 3], vocab_size=vocab_size)
         expected = build_small_engine(checkpoint, "ar").generate(prompts, greedy(max_tokens=24))
         engine = build_small_engine(
-            checkpoint, "isd", stride=STRIDE, on_rejection=strategy, max_prompt_rows=6
+            checkpoint, "isd", stride=STRIDE, rejection_strategy=strategy, max_num_batched_tokens=6
         )
         if answers(engine.generate(prompts, greedy(max_tokens=24))) != answers(expected):
             return False
@@ -65,7 +65,7 @@ def _greedy_agrees(foreseeing: Path, strategy: str) -> bool:
 def _drawn(checkpoint: Path, strategy: str, rounds: int, **options: int) -> list[list[tuple[int, ...]]]:
     prompts = prompts_of([5, 1, 17, 8, 3, 12, 20, 2, 9, 6], vocab_size=CYCLE)
     params = [SamplingParams(max_tokens=20, seed=i) for i in range(len(prompts))]
-    engine = build_small_engine(checkpoint, "isd", stride=STRIDE, on_rejection=strategy, **options)
+    engine = build_small_engine(checkpoint, "isd", stride=STRIDE, rejection_strategy=strategy, **options)
     drawn = [[c.token_ids for c in engine.generate(prompts, params)] for _ in range(rounds)]
     assert ("num_pages" in options) == (engine.scheduler.num_preemptions > 0)
     return drawn

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.law_harness import NEUTRAL, build_engine, fits, misfits, sample
+from benchmarks.quality.law_harness import NEUTRAL, build_engine, fits, misfits, sample
 from idlm.infer.decoders.rejection import STRATEGIES
 
 LEVEL = 1e-6 / 16
@@ -23,7 +23,13 @@ DRAWS, MORE_DRAWS = 2_000, 20_000
 
 def _check(law_toy: Path, strategy: str, num_draws: int) -> None:
     engine = build_engine(
-        law_toy, "isd", stride=4, on_rejection=strategy, num_lanes=256, page_size=2, run_ahead=3
+        law_toy,
+        "isd",
+        stride=4,
+        rejection_strategy=strategy,
+        num_lanes=256,
+        page_size=2,
+        num_inflight_steps=3,
     )
     sampled = sample(engine, SETTINGS, num_draws, per_request=50)
     found = fits(law_toy, sampled)

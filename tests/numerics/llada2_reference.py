@@ -151,8 +151,8 @@ class Reference:
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
             scores_LL = q[:, head] @ k[:, kv_head].T / size**0.5
-            law_LL = scores_LL.masked_fill(~visible_LL, float("-inf")).softmax(dim=-1)
-            outputs.append(law_LL @ v[:, kv_head])
+            probs_LL = scores_LL.masked_fill(~visible_LL, float("-inf")).softmax(dim=-1)
+            outputs.append(probs_LL @ v[:, kv_head])
         return torch.cat(outputs, dim=1) @ self.tensors[f"{layer}.attention.dense.weight"].T
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 9, "seed": 2},
     {"temperature": 1.0, "seed": 3},
 ]
-ENGINES: list[dict[str, Any]] = [{"fused_commit": False}, {"graphs": "on", "run_ahead": 2}]
+ENGINES: list[dict[str, Any]] = [{"fused_commit": False}, {"graphs": "on", "num_inflight_steps": 2}]
 
 
 @pytest.fixture(scope="module")

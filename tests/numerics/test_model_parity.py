@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.infer.kv_cache import KVCache
 from idlm.infer.models.loader import LoadedModel, load_model
-from idlm.infer.runner import PagedKV
+from idlm.infer.runtime.model_runner import PagedKV
+from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from idlm.semantics import Semantics
 

@@ -27,10 +27,10 @@ from idlm.infer.decoders.rejection import STRATEGIES, layouts
 from idlm.infer.engine import Engine
 from idlm.lora import AdapterSpec, base_identity
 from idlm.semantics import Semantics
-from idlm.train.export import export_adapter
-from idlm.train.gated import add_adapter
-from idlm.train.layout import Sample
-from idlm.train.model import BodyAndHead
+from idlm.train.checkpoint.export import export_adapter
+from idlm.train.data.layout import Sample
+from idlm.train.model.body_and_head import BodyAndHead
+from idlm.train.model.gated_lora import add_adapter
 from tests.tiny_training import (
     FAMILIES,
     MASK,
@@ -46,7 +46,7 @@ STRIDES = (2, 3, 4)
 ADAPTER = AdapterSpec(rank=3, alpha=6.0)
 PROMPT = 5
 LENGTHS = (23, 16)
-MOST_WALKS = 30
+MAX_WALKS = 30
 DOCUMENTS = [random_sample(i, prompt=PROMPT, response=n - PROMPT).token_ids for i, n in enumerate(LENGTHS)]
 
 MaskKey = tuple[int, int, int]
@@ -121,7 +121,7 @@ class Replay:
             device="cpu",
             dtype="float32",
             stride=stride,
-            on_rejection=strategy,
+            rejection_strategy=strategy,
             max_num_seqs=len(DOCUMENTS),
             max_length=48,
             page_size=4,
@@ -132,21 +132,21 @@ class Replay:
         self.seen_clean: set[CleanKey] = set()
         self.used_layouts: set[int] = set()
 
-    def _seat(self) -> None:
+    def _admit(self) -> None:
         lanes = list(range(len(DOCUMENTS)))
         for lane in lanes:
             self.engine.pool.release(lane)
         for num_slots in (9, 30, 47):
             assert all(self.engine.pool.reserve(lane, num_slots) for lane in lanes)
         params = [SamplingParams(seed=0)] * len(lanes)
-        self.engine.table.seat(
+        self.engine.table.admit(
             lanes, [tokens.tolist() for tokens in DOCUMENTS], params, lanes, ends=[48] * len(lanes)
         )
-        self.engine.decoder.seat(lanes, [{}] * len(lanes))
+        self.engine.decoder.admit(lanes, [{}] * len(lanes))
 
     def run(self, walk: int) -> None:
         """Prompts in chunks, then any layout at any pass, with any number of its drafts accepted."""
-        self._seat()
+        self._admit()
         computed = [0] * len(DOCUMENTS)
         self._forward(computed, {0: 2}, samples=False)
         self._forward(computed, {0: 1, 1: 3}, samples=False)
@@ -170,7 +170,7 @@ class Replay:
         for lane, index in chosen.items():
             layout = self.layouts[index]
             first = computed[lane] + feed[lane]
-            decoder.stock_Z[lane] = index
+            decoder.draft_buffer_Z[lane] = index
             drafts_J = torch.from_numpy(DOCUMENTS[lane][first : first + layout.num_drafts])
             decoder.drafts_ZJ[lane, : layout.num_drafts] = drafts_J
 
@@ -266,7 +266,7 @@ def assert_the_same_rows(path: Path, strategy: str, stride: int, rows: Rows) -> 
     )
     seen = (replay.used_layouts, replay.seen_clean, replay.seen_masks)
     walk = 0
-    while seen != wanted and walk < MOST_WALKS:
+    while seen != wanted and walk < MAX_WALKS:
         replay.run(walk)
         walk += 1
     assert seen == wanted

@@ -32,7 +32,7 @@ def test_one_node_by_torchrun_which_waits_for_a_save(script: str) -> None:
     words = shlex.split(told)
     assert "torch.distributed.run --standalone --nproc-per-node 8 -m idlm.train.cli" in told
     assert words[-1].startswith("config=$("), "what is printed can be pasted"
-    assert told.count("idlm.train.freeze") == 1
+    assert told.count("idlm.train.config.freeze") == 1
     assert f"recipe={script.removesuffix('.sh')} model.path=/m data.path=/d\\ x.jsonl" in told
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.table import main as table_main
 from idlm import __version__
-from idlm.compose import compose, recipes
-from idlm.train.config import TrainConfig
+from idlm.config.compose import compose, recipes
+from idlm.train.config.schema import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

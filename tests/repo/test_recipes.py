@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from idlm.compose import compose
+from idlm.config.compose import compose
 from idlm.errors import UserError
-from idlm.train.config import TrainConfig, make_curriculum, settle_accumulation
-from idlm.train.config_check import check_config
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig, make_curriculum, settle_accumulation
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkabl
 
 import numpy as np
 
-from idlm.detokenizer import answer_text
 from idlm.errors import UserError
 from idlm.registry import Registry
-from idlm.tokens import Message, encode_messages, encode_prompt, num_token_ids, render_conversation
-from idlm.train.layout import Sample
+from idlm.text.detokenizer import answer_text
+from idlm.text.tokenizer import Message, encode_messages, encode_prompt, num_token_ids, render_conversation
+from idlm.train.data.layout import Sample
 
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig

@@ -20,8 +20,8 @@ import numpy as np
 
 from idlm.checkpoint import MANIFEST, read_json
 from idlm.errors import UserError
-from idlm.train.layout import Sample
-from idlm.train.liveness import note_progress
+from idlm.train.data.layout import Sample
+from idlm.train.loop.liveness import note_progress
 
 FORMAT = "idlm-data-2"
 HEADER = "data.json"

@@ -18,17 +18,17 @@ import numpy as np
 from idlm.errors import UserError
 from idlm.train.data.base import Source
 from idlm.train.data.cache import CachedSource
-from idlm.train.file_rows import measure
+from idlm.train.data.finite_source import measure
 
 if TYPE_CHECKING:
-    from idlm.train.config import TrainConfig
-    from idlm.train.dataset import PackedDataset
-    from idlm.train.layout import Sample
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.data.dataset import PackedDataset
+    from idlm.train.data.layout import Sample
 
 NUM_SEEN = 64
 """Samples of an endless source that are looked at."""
-LEAST_SUPERVISED = 0.02
-MOST_LOST = 0.05
+MIN_SUPERVISED = 0.02
+MAX_LOST = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +209,8 @@ def _warnings(report: DataReport, tokenizer: Any, open_ends: Mapping[int, tuple[
         )
     if report.uses_template and report.thinking == "off" and "enable_thinking" not in tokenizer.chat_template:
         yield "data.thinking=off renders like strip: this chat template has no enable_thinking"
-    if report.supervised_share < LEAST_SUPERVISED:
+    if report.supervised_share < MIN_SUPERVISED:
         yield f"only {report.supervised_share:.1%} of the tokens are supervised"
     lost = (report.num_dropped + report.num_truncated) / max(1, report.num_seen)
-    if lost > MOST_LOST:
+    if lost > MAX_LOST:
         yield f"{lost:.1%} of the samples are dropped or truncated: raise train.max_length"

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from idlm.checkpoint import read_json
-from idlm.disk import replace_text
 from idlm.errors import UserError
+from idlm.files.disk import replace_text
 from idlm.log import rank
 from idlm.train.data.base import SOURCES, Encoder, Source
 from idlm.train.data.cache import CachedSource
-from idlm.train.distributed import gather_objects, highest, is_distributed
-from idlm.train.liveness import note_progress, progress_count
+from idlm.train.distributed.collectives import gather_objects, highest, is_distributed
+from idlm.train.loop.liveness import note_progress, progress_count
 
 if TYPE_CHECKING:
-    from idlm.train.config import TrainConfig
+    from idlm.train.config.schema import TrainConfig
 
 CACHE_FOLDER = "data_cache"
 DATA_FILE = "data.json"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from idlm.semantics import Semantics
-from idlm.train.curriculum import Stage
-from idlm.train.layout import Sample, SampleRows, clean_rows, no_rows
-from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, OneTerm, Terms, one_term
+from idlm.train.data.layout import Sample, SampleRows, clean_rows, no_rows
+from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, OneTerm, Terms, one_term
+from idlm.train.objectives.curriculum import Stage
 
 
 @OBJECTIVES.register("ar")
@@ -30,7 +30,7 @@ class Autoregressive(OneTerm):
     term_names: tuple[str, ...] = ("clean",)
 
     @classmethod
-    def create(cls, given: Given) -> Autoregressive:
+    def create(cls, given: ObjectiveArgs) -> Autoregressive:
         return cls(mask_token_id=given.mask_token_id, mask_region=given.mask_region)
 
     def default_row_length(self, max_length: int) -> int:

@@ -19,8 +19,8 @@ from torch import Tensor
 from idlm.kernels.linear_cross_entropy import linear_cross_entropy, linear_overlap, token_nll
 from idlm.registry import Registry
 from idlm.semantics import Semantics
-from idlm.train.curriculum import Stage
-from idlm.train.layout import Sample, SampleRows
+from idlm.train.data.layout import Sample, SampleRows
+from idlm.train.objectives.curriculum import Stage
 
 Batch = dict[str, Tensor]
 
@@ -71,7 +71,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ObjectiveArgs:
     """What a run gives its objective. `mask_token_id`: None where no masks are placed; `max_stride`: of all
     stages; `stop_token_ids`: tokens that end an answer.
     """
@@ -179,7 +179,7 @@ class ObjectiveFactory(Protocol):
         loss to weigh nor a gated adapter, whose clean rows stay those of the base.
         """
 
-    def create(self, given: Given) -> Objective:
+    def create(self, given: ObjectiveArgs) -> Objective:
         """The objective of a run."""
 
 

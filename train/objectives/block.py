@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from idlm.semantics import Semantics
-from idlm.train.curriculum import Stage
-from idlm.train.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, OneTerm, Terms, one_term
+from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows, target_flags
+from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, OneTerm, Terms, one_term
+from idlm.train.objectives.curriculum import Stage
 
 LOWEST_RATE = CERTAIN // 1000
 """Rates are uniform above it: 1/p stays finite."""
@@ -43,7 +43,7 @@ class BlockDiffusion(OneTerm):
     term_names: tuple[str, ...] = ("mask",)
 
     @classmethod
-    def create(cls, given: Given) -> BlockDiffusion:
+    def create(cls, given: ObjectiveArgs) -> BlockDiffusion:
         assert given.mask_token_id is not None
         return cls(
             mask_token_id=given.mask_token_id,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from idlm.semantics import Semantics
-from idlm.train.curriculum import Stage
-from idlm.train.layout import Sample, SampleRows, clean_rows, noisy_rows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Given, Head, Overlap, Terms
+from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, target_flags
+from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, Overlap, Terms
+from idlm.train.objectives.curriculum import Stage
 
 SMALLEST_LOSS = 1e-8
 """Floor of L_clean in the ratio s: a perfectly learnt clean path must not make s infinite."""
@@ -37,7 +37,7 @@ class IntrospectiveConsistency:
     term_names: tuple[str, ...] = ("mask", "clean")
 
     @classmethod
-    def create(cls, given: Given) -> IntrospectiveConsistency:
+    def create(cls, given: ObjectiveArgs) -> IntrospectiveConsistency:
         return cls(mask_token_id=given.mask_token_id, mask_region=given.mask_region)
 
     def default_row_length(self, max_length: int) -> int:

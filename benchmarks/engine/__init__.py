@@ -1,0 +1,1 @@
+"""Speed of the engine: decoding, block diffusion, soak, tensor parallelism."""

@@ -1,0 +1,125 @@
+"""What the host costs a steady run: how long the GPU idles, how many passes run for each wait of the host.
+
+Idle: two one-thread kernels per pass, in its graph, note the GPU's own clock at its first and behind its last
+kernel; what lies between the passes is idle. Waiting: torch's report of synchronising calls, and every time
+that the host had to wait for results while no further pass was queued behind them.
+Shapes: S passes.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.engine.decoding.harness import Seats
+from benchmarks.engine.decoding.replay import replaying
+from idlm.infer.decoders.base import Batch
+from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.inflight import Emission, InflightStep
+from idlm.infer.runtime.step import Step, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """`idle_share` of the time from the first pass to the end of the last; `num_waits` in `num_passes`."""
+
+    idle_share: float
+    num_waits: int
+    num_passes: int
+
+    @property
+    def passes_per_wait(self) -> float:
+        """At least: a run without any wait counts as one."""
+        return self.num_passes / max(1, self.num_waits)
+
+
+class _Stamped:
+    """A `Step` that notes when the device begins it and is through with it."""
+
+    def __init__(self, step: Step, capacity: int) -> None:
+        self.step = step
+        self.decoder, self.table, self.runner = step.decoder, step.table, step.runner
+        device = step.table.device
+        self.times_S2 = torch.zeros(capacity, 2, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def __call__(self, batch: Batch) -> StepResult:
+        self._stamp(is_end=False)
+        result = self.step(batch)
+        self._stamp(is_end=True)
+        return result
+
+    def _stamp(self, *, is_end: bool) -> None:
+        if self.count.is_cuda:
+            from benchmarks.engine.decoding import kernels as decode_kernels
+
+            decode_kernels.stamp(self.times_S2, self.count, is_end=is_end)
+            return
+        self.times_S2[int(self.count) % len(self.times_S2), int(is_end)] = time.perf_counter_ns()
+        self.count += int(is_end)
+
+
+def host_cost(seats: Seats, num_passes: int) -> HostCost:
+    """Run `num_passes` in steady decoding (the load must leave room for them) and look at the clocks."""
+    step = seats.engine._step
+    assert isinstance(step, StaticStep), f"{type(step)=}"
+    stamped = _Stamped(step._step, 4 * num_passes)
+    step._step = stamped  # type: ignore[assignment]
+    with seats._toggles(), replaying(seats.replay), _Waits(seats) as waits:
+        seats.sit()
+        seats.run_tokens(seats.warm_up_tokens)
+        seats.drain()
+        stamped.count.zero_()
+        waits.begin()
+        seats.run_passes(num_passes)
+        num_waits = waits.end()
+        seats.drain()
+        num_seen = int(stamped.count)
+        seats.leave()
+    begins, ends = stamped.times_S2[:num_seen].T.tolist()
+    busy = sum(ends) - sum(begins)
+    return HostCost(idle_share=1 - busy / (ends[-1] - begins[0]), num_waits=num_waits, num_passes=num_passes)
+
+
+class _Waits:
+    """Counts waits of the host between `begin` and `end`."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._engine, self._count, self._original = seats.engine, 0, InflightStep.emissions
+        self._warnings: Any = None
+        self._has_gpu = seats.engine.table.device.type == "cuda"
+
+    def __enter__(self) -> _Waits:
+        original, engine = self._original, self._engine
+
+        def emissions(inflight_step: InflightStep) -> list[Emission]:
+            event = inflight_step._event
+            self._count += not engine._inflight and event is not None and not event.query()
+            return original(inflight_step)
+
+        InflightStep.emissions = emissions  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        InflightStep.emissions = self._original  # type: ignore[method-assign]
+        self._mode("default")
+
+    def _mode(self, mode: str) -> None:
+        if self._has_gpu:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def begin(self) -> None:
+        self._count = 0
+        self._warnings = warnings.catch_warnings(record=True)
+        self._caught = self._warnings.__enter__()
+        warnings.simplefilter("always")
+        self._mode("warn")
+
+    def end(self) -> int:
+        self._mode("default")
+        self._warnings.__exit__(None, None, None)
+        return self._count + sum("synchroniz" in str(found.message) for found in self._caught)

@@ -1,0 +1,118 @@
+"""Two small kernels of the decode benchmark: the trace's verdict over the real one, and the GPU's clock.
+
+Shapes: Z lanes, B sequences, J drafts, S tests of the trace.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from idlm.kernels.sampling import LayoutTables, Verdict
+
+if TYPE_CHECKING:
+    from benchmarks.engine.decoding.replay import Replay
+
+
+@triton.jit
+def overwrite_kernel(
+    p_accepted,
+    p_filled,
+    p_tests,
+    p_lanes,
+    p_first,
+    p_active,
+    p_drafts,
+    p_layout,
+    p_num_drafts,
+    p_draft_rows,
+    p_next_layouts,
+    p_verdict,
+    p_tokens,
+    p_rows,
+    num_accepted,
+    num_filled,
+    num_sequences,
+    num_masks,
+    MASKS: tl.constexpr,
+):
+    """One active sequence; an inactive one has the real verdict already."""
+    i_sequence = tl.program_id(0).to(tl.int64)
+    if tl.load(p_active + i_sequence).to(tl.int32) != 0:
+        lane = tl.load(p_lanes + i_sequence).to(tl.int64)
+        first = tl.load(p_first + i_sequence).to(tl.int64)
+        layout = tl.load(p_layout + lane).to(tl.int64)
+        num_drafts = tl.load(p_num_drafts + layout).to(tl.int64)
+        place = tl.load(p_tests + lane)
+        if layout > num_masks:
+            traced = tl.load(p_filled + place % num_filled)
+        else:
+            traced = tl.load(p_accepted + place % num_accepted)
+        tl.store(p_tests + lane, place + (num_drafts > 0).to(tl.int64))
+        accepted = tl.minimum(traced, num_drafts)
+        rejected = (accepted < num_drafts).to(tl.int64)
+        p_out = p_verdict + i_sequence
+        case = layout * (num_masks + 1) + accepted
+        tl.store(p_out, accepted)
+        tl.store(p_out + num_sequences, accepted + rejected)
+        tl.store(p_out + num_sequences * 2, accepted + 1)
+        tl.store(p_out + num_sequences * 3, first + accepted)
+        tl.store(p_out + num_sequences * 4, rejected)
+        tl.store(p_out + num_sequences * 5, tl.load(p_next_layouts + case))
+        o_mask = tl.arange(0, MASKS)
+        m_mask = o_mask < num_masks
+        b_next = tl.load(p_draft_rows + case * num_masks + o_mask, mask=m_mask, other=-1)
+        b_row = tl.where(b_next >= 0, first + b_next, -1)
+        tl.store(p_rows + i_sequence * num_masks + o_mask, b_row, mask=m_mask)
+        b_id = tl.load(p_drafts + lane * num_masks + o_mask, mask=m_mask & (o_mask < accepted), other=0)
+        tl.store(p_tokens + i_sequence * (num_masks + 1) + o_mask, b_id, mask=m_mask)
+
+
+def overwrite(
+    replay: Replay,
+    verdict: Verdict,
+    tables: LayoutTables,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, layout_Z."""
+    num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
+    overwrite_kernel[(num_sequences,)](
+        replay.accepted_S,
+        replay.filled_S,
+        replay.num_tests_Z,
+        *columns,
+        tables.num_drafts_Y,
+        tables.draft_rows_YAJ,
+        tables.next_layouts_YA,
+        verdict.values_FB,
+        verdict.token_ids_BA,
+        verdict.draft_rows_BJ,
+        len(replay.accepted_S),
+        len(replay.filled_S),
+        num_sequences,
+        num_masks,
+        MASKS=triton.next_power_of_2(max(1, num_masks)),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def stamp_kernel(p_times, p_count, capacity, IS_END: tl.constexpr):
+    """The GPU's clock (ns) into the column of the pass; the end of a pass moves on to the next."""
+    now = tl.extra.cuda.globaltimer()
+    count = tl.load(p_count)
+    tl.store(p_times + 2 * (count % capacity) + IS_END, now)
+    if IS_END:
+        tl.store(p_count, count + 1)
+
+
+def stamp(times_S2: Tensor, count: Tensor, *, is_end: bool) -> None:
+    """Note the time in `times_S2` (int64) at pass `count` (int64, one element), when the GPU gets here."""
+    assert times_S2.dtype == count.dtype == torch.int64, f"{times_S2.dtype=} {count.dtype=}"
+    stamp_kernel[(1,)](times_S2, count, len(times_S2), IS_END=int(is_end), num_warps=1)

@@ -1,0 +1,46 @@
+"""Where the time of a decoding pass goes: kernels by name and by kind, of AR, ISD and R-ISD.
+
+    python -m benchmarks.decode parts=profile concurrency=1,64 contexts=1024 strides=4      (not recorded)
+
+Times are the kernels' own: where one is launched before the other has ended, they overlap and add up to more
+than the pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from benchmarks.engine.decoding.harness import Arm, Seats, adapted
+from benchmarks.engine.decoding.replay import replaying
+from benchmarks.kernels.kernel_profile import KernelTime, kernel_times, lines_of
+
+if TYPE_CHECKING:
+    from benchmarks.engine.decoding.arms import Bench
+
+MAX_PASSES = 20
+"""More say nothing new; a profiler keeps every kernel of each."""
+
+
+def print_profiles(bench: Bench, arms: list[Arm], *, adapter_rank: int) -> None:
+    """Of every arm, and of the last one with a gated adapter too, at every concurrency and context."""
+    cases = [(arm, None) for arm in arms] + [(replace(arms[-1], name=f"gated {arms[-1].name}"), adapter_rank)]
+    for context in bench.contexts:
+        for concurrency in bench.concurrency:
+            for arm, rank in cases:
+                with contextlib.nullcontext() if rank is None else adapted(bench.model, rank):
+                    times = _profiled(bench, arm, concurrency, context)
+                print(f"{arm.name} C={concurrency} {context}", *lines_of(times, {}), sep="\n", flush=True)
+
+
+def _profiled(bench: Bench, arm: Arm, concurrency: int, context: int) -> list[KernelTime]:
+    """Of passes in steady decoding. The engine is gone when this returns."""
+    seats = Seats(bench.model, arm, bench.load(concurrency, context), bench.trace(arm))
+    with seats._toggles(), replaying(seats.replay):
+        seats.sit()
+        seats.run_tokens(seats.warm_up_tokens)
+        seats.drain()
+        times = kernel_times(seats, min(MAX_PASSES, bench.num_passes))
+        seats.leave()
+    return times

@@ -1,0 +1,108 @@
+"""Replays a trace of acceptances in the engine's own step, on the device, without a host synchronisation.
+
+Random weights accept nothing, so while `replaying` every verdict on drafts is overwritten with the trace's,
+behind the real test. Everything else runs as it is: laws, test, residual, draws, commit. The overwriting
+costs one small launch per step, which counts against us.
+Shapes: Z lanes, B sequences, J drafts, A = J + 1, S tests of the trace, Y layouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine.decoding.trace import Trace
+from idlm.infer.decoders import isd
+from idlm.kernels.sampling import LayoutTables, Verdict
+
+STEP_BETWEEN_LANES = 617
+"""Lanes begin at different places of the trace, so that they are not in step with each other."""
+
+
+class Replay:
+    """A trace on a device, and how far each lane has come in it."""
+
+    def __init__(self, trace: Trace, num_lanes: int, device: torch.device) -> None:
+        def ints(values: tuple[int, ...]) -> Tensor:
+            return torch.tensor(values or (0,), dtype=torch.int64, device=device)
+
+        self.accepted_S, self.filled_S = ints(trace.accepted), ints(trace.filled)
+        self.num_tests_Z = STEP_BETWEEN_LANES * torch.arange(num_lanes, dtype=torch.int64, device=device)
+
+    def overwrite(
+        self,
+        verdict: Verdict,
+        tables: LayoutTables,
+        *,
+        lanes_B: Tensor,
+        first_rows_B: Tensor,
+        active_B: Tensor,
+        drafts_ZJ: Tensor,
+        layout_Z: Tensor,
+        **unused: Tensor,
+    ) -> None:
+        """Put the trace's next outcome in place of each active sequence's, where there are drafts."""
+        columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, layout_Z)
+        if lanes_B.is_cuda:
+            from benchmarks.engine.decoding import kernels as decode_kernels
+
+            decode_kernels.overwrite(self, verdict, tables, columns)
+        else:
+            self._overwrite_plainly(verdict, tables, columns)
+
+    def _overwrite_plainly(
+        self, verdict: Verdict, tables: LayoutTables, columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    ) -> None:
+        lanes_B, first_B, active_B, drafts_ZJ, layout_Z = columns
+        num_masks = drafts_ZJ.shape[1]
+        layout_B = layout_Z[lanes_B]
+        num_drafts_B = torch.where(active_B, tables.num_drafts_Y[layout_B], 0)
+        place_B = self.num_tests_Z[lanes_B]
+        traced_B = torch.where(
+            layout_B > num_masks,
+            self.filled_S[place_B % len(self.filled_S)],
+            self.accepted_S[place_B % len(self.accepted_S)],
+        )
+        accepted_B = torch.minimum(traced_B, num_drafts_B)
+        rejected_B = (accepted_B < num_drafts_B).long()
+        active = active_B.long()
+        self.num_tests_Z[lanes_B] += (num_drafts_B > 0).long()
+        values = (
+            accepted_B,
+            accepted_B + rejected_B,
+            accepted_B + active,
+            torch.where(active_B, first_B + accepted_B, -1),
+            rejected_B,
+            tables.next_layouts_YA[layout_B, accepted_B] * active,
+        )
+        verdict.values_FB.copy_(torch.stack(values))
+        depth_J = torch.arange(num_masks, device=lanes_B.device)
+        ids_BJ = torch.where(depth_J < accepted_B[:, None], drafts_ZJ[lanes_B], 0)
+        verdict.token_ids_BA[:, :num_masks] = ids_BJ
+        rows_BJ = tables.draft_rows_YAJ[layout_B, accepted_B]
+        is_row_BJ = (rows_BJ >= 0) & active_B[:, None]
+        verdict.draft_rows_BJ.copy_(torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1))
+
+
+@contextlib.contextmanager
+def replaying(replay: Replay | None) -> Iterator[None]:
+    """Have every test of drafts in this process end as `replay` says (None: as it does)."""
+    if replay is None:
+        yield
+        return
+    original = isd.verify
+
+    def verify(probs: Any, store: Any, tables: LayoutTables, **columns: Tensor) -> Verdict:
+        verdict = original(probs, store, tables, **columns)
+        replay.overwrite(verdict, tables, **columns)
+        return verdict
+
+    isd.verify = verify
+    try:
+        yield
+    finally:
+        isd.verify = original

@@ -1,0 +1,304 @@
+"""Thousands of requests through a pool too small for them, a third of them aborted; and memory that runs out.
+
+    python -m benchmarks.soak [requests=20000] [device=cuda] [shortages=100] [lanes=64] [num_inflight_steps=4]
+                              [graphs=on] [record=true]
+
+A tiny model of random weights, acceptance replayed, passes ahead, prefix cache, preemption. The books are
+checked every few passes and at the end: pages that nobody holds and that are not free are leaked.
+`shortages`: the n-th allocation on the device fails, n = 1, 2, .., which must cost nobody his answer; and
+then the next pass's first one too: one request must fail with a clear error, all others finish. An allocation
+is an operation of torch that returns new memory, counted by a dispatch mode; what Triton's kernels write was
+allocated by such operations.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.engine.decoding.harness import random_model
+from benchmarks.engine.decoding.replay import Replay, replaying
+from benchmarks.engine.decoding.trace import trace_of
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from idlm.cli import command
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer import build as parts_builder
+from idlm.infer.build import EngineSettings
+from idlm.infer.decoders.base import DECODERS
+from idlm.infer.engine import Engine
+
+STRIDE = 4
+MAX_LENGTH, PAGE_SIZE = 192, 8
+LONGEST_PROMPT, LONGEST_ANSWER = 100, 80
+SHARE_OF_PAGES = 0.15
+"""Of what full lanes would need."""
+MARKED_SHARE = 0.33
+"""Marked for an abort; some of them finish first, so that 30 % are aborted."""
+PASSES_BETWEEN_CHECKS = 50
+SHORT_LOAD = 6
+MAX_PASSES = 20_000
+DEFAULTS = {
+    "requests": "20000",
+    "device": "cuda",
+    "shortages": "100",
+    "lanes": "64",
+    "num_inflight_steps": "4",
+    "graphs": "on",
+    "record": "true",
+    "results": str(RESULTS),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Soaked:
+    """What became of the requests."""
+
+    num_requests: int = 0
+    num_done: int = 0
+    num_aborted: int = 0
+    num_tokens: int = 0
+    num_checks: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def count(self, completion: Completion) -> None:
+        """Book a completion."""
+        self.num_done += 1
+        self.num_tokens += len(completion.token_ids)
+        reason = completion.finish_reason
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Soak, then run out of memory; the status is 1 when a page leaks or the engine dies."""
+    options = parse_options(arguments, DEFAULTS)
+    device = options["device"]
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(
+            "IDLM-0543", "no CUDA device", fix="run benchmarks.engine.soak on a GPU, or give device=cpu"
+        )
+    rows = _soak_rows(options)
+    if int(options["shortages"]):
+        rows += _shortage_rows(options)
+    if options["record"] == "true":
+        append_rows("soak", rows, results=Path(options["results"]))
+    return int(any(row["gate_passed"] is False for row in rows))
+
+
+def make_engine(
+    options: dict[str, str], *, share_of_pages: float, adaptive: bool = True
+) -> tuple[Engine, Replay]:
+    """An engine with `share_of_pages` of the pages that full lanes need, and the acceptance it is told."""
+    device, lanes = options["device"], int(options["lanes"])
+    model = random_model("tiny", device=device, dtype=torch.float32)
+    chosen = DECODERS.get("isd")
+    decoder = chosen(
+        chosen.Config(stride=STRIDE, rejection_strategy="branch", adaptive=adaptive), model.semantics
+    )
+    needed = -(-(MAX_LENGTH - 1 + max(decoder.widths)) // PAGE_SIZE)
+    settings = EngineSettings(
+        device=device,
+        max_num_seqs=lanes,
+        max_length=MAX_LENGTH,
+        max_num_batched_tokens=256,
+        page_size=PAGE_SIZE,
+        num_pages=max(needed, int(share_of_pages * needed * lanes)),
+        num_inflight_steps=int(options["num_inflight_steps"]),
+        graphs="on" if options["graphs"] == "on" else "off",
+    )
+    engine = Engine(parts_builder._assemble(settings, model, None, decoder, ()))
+    return engine, Replay(trace_of("p0.90", STRIDE), lanes + 1, engine.table.device)
+
+
+class Arrivals:
+    """Random requests, most of which begin like others."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self._vocab_size = vocab_size
+        self._beginnings = [self._tokens(length) for length in (0, 9, 24, 40, 70)]
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self.dice.randrange(self._vocab_size - 1) for _ in range(length)]
+
+    def prompt(self) -> list[int]:
+        """1 to `LONGEST_PROMPT` tokens."""
+        start = self.dice.choice(self._beginnings)
+        return start + self._tokens(self.dice.randint(1, LONGEST_PROMPT - len(start)))
+
+    def params(self) -> SamplingParams:
+        """Any setting."""
+        dice = self.dice
+        return SamplingParams(
+            max_tokens=dice.randint(1, LONGEST_ANSWER),
+            temperature=dice.choice((0.0, 0.7, 1.0, 1.3)),
+            top_k=dice.choice((0, 0, 20)),
+            top_p=dice.choice((1.0, 0.9)),
+            seed=dice.randrange(2**62),
+            stop_token_ids=dice.choice(((), (), (2,))),
+        )
+
+
+def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
+    """All requests, a few more than lanes at a time, some aborted in the queue or after a few passes."""
+    soaked, waiting_for_abort = Soaked(num_requests=num_requests), dict[str, int]()
+    num_open = num_passes = num_added = 0
+    most_open = 2 * engine.settings.max_num_seqs
+    while num_added < num_requests or engine.has_work:
+        while num_added < num_requests and num_open < most_open:
+            request_id = f"q{num_added}"
+            engine.add_request(request_id, arrivals.prompt(), arrivals.params())
+            num_added, num_open = num_added + 1, num_open + 1
+            if arrivals.dice.random() < MARKED_SHARE:
+                waiting_for_abort[request_id] = num_passes + arrivals.dice.choice((0, 1, 2, 3, 6, 12, 25))
+        for request_id in [name for name, when in waiting_for_abort.items() if when <= num_passes]:
+            del waiting_for_abort[request_id]
+            for completion in engine.abort(request_id):
+                soaked.count(completion)
+                soaked.num_aborted += 1
+                num_open -= 1
+        for event in engine.step():
+            if event.completion is not None:
+                soaked.count(event.completion)
+                waiting_for_abort.pop(event.request_id, None)
+                num_open -= 1
+        num_passes += 1
+        if num_passes % PASSES_BETWEEN_CHECKS == 0:
+            engine.pool.check()
+            soaked.num_checks += 1
+    engine.pool.check()
+    return soaked
+
+
+def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
+    engine, replay = make_engine(options, share_of_pages=SHARE_OF_PAGES)
+    arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=0)
+    begun = time.perf_counter()
+    with replaying(replay):
+        soaked = soak(engine, arrivals, int(options["requests"]))
+    seconds = time.perf_counter() - begun
+    leaked = engine.pool.num_pages - engine.pool.num_free
+    gate = soaked.num_done == soaked.num_requests and leaked == 0
+    print(
+        f"{soaked.num_done} of {soaked.num_requests} requests ended ({soaked.reasons}), "
+        f"{soaked.num_aborted / soaked.num_requests:.1%} aborted, {engine.scheduler.num_preemptions} "
+        f"preemptions, {soaked.num_tokens} tokens, books checked {soaked.num_checks} times, {leaked} pages "
+        f"leaked, {seconds:.0f} s",
+        flush=True,
+    )
+    case = {"lanes": int(options["lanes"]), "pages": engine.pool.num_pages, "graphs": options["graphs"]}
+    measured: tuple[tuple[str, float, str], ...] = (
+        ("requests", soaked.num_done, ""),
+        ("leaked_pages", leaked, ""),
+        ("aborted_share", soaked.num_aborted / soaked.num_requests, "share"),
+        ("preemptions", engine.scheduler.num_preemptions, ""),
+    )
+    return [
+        result_row("soak", case, metric, value, unit, gate_passed=gate) for metric, value, unit in measured
+    ]
+
+
+class Shortage(TorchDispatchMode):
+    """The allocations with these numbers (from 1) fail on `device_type`; may be entered anew."""
+
+    def __init__(self, device_type: str, fails_at: Collection[int]) -> None:
+        super().__init__()
+        self.device_type, self.fails_at = device_type, fails_at
+        self.num_seen = self.num_failed = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of them have failed."""
+        return self.num_failed == len(self.fails_at)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_new = all(one.alias_info is None for one in func._schema.returns)
+        if is_new and isinstance(result, Tensor) and result.device.type == self.device_type:
+            self.num_seen += 1
+            if self.num_seen in self.fails_at:
+                self.num_failed += 1
+                raise torch.OutOfMemoryError(f"allocation {self.num_seen} fails, as it was told to")
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """What a shortage did: exceptions that reached the caller, requests that failed, and whether all others
+    ended and every page came back.
+    """
+
+    num_raised: int
+    num_failed: int
+    is_alive: bool
+
+
+def survive(make: Callable[[], tuple[Engine, Replay]], number: int, *, twice: bool) -> Survival:
+    """The `number`-th allocation of a fresh engine's decoding fails, and the one after it, if `twice`."""
+    engine, replay = make()
+    arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=number)
+    num_raised, ended = 0, list[Completion]()
+    with replaying(replay):
+        for k in range(SHORT_LOAD):
+            engine.add_request(f"q{k}", arrivals.prompt(), arrivals.params())
+        with Shortage(engine.table.device.type, {number, number + 1} if twice else {number}):
+            for _ in range(MAX_PASSES):
+                if not engine.has_work:
+                    break
+                try:
+                    events = engine.step()
+                except torch.OutOfMemoryError:
+                    num_raised += 1
+                    continue
+                ended += [event.completion for event in events if event.completion is not None]
+    engine.pool.check()
+    is_alive = len(ended) == SHORT_LOAD and engine.pool.num_free == engine.pool.num_pages
+    num_failed = sum(completion.finish_reason == "error" for completion in ended)
+    return Survival(num_raised=num_raised, num_failed=num_failed, is_alive=is_alive)
+
+
+def _shortage_rows(options: dict[str, str]) -> list[dict[str, Any]]:
+    """One failing allocation costs nobody his answer; two in a row cost one request."""
+    small = {**options, "lanes": "4"}
+
+    def make() -> tuple[Engine, Replay]:
+        return make_engine(small, share_of_pages=1.0, adaptive=False)
+
+    rows = []
+    for twice in (False, True):
+        numbers = range(1, int(options["shortages"]) + 1)
+        found = [survive(make, number, twice=twice) for number in numbers]
+        alive, raised = sum(one.is_alive for one in found), sum(one.num_raised for one in found)
+        failed = sum(one.num_failed for one in found)
+        wanted = len(found) if twice else 0
+        gate = alive == len(found) and raised == 0 and failed == wanted
+        print(f"shortages, {'two' if twice else 'one'} in a row: engine alive {alive} of {len(found)}, ")
+        print(f"    {failed} requests failed, {raised} exceptions reached the caller", flush=True)
+        case = {"shortages": len(found), "in_a_row": 1 + twice, "failed_requests": failed}
+        rows.append(
+            result_row(
+                "soak", case, "engine_survives", alive, "", baseline=float(len(found)), gate_passed=gate
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Which rejection strategy pays at which batch size: tokens per second of each against AR, on this machine.
+
+    python -m benchmarks.strategies model=outputs/tiny [record=true]
+
+The default of `decoder.rejection_strategy` was chosen by this measurement. Greedy, prompts of the verifiable
+task; every arm must give the answers of AR decoding, or its row says that the gate failed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import Any
+
+from benchmarks.options import parse_options
+from benchmarks.results import append_rows, result_row
+from idlm.cli import command
+from idlm.contracts import SamplingParams
+from idlm.infer.cli.evaluation import Evaluation, evaluate, task_samples
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.tasks import TASKS, TaskSample
+
+BATCH_SIZES = (1, 4, 16, 64)
+STRIDE = 4
+MAX_TOKENS = 320
+REPEATS = 3
+PASSES_PER_PROMPT_SET = 8
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Print and optionally record the ratio to AR for every strategy and batch size."""
+    options = parse_options(arguments, {"model": "outputs/tiny", "device": "auto", "record": "false"})
+    task = TASKS.get("ledger")(level="tiny")
+    rows: list[dict[str, Any]] = []
+    print(f"{'batch':>5} {'decoder':<12} {'tokens/s':>9} {'over AR':>8} {'TPF':>6}")
+    for batch in BATCH_SIZES:
+        samples = task_samples(task, "validation", max(batch, PASSES_PER_PROMPT_SET))
+        baseline = _run(options, "ar", {}, batch, samples)
+        for name in STRATEGIES.names():
+            result = _run(options, "isd", {"stride": STRIDE, "rejection_strategy": name}, batch, samples)
+            gate = [c.token_ids for c in result.completions] == [c.token_ids for c in baseline.completions]
+            case = {"strategy": name, "stride": STRIDE, "batch": batch, "device": options["device"]}
+            row = result_row(
+                "strategies",
+                case,
+                "tokens_per_second",
+                result.tokens_per_second,
+                "tokens/s",
+                baseline=baseline.tokens_per_second,
+                gate_passed=gate,
+                command="python -m benchmarks.strategies",
+            )
+            rows.append(row)
+            print(
+                f"{batch:>5} {name:<12} {result.tokens_per_second:>9.0f} {row['ratio']:>8.2f} "
+                f"{result.tokens_per_forward:>6.2f}{'' if gate else '  answers differ from AR'}"
+            )
+    if options["record"] == "true":
+        append_rows("strategies", rows)
+    return 0
+
+
+def _run(
+    options: dict[str, str], decoder: str, choices: dict[str, Any], batch: int, samples: list[TaskSample]
+) -> Evaluation:
+    """The run of median speed out of REPEATS."""
+    engine = Engine.from_pretrained(
+        options["model"], decoder, device=options["device"], max_num_seqs=batch, **choices
+    )
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    task = TASKS.get("ledger")(level="tiny")
+    results = [evaluate(engine, task, samples, params) for _ in range(REPEATS)]
+    middle = statistics.median_low(result.seconds for result in results)
+    return next(result for result in results if result.seconds == middle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

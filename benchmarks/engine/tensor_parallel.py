@@ -1,0 +1,190 @@
+"""ISD against AR with the model divided among the GPUs of a host, each rank a process, over NCCL.
+
+    python -m benchmarks.tensor_parallel [sizes=1,2,4] [concurrency=64] [context=1024] [strides=2,4]
+        [model=qwen3-8b] [layers=12] [passes=60] [rounds=3] [acceptance=0.90] [directory=FOLDER] [record=true]
+
+Random weights of the model's shape in `layers` layers are written to a folder, since every rank loads its own
+part. Their drafts are worth nothing, and the passes of a stride take the same time whatever is accepted
+(static shapes): measured is the time of a pass, prompts aside, and tokens per pass follow from `acceptance`
+by eq. 3 of I-DLM (arXiv 2604.11035), of strategy `cold`. AR's tokens are its passes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.engine.decoding.harness import MODELS
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from idlm.acceptance import tokens_per_forward_cold
+from idlm.cli import command
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+
+DEFAULTS = {
+    "model": "qwen3-8b",
+    "device": "cuda",
+    "sizes": "1,2,4",
+    "concurrency": "64",
+    "context": "1024",
+    "strides": "2,4",
+    "layers": "12",
+    "passes": "60",
+    "rounds": "3",
+    "acceptance": "0.90",
+    "directory": "",
+    "record": "true",
+    "results": str(RESULTS),
+}
+WARM_UP_PASSES = 12
+LARGEST_ID = 64
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """All sizes that there are GPUs for; returns the exit status."""
+    options = parse_options(arguments, DEFAULTS)
+    sizes = [int(size) for size in options["sizes"].split(",")]
+    if options["device"] == "cuda" and torch.cuda.device_count() < max(sizes):
+        raise UserError(
+            "IDLM-0543",
+            f"sizes={options['sizes']} on {torch.cuda.device_count()} CUDA devices",
+            fix="use a host with as many GPUs as the largest size, or smaller sizes",
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(options["directory"] or scratch)
+        if not (directory / "config.json").exists():
+            write_model(
+                directory, options["model"], num_layers=int(options["layers"]), device=options["device"]
+            )
+        rows = [row for size in sizes for row in _rows(options, directory, size)]
+    if options["record"] == "true":
+        append_rows("tensor_parallel", rows, results=Path(options["results"]))
+    return 0
+
+
+def write_model(directory: Path, model: str, *, num_layers: int, device: str) -> None:
+    """A checkpoint of random weights, variance 1 / columns, by the names of Qwen3."""
+    shape = {**MODELS[model], "num_hidden_layers": num_layers}
+    width, ffn, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **shape,
+    }
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (shape["vocab_size"], width),
+        "model.norm": (width,),
+        "lm_head": (shape["vocab_size"], width),
+    }
+    of_a_layer = {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "self_attn.q_proj": (q, width),
+        "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width),
+        "self_attn.o_proj": (width, q),
+        "mlp.gate_proj": (ffn, width),
+        "mlp.up_proj": (ffn, width),
+        "mlp.down_proj": (width, ffn),
+    }
+    for number in range(num_layers):
+        sizes |= {f"model.layers.{number}.{name}": size for name, size in of_a_layer.items()}
+    torch.manual_seed(0)
+    tensors = {f"{name}.weight": _random(size, device).cpu() for name, size in sizes.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    Semantics(mask_token_id=shape["vocab_size"] - 1, stride=8).save(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _random(size: tuple[int, ...], device: str) -> torch.Tensor:
+    if len(size) == 1:
+        return torch.ones(size, dtype=torch.bfloat16, device=device)
+    return torch.randn(size, dtype=torch.bfloat16, device=device) * size[-1] ** -0.5
+
+
+def _rows(options: dict[str, str], directory: Path, size: int) -> list[dict[str, Any]]:
+    """AR and every stride on `size` GPUs."""
+    case: dict[str, Any] = {name: int(options[name]) for name in ("concurrency", "context", "layers")}
+    case |= {"tensor_parallel": size, "model": options["model"]}
+    ar = step_ms(options, directory, size, stride=1)
+    rows = [result_row("tensor_parallel", {**case, "stride": 1}, "step_ms", ar, "ms")]
+    print(f"{size} GPUs  AR        {ar:8.3f} ms", flush=True)
+    for stride in (int(stride) for stride in options["strides"].split(",")):
+        step = step_ms(options, directory, size, stride=stride)
+        tokens = tokens_per_forward_cold([float(options["acceptance"])] * (stride - 1))
+        ratio = tokens * ar / step
+        here = {**case, "stride": stride}
+        rows.append(result_row("tensor_parallel", here, "step_ms", step, "ms"))
+        here |= {"acceptance": float(options["acceptance"]), "strategy": "cold"}
+        rows.append(result_row("tensor_parallel", here, "isd_over_ar", ratio, "x"))
+        print(
+            f"{size} GPUs  stride {stride}  {step:8.3f} ms, {tokens:.3f} tokens a pass: {ratio:.3f}x AR",
+            flush=True,
+        )
+    return rows
+
+
+def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int) -> float:
+    """Median over rounds of the time of a pass when everybody decodes."""
+    concurrency, context, passes = (int(options[name]) for name in ("concurrency", "context", "passes"))
+    rounds = int(options["rounds"])
+    num_tokens = stride * (WARM_UP_PASSES + rounds * passes + 128)
+    own: dict[str, Any] = {"stride": stride, "rejection_strategy": "cold"} if stride > 1 else {}
+    engine = Engine.from_pretrained(
+        directory,
+        "isd" if stride > 1 else "ar",
+        tensor_parallel=size,
+        device=options["device"],
+        max_num_seqs=concurrency,
+        max_length=context + num_tokens,
+        prefix_cache=False,
+        **own,
+    )
+    try:
+        dice = torch.Generator().manual_seed(0)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=0)
+        for number in range(concurrency):
+            prompt = torch.randint(0, LARGEST_ID, (context,), generator=dice).tolist()
+            engine.add_request(str(number), prompt, params)
+        heard: set[str] = set()
+        while len(heard) < concurrency:
+            heard |= {event.request_id for event in engine.step()}
+        found = []
+        for _ in range(WARM_UP_PASSES):
+            engine.step()
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            for _ in range(passes):
+                engine.step()
+            found.append(1e3 * (time.perf_counter() - begun) / passes)
+        assert engine.has_work, "the answers have ended"
+    finally:
+        engine.close()
+    return sorted(found)[len(found) // 2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Loss of the language-model head, forward and backward: memory and time against the unfused loss on a GPU.
+
+    python -m benchmarks.lm_loss [record=true] [sweep=true]
+
+Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; Liger stands beside it where it is
+installed. Every arm must be as right as PyTorch: at most twice the unfused error against float64, in the loss
+and both gradients, or its rows say that the gate failed. `sweep` varies the logits that exist at once.
+M rows, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.options import parse_options
+from benchmarks.results import append_rows, result_row
+from benchmarks.stream import matmul_rate
+from idlm.cli import command
+from idlm.errors import UserError
+from idlm.kernels.linear_cross_entropy import MAX_LOGITS_BYTES, linear_cross_entropy
+
+NUM_ROWS, VOCABULARY = 8192, 151_936
+WIDTHS = (4096, 1024)
+SWEEP_MB = (40, 64, 80, 120, 160, 200, 240, 400)
+WARM_UPS, REPEATS = 2, 7
+REFERENCE_ROWS = 1024
+SLACK = 1e-6
+MB = 1e6
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """`hidden` [M, D] and `weight` [V, D], bfloat16 with gradients; `labels` [M]; logits of deviation 2."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Median `ms` of forward and backward; `extra_mb`: peak memory beyond inputs, outputs and gradients."""
+
+    ms: float
+    extra_mb: float
+    errors: tuple[float, ...]
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Print and optionally record memory and speed of every arm."""
+    options = parse_options(arguments, {"record": "false", "sweep": "false"})
+    if not torch.cuda.is_available():
+        raise UserError("IDLM-0311", "this measurement needs a GPU", fix="run it on a machine with CUDA")
+    rate = matmul_rate()
+    print(f"bf16 product of 8192^3: {rate / 1e12:.0f} TFLOP/s")
+    rows: list[dict[str, Any]] = []
+    for width in WIDTHS:
+        problem = make_problem(width)
+        arms: dict[str, Loss] = {"unfused": unfused, "idlm": fused(MAX_LOGITS_BYTES)}
+        if importlib.util.find_spec("liger_kernel") is not None:
+            arms["liger"] = liger()
+        if options["sweep"] == "true":
+            arms |= {f"idlm, {mb} MB": fused(mb * 1_000_000) for mb in SWEEP_MB}
+        floor_ms = 6 * NUM_ROWS * VOCABULARY * width / rate * 1e3
+        results = run_arms(problem, arms)
+        baseline = results["unfused"]
+        print(f"\nwidth {width}, three products at that rate: {floor_ms:.1f} ms")
+        print(f"{'arm':<14} {'ms':>8} {'speedup':>8} {'extra MB':>9}  errors: loss, hidden, weight")
+        for name, result in results.items():
+            gate = is_exact(result.errors, baseline.errors)
+            errors = "  ".join(f"{error:.1e}" for error in result.errors)
+            speedup = baseline.ms / result.ms
+            print(
+                f"{name:<14} {result.ms:>8.2f} {speedup:>8.3f} {result.extra_mb:>9.1f}  {errors}"
+                f"{'' if gate else '  less exact than PyTorch'}"
+            )
+            rows += rows_of(name, width, result, baseline, floor_ms=floor_ms, gate=gate)
+    if options["record"] == "true":
+        append_rows("lm_loss", rows)
+    return 0
+
+
+def is_exact(mine: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
+    """At most twice the errors of the unfused loss; float32 sums alone may differ by the slack."""
+    return all(own <= 2 * other + SLACK for own, other in zip(mine, theirs, strict=True))
+
+
+def rows_of(
+    name: str, width: int, result: Measured, baseline: Measured, *, floor_ms: float, gate: bool
+) -> list[dict[str, Any]]:
+    """Three result rows of one arm."""
+    case = {"arm": name, "rows": NUM_ROWS, "vocabulary": VOCABULARY, "width": width, "dtype": "bfloat16"}
+    values = (
+        ("extra_memory_mb", result.extra_mb, "MB", baseline.extra_mb, None),
+        ("speedup_vs_unfused", baseline.ms / result.ms, "x", None, None),
+        ("ms", result.ms, "ms", baseline.ms, floor_ms),
+    )
+    return [
+        result_row("lm_loss", case, metric, value, unit, baseline=against, floor=floor, gate_passed=gate)
+        for metric, value, unit, against, floor in values
+    ]
+
+
+def make_problem(width: int) -> Problem:
+    """Random data of one width."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(NUM_ROWS, width, **options)
+    weight = torch.randn(VOCABULARY, width, **options) * (2 / width**0.5)
+    labels = torch.randint(0, VOCABULARY, (NUM_ROWS,), device="cuda")
+    return Problem(hidden=hidden.requires_grad_(), weight=weight.requires_grad_(), labels=labels)
+
+
+def unfused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """What a training loop without a fused loss runs."""
+    return functional.cross_entropy(functional.linear(hidden, weight).float(), labels)
+
+
+def fused(max_logits_bytes: int) -> Loss:
+    """Ours, with a budget for the logits."""
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        coefficients = torch.full((len(labels),), 1 / len(labels), device=labels.device)
+        return linear_cross_entropy(hidden, weight, labels, coefficients, max_logits_bytes=max_logits_bytes)[
+            0
+        ]
+
+    return loss
+
+
+def liger() -> Loss:
+    """Liger's fused linear cross-entropy as it comes."""
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    module = LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight, labels: module(weight, hidden, labels)
+
+
+def run_arms(problem: Problem, arms: dict[str, Loss]) -> dict[str, Measured]:
+    """Errors and memory of each arm, then its times, all arms in turn within every round."""
+    truth = reference(problem)
+    errors, extra = {}, {}
+    for name, loss in arms.items():
+        for _ in range(WARM_UPS):
+            one_pass(problem, loss)
+        extra[name] = extra_memory(problem, loss)
+        value = one_pass(problem, loss, keeps_gradients=True)
+        errors[name] = errors_of(problem, value, truth)
+        forget_gradients(problem)
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(REPEATS):
+        for name, loss in arms.items():
+            times[name].append(timed(lambda loss=loss: one_pass(problem, loss)))  # type: ignore[misc]
+    return {
+        name: Measured(ms=statistics.median(times[name]), extra_mb=extra[name], errors=errors[name])
+        for name in arms
+    }
+
+
+def one_pass(problem: Problem, loss: Loss, *, keeps_gradients: bool = False) -> Tensor:
+    """Forward and backward; returns the loss."""
+    value = loss(problem.hidden, problem.weight, problem.labels)
+    value.backward()
+    if not keeps_gradients:
+        forget_gradients(problem)
+    return value.detach()
+
+
+def forget_gradients(problem: Problem) -> None:
+    """As an optimizer does before the next step."""
+    problem.hidden.grad = problem.weight.grad = None
+
+
+def extra_memory(problem: Problem, loss: Loss) -> float:
+    """MB that a pass allocates at its peak, beyond what it is given and what it returns."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    value = one_pass(problem, loss, keeps_gradients=True)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated()
+    peak = torch.cuda.max_memory_allocated()
+    assert problem.weight.grad is not None and problem.hidden.grad is not None and value.numel() == 1
+    forget_gradients(problem)
+    gradients = problem.weight.nbytes + problem.hidden.nbytes
+    assert kept - before >= gradients, f"{kept=} {before=} {gradients=}"
+    return (peak - before - gradients) / MB
+
+
+def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradient of hidden, gradient of weight) in float64, a chunk of rows at a time."""
+    weight = problem.weight.detach().double()
+    total = torch.zeros((), dtype=torch.float64, device=weight.device)
+    grad_weight, grad_hidden = torch.zeros_like(weight), []
+    for rows in torch.arange(NUM_ROWS, device=weight.device).split(REFERENCE_ROWS):
+        hidden, labels = problem.hidden.detach()[rows].double(), problem.labels[rows]
+        log_probs = (hidden @ weight.T).log_softmax(dim=-1)
+        total -= log_probs.gather(1, labels[:, None]).sum()
+        gradient = log_probs.exp_()
+        gradient[torch.arange(len(rows), device=weight.device), labels] -= 1
+        grad_hidden.append(gradient @ weight / NUM_ROWS)
+        grad_weight.addmm_(gradient.T, hidden, alpha=1 / NUM_ROWS)
+    return total / NUM_ROWS, torch.cat(grad_hidden), grad_weight
+
+
+def errors_of(problem: Problem, value: Tensor, truth: tuple[Tensor, Tensor, Tensor]) -> tuple[float, ...]:
+    """Relative errors of loss and gradients, in the root mean square."""
+    found = (value, problem.hidden.grad, problem.weight.grad)
+    return tuple(
+        float((mine.double() - true).norm() / true.norm())  # type: ignore[union-attr]
+        for mine, true in zip(found, truth, strict=True)
+    )
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Milliseconds of `run` on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

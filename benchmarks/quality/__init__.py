@@ -1,0 +1,1 @@
+"""What answers are worth: distributions and exact match."""

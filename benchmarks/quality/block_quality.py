@@ -1,0 +1,247 @@
+"""What several tokens a pass cost a block-diffusion model trained here: exact match on held-out questions.
+
+    python -m benchmarks.block_quality model=outputs/tiny_block [num=1000] [record=true]
+
+Greedy. The baseline is the better of the model's two one-token-a-step decodings; at threshold `JUDGED` the
+model may lose two points of it. Every question counts once in every arm, so a difference is judged by the
+questions on which two arms disagree. `reference=n`: answers of so many questions are computed anew by
+tests/block_reference.py, which shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from idlm.cli import command
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.evaluation import Evaluation, evaluate, task_samples
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+from idlm.tasks import TASKS, Task, TaskSample
+from idlm.text.tokenizer import encode_prompt, load_tokenizer
+from tests.block_reference import Rules, Sampling, SlowBlocks
+
+COMMAND = "python -m benchmarks.block_quality"
+OPTIONS = {
+    "model": "outputs/tiny_block",
+    "task": "ledger",
+    "level": "tiny",
+    "num": "1000",
+    "thresholds": "0.5,0.6,0.7,0.8,0.85,0.9,0.95",
+    "max_tokens": "320",
+    "batch": "64",
+    "device": "auto",
+    "dtype": "auto",
+    "reference": "4",
+    "record": "false",
+    "results": str(RESULTS),
+}
+JUDGED, ALLOWED_LOSS = 0.9, 0.02
+SEQUENTIAL, DYNAMIC = "sequential", "low_confidence_dynamic"
+ONE_TOKEN = 1.0
+"""No confidence is above it: the most confident token alone is decided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """How blocks are decided: by `threshold`, else from left to right."""
+
+    threshold: float | None = None
+
+    @property
+    def strategy(self) -> str:
+        """Of decoder `block`."""
+        return SEQUENTIAL if self.threshold is None else DYNAMIC
+
+    def options(self) -> dict[str, Any]:
+        """Decoder options of its requests."""
+        return {} if self.threshold is None else {"threshold": self.threshold}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """An arm's answers; `num_equal` of the first `num_compared` are those of the slow reference."""
+
+    arm: Arm
+    evaluation: Evaluation
+    num_compared: int = 0
+    num_equal: int = 0
+    marks: tuple[bool, ...] = field(default=(), repr=False)
+
+    @property
+    def share(self) -> float:
+        """Exact match."""
+        return self.evaluation.exact_match
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Decode with every arm, print a table, record rows; status 1 where the judged threshold fails."""
+    options = parse_options(arguments, OPTIONS)
+    num, thresholds = _numbers(options)
+    task = TASKS.get(options["task"])(level=options["level"])
+    samples = task_samples(task, "test", num)
+    arms = [Arm(), *(Arm(threshold=threshold) for threshold in (ONE_TOKEN, *thresholds))]
+    results = list(_results(options, arms, task, samples))
+    base = max(results[:2], key=lambda result: result.share)
+    print(table(results, base))
+    if options["record"] == "true":
+        append_rows("block_quality", rows(results, base), results=Path(options["results"]))
+    return int(any(passes(result, base) is False for result in results))
+
+
+def _numbers(options: dict[str, str]) -> tuple[int, list[float]]:
+    try:
+        num, thresholds = int(options["num"]), [float(one) for one in options["thresholds"].split(",")]
+    except ValueError as error:
+        raise UserError(
+            "IDLM-0107", f"num and thresholds are numbers: {error}", fix="num=1000 thresholds=0.8,0.9"
+        ) from error
+    return num, thresholds
+
+
+def _results(
+    options: dict[str, str], arms: Sequence[Arm], task: Task, samples: Sequence[TaskSample]
+) -> Iterator[Result]:
+    """Arm by arm, those of a strategy in one engine; the first answers are compared with the reference."""
+    model, compared = Path(options["model"]), samples[: int(options["reference"])]
+    for strategy, members in itertools.groupby(arms, key=lambda arm: arm.strategy):
+        engine = Engine.from_pretrained(
+            model,
+            "block",
+            device=options["device"],
+            dtype=options["dtype"],
+            max_num_seqs=int(options["batch"]),
+            prefix_cache=False,
+            strategy=strategy,
+        )
+        for arm in members:
+            print(f"decoding: {strategy} {arm.threshold or ''}", file=sys.stderr)
+            params = SamplingParams(
+                temperature=0, max_tokens=int(options["max_tokens"]), seed=1, decoder_options=arm.options()
+            )
+            evaluation = evaluate(engine, task, samples, params)
+            answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
+            expected = slow_answers(model, arm, compared, params)
+            yield Result(
+                arm=arm,
+                evaluation=evaluation,
+                num_compared=len(compared),
+                num_equal=sum(mine == true for mine, true in zip(answers, expected, strict=True)),
+                marks=tuple(verdict.correct for verdict in evaluation.verdicts),
+            )
+        engine.close()
+        # The next engine sizes its own memory.
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def slow_answers(
+    model: Path, arm: Arm, samples: Sequence[TaskSample], params: SamplingParams
+) -> list[list[int]]:
+    """Token ids by tests/block_reference.py, on a CPU in float32."""
+    if not samples:
+        return []
+    meaning, tokenizer = Semantics.load(model), load_tokenizer(model)
+    assert meaning.block_size is not None and meaning.mask_token_id is not None
+    rules = Rules(size=meaning.block_size, mask=meaning.mask_token_id, strategy=arm.strategy, **arm.options())
+    slow = SlowBlocks(model, rules, allows_ties=True)
+    settings = Sampling(temperature=0, max_tokens=params.max_tokens, stops=meaning.stop_token_ids)
+    return [slow.answer(encode_prompt(tokenizer, one.prompt), settings)[0] for one in samples]
+
+
+def binomial_error(share: float, num: int) -> float:
+    """Standard error of a share of `num` questions."""
+    return math.sqrt(share * (1 - share) / num)
+
+
+def difference_error(result: Result, base: Result) -> float:
+    """Standard error of `result.share - base.share` over the same questions."""
+    differences = [mine - theirs for mine, theirs in zip(result.marks, base.marks, strict=True)]
+    mean = sum(differences) / len(differences)
+    return math.sqrt(sum((one - mean) ** 2 for one in differences)) / len(differences)
+
+
+def passes(result: Result, base: Result) -> bool | None:
+    """Whether the judged threshold keeps the model's quality; None for every other arm."""
+    return None if result.arm.threshold != JUDGED else result.share >= base.share - ALLOWED_LOSS
+
+
+def table(results: Sequence[Result], base: Result) -> str:
+    """Plain text, one line per arm."""
+    num = base.evaluation.num_prompts
+    lines = [
+        f"{num} held-out questions; +- is one standard error",
+        f"{'strategy':<22} {'threshold':>9} {'exact match':>15} {'less than one a step':>21} {'TPF':>5} "
+        f"{'tokens/s':>9} {'reference':>9}",
+    ]
+    for result in results:
+        loss = base.share - result.share
+        verdict = {None: "", True: "  passed", False: "  FAILED"}[passes(result, base)]
+        lines.append(
+            f"{result.arm.strategy:<22} {result.arm.threshold or '-':>9} "
+            f"{100 * result.share:>7.1f} +- {100 * binomial_error(result.share, num):<4.1f} "
+            f"{100 * loss:>13.1f} +- {100 * difference_error(result, base):<4.1f} "
+            f"{result.evaluation.tokens_per_forward:>5.2f} {result.evaluation.tokens_per_second:>9.0f} "
+            f"{result.num_equal:>4} / {result.num_compared}{verdict}"
+        )
+    return "\n".join(lines)
+
+
+def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
+    """Result rows; the baseline of every arm is one token a step."""
+    out = []
+    for result in results:
+        num, threshold = result.evaluation.num_prompts, result.arm.threshold
+        case = {
+            "threshold": "-" if threshold is None else threshold,
+            "strategy": result.arm.strategy,
+            "questions": num,
+        }
+        speed = result.evaluation.tokens_per_second, base.evaluation.tokens_per_second
+        measured: list[tuple[str, float, str, float | None]] = [
+            ("exact_match", result.share, "share", base.share),
+            ("standard_error", binomial_error(result.share, num), "share", None),
+            ("standard_error_of_difference", difference_error(result, base), "share", None),
+            ("tokens_per_forward", result.evaluation.tokens_per_forward, "tokens", 1.0),
+            ("tokens_per_second", speed[0], "tokens/s", speed[1]),
+        ]
+        if result.num_compared:
+            measured.append(("equal_to_reference", result.num_equal / result.num_compared, "share", None))
+        out += [
+            result_row(
+                "block_quality",
+                case,
+                metric,
+                value,
+                unit,
+                baseline=baseline,
+                gate_passed=passes(result, base),
+                exactness=result.evaluation.exactness,
+                command=COMMAND,
+            )
+            for metric, value, unit, baseline in measured
+        ]
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

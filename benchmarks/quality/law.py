@@ -1,0 +1,238 @@
+"""The law of the whole engine on a GPU: a million responses per case against enumeration, and planted faults.
+
+    python -m benchmarks.law [draws=1000000] [device=cuda] [cases=2-cold,..,8-branch,adaptive]
+                             [workers=0] [faults=true] [lanes=1024] [num_inflight_steps=2] [record=true]
+
+A toy of 5 tokens: the joint laws of response tokens 0..3 and 4..7, enumerated by transformers, against draws
+with graphs and passes ahead (law_harness.py). One process per case, all on the same GPU: the toy is bound by
+the host. `faults`: the suite of tests/law/faults.py runs on the device too, by pytest.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.options import parse_options
+from benchmarks.quality.law_harness import (
+    NEUTRAL,
+    NUM_TOKENS,
+    PROMPT,
+    build_engine,
+    fits,
+    sample,
+    write_law_toy,
+)
+from benchmarks.results import RESULTS, append_rows, result_row
+from idlm.cli import command
+from idlm.errors import UserError
+from idlm.infer.decoders.rejection import STRATEGIES
+
+STRIDES = (2, 3, 4, 8)
+ADAPTIVE = "adaptive"
+LEVEL = 1e-6
+PER_REQUEST, AT_ONCE = 1000, 100_000
+FAULT_TESTS = {"cuda": "tests/gpu/engine/test_faults_gpu.py", "cpu": "tests/law/test_planted_faults.py"}
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = {
+    "draws": "1000000",
+    "device": "cuda",
+    "cases": "",
+    "workers": "0",
+    "faults": "true",
+    "lanes": "1024",
+    "num_inflight_steps": "2",
+    "record": "true",
+    "results": str(RESULTS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one process draws."""
+
+    name: str
+    toy: Path
+    draws: int
+    device: str
+    lanes: int
+    num_inflight_steps: int
+
+    def decoder_options(self) -> dict[str, Any]:
+        """`adaptive` is of the largest stride, so that it may choose any."""
+        if self.name == ADAPTIVE:
+            return {"stride": max(STRIDES), "adaptive": True}
+        stride, _, strategy = self.name.partition("-")
+        return {"stride": int(stride), "rejection_strategy": strategy}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Tail probabilities of two chi-square tests; `is_near`: total variation is within its bound."""
+
+    name: str
+    p_values: tuple[float, ...]
+    is_near: bool
+    acceptance: float
+    num_modes: int
+    seconds: float
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Draw, test, print, record; the status is 1 when the law does not hold or a fault gets through."""
+    options = parse_options(arguments, DEFAULTS)
+    if options["device"] not in FAULT_TESTS or (
+        options["device"] == "cuda" and not torch.cuda.is_available()
+    ):
+        raise UserError("IDLM-0543", f"device={options['device']}", fix="use cuda on a GPU, or cpu")
+    names = options["cases"].split(",") if options["cases"] else case_names()
+    if unknown := set(names) - set(case_names()):
+        raise UserError("IDLM-0107", f"unknown cases {sorted(unknown)}", fix=f"use some of {case_names()}")
+    outcomes = _draw(options, names)
+    rows = _law_rows(options, outcomes)
+    if options["faults"] == "true":
+        rows += _fault_rows(options["device"])
+    if options["record"] == "true":
+        append_rows("law", rows, results=Path(options["results"]))
+    return int(any(row["gate_passed"] is False for row in rows))
+
+
+def case_names() -> list[str]:
+    """Every stride with every strategy, and `adaptive`."""
+    return [*(f"{stride}-{name}" for stride in STRIDES for name in STRATEGIES.names()), ADAPTIVE]
+
+
+def _draw(options: dict[str, str], names: list[str]) -> list[Outcome]:
+    workers = int(options["workers"]) or max(1, min(len(names), (os.cpu_count() or 1) - 1))
+    outcomes = []
+    with tempfile.TemporaryDirectory() as home:
+        toy = write_law_toy(Path(home) / "toy")
+        cases = [
+            Case(
+                name=name,
+                toy=toy,
+                draws=int(options["draws"]),
+                device=options["device"],
+                lanes=int(options["lanes"]),
+                num_inflight_steps=int(options["num_inflight_steps"]),
+            )
+            for name in names
+        ]
+        if workers == 1:
+            return [_told(run_case(case)) for case in cases]
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=spawning) as pool:
+            outcomes = [
+                _told(done.result()) for done in as_completed([pool.submit(run_case, c) for c in cases])
+            ]
+    return sorted(outcomes, key=lambda outcome: names.index(outcome.name))
+
+
+def _told(outcome: Outcome) -> Outcome:
+    tails = " ".join(f"{p_value:.3g}" for p_value in outcome.p_values)
+    print(
+        f"{outcome.name:10s} p {tails}, acceptance {outcome.acceptance:.3f}, "
+        f"{outcome.num_modes} pictures in use, {outcome.seconds:.0f} s",
+        flush=True,
+    )
+    return outcome
+
+
+def run_case(case: Case) -> Outcome:
+    """Draw the case's responses through an engine of its own."""
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = build_engine(
+            case.toy,
+            "isd",
+            num_lanes=case.lanes,
+            device=case.device,
+            graphs="on",
+            num_inflight_steps=case.num_inflight_steps,
+            **case.decoder_options(),
+        )
+    used: set[int] = set()
+    choose = engine._stride_controller.choose
+
+    def noted(num_sequences: int) -> int:
+        used.add(number := choose(num_sequences))
+        return number
+
+    engine._stride_controller.choose = noted  # type: ignore[method-assign]
+    begun = time.perf_counter()
+    sampled = sample(engine, [(PROMPT, NEUTRAL)], case.draws, per_request=PER_REQUEST, at_once=AT_ONCE)
+    seconds = time.perf_counter() - begun
+    engine.pool.check()
+    assert engine.pool.num_free == engine.pool.num_pages, f"{engine.pool.num_free=}"
+    found = fits(case.toy, sampled)
+    return Outcome(
+        name=case.name,
+        p_values=tuple(one.p_value for one in found.values()),
+        is_near=all(one.total_variation <= one.bound for one in found.values()),
+        acceptance=sampled.acceptance,
+        num_modes=len(used),
+        seconds=seconds,
+    )
+
+
+def _law_rows(options: dict[str, str], outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """The smallest tail probability over all tests, times their number."""
+    tails = [p_value for outcome in outcomes for p_value in outcome.p_values]
+    corrected = min(1.0, min(tails) * len(tails))
+    gate = corrected > LEVEL and all(outcome.is_near for outcome in outcomes)
+    case = {
+        "draws": int(options["draws"]),
+        "tokens": NUM_TOKENS,
+        "cases": " ".join(outcome.name for outcome in outcomes),
+        "graphs": "on",
+    }
+    print(f"smallest p of {len(tails)} tests {min(tails):.3g}, after Bonferroni {corrected:.3g}")
+    return [result_row("law", case, "p_value_min", corrected, "", gate_passed=gate)]
+
+
+def _fault_rows(device: str) -> list[dict[str, Any]]:
+    """Faults caught, and engines without a fault that pass the same checks, of all."""
+    with tempfile.TemporaryDirectory() as home:
+        report = Path(home) / "report.xml"
+        path = FAULT_TESTS[device]
+        arguments = ["-q", "-m", "gpu or not gpu", "-p", "no:cacheprovider", f"--junitxml={report}", path]
+        subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    rows = []
+    for metric, test in (
+        ("planted_faults_caught", "test_the_fault_is_caught"),
+        ("controls_passed", "test_the_engine_as_it_is_passes"),
+    ):
+        chosen = [case for case in cases if case.get("name", "").startswith(test)]
+        passed = sum(map(_passed, chosen))
+        print(f"{metric}: {passed} of {len(chosen)}")
+        gate = passed == len(chosen) > 0
+        where = {"device": device, "of": len(chosen)}
+        rows.append(result_row("law", where, metric, passed, "", baseline=len(chosen), gate_passed=gate))
+    return rows
+
+
+def _passed(case: ElementTree.Element) -> bool:
+    return not any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""A toy whose joint law is enumerable, the law itself from transformers, and the test of draws against it.
+
+The oracle shares nothing with the engine: logits come from transformers forwards over every continuation, the
+sampling settings from transformers' own logits warpers. The mask id is an ordinary token of the law.
+Shapes: B draws, T = 8 response tokens, V = 5 tokens, C cells.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+
+VOCAB, MASK_ID, NUM_TOKENS, WINDOW = 5, 4, 8, 4
+NEUTRAL = SamplingParams(max_tokens=NUM_TOKENS, seed=0)
+PROMPT = (1,)
+MAX_PROMPT = 3
+NUM_LANES = 1024
+PLACE: dict[str, object] = {"device": "cpu"}
+"""Engine settings that say where all of this runs."""
+TV_AT_1E5 = 0.0188
+"""Total variation over 64 cells that 1e5 draws detect; as 1/sqrt."""
+MIN_EXPECTED = 10.0
+
+
+def write_law_toy(directory: Path) -> Path:
+    """A one-layer Llama of 5 tokens with random weights: flat laws, mask rows unlike clean rows."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.6,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(4)
+    transformers.LlamaForCausalLM(config).float().save_pretrained(directory)
+    Semantics(mask_token_id=MASK_ID, stride=NUM_TOKENS).save(directory)
+    return directory
+
+
+def build_engine(directory: Path, decoder: str, *, num_lanes: int = NUM_LANES, **options: object) -> Engine:
+    """An engine sized for `MAX_PROMPT` + 8 tokens."""
+    settings = {
+        "dtype": "float32",
+        "max_num_seqs": num_lanes,
+        "max_length": MAX_PROMPT + NUM_TOKENS,
+        "max_num_batched_tokens": 1 << 20,
+        "page_size": 32,
+    }
+    return Engine.from_pretrained(directory, decoder, **{**settings, **PLACE, **options})
+
+
+@functools.cache
+def _logits(directory: Path, prompt: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Per depth t the logits [V^t, V] (fp64) of token t behind every continuation of t tokens."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).float().eval()
+    deepest = torch.tensor(list(itertools.product(range(VOCAB), repeat=NUM_TOKENS - 1)))
+    rows = torch.cat([torch.tensor(prompt).expand(len(deepest), -1), deepest], dim=1)
+    with torch.inference_mode():
+        logits = torch.cat([model(part).logits[:, len(prompt) - 1 :] for part in rows.split(8192)])
+    return tuple(
+        logits[:: VOCAB ** (NUM_TOKENS - 1 - depth), depth].double().clone() for depth in range(NUM_TOKENS)
+    )
+
+
+@functools.cache
+def exact_law(directory: Path, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Joint AR law [V^4] of response tokens 0..3 and of tokens 4..7, by enumeration of all V^8 responses."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = [TemperatureLogitsWarper(float(params.temperature))]
+    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    joint = torch.ones(1, dtype=torch.float64)
+    for logits_XV in _logits(directory, prompt):
+        for warper in warpers:
+            logits_XV = warper(None, logits_XV)
+        joint = (joint[:, None] * logits_XV.softmax(-1)).flatten()
+    cells = VOCAB**WINDOW
+    joint = joint.view(cells, cells)
+    return joint.sum(1), joint.sum(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How draws sit in a law: chi-square tail probability; total variation over 64 cells with its bound."""
+
+    p_value: float
+    total_variation: float
+    bound: float
+
+    def holds(self, level: float) -> bool:
+        """Whether neither statistic rejects."""
+        return self.p_value >= level and self.total_variation <= self.bound
+
+
+def fit(cells_B: Tensor, law_C: Tensor) -> Fit:
+    """Pearson chi-square over cells of at least 10 expected draws (the others pooled), and the TV bound."""
+    num_draws = len(cells_B)
+    counts_C = cells_B.bincount(minlength=len(law_C)).double()
+    order_C = law_C.argsort(descending=True)
+    num_own = int((law_C * num_draws >= MIN_EXPECTED).sum())
+    observed, expected = _pooled(counts_C[order_C], law_C[order_C] * num_draws, num_own)
+    if bool((observed[expected == 0] > 0).any()):
+        return Fit(p_value=0.0, total_variation=1.0, bound=0.0)
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    chi2 = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    coarse, coarse_law = _pooled(counts_C[order_C], law_C[order_C] * num_draws, min(63, num_own))
+    return Fit(
+        p_value=float(torch.special.gammaincc(freedom, chi2 / 2)),
+        total_variation=float((coarse - coarse_law).abs().sum() / 2 / num_draws),
+        bound=TV_AT_1E5 * (1e5 / num_draws) ** 0.5,
+    )
+
+
+def _pooled(observed_C: Tensor, expected_C: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
+    def pool(values_C: Tensor) -> Tensor:
+        return torch.cat([values_C[:num_own], values_C[num_own:].sum()[None]])
+
+    return pool(observed_C), pool(expected_C)
+
+
+def window_cells(draws_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Cell numbers [B] of tokens 0..3 and of tokens 4..7."""
+    powers = VOCAB ** torch.arange(WINDOW - 1, -1, -1)
+    return (draws_BT[:, :WINDOW] * powers).sum(1), (draws_BT[:, WINDOW:] * powers).sum(1)
+
+
+Setting = tuple[tuple[int, ...], SamplingParams]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Draws [B, 8] of each (prompt, params), and the acceptance rate over all of them."""
+
+    draws: Mapping[Setting, Tensor]
+    acceptance: float
+
+
+def sample(
+    engine: Engine,
+    settings: Sequence[Setting],
+    num_draws: int,
+    *,
+    per_request: int = 250,
+    at_once: int = 20 * NUM_LANES,
+) -> Sampled:
+    """`num_draws` responses of each setting through the whole engine, settings interleaved in every batch.
+    `at_once`: responses that are asked for together, which keep the lanes busy.
+    """
+    requests: list[tuple[int, SamplingParams]] = [
+        (which, replace(params, seed=1_000_003 * round_ + which, n=per_request))
+        for round_ in range(num_draws // per_request)
+        for which, (_, params) in enumerate(settings)
+    ]
+    found: list[list[tuple[int, ...]]] = [[] for _ in settings]
+    accepted = tested = 0
+    for part in _chunks(requests, max(1, at_once // per_request)):
+        completions = iter(engine.generate([list(settings[w][0]) for w, _ in part], [p for _, p in part]))
+        for which, params in part:
+            for completion in itertools.islice(completions, params.n):
+                found[which].append(completion.token_ids)
+                accepted += sum(completion.accepted_by_position)
+                tested += sum(completion.tested_by_position)
+    return Sampled(
+        draws={setting: torch.tensor(rows) for setting, rows in zip(settings, found, strict=True)},
+        acceptance=accepted / tested if tested else 0.0,
+    )
+
+
+def _chunks(items: list[tuple[int, SamplingParams]], size: int) -> Iterator[list[tuple[int, SamplingParams]]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def fits(directory: Path, sampled: Sampled) -> dict[str, Fit]:
+    """Fit of every setting's start and middle, labelled."""
+    named = {}
+    for (prompt, params), draws_BT in sampled.draws.items():
+        label = f"T={params.temperature} k={params.top_k} p={params.top_p}"
+        probs = exact_law(directory, prompt, params)
+        for window, cells_B, law_C in zip(("start", "middle"), window_cells(draws_BT), probs, strict=True):
+            named[f"{label} {window}"] = fit(cells_B, law_C)
+    return named
+
+
+def misfits(named: Mapping[str, Fit], level: float) -> dict[str, Fit]:
+    """The fits that are rejected at `level` each."""
+    return {label: found for label, found in named.items() if not found.holds(level)}
+
+
+def worst(named: Iterable[Fit]) -> float:
+    """Smallest tail probability."""
+    return min(found.p_value for found in named)

@@ -1,0 +1,1 @@
+"""Speed of training steps, and proof that a run that dies resumes."""

@@ -1,0 +1,226 @@
+"""How fast one training step of `[x_t | x_0]` is, against the arithmetic limit of the same machine.
+
+    python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,dense_recompute,gated_lora] [record=true]
+
+Every arm is the product's own trainer (benchmarks/training/train_step_worker.py) in fresh processes: random weights of
+the true shape, real text, 4096 data tokens per sample, all of them supervised. The limit counts the FLOPs
+that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that
+every process of the arm measures. `dense_recompute` is what public trainers of the method do: a dense mask
+and recomputed activations.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import parse_options
+from benchmarks.results import append_rows, result_row
+from idlm.cli import command
+from idlm.errors import UserError
+
+LENGTH = 4096
+VOCAB_SIZE = 151_936
+MASK_TOKEN_ID = 151_669
+TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "assets" / "tiny_ar"
+OPTIONS = {"model": "qwen3_8b", "gpus": "1", "arms": "full,dense_recompute", "steps": "4", "record": "false"}
+HEAD_DIM, KV_HEADS = 128, 8
+COMMON: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 40960,
+    "rope_parameters": "{rope_type: default, rope_theta: 1000000}",
+    "vocab_size": VOCAB_SIZE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model's dimensions, for its configuration and for counting FLOPs."""
+
+    width: int
+    ffn: int
+    layers: int
+    heads: int
+    tied: bool
+    recipe: str
+    accumulation: int
+
+    def config(self) -> list[str]:
+        values = COMMON | {
+            "hidden_size": self.width,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "tie_word_embeddings": str(self.tied).lower(),
+        }
+        return [f"+model.config.{key}={value}" for key, value in values.items()]
+
+    def flops_per_token(self, *, frozen: bool) -> float:
+        """Needed FLOPs per data token of `[x_t | x_0]` where every token is supervised.
+
+        Two rows per token, a noisy and a clean one, through every layer and the head: 2 FLOPs per weight
+        forward, as many for the gradient of the activations and for that of the weights. A frozen base needs
+        no gradient of its weights, and none at all for clean rows, that no trained weight touches. Attention:
+        L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension forward and 10
+        backward: the second product of queries and keys counts, for none can keep the first (limits.md 3.6).
+        """
+        projections = (2 * self.heads + 2 * KV_HEADS) * HEAD_DIM * self.width
+        layers = self.layers * (projections + 3 * self.width * self.ffn)
+        head = self.width * VOCAB_SIZE
+        attended = self.layers * (LENGTH + 1) * self.heads * HEAD_DIM
+        if frozen:
+            return 2 * (3 * layers + 2 * head) + (4 + 10 / 2) * attended
+        return 2 * 2 * 3 * (layers + head) + (4 + 10) * attended
+
+
+SHAPES = {
+    "qwen3_8b": Shape(
+        width=4096, ffn=12288, layers=36, heads=32, tied=False, recipe="qwen3_8b", accumulation=4
+    ),
+    "qwen3_0_6b": Shape(
+        width=1024, ffn=3072, layers=28, heads=16, tied=True, recipe="qwen3_0_6b", accumulation=8
+    ),
+}
+ARMS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "dense_recompute": (
+        "model.attention=idlm_sdpa",
+        "model.gradient_checkpointing=true",
+        "model.compile=off",
+    ),
+    "gated_lora": (),
+}
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Run the arms one after the other, print a table, optionally record the rows; 1 when an arm failed."""
+    options = parse_options(arguments, OPTIONS)
+    shape, arms = _chosen(options)
+    results: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        start = time.perf_counter()
+        try:
+            results[arm] = _run(options, shape, arm)
+        except UserError as error:
+            print(error, flush=True)
+        else:
+            print(f"{arm}: {time.perf_counter() - start:.0f} s in all, {results[arm]}", flush=True)
+    rows = _rows(options, shape, results)
+    _print_table(results, rows)
+    if options["record"] == "true":
+        append_rows("train_step", rows)
+    return 0 if len(results) == len(arms) else 1
+
+
+def _chosen(options: dict[str, str]) -> tuple[Shape, list[str]]:
+    arms = options["arms"].split(",")
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if options["model"] not in SHAPES or unknown:
+        raise UserError(
+            "IDLM-0107",
+            f"model={options['model']} arms={options['arms']}",
+            fix=f"models are {', '.join(SHAPES)}; arms are {', '.join(ARMS)}",
+        )
+    return SHAPES[options["model"]], arms
+
+
+def _run(options: dict[str, str], shape: Shape, arm: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "result.json"
+        overrides = [
+            f"recipe={'qwen3_8b_lora' if arm == 'gated_lora' else shape.recipe}",
+            *shape.config(),
+            "model.path=null",
+            f"model.tokenizer={TOKENIZER}",
+            f"model.mask_token_id={MASK_TOKEN_ID}",
+            "mask_region=all",
+            "data.source=benchmark_text",
+            f"+data.task_args.vocab_size={MASK_TOKEN_ID}",
+            f"+data.task_args.length={LENGTH}",
+            f"train.max_length={LENGTH}",
+            "train.epochs=null",
+            "train.steps=10000",
+            "train.global_batch=null",
+            f"train.accumulation={4 if arm == 'gated_lora' else shape.accumulation}",
+            f"output_dir={folder}/run",
+            "resume=never",
+            *ARMS[arm],
+        ]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options['gpus']}"]
+        worker = ["-m", "benchmarks.training.train_step_worker", str(target), options["steps"], *overrides]
+        done = subprocess.run([sys.executable, *launch, *worker], check=False)
+        if done.returncode != 0 or not target.is_file():
+            raise UserError(
+                "IDLM-0108", f"the arm {arm} ended with status {done.returncode}", fix="see its output above"
+            )
+        result: dict[str, Any] = json.loads(target.read_text())
+    return result
+
+
+def _rows(options: dict[str, str], shape: Shape, results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    speeds = {
+        arm: result["data_tokens_per_step"] / statistics.median(result["seconds_per_step"])
+        for arm, result in results.items()
+    }
+    return [
+        row for arm, result in results.items() for row in _rows_of_arm(options, shape, arm, result, speeds)
+    ]
+
+
+def _rows_of_arm(
+    options: dict[str, str], shape: Shape, arm: str, result: dict[str, Any], speeds: dict[str, float]
+) -> list[dict[str, Any]]:
+    mode = "gated_lora" if arm == "gated_lora" else "full"
+    case = {
+        "model": options["model"],
+        "gpus": result["world_size"],
+        "zero_stage": result["zero_stage"],
+        "mode": mode,
+        "arm": arm,
+        "attention": result["attention"],
+    }
+    limit = result["matmul_flops"] / shape.flops_per_token(frozen=mode == "gated_lora")
+    measured: list[tuple[str, float, str, float | None]] = [
+        ("data_tokens_per_s_per_gpu", speeds[arm], "tokens/s", limit),
+        ("peak_memory", result["peak_allocated"] / 2**30, "GiB", None),
+    ]
+    if result["planned_peak"]:
+        measured.append(
+            ("planned_over_peak_memory", result["planned_peak"] / result["peak_allocated"], "x", None)
+        )
+    if arm == "full" and "dense_recompute" in speeds:
+        measured.append(("speedup_vs_dense_recompute", speeds[arm] / speeds["dense_recompute"], "x", None))
+    command_line = f"python -m benchmarks.train_step model={options['model']} gpus={options['gpus']}"
+    return [
+        result_row("train_step", case, metric, value, unit, floor=floor, command=command_line)
+        for metric, value, unit, floor in measured
+    ]
+
+
+def _print_table(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    print(f"{'arm':<18} {'metric':<28} {'value':>10} {'of limit':>9}")
+    for row in rows:
+        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.1%}"
+        print(f"{row['case']['arm']:<18} {row['metric']:<28} {row['value']:>10.2f} {share:>9}")
+    for arm, result in results.items():
+        print(
+            f"{arm}: product {result['matmul_flops'] / 1e12:.0f} TFLOP/s, steps {result['seconds_per_step']}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

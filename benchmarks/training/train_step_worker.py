@@ -1,0 +1,116 @@
+"""One arm of `benchmarks.training.train_step` in one process group: the product's own trainer on random weights of a
+true shape and real text, timed step by step. Started by the driver through torchrun; rank 0 writes what it
+measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from transformers import PrinterCallback, TrainerCallback
+
+from benchmarks.stream import matmul_rate
+from benchmarks.training.packed_text import TextSource
+from idlm.config.compose import compose
+from idlm.train import pipeline
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig
+from idlm.train.data.base import SOURCES
+from idlm.train.distributed.deepspeed import zero_stage
+from idlm.train.loop.trainer import IdlmTrainer
+from idlm.train.planning.estimate import estimate_run
+
+WARM_STEPS = 2
+LEARNT_STEPS = 1_000_000
+"""The schedule's length: the learning rate of the measured steps must not be that of a run's end."""
+
+
+@SOURCES.register("benchmark_text")
+def _text_source(config: Any, encoder: Any) -> TextSource:
+    return TextSource(**config.task_args)
+
+
+@dataclass(slots=True)
+class _Clock(TrainerCallback):
+    """Seconds between the ends of optimizer steps, with the device idle at both."""
+
+    ends: list[float]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == WARM_STEPS and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        return control
+
+
+def main() -> int:
+    """`python -m benchmarks.train_step_worker <result file> <measured steps> <overrides of idlm-train>`."""
+    target, num_steps, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    started = time.perf_counter()
+    config = compose("train", TrainConfig, overrides)
+    check_config(config)
+    args = pipeline.training_arguments(config)
+    prepared = pipeline.prepare(config, world_size=args.world_size, device=args.device)
+    estimate = estimate_run(
+        config, prepared.model, prepared.dataset, prepared.curriculum, gpus=args.world_size
+    )
+    args.max_steps = WARM_STEPS + num_steps
+    args.save_strategy = "no"
+    rate = matmul_rate(device=str(args.device)) if args.device.type == "cuda" else 1.0
+    clock = _Clock(ends=[])
+    trainer = IdlmTrainer(
+        model=prepared.model,
+        args=args,
+        train_dataset=prepared.dataset,
+        objective=prepared.objective,
+        attention=prepared.attention,
+        log_every=LEARNT_STEPS,
+        callbacks=[clock],
+        balance=config.train.balance,
+    )
+    trainer.zero_stage = zero_stage(config)
+    trainer.remove_callback(PrinterCallback)
+    prepared_at = time.perf_counter()
+    trainer.train()
+    gaps = [
+        end - start for start, end in zip(clock.ends[WARM_STEPS - 1 :], clock.ends[WARM_STEPS:], strict=False)
+    ]
+    num_rows = config.train.batch_size * config.train.accumulation
+    items = [prepared.dataset[item] for item in range(num_rows)]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        target.write_text(
+            json.dumps(
+                {
+                    "seconds_per_step": gaps,
+                    "data_tokens_per_step": sum(
+                        int((~i["is_noisy"] & (i["doc_ids"] >= 0)).sum()) for i in items
+                    ),
+                    "matmul_flops": rate,
+                    "peak_allocated": torch.cuda.max_memory_allocated(),
+                    "planned_peak": estimate.memory.peak_allocated if estimate else None,
+                    "peak_reserved": torch.cuda.max_memory_reserved(),
+                    "world_size": args.world_size,
+                    "attention": prepared.attention,
+                    "zero_stage": zero_stage(config),
+                    "seconds_to_prepare": prepared_at - started,
+                    "seconds_to_first_step": clock.ends[0] - prepared_at,
+                    "num_parameters": sum(p.numel() for p in prepared.model.parameters()),
+                }
+            )
+        )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

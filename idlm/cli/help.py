@@ -1,0 +1,87 @@
+"""What the commands print for `-h` and `--version`. Imports nothing slow: help must not wait for torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from idlm import __version__
+from idlm.config.compose import CONF_DIR, RECIPE, describe, recipes
+
+HELP_FLAGS = ("-h", "--help")
+VERSION_FLAG = "--version"
+PARENTHESIS = re.compile(r"\s*\([^()]*\)")
+SENTENCE_END = re.compile(r"(?<=[.;])\s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandHelp:
+    """The parts of a command's help that its keys do not say.
+
+    `usage` follows the name. `examples` are whole command lines. `keys`: the most used ones, which come
+    before all others. `flags`: what the command takes besides `key=value`, by its form. `has_recipes`:
+    whether the bundled recipes are for this command.
+    """
+
+    name: str
+    usage: str
+    summary: str
+    examples: tuple[str, ...]
+    keys: tuple[str, ...]
+    flags: dict[str, str] = field(default_factory=dict)
+    has_recipes: bool = False
+
+
+def answers_flags(
+    command: CommandHelp, schema: type, arguments: Sequence[str], *, plugins: Callable[[], str] = str
+) -> bool:
+    """Print the help or the version if `arguments` ask for one of them; returns whether they do."""
+    if set(HELP_FLAGS) & set(arguments):
+        print(help_text(command, schema, plugins=plugins()))
+        return True
+    if VERSION_FLAG in arguments:
+        print(f"idlm {__version__}")
+        return True
+    return False
+
+
+def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
+    """What the command does, recipes, examples, the most used keys, flags, and then every key.
+
+    `plugins` describes the options of plug-ins, which no schema names; it stands behind all keys.
+    """
+    flags = {**command.flags, "-h, --help": "print this text", VERSION_FLAG: "print the version"}
+    sections = [f"usage: {command.name} {command.usage}", command.summary]
+    if command.has_recipes:
+        sections.append("Recipes:\n" + _columns({name: recipe_summary(name) for name in recipes()}))
+    more = "; recipe=NAME or recipe=FILE.yaml sets many at once" if command.has_recipes else ""
+    sections += [
+        "Examples:\n" + "\n".join(f"  {example}" for example in command.examples),
+        "Most used keys:\n" + _indented(describe(schema, keys=command.keys)),
+        "Flags:\n" + _columns(flags),
+        f"All keys, given as key=value{more}:\n{describe(schema)}",
+    ]
+    return "\n\n".join([*sections, plugins] if plugins else sections)
+
+
+def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:
+    """The first sentence of the comment that a recipe begins with."""
+    lines = (conf_dir / RECIPE / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment: list[str] = []
+    for line in lines[1:]:
+        if not line.startswith("# "):
+            break
+        comment.append(line.removeprefix("# ").strip())
+    text = PARENTHESIS.sub("", " ".join(comment))
+    return SENTENCE_END.split(text, maxsplit=1)[0].rstrip(".;")
+
+
+def _columns(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,282 @@
+"""Configuration schemas as dataclasses: their dotted keys, and typed values from plain YAML data.
+
+Supported annotations: dataclass, Optional and other unions, list, tuple, dict, Literal, Enum, Path, Any, int,
+float, str, bool. Every problem is collected, so that a user corrects a file once. No Hydra and no OmegaConf
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, Literal
+
+from idlm.config.suggest import ALIASES, nearest
+from idlm.errors import UserError
+
+ITEM = "*"
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+    type(None): "null",
+}
+_GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
+
+
+class Invalid(Exception):
+    """A value that does not fit its annotation; `build` turns it into one problem of its list."""
+
+
+def fields_of(schema: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Name -> (field, resolved annotation) of the fields a user may set."""
+    hints = typing.get_type_hints(schema)
+    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(schema) if field.init}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; (annotation,) for everything else."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def lookup(schema: type, key: str) -> Any:
+    """The annotation behind a dotted key (`stages.0.stride`), or None when the schema has no such key."""
+    annotation: Any = schema
+    for segment in key.split("."):
+        annotation = _step(annotation, segment)
+        if annotation is None:
+            return None
+    return annotation
+
+
+def _step(annotation: Any, segment: str) -> Any:
+    for member in members(annotation):
+        origin, arguments = typing.get_origin(member), typing.get_args(member)
+        if member is Any or member is dict:
+            return Any
+        if dataclasses.is_dataclass(member) and isinstance(member, type):
+            found = fields_of(member).get(segment)
+            if found is not None:
+                return found[1]
+        elif origin is dict:
+            return arguments[1]
+        elif origin in (list, tuple) and (segment.isdigit() or segment == ITEM):
+            return arguments[0]
+    return None
+
+
+def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
+    """(dotted key, annotation, field, default) of every key, nested ones too; list items are written `*`."""
+    for name, (field, annotation) in fields_of(schema).items():
+        key = f"{prefix}{name}"
+        yield key, annotation, field, _default_of(field)
+        for member in members(annotation):
+            if dataclasses.is_dataclass(member) and isinstance(member, type):
+                yield from walk(member, f"{key}.")
+            elif typing.get_origin(member) in (list, tuple):
+                item = typing.get_args(member)[0]
+                if dataclasses.is_dataclass(item) and isinstance(item, type):
+                    yield from walk(item, f"{key}.{ITEM}.")
+
+
+def suggest_key(schema: type, key: str) -> str | None:
+    """The known key that `key` is another name of, else the nearest one; list indices are kept as given."""
+    for alias in ALIASES.get(key.rpartition(".")[2].replace("-", "_").lower(), ()):
+        if lookup(schema, alias) is not None:
+            return alias
+    segments = key.split(".")
+    pattern = ".".join(ITEM if segment.isdigit() else segment for segment in segments)
+    match = nearest(pattern, [known for known, *_ in walk(schema)])
+    indices = iter([segment for segment in segments if segment.isdigit()])
+    return match and ".".join(next(indices, "0") if part == ITEM else part for part in match.split("."))
+
+
+def unknown_key(schema: type, key: str) -> str:
+    """The sentence for a key that the schema does not have."""
+    match = suggest_key(schema, key)
+    hint = f"did you mean {match!r}?" if match else f"top-level keys: {', '.join(fields_of(schema))}"
+    return f"unknown key {key!r}; {hint}"
+
+
+def defaults_of(schema: type) -> dict[str, Any]:
+    """The schema's defaults as plain nested data; keys without a default are left out."""
+    defaults = {}
+    for name, (field, annotation) in fields_of(schema).items():
+        value = _default_of(field)
+        if value is not MISSING:
+            defaults[name] = _plain(value)
+        elif dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            defaults[name] = defaults_of(annotation)
+    return defaults
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def build(
+    schema: type, data: dict[str, Any], problems: list[str], prefix: str = "", root: type | None = None
+) -> Any:
+    """An instance of `schema` from plain `data`; None after appending all that is wrong to `problems`."""
+    root = root or schema
+    fields, values, before = fields_of(schema), {}, len(problems)
+    for name in data:
+        if name not in fields:
+            problems.append(unknown_key(root, f"{prefix}{name}"))
+    for name, (field, annotation) in fields.items():
+        key = f"{prefix}{name}"
+        if name in data and data[name] != "???":
+            try:
+                values[name] = _convert(data[name], annotation, key, problems, root)
+            except Invalid as invalid:
+                problems.append(str(invalid))
+        elif _default_of(field) is MISSING:
+            problems.append(f"{key} is missing: it needs {describe_type(annotation)}")
+    if len(problems) > before:
+        return None
+    try:
+        return schema(**values)
+    except UserError as error:
+        problems.append(f"{prefix.rstrip('.')}: {error.message}".lstrip(": "))
+    except ValueError as error:
+        problems.append(f"{prefix.rstrip('.')}: {error}".lstrip(": "))
+    return None
+
+
+def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: type) -> Any:
+    alternatives = members(annotation)
+    if annotation is Any:
+        return value
+    if value is None and type(None) in alternatives:
+        return None
+    for member in alternatives:
+        origin, arguments = typing.get_origin(member), typing.get_args(member)
+        if dataclasses.is_dataclass(member) and isinstance(member, type) and isinstance(value, dict):
+            return build(member, value, problems, f"{key}.", root)
+        if member is dict or (origin is dict and isinstance(value, dict)):
+            item = arguments[1] if arguments else Any
+            return {
+                name: _convert(entry, item, f"{key}.{name}", problems, root) for name, entry in value.items()
+            }
+        if origin in (list, tuple) and isinstance(value, list):
+            return _convert_items(value, member, key, problems, root)
+        if _fits(value, member):
+            return _cast(value, member)
+        if _is_sequence_of_any_length(member) and any(_fits(value, item) for item in members(arguments[0])):
+            return _convert_items([value], member, key, problems, root)
+    given = "null" if value is None else f"{value!r} ({_GIVEN.get(type(value), type(value).__name__)})"
+    raise Invalid(f"{key}: got {given}, expected {describe_type(annotation)}")
+
+
+def _is_sequence_of_any_length(annotation: Any) -> bool:
+    """Lists of values, for which one value may stand: `stop=x` means `stop=[x]`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    return origin is list or (origin is tuple and arguments[-1] is Ellipsis)
+
+
+def _convert_items(value: list[Any], annotation: Any, key: str, problems: list[str], root: type) -> Any:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    is_fixed = origin is tuple and arguments[-1] is not Ellipsis
+    if is_fixed and len(value) != len(arguments):
+        raise Invalid(f"{key}: got {len(value)} items, expected {describe_type(annotation)}")
+    items = []
+    for index, entry in enumerate(value):
+        try:
+            item = arguments[index] if is_fixed else arguments[0]
+            items.append(_convert(entry, item, f"{key}.{index}", problems, root))
+        except Invalid as invalid:
+            problems.append(str(invalid))
+    return origin(items)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    if annotation is Any:
+        return True
+    if typing.get_origin(annotation) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return any(value in (choice.value, choice.name) for choice in annotation)
+    if annotation is Path:
+        return isinstance(value, str)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is annotation
+
+
+def _cast(value: Any, annotation: Any) -> Any:
+    if annotation in (float, Path):
+        return annotation(value)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return next(choice for choice in annotation if value in (choice.value, choice.name))
+    return value
+
+
+def describe_type(annotation: Any) -> str:
+    """An annotation in a user's words: `an integer or null`, `one of: auto, never`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if len(members(annotation)) > 1:
+        return " or ".join(describe_type(member) for member in members(annotation))
+    if origin is Literal:
+        return f"one of: {', '.join(map(str, arguments))}"
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return f"one of: {', '.join(str(choice.value) for choice in annotation)}"
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"a list [{', '.join(describe_type(argument) for argument in arguments)}]"
+    if origin in (list, tuple):
+        return f"a list of {describe_type(arguments[0]).removeprefix('an ').removeprefix('a ')} items"
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return f"a mapping with keys {', '.join(fields_of(annotation))}"
+    if origin is dict or annotation is dict:
+        return "a mapping"
+    return _NAMES.get(annotation, "any value")
+
+
+def is_leaf(annotation: Any) -> bool:
+    """True for keys that hold a value, False for sections and lists of sections."""
+    inner = [item for member in members(annotation) for item in (member, *typing.get_args(member)[:1])]
+    return not any(dataclasses.is_dataclass(item) for item in inner)
+
+
+def is_text(annotation: Any) -> bool:
+    """True when nothing but text (or null) fits, so that a value needs no parsing."""
+    return set(members(annotation)) - {type(None)} in ({str}, {Path})
+
+
+def allows_null(annotation: Any) -> bool:
+    """True when null fits."""
+    return annotation is Any or type(None) in members(annotation)
+
+
+def show_default(default: Any) -> str:
+    """A default as a user would type it."""
+    if default is MISSING:
+        return "(required)"
+    plain = _plain(default)
+    if isinstance(plain, bool) or plain is None:
+        return {True: "true", False: "false", None: "null"}[plain]
+    return f"[{','.join(map(show_default, plain))}]" if isinstance(plain, list) else str(plain)

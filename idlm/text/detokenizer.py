@@ -1,0 +1,126 @@
+"""Token ids to text: the one definition of an answer's text, whole or piece by piece.
+
+Where no character is broken it is what transformers decodes without special tokens, spaces as they are. A
+byte token that belongs to no character is U+FFFD, for itself. Transformers makes a whole run of byte tokens
+U+FFFD where one of them is broken, characters before it too, which no stream could take back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from idlm.text.tokenizer import plain_text, special_token_ids
+
+REPLACEMENT = "\ufffd"
+MAX_BYTES = 4
+"""Of a character, hence also the most tokens that it is split over."""
+CHUNK = 64
+
+
+class Detokenizer:
+    """Turns a stream of token ids into text pieces; how it is cut into chunks makes no difference.
+
+    A character split over several tokens is held back until it is complete or can no longer become so. Ids
+    without a token are dropped, and so are special tokens unless `keep_special`. Mutable: one object per
+    generated sequence. A stream of n ids takes time in the order of n.
+    """
+
+    def __init__(self, tokenizer: Any, *, keep_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._dropped = frozenset() if keep_special else special_token_ids(tokenizer)
+        # Decoding starts one settled group early, because some decoders strip the first token's space.
+        self._context: list[int] = []
+        self._before = ""
+        self._pending: list[int] = []
+        self._num_emitted = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take the next ids and return the text that is settled by them (often empty, never wrong)."""
+        kept = self.kept(token_ids)
+        return "".join(self._push_chunk(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
+
+    def flush(self) -> str:
+        """Return what is still held back; a character that never became complete comes out as U+FFFD."""
+        return self._settle(self._text(self._pending), len(self._pending)) if self._pending else ""
+
+    def kept(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of the ids that stand for text."""
+        given = list(token_ids)
+        # Each once: a long answer has few different ones, and asking costs more than decoding.
+        asked = list(set(given) - self._dropped)
+        names = self._tokenizer.convert_ids_to_tokens(asked)
+        text_ids = {token_id for token_id, name in zip(asked, names, strict=True) if name is not None}
+        return [token_id for token_id in given if token_id in text_ids]
+
+    def _push_chunk(self, token_ids: list[int]) -> str:
+        """Many at once where no character is broken: the same as one by one, and much faster."""
+        if len(token_ids) > 1 and self._before:
+            together = self._pending + token_ids
+            text = self._text(together)
+            if REPLACEMENT not in text:
+                self._pending = together
+                return self._settle(text, len(together))
+        return "".join(map(self._push_one, token_ids))
+
+    def _push_one(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._text(self._pending)
+        settled = text.rstrip(REPLACEMENT)
+        if len(settled) == len(text):
+            return self._settle(text, len(self._pending))
+        if len(settled) > self._num_emitted:
+            return self._emit_beginning(text, settled)
+        num_broken = self._num_broken()
+        if not num_broken:
+            return ""
+        delta = self._settle(self._text(self._pending[:num_broken]), num_broken)
+        rest = self._text(self._pending)
+        return delta if rest.endswith(REPLACEMENT) else delta + self._settle(rest, len(self._pending))
+
+    def _emit_beginning(self, text: str, settled: str) -> str:
+        """The newly `settled` beginning of the pending `text`, whose end is a broken character."""
+        delta = settled[self._num_emitted :]
+        # What is broken lies in the last token alone: the others need not be decoded again.
+        self._pending = self._pending[-1:]
+        self._num_emitted = len(self._text(self._pending)) - (len(text) - len(settled))
+        return delta
+
+    def _num_broken(self) -> int:
+        """How many of the pending ids, which end in a broken character, no later id can mend."""
+        cuts = range(1, len(self._pending))
+        for cut in cuts:
+            if not self._text(self._pending[cut:]).endswith(REPLACEMENT):
+                return cut
+        if len(self._pending) < MAX_BYTES:
+            return 0
+        # Every cut through a character breaks it once more.
+        halves = [self._text(self._pending[:cut]) + self._text(self._pending[cut:]) for cut in cuts]
+        return min(cuts, key=lambda cut: len(halves[cut - 1]))
+
+    def _settle(self, text: str, num_ids: int) -> str:
+        """The rest of the first pending ids' `text`; they are done with."""
+        delta = text[self._num_emitted :]
+        done, self._pending = self._pending[:num_ids], self._pending[num_ids:]
+        before = plain_text(self._tokenizer, done)
+        # A context tells whether what follows spoils it: it has text, and no broken character at its end.
+        if not before.endswith(REPLACEMENT) and (before or not self._context):
+            self._context, self._before = done, before
+        self._num_emitted = max(self._num_emitted - len(text), 0)
+        return delta
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Of ids behind the context; alone where they break a run of byte tokens that it ends with."""
+        if self._context:
+            text = plain_text(self._tokenizer, self._context + token_ids)
+            if text.startswith(self._before):
+                return text[len(self._before) :]
+        return plain_text(self._tokenizer, token_ids)
+
+
+def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """What a stream of these ids comes to: decoded in one call where no character is broken."""
+    detokenizer = Detokenizer(tokenizer)
+    kept = detokenizer.kept(token_ids)
+    text = plain_text(tokenizer, kept)
+    return text if REPLACEMENT not in text else detokenizer.push(kept) + detokenizer.flush()

@@ -1,0 +1,177 @@
+"""Many prompts through one engine: its queue is kept filled, answers come out in the order of the prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from idlm.contracts import Completion
+from idlm.errors import UserError
+from idlm.infer.cli.fingerprint import MadeWith, of_request
+from idlm.infer.cli.progress import AnswerProgress
+from idlm.infer.cli.prompts import PromptLine
+from idlm.infer.engine import Engine
+from idlm.text.tokenizer import encode_messages
+
+QUEUE_FACTOR = 4
+"""Open samples per lane: enough that no lane waits for a line to be read."""
+
+Key = tuple[str, int]
+Answer = tuple[PromptLine, Completion]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Figures over finished answers."""
+
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_forwards: int = 0
+    num_tested: int = 0
+    num_accepted: int = 0
+    num_failed: int = 0
+    exactness: str = "exact"
+
+    def add(self, done: Completion) -> None:
+        """Count one more."""
+        self.num_answers += 1
+        self.num_tokens += len(done.token_ids)
+        self.num_forwards += done.num_forwards
+        self.num_tested += sum(done.tested_by_position)
+        self.num_accepted += sum(done.accepted_by_position)
+        self.num_failed += done.error is not None
+        if done.exactness != "exact":
+            self.exactness = done.exactness
+
+    def line(self, decoder: str, seconds: float) -> str:
+        """One line of text; empty without answers."""
+        if not self.num_forwards:
+            return ""
+        acceptance = f", acceptance {self.num_accepted / self.num_tested:.3f}" if self.num_tested else ""
+        return (
+            f"[{decoder}, {self.exactness}] {self.num_tokens} tokens, "
+            f"{self.num_tokens / self.num_forwards:.2f} per forward{acceptance}, "
+            f"{self.num_tokens / seconds:.0f} tokens/s"
+        )
+
+
+def engine_name(engine: Engine) -> str:
+    """Decoder and accelerators, joined by +."""
+    return "+".join((engine.decoder.name, *engine.settings.accelerators))
+
+
+class AnswerRun:
+    """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
+
+    `check_lines` finds lines that cannot be answered beforehand. One that comes here all the same ends the
+    run with its UserError (file and line in front), once all lines before it are answered. `finished` is
+    what an interrupted run still holds.
+    """
+
+    def __init__(
+        self, engine: Engine, lines: Iterator[PromptLine], *, progress: AnswerProgress | None = None
+    ) -> None:
+        self._engine, self._lines, self._progress = engine, lines, progress
+        self._order: deque[tuple[PromptLine, Key]] = deque()
+        self._done: dict[Key, Completion] = {}
+        self._num_lines = 0
+        self._refusal: UserError | None = None
+        self._is_read = False
+
+    def __iter__(self) -> Iterator[Answer]:
+        while True:
+            self._fill()
+            if not self._order:
+                break
+            events = self._engine.step()
+            for event in events:
+                if event.completion is not None:
+                    self._done[event.request_id, event.index] = event.completion
+            if self._progress is not None:
+                self._progress.see(events)
+            while self._order and self._order[0][1] in self._done:
+                yield self._take(*self._order.popleft())
+        if self._refusal is not None:
+            raise self._refusal
+
+    def finished(self) -> list[Answer]:
+        """Finished answers that wait for an unfinished one, in order; takes them out."""
+        ready = [item for item in self._order if item[1] in self._done]
+        return [self._take(line, key) for line, key in ready]
+
+    def _take(self, line: PromptLine, key: Key) -> Answer:
+        return line, dataclasses.replace(self._done.pop(key), request_id=line.request_id)
+
+    def _fill(self) -> None:
+        most = QUEUE_FACTOR * self._engine.settings.max_num_seqs
+        while not self._is_read and len(self._order) - len(self._done) < most:
+            try:
+                line = next(self._lines, None)
+                if line is None:
+                    self._is_read = True
+                    return
+                self._add(line)
+            except UserError as refusal:
+                self._refusal, self._is_read = refusal, True
+
+    def _add(self, line: PromptLine) -> None:
+        request_id = f"{self._num_lines}:{line.request_id}"
+        with _placed(line):
+            self._engine.add_request(request_id, encode_line(self._engine, line), line.params)
+        self._num_lines += 1
+        self._order.extend((line, (request_id, index)) for index in range(line.params.n))
+
+
+def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:
+    """How many answers the lines ask for. UserError with file and line in front for the first line that the
+    engine cannot answer.
+    """
+    num_answers = 0
+    for line in lines:
+        with _placed(line):
+            engine.check_request(line.request_id, encode_line(engine, line), line.params)
+        num_answers += line.params.n
+    return num_answers
+
+
+@contextmanager
+def _placed(line: PromptLine) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.code, f"{line.place}: {error.message}", fix=error.fix) from error
+
+
+def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
+    """What the engine takes: a conversation is rendered by the tokenizer's chat template."""
+    prompt: Any = line.prompt
+    are_messages = isinstance(prompt, list) and isinstance(prompt[0], dict)
+    if engine.tokenizer is None and (are_messages or isinstance(prompt, str)):
+        raise UserError(
+            "IDLM-0414",
+            f"{'messages need' if are_messages else 'text needs'} a tokenizer, and the checkpoint has none",
+            fix='give token ids: input=FILE with lines like {"prompt_ids": [1, 2, 3]}',
+        )
+    if not are_messages:
+        return prompt
+    return encode_messages(engine.tokenizer, prompt, max_tokens=engine.settings.max_length)
+
+
+def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: MadeWith) -> dict[str, Any]:
+    """One line of an output file. `common`: what all answers of the run are made with."""
+    made_by = {"decoder": engine.decoder.name, "accelerators": dict(engine.settings.accelerators)}
+    run_config = of_request(common, line.params)
+    return {"prompt": line.prompt, **line.carried, **made_by, "run_config": run_config, **figures(done)}
+
+
+def figures(done: Completion) -> dict[str, Any]:
+    """A completion as plain data, its ratios included."""
+    return {
+        **dataclasses.asdict(done),
+        "tokens_per_forward": done.tokens_per_forward,
+        "acceptance_rate": done.acceptance_rate,
+    }

@@ -1,0 +1,209 @@
+"""The accelerators of an engine: chosen by name, refused with every reason, and asked together in a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from idlm.config import schema
+from idlm.config.suggest import did_you_mean
+from idlm.contracts import StepPlan, own_number
+from idlm.errors import UserError
+from idlm.infer.accelerators.base import (
+    ACCELERATORS,
+    Accelerator,
+    EngineSpec,
+    KVAccelerator,
+    RowsAccelerator,
+)
+from idlm.infer.sparse.sparse_pass import SparseKV
+from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.kv_cache import KVCache
+from idlm.kernels.paged_attention import Plan
+
+AcceleratorOptions = Mapping[str, Mapping[str, Any]]
+"""Options by name of accelerator."""
+NO_NAMES = ("", "none", "null", "off", "false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceleratorStack:
+    """One a side, at most. Neither side is there in an engine without accelerators."""
+
+    kv: KVAccelerator | None = None
+    rows: RowsAccelerator | None = None
+
+    @property
+    def members(self) -> list[Accelerator]:
+        """Those that are there."""
+        return [each for each in (self.kv, self.rows) if each is not None]
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether answers have another law than the decoder's own."""
+        return any(each.exactness == "lossy" for each in self.members)
+
+    @property
+    def eager(self) -> list[str]:
+        """Names of those whose passes no graph can hold."""
+        return [each.name for each in self.members if not each.is_static]
+
+    def allocate(self) -> int:
+        """Make the state of lanes; returns the bytes that each KV page will take beside keys and values."""
+        for each in self.members:
+            each.allocate()
+        return sum(each.page_bytes() for each in self.members)
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """Make the state of pages."""
+        for each in self.members:
+            each.allocate_pages(num_pages)
+
+    @torch.inference_mode()
+    def reset(self, lanes: list[int]) -> None:
+        """Forget the blocks of these lanes."""
+        for each in self.members:
+            each.reset(lanes)
+
+    @torch.inference_mode()
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """The KV of pages was copied (from, to)."""
+        for each in self.members:
+            each.copy_pages(copies)
+
+    def begin(
+        self,
+        plan: StepPlan,
+        cache: KVCache,
+        *,
+        block_table_BP: Tensor,
+        page_size: int,
+        slot_mapping_R: Tensor,
+        scale: float,
+        make_plan: Callable[[StepPlan], Plan],
+    ) -> SparseKV | None:
+        """The pass as it is thinned; None: it is not. `make_plan` plans exact attention of some rows."""
+        if not self.members or plan.active is None:
+            return None
+        rows_BW = rows_by_place(plan, plan.active)
+        is_fed_BW = rows_BW >= 0
+        is_mask_BW = torch.zeros_like(is_fed_BW)
+        if plan.is_mask_R is not None:
+            is_mask_BW = is_fed_BW & plan.is_mask_R[rows_BW.clamp(min=0)]
+        is_working_B = is_fed_BW.any(dim=-1)
+        view = PassView(
+            plan=plan,
+            active=plan.active,
+            cache=cache,
+            block_table_BP=block_table_BP,
+            page_size=page_size,
+            scale=scale,
+            rows_BW=rows_BW,
+            is_working_B=is_working_B,
+            is_mask_BW=is_mask_BW,
+            needs_all_rows_B=torch.zeros_like(is_working_B),
+        )
+        kv = None if self.kv is None else self.kv.begin(view)
+        if kv is not None and kv.needs_all_rows_B is not None:
+            view.needs_all_rows_B = kv.needs_all_rows_B
+        rows = None if self.rows is None else self.rows.begin(view)
+        if kv is None and rows is None:
+            return None
+        return SparseKV(plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan)
+
+
+NO_ACCELERATORS = AcceleratorStack()
+
+
+def as_options(given: Any) -> dict[str, dict[str, Any]]:
+    """Options by name, from what a caller may write: a name, several, or options by name; None: none."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {_one_name(given): {}}
+    if isinstance(given, Mapping):
+        return {str(name): _options_of(name, options) for name, options in given.items()}
+    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
+        raise UserError("IDLM-0461", f"accelerators={given!r} are no names", fix='write ["mage"], or []')
+    names = list(given)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(
+            "IDLM-0461", f"accelerators={names} names {', '.join(twice)} twice", fix="name each once"
+        )
+    return {name: {} for name in names}
+
+
+def _one_name(given: str) -> str:
+    names = [name.strip() for name in given.split(",")]
+    if len(names) > 1:
+        raise UserError(
+            "IDLM-0461", f"accelerator={given} is no list", fix=f"write accelerator=[{','.join(names)}]"
+        )
+    if given.strip().lower() in NO_NAMES:
+        raise UserError(
+            "IDLM-0461", f"accelerator={given} names none", fix="write accelerator=[], or leave it out"
+        )
+    return given
+
+
+def _options_of(name: Any, options: Any) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise UserError(
+            "IDLM-0461",
+            f"accelerators: the options of {name} are {options!r}, not options by name",
+            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for its defaults',
+        )
+    return {key: own_number(value) for key, value in (options or {}).items()}
+
+
+def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
+    """Each accelerator's Config; UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
+    problems: list[str] = []
+    configs = {}
+    for name, options in given.items():
+        kind = ACCELERATORS.get(name).Config
+        known = [field.name for field in dataclasses.fields(kind)]
+        unknown = [key for key in options if key not in known]
+        problems += [
+            f"accelerator.{name}.{key} is no option of it{did_you_mean(key, known)} (it takes "
+            f"{', '.join(known) or 'none'})"
+            for key in unknown
+        ]
+        if not unknown:
+            configs[name] = schema.build(kind, dict(options), problems, f"accelerator.{name}.")
+    if problems:
+        raise UserError("IDLM-0461", "; ".join(problems), fix="correct the accelerator options named")
+    return configs
+
+
+def stack_of(given: AcceleratorOptions, place: EngineSpec) -> AcceleratorStack:
+    """The accelerators for an engine; UserError IDLM-0460 with every reason why they do not go with it or
+    with one another.
+    """
+    made = [ACCELERATORS.get(name)(config, place) for name, config in accelerator_configs(given).items()]
+    reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
+    sides: dict[str, list[str]] = {}
+    for each in made:
+        sides.setdefault(each.side, []).append(each.name)
+    reasons += [
+        f"{' and '.join(names)} are {'both' if len(names) == 2 else 'all'} of the {side} side (allowed: one "
+        "of each side)"
+        for side, names in sides.items()
+        if len(names) > 1
+    ]
+    if reasons:
+        raise UserError(
+            "IDLM-0460",
+            f"accelerator=[{','.join(given)}] does not go with this engine:"
+            + "".join(f"\n  - {reason}" for reason in reasons),
+            fix="set each to what is allowed, or leave the accelerator out (accelerator=[])",
+        )
+    kv = next((each for each in made if isinstance(each, KVAccelerator)), None)
+    rows = next((each for each in made if isinstance(each, RowsAccelerator)), None)
+    return AcceleratorStack(kv=kv, rows=rows)

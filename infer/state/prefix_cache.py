@@ -1,0 +1,201 @@
+"""Which pages hold the KV of which text: found again by content, forgotten least recently used first.
+
+A page's key is sha256 over the key of the page before it and its own token ids, from a root that names the
+engine's model: equal keys mean equal text from the first token on, whatever the prompts are built to do. The
+pages form a tree. A sequence that holds a page holds all pages before it, and lets the last go first, so
+whoever rests longest has no children left: eviction in that order never cuts a branch off.
+Knows neither lanes nor tensors. Lives and dies with its engine; a store that outlives it would need a digest
+of the weights in the root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefixCacheCounts:
+    """Since the engine began. Tokens are known ones of sequences that sat down or came back: those looked up,
+    those whose KV was there. `num_copied`: partly equal pages that were copied.
+    """
+
+    num_lookups: int = 0
+    num_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_copied: int = 0
+    num_evicted: int = 0
+
+    def add(self, *, num_tokens: int, num_hit_tokens: int, is_copied: bool) -> None:
+        """Count one sequence."""
+        self.num_lookups += 1
+        self.num_tokens += num_tokens
+        self.num_hit_tokens += num_hit_tokens
+        self.num_copied += is_copied
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A page in the tree."""
+
+    page: int
+    key: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+class PrefixCache:
+    """Index of committed pages. A page is resting when no lane holds it."""
+
+    def __init__(self, namespace: Sequence[str], *, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = hashlib.sha256(json.dumps([*namespace, page_size]).encode()).digest()
+        self.counts = PrefixCacheCounts()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self._by_key: dict[bytes, _Entry] = {}
+        self._by_page: dict[int, _Entry] = {}
+        self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._unwritten: set[int] = set()
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._by_page
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that can be evicted."""
+        return len(self._evictable)
+
+    @property
+    def pages(self) -> set[int]:
+        """All pages of the index."""
+        return set(self._by_page)
+
+    @property
+    def evictable(self) -> set[int]:
+        """Those that no lane holds."""
+        return set(self._evictable)
+
+    def key(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """Key of the page with these tokens behind the page `parent`."""
+        return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page with this key, if it is here."""
+        entry = self._by_key.get(key)
+        return None if entry is None else entry.page
+
+    def chain(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the first keys, as far as they are here."""
+        pages = []
+        for key in keys:
+            page = self.page_of(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def nearest(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
+        """The page behind `parent` that begins with most of `token_ids`, and how many; (-1, 0) if none does.
+
+        In sorted order that page is a neighbour of the tokens' own place. Pages that only the coming pass
+        will write cannot be copied before it.
+        """
+        children, wanted = self._children.get(parent, []), tuple(token_ids)
+        place = bisect_left(children, (wanted, -1))
+        found = (-1, 0)
+        for tokens, page in children[max(place - 1, 0) : place + 1]:
+            num_equal = _num_equal(tokens, wanted)
+            if num_equal > found[1] and page not in self._unwritten:
+                found = page, num_equal
+        return found
+
+    def insert(
+        self, key: bytes, parent: bytes, token_ids: Sequence[int], page: int, *, is_written: bool
+    ) -> None:
+        """Enter a page that some lane holds. `is_written` False: until `mark_written`, it is filled by a pass that
+        is not launched yet.
+        """
+        entry = _Entry(page, key, parent, tuple(token_ids))
+        assert len(token_ids) == self.page_size, f"{len(token_ids)=}"
+        assert entry.key not in self._by_key, "a key has two pages"
+        assert page not in self._by_page, f"{page=} has two keys"
+        assert parent == self.root or parent in self._by_key, "the page before it is not here"
+        self._by_key[entry.key] = self._by_page[page] = entry
+        insort(self._children.setdefault(parent, []), (entry.token_ids, page))
+        if not is_written:
+            self._unwritten.add(page)
+
+    def mark_written(self) -> None:
+        """All that was entered is written by passes that are launched."""
+        self._unwritten.clear()
+
+    def make_evictable(self, page: int) -> bool:
+        """The last lane let go of the page. False: it is not in the index, so nobody will ask for it."""
+        if page not in self:
+            return False
+        self._evictable[page] = None
+        return True
+
+    def acquire(self, page: int) -> None:
+        """A lane holds the page again."""
+        del self._evictable[page]
+
+    def touch(self, page: int) -> None:
+        """A resting page was of use: evict it later. Its children stay before it, its parent is held."""
+        if page in self._evictable:
+            self._evictable.move_to_end(page)
+
+    def evict(self) -> int:
+        """Forget the page that has rested longest, and return it."""
+        page = next(iter(self._evictable))
+        self._remove(page)
+        self.counts.num_evicted += 1
+        return page
+
+    def invalidate(self, page: int) -> list[int]:
+        """Forget a resting page and all behind it, which rest too; returns them, the page itself last."""
+        found = [page]
+        for above in found:
+            found += [child for _, child in self._children.get(self._by_page[above].key, ())]
+        for below in reversed(found):
+            self._remove(below)
+        return found[::-1]
+
+    def _remove(self, page: int) -> None:
+        """A resting page without children."""
+        del self._evictable[page]
+        entry = self._by_page.pop(page)
+        assert entry.key not in self._children, f"{page=} goes before its children"
+        del self._by_key[entry.key]
+        siblings = self._children[entry.parent]
+        del siblings[bisect_left(siblings, (entry.token_ids, page))]
+        if not siblings:
+            del self._children[entry.parent]
+
+    def check(self) -> None:
+        """Assert that the tree hangs together and that no page rests above one that is held."""
+        assert self._by_page == {entry.page: entry for entry in self._by_key.values()}
+        assert sum(map(len, self._children.values())) == len(self._by_page)
+        assert self._evictable.keys() <= self._by_page.keys()
+        order = {page: place for place, page in enumerate(self._evictable)}
+        for entry in self._by_key.values():
+            assert entry.key == self.key(entry.parent, entry.token_ids), f"{entry.page=}"
+            assert (entry.token_ids, entry.page) in self._children[entry.parent]
+            if entry.parent != self.root:
+                parent = self._by_key[entry.parent].page
+                assert parent not in order or order.get(entry.page, len(order)) < order[parent], f"{parent=}"
+
+
+def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -1,0 +1,144 @@
+"""State of the running sequences as one struct of tensors: what every decoder reads and commits to.
+
+A lane is the seat of one running sequence. Everything a step needs is indexed by lane, so plans, sampling
+and commits are tensor operations over the batch and can run inside a captured graph. Decoders own further
+tensors of their own, indexed by the same lanes.
+Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J tokens a pass can emit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.infer.state.device import to_device
+from idlm.kernels.sampling import Probs, row_probs, uniforms
+from idlm.kernels.step_rows import Lanes, commit
+
+
+class SequenceState:
+    """Known tokens, KV progress, sampling settings and random stream of each lane.
+
+    `num_known_Z` tokens are final (prompt and committed ones, the pending token included); the KV of the
+    first `num_computed_Z` of them is in the cache. In decoding exactly one token, the pending one, is
+    known but not computed.
+    """
+
+    def __init__(self, num_lanes: int, max_length: int, device: torch.device) -> None:
+        def ints() -> Tensor:
+            return torch.zeros(num_lanes, dtype=torch.int64, device=device)
+
+        def floats(value: float) -> Tensor:
+            return torch.full((num_lanes,), value, dtype=torch.float64, device=device)
+
+        self.device = device
+        self.max_length = max_length
+        self.tokens_ZL = torch.zeros(num_lanes, max_length + 1, dtype=torch.int64, device=device)
+        self.num_known_Z, self.num_computed_Z = ints(), ints()
+        self.ends_Z = ints()
+        self.seeds_Z, self.samples_Z, self.steps_Z, self.top_k_Z = ints(), ints(), ints(), ints()
+        self.temperature_Z, self.top_p_Z, self.min_p_Z, self.tau_Z = (
+            floats(1),
+            floats(1),
+            floats(0),
+            floats(0),
+        )
+
+    def admit(
+        self,
+        lanes: list[int],
+        known: list[list[int]],
+        settings: list[SamplingParams],
+        samples: list[int],
+        *,
+        ends: list[int],
+        steps: list[int] | None = None,
+        computed: list[int] | None = None,
+    ) -> None:
+        """Put sequences on free lanes; overwrites every field of whoever sat there before.
+
+        `known` tokens: the prompt and, of a sequence that starts anew, what it had emitted in `steps`
+        sampling steps. `ends`: how many tokens each may have in all. `computed`: how many have their KV in
+        the lane's pages already.
+        """
+        width = max(len(token_ids) for token_ids in known)
+        lanes_B = to_device(lanes, self.device)
+        padded = [[*token_ids, *[0] * (width - len(token_ids))] for token_ids in known]
+        self.tokens_ZL[lanes_B, :width] = to_device(padded, self.device)
+        for column_Z, values in (
+            (self.num_known_Z, [len(token_ids) for token_ids in known]),
+            (self.num_computed_Z, computed or [0] * len(lanes)),
+            (self.ends_Z, ends),
+            (self.steps_Z, steps or [0] * len(lanes)),
+            (self.samples_Z, samples),
+            (self.seeds_Z, [params.seed for params in settings]),
+            (self.temperature_Z, [params.temperature for params in settings]),
+            (self.top_k_Z, [params.top_k for params in settings]),
+            (self.top_p_Z, [params.top_p for params in settings]),
+            (self.min_p_Z, [params.min_p for params in settings]),
+            (self.tau_Z, [params.tau for params in settings]),
+        ):
+            column_Z[lanes_B] = to_device(values, self.device, dtype=column_Z.dtype)
+
+    def lanes(self, draft_buffer_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:
+        """What planning and committing look at, with what a decoder adds of its own."""
+        return Lanes(
+            num_known_Z=self.num_known_Z,
+            num_computed_Z=self.num_computed_Z,
+            ends_Z=self.ends_Z,
+            tokens_ZL=self.tokens_ZL,
+            draft_buffer_Z=draft_buffer_Z,
+            drafts_ZJ=drafts_ZJ,
+        )
+
+    def rewind(self, lane: int, num_computed: int = 0) -> None:
+        """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
+        random stream stay.
+        """
+        # Not an assignment, which would wait for the device (`transfer.fill_lanes`).
+        self.num_computed_Z[lane].fill_(num_computed)
+
+    def probs(
+        self,
+        logits_XV: Tensor,
+        lanes_B: Tensor,
+        filters: bool,
+        *,
+        forbidden_id: int | None = None,
+        own: bool = False,
+    ) -> Probs:
+        """The law of each row under its request's settings; the rows of a sequence, X / B, follow one
+        another. `forbidden_id`, `own`: see `row_probs`.
+        """
+        return row_probs(
+            logits_XV,
+            self.temperature_Z,
+            self.top_k_Z,
+            self.top_p_Z,
+            self.min_p_Z,
+            filters=filters,
+            lanes_B=lanes_B,
+            forbidden_id=forbidden_id,
+            own=own,
+        )
+
+    def uniforms(self, lanes_B: Tensor, num_draws: int) -> Tensor:
+        """Random numbers [B, num_draws] (fp64) of each lane's current sampling step."""
+        return uniforms(self.seeds_Z, self.samples_Z, self.steps_Z, num_draws, lanes_B=lanes_B)
+
+    def commit(
+        self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor
+    ) -> None:
+        """Append each lane's emitted tokens, move its KV pointer on, and step its random stream.
+
+        What is emitted beyond the table's width is dropped: nobody may read that far.
+        """
+        commit(
+            self.lanes(),
+            self.steps_Z,
+            lanes_B=lanes_B,
+            token_ids_BA=token_ids_BJ,
+            num_emitted_B=num_emitted_B,
+            num_computed_B=num_computed_B,
+        )

@@ -1,0 +1,306 @@
+"""Accelerators through the registries: every decoder with every stack, at full budget and thinned; what they
+keep against slow references, pass by pass; state that ends with its block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.contracts import Completion
+from idlm.errors import UserError
+from idlm.infer.accelerators.base import ACCELERATORS, KVPass
+from idlm.infer.decoders.base import DECODERS
+from idlm.infer.sparse.view import PassView
+from tests.accelerator_reference import SlowLists, share_of, top
+from tests.block_reference import Sampling
+from tests.contracts.accelerators.cases import (
+    KINDS,
+    LOSSY,
+    NUM_LAYERS,
+    PARAMS,
+    PROMPTS,
+    RULES,
+    SETTINGS,
+    SIDES,
+    STACKS,
+    STRATEGY,
+    THIN,
+    TOGETHER,
+    Trace,
+    engine_of,
+    exactly,
+    rules_of,
+    thinly,
+    tokens,
+    watch_lists,
+    watch_logits,
+    write_toys,
+)
+from tests.contracts.engines import assert_idle, build_engine
+from tests.ranks import group_engine, group_of_threads
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_toys(tmp_path_factory)
+
+
+@pytest.mark.parametrize("stack", STACKS, ids="+".join)
+@pytest.mark.parametrize("decoder", DECODERS.names())
+def test_at_full_budget_every_stack_is_exact_or_refused(
+    toys: dict[str, Path], decoder: str, stack: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = PROMPTS[:4], PARAMS[:4]
+    kind = "block" if decoder == "block" else "causal"
+    plain = build_engine(toys[kind], decoder, **TOGETHER)
+    needs = [name for name in stack if ACCELERATORS.get(name).needs_blocks]
+    if needs and plain.decoder.kv_policy.num_lookahead_tokens:
+        with pytest.raises(UserError, match="IDLM-0460") as refusal:
+            build_engine(toys[kind], decoder, accelerators=exactly(stack))
+        assert all(f"{name}: decoder={decoder} has no blocks" in str(refusal.value) for name in needs)
+        return
+    engine = build_engine(toys[kind], decoder, accelerators=exactly(stack), **TOGETHER)
+    expected_logits, logits = watch_logits(plain, monkeypatch), watch_logits(engine, monkeypatch)
+    expected, found = plain.generate(prompts, params), engine.generate(prompts, params)
+    assert tokens(found) == tokens(expected)
+    assert len(logits) == len(expected_logits)
+    for mine, theirs in zip(logits, expected_logits, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+    is_lossy = any(ACCELERATORS.get(name).exactness == "lossy" for name in stack)
+    assert {completion.exactness for completion in found} == {"lossy" if is_lossy else "exact"}
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        {"strategy": "low_confidence_dynamic", "threshold": 0.5, "steps": None},
+        {"sub_block_size": 4, "dual_cache": True},
+        {"edit_threshold": 0.3, "steps": None, "threshold": 0.3, "strategy": "low_confidence_dynamic"},
+        {"kv_cache": "fp8"},
+    ],
+    ids=str,
+)
+def test_full_budget_is_exact_however_blocks_are_decoded(
+    toys: dict[str, Path], name: str, decoding: dict[str, Any]
+) -> None:
+    prompts, params = [PROMPTS[0], PROMPTS[2], PROMPTS[3]], PARAMS[:3]
+    engine = None
+    with contextlib.suppress(UserError):
+        engine = engine_of(toys, accelerators=exactly((name,)), **decoding)
+    if engine is None:
+        with pytest.raises(UserError, match=f"(?s)IDLM-0460.*{name}: "):
+            engine_of(toys, accelerators=exactly((name,)), **decoding)
+        return
+    found = engine.generate(prompts, params)
+    assert tokens(found) == tokens(engine_of(toys, **decoding).generate(prompts, params))
+
+
+@pytest.fixture(scope="module")
+def slow_answers(toys: dict[str, Path]) -> Any:
+    known: dict[tuple[str, str], list[tuple[list[int], Trace, SlowLists]]] = {}
+
+    def answers(kind: str, name: str) -> list[tuple[list[int], Trace, SlowLists]]:
+        if (kind, name) not in known:
+            slow = SlowLists(toys[kind], rules_of(kind), RULES[name]())
+            known[kind, name] = [
+                (slow.answer(prompt, Sampling(seed=seed, **setting))[0], slow.trace, slow)
+                for seed, (prompt, setting) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
+            ]
+        return known[kind, name]
+
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["block", "shifted"])
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_every_pass_sees_what_the_equations_say(
+    toys: dict[str, Path], slow_answers: Any, kind: str, name: str
+) -> None:
+    engine = engine_of(toys, kind, accelerators={name: THIN[name]}, max_num_seqs=len(PROMPTS))
+    traces = watch_lists(engine)
+    found = engine.generate(PROMPTS, PARAMS)
+    expected = slow_answers(kind, name)
+    assert [list(completion.token_ids) for completion in found] == [ids for ids, _, _ in expected]
+    for lane, (_, trace, _) in enumerate(expected):
+        assert traces[lane] == trace
+    exact = engine_of(toys, kind).generate(PROMPTS, PARAMS)
+    assert tokens(exact) != tokens(found), "the budget must matter, or nothing was tested"
+
+
+WAYS: list[dict[str, Any]] = [
+    {"max_num_batched_tokens": 9, "max_num_seqs": 3, "num_inflight_steps": 3},
+    {"fused_commit": False, "prefix_cache": False, "page_size": 16},
+    {"num_pages": 26, "page_size": 4},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_answers_do_not_depend_on_company(
+    toys: dict[str, Path], slow_answers: Any, name: str, way: dict[str, Any]
+) -> None:
+    engine = engine_of(toys, accelerators={name: THIN[name]}, **way)
+    found = engine.generate(PROMPTS, PARAMS)
+    assert [list(c.token_ids) for c in found] == [ids for ids, _, _ in slow_answers("block", name)]
+    assert (engine.scheduler.num_preemptions > 0) == ("num_pages" in way)
+    assert_idle(engine)
+
+
+ABORTS = {3: 0, 7: 2, 20: 4}
+"""After so many steps, who."""
+
+
+def _fail(schedule: object) -> None:
+    raise ValueError("lost")
+
+
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
+def test_no_stack_depends_on_company_or_on_who_sat_there_before(
+    toys: dict[str, Path], stack: tuple[str, ...]
+) -> None:
+    expected = tokens(engine_of(toys, accelerators=thinly(stack)).generate(PROMPTS, PARAMS))
+    engine = engine_of(
+        toys, accelerators=thinly(stack), num_pages=30, max_num_seqs=4, max_num_batched_tokens=16
+    )
+    done: dict[str, Completion] = {}
+    for round_ in range(2):
+        for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            engine.add_request(f"{round_}-{number}", prompt, params)
+        for step in itertools.count():
+            if not engine.has_work:
+                break
+            if step in ABORTS:
+                engine.abort(f"{round_}-{ABORTS[step] + round_}")
+            if round_ and step == 4:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(engine._worker, "launch", _fail)
+                    with pytest.raises(ValueError, match="lost"):
+                        engine.step()
+            done.update({e.request_id: e.completion for e in engine.step() if e.completion is not None})
+        assert_idle(engine)
+    assert len(done) >= len(PROMPTS)
+    assert engine.scheduler.num_preemptions
+    for request_id, completion in done.items():
+        assert completion.token_ids == expected[int(request_id.split("-")[1])]
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSY if KINDS[name].shards])
+def test_ranks_thin_their_own_heads(toys: dict[str, Path], name: str) -> None:
+    settings: dict[str, Any] = {**TOGETHER, **STRATEGY, "accelerators": thinly((name,)), "num_pages": 30}
+    expected = tokens(engine_of(toys, **settings).generate(PROMPTS, PARAMS))
+    with group_of_threads(2) as group:
+        engine = group_engine(group, toys["block"], "block", **settings)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+        engine.close()
+
+
+@pytest.mark.parametrize("rows", SIDES["rows"])
+def test_both_sides_at_once(toys: dict[str, Path], rows: str) -> None:
+    """Rows are dropped, but none in the pass that ranks, whose sets hold for what is left of the block."""
+    engine = engine_of(toys, accelerators=thinly((rows, "mage")))
+    mage, sets, num_dropped = engine._parts.stack.kv, {}, 0
+    assert mage is not None
+    begin = mage.begin
+
+    def watched(view: PassView) -> KVPass | None:
+        made = begin(view)
+        assert made is not None
+        select = made.select_kv
+
+        def watched_select(layer: int, q_RNH: Tensor) -> Tensor | None:
+            nonlocal num_dropped
+            slots_BKC = select(layer, q_RNH)
+            for b in view.is_working_B.nonzero()[:, 0].tolist():
+                start, step = int(view.active.starts_B[b]), int(view.active.num_passes_B[b])
+                key = int(view.plan.lanes_B[b]), start, layer
+                dropped = int((view.rows_BW[b] < 0).sum())
+                if layer >= 2 and step == 0:
+                    assert not dropped
+                    assert not made.is_sparse_B[b]
+                    where_1 = torch.tensor([b])
+                    q_WNH = view.queries(q_RNH, where_1)[0].double()
+                    k_PKH = view.keys(layer, torch.arange(start)[None], where_1)[0].double()
+                    sets[key] = [top(share_of(q_WNH, k_PKH, head), THIN["mage"]["k"]) for head in range(2)]
+                elif layer >= 2:
+                    assert slots_BKC is not None
+                    assert [sorted(slots[slots >= 0].tolist()) for slots in slots_BKC[b]] == sets[key]
+                    num_dropped += dropped
+            return slots_BKC
+
+        made.select_kv = watched_select  # type: ignore[method-assign]
+        return made
+
+    mage.begin = watched  # type: ignore[method-assign]
+    engine.generate(PROMPTS, PARAMS)
+    assert num_dropped > 100
+
+
+def test_exact_goes_with_graphs(toys: dict[str, Path]) -> None:
+    engine = engine_of(toys, accelerators="exact", graphs="on")
+    assert engine.settings.graphs == "on"
+    found = engine.generate(PROMPTS[:3], PARAMS[:3])
+    assert tokens(found) == tokens(engine_of(toys).generate(PROMPTS[:3], PARAMS[:3]))
+
+
+def test_a_lane_seated_again_knows_nothing(toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of one length on one lane, the first aborted in its block: its sets must not be used."""
+
+    def first_lists(invalidate: bool) -> list[list[int]] | None:
+        engine = engine_of(toys, accelerators={"mage": THIN["mage"]}, max_num_seqs=1)
+        if not invalidate:
+            monkeypatch.setattr(engine._parts.stack.kv, "reset", lambda lanes: None)
+        engine.add_request("first", PROMPTS[0], PARAMS[0])
+        for _ in range(3):
+            engine.step()
+        engine.abort("first")
+        traces = watch_lists(engine)
+        engine.generate([PROMPTS[3][:16]], PARAMS[:1])
+        return traces[0][2, 0, NUM_LAYERS - 1]
+
+    assert first_lists(True) is None
+    assert first_lists(False) is not None
+
+
+def test_bounds_are_those_of_stored_keys(toys: dict[str, Path], slow_answers: Any) -> None:
+    engine = engine_of(toys, accelerators={"quest": THIN["quest"]}, max_num_seqs=1, prefix_cache=False)
+    prompt, params = PROMPTS[4], PARAMS[4]
+    engine.generate([prompt], params)
+    slow = SlowLists(toys["block"], rules_of("block"), RULES["quest"]())
+    slow.answer(prompt, Sampling(seed=4, **SETTINGS[4]))
+    num_stored = int(engine.table.num_computed_Z[0])
+    assert num_stored >= 48
+    quest, cache = engine._parts.stack.kv, engine._parts.runner._cache
+    pages = engine.pool.block_table_ZP[0, : num_stored // 4]
+    for layer in range(NUM_LAYERS):
+        keys_PFKH = cache.keys[layer].view(-1, 4, *cache.keys.shape[2:])[pages]
+        expected_PFKH = slow.kv[layer][0][:num_stored].view_as(keys_PFKH)
+        torch.testing.assert_close(keys_PFKH, expected_PFKH, atol=1e-4, rtol=1e-4)
+        if layer >= 2:
+            bounds = quest.bounds  # type: ignore[union-attr]
+            assert torch.equal(bounds.least[layer - 2, pages], keys_PFKH.amin(1))
+            assert torch.equal(bounds.largest[layer - 2, pages], keys_PFKH.amax(1))
+
+
+def test_bounds_travel_with_copied_pages(toys: dict[str, Path]) -> None:
+    prompt = PROMPTS[4]
+    prompts = [prompt, [*prompt[:26], 3, 1], [*prompt[:33], 5], prompt[:40]]
+    settings: dict[str, Any] = {
+        "page_size": 16,
+        "max_num_seqs": 1,
+        "accelerators": {"quest": {"k": 8, "page": 8}},
+    }
+    cached = engine_of(toys, **settings)
+    found = cached.generate(prompts, PARAMS[:4])
+    assert found[1].num_cached_tokens == 24
+    assert found[2].num_cached_tokens == 32
+    plain = engine_of(toys, **settings, prefix_cache=False)
+    assert tokens(found) == tokens(plain.generate(prompts, PARAMS[:4]))

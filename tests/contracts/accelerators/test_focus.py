@@ -1,0 +1,345 @@
+"""FOCUS in the engine: whole generations against the slow reference, pass by pass and token for token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.accelerators.base import RowSelection
+from idlm.infer.accelerators.focus import Focus, FocusPass
+from idlm.infer.engine import Engine
+from idlm.infer.sparse.view import PassView
+from idlm.semantics import Semantics
+from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
+from tests.focus_reference import FocusRules, SlowFocus
+from tests.toy import write_toy_checkpoint
+
+SIZE = 8
+LENGTHS = (1, 5, 8, 19, 24, 13)
+PROMPTS = prompts_of(LENGTHS, seed=2, vocab_size=MASK_ID)
+SETTINGS = (
+    {"temperature": 0.0, "max_tokens": 18},
+    {"temperature": 1.0, "max_tokens": 15},
+    {"temperature": 0.8, "top_k": 9, "max_tokens": 18},
+    {"temperature": 0.0, "max_tokens": 11},
+    {"temperature": 1.0, "top_p": 0.9, "max_tokens": 17},
+    {"temperature": 0.7, "max_tokens": 18},
+)
+CASES: list[tuple[bool, dict[str, Any], dict[str, Any]]] = [
+    (False, {"threshold": 0.5}, {}),
+    (False, {"strategy": "low_confidence_static", "sub_block_size": 4}, {"mean": "request"}),
+    (False, {"strategy": "sequential"}, {"importance": "block", "alpha": 1.2}),
+    (True, {"threshold": 0.5}, {"importance": "block", "mean": "request"}),
+    (True, {"strategy": "entropy_bounded", "entropy_bound": 1.5, "sub_block_size": 4}, {}),
+    (True, {"strategy": "low_confidence_static", "steps": 4}, {"intra_block_cache": False}),
+]
+"""Logits of the row before, the decoder's options and those of FOCUS."""
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_inflight_steps": 3, "max_num_seqs": 3, "max_num_batched_tokens": 9},
+    {"fused_commit": False, "prefix_cache": False},
+]
+FULL = dict(Focus.exact_options)
+ALL_CASES = [(*case, WAYS[0]) for case in CASES] + [(*case, way) for case in CASES[::4] for way in WAYS[1:]]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    found = {}
+    for shifted in (False, True):
+        found[shifted] = tmp_path_factory.mktemp("toy")
+        architecture = "Qwen2" if shifted else "Qwen3"
+        write_toy_checkpoint(found[shifted], architecture=architecture, sharpness=6.0, num_layers=4)
+        meaning = Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID)
+        meaning.save(found[shifted])
+    return found
+
+
+def rules_of(shifted: bool, options: dict[str, Any]) -> Rules:
+    fields = {"part" if key == "sub_block_size" else key: value for key, value in options.items()}
+    return Rules(size=SIZE, mask=MASK_ID, shifted=shifted, **fields)
+
+
+def slow_focus(
+    directory: Path, shifted: bool, options: dict[str, Any], focus: dict[str, Any], **more: Any
+) -> SlowFocus:
+    names = {"alpha": "alpha", "importance": "over", "mean": "mean", "intra_block_cache": "freezes"}
+    fields = {names[key]: value for key, value in focus.items()} | more
+    return SlowFocus(directory, rules_of(shifted, options), FocusRules(size=SIZE, **fields))
+
+
+def sampling(number: int) -> Sampling:
+    return Sampling(seed=number, **SETTINGS[number])  # type: ignore[arg-type]
+
+
+def params() -> list[SamplingParams]:
+    return [
+        SamplingParams(seed=seed, ignore_eos=True, **setting)  # type: ignore[arg-type]
+        for seed, setting in enumerate(SETTINGS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(toys: dict[bool, Path]) -> Callable[..., list[list[int]]]:
+    known: dict[str, list[list[int]]] = {}
+
+    def answers(shifted: bool, options: dict[str, Any], focus: dict[str, Any]) -> list[list[int]]:
+        key = f"{shifted} {options} {focus}"
+        if key not in known:
+            slow = slow_focus(toys[shifted], shifted, options, focus)
+            known[key] = [slow.answer(prompt, sampling(n))[0] for n, prompt in enumerate(PROMPTS)]
+        return known[key]
+
+    return answers
+
+
+@pytest.mark.parametrize(("shifted", "options", "focus", "way"), ALL_CASES, ids=str)
+def test_mixed_batches_equal_a_slow_decoder(
+    toys: dict[bool, Path],
+    expected: Any,
+    shifted: bool,
+    options: dict[str, Any],
+    focus: dict[str, Any],
+    way: dict[str, Any],
+) -> None:
+    engine = build_engine(toys[shifted], "block", accelerators={"focus": focus}, **options, **way)
+    found = engine.generate(PROMPTS, params())
+    assert [list(answer.token_ids) for answer in found] == expected(shifted, options, focus)
+    assert {answer.exactness for answer in found} == {"lossy"}
+    assert_idle(engine)
+
+
+class Watch:
+    """What FOCUS does in an engine: its passes over masks, and before which of each request KV was lost."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.passes: list[FocusPass] = []
+        self.counts: Counter[str] = Counter()
+        self.losses: dict[str, list[int]] = {}
+        self._engine = engine
+        self._reset: set[int] = set()
+        begin, reset = Focus.begin, Focus.reset
+
+        def watched(focus: Focus, view: PassView) -> FocusPass:
+            found = begin(focus, view)
+            self._note(view)
+            if view.is_mask_BW.any():
+                self.passes.append(found)
+            return found
+
+        def watched_reset(focus: Focus, lanes: list[int]) -> None:
+            reset(focus, lanes)
+            self._reset |= set(lanes)
+
+        patch.setattr(Focus, "begin", watched)
+        patch.setattr(Focus, "reset", watched_reset)
+
+    def _note(self, view: PassView) -> None:
+        names = {request.lane: request.request_id for request in self._engine.scheduler.running}
+        for lane, has_masks in zip(view.plan.lanes_B.tolist(), view.is_mask_BW.any(-1).tolist(), strict=True):
+            if has_masks:
+                name = names[lane]
+                if lane in self._reset and self.counts[name]:
+                    self.losses.setdefault(name, []).append(self.counts[name])
+                self._reset.discard(lane)
+                self.counts[name] += 1
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, slots, K, H] of the only sequence, in order."""
+        runner, [lane] = self._engine._parts.runner, self.passes[-1].view.plan.lanes_B.tolist()
+        cache, pool = runner._cache, runner.pool
+        pages_P = pool.block_table_ZP[lane][: pool.num_owned(lane)]
+        slots = (pages_P[:, None] * pool.page_size + torch.arange(pool.page_size)).flatten()
+        return cache.keys[:, slots], cache.values[:, slots]
+
+
+@pytest.mark.parametrize(("shifted", "options", "focus"), CASES, ids=str)
+@pytest.mark.parametrize("number", [1, 3])
+def test_passes_and_stored_keys_and_values_equal_a_slow_decoders(
+    toys: dict[bool, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    shifted: bool,
+    options: dict[str, Any],
+    focus: dict[str, Any],
+    number: int,
+) -> None:
+    slow = slow_focus(toys[shifted], shifted, options, focus)
+    slow.answer(PROMPTS[number], sampling(number))
+    engine = build_engine(toys[shifted], "block", accelerators={"focus": focus}, **options)
+    watch = Watch(engine, monkeypatch)
+    engine.add_request("one", PROMPTS[number], params()[number])
+    # The last pass frees the pages.
+    while len(watch.passes) < len(slow.passes) - 1:
+        num_before = len(watch.passes)
+        engine.step()
+        if len(watch.passes) == num_before:
+            continue
+        found, right = watch.passes[-1], slow.passes[num_before]
+        assert (found.view.rows_BW[0] >= 0).nonzero()[:, 0].tolist() == list(right.selection.kept)
+        assert found.budget_B is not None
+        assert int(found.budget_B[0]) == right.selection.budget
+        start = right.number * SIZE
+        for stored, active, all_ in zip(
+            watch.stored(), (right.keys, right.values), (slow.keys, slow.values), strict=True
+        ):
+            # Blocks before are clean in all layers, computed from all their rows.
+            wanted = {(layer, slot): vector for (layer, slot), vector in all_.items() if slot < start}
+            wanted |= {(layer, start + place): vector for (layer, place), vector in active.items()}
+            found_XKH = torch.stack([stored[key] for key in wanted])
+            torch.testing.assert_close(found_XKH, torch.stack(list(wanted.values())), atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("shifted", "options"), [(False, CASES[0][1]), (True, CASES[4][1])], ids=str)
+def test_at_full_budget_it_is_exact(toys: dict[bool, Path], shifted: bool, options: dict[str, Any]) -> None:
+    found = build_engine(toys[shifted], "block", accelerators={"focus": FULL}, **options)
+    slow = SlowBlocks(toys[shifted], rules_of(shifted, options))
+    answers = [list(answer.token_ids) for answer in found.generate(PROMPTS, params())]
+    assert answers == [slow.answer(prompt, sampling(n))[0] for n, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
+def test_who_loses_its_pages_begins_its_block_anew(
+    toys: dict[bool, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    shifted: bool,
+    options: dict[str, Any],
+    focus: dict[str, Any],
+) -> None:
+    engine = build_engine(
+        toys[shifted], "block", accelerators={"focus": focus}, num_pages=26, max_num_seqs=5, **options
+    )
+    watch = Watch(engine, monkeypatch)
+    names = [str(number) for number in range(len(PROMPTS))]
+    found = engine.generate(PROMPTS, params(), request_ids=names)
+    assert engine.scheduler.num_preemptions
+    assert watch.losses
+    slow = slow_focus(toys[shifted], shifted, options, focus)
+    for number, answer in enumerate(found):
+        right, _ = slow.answer(PROMPTS[number], sampling(number), losses=watch.losses.get(names[number], ()))
+        assert list(answer.token_ids) == right
+        assert watch.counts[names[number]] == len(slow.passes)
+    assert_idle(engine)
+
+
+def test_aborts_and_passes_that_fail_leave_nothing_behind(
+    toys: dict[bool, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shifted, options, focus = CASES[0]
+    engine = build_engine(
+        toys[shifted], "block", accelerators={"focus": focus}, num_inflight_steps=1, max_num_seqs=3, **options
+    )
+    done: dict[str, Any] = {}
+    for round_ in range(2):
+        for number, (prompt, setting) in enumerate(zip(PROMPTS, params(), strict=True)):
+            engine.add_request(f"{round_}-{number}", prompt, setting)
+        step = 0
+        while engine.has_work:
+            if step % 8 == 2:
+                engine.abort(f"{round_}-{(step + round_) % len(PROMPTS)}")
+            if step == 4:
+                with monkeypatch.context() as patch:
+                    patch.setattr(FocusPass, "finish", lambda _: (_ for _ in ()).throw(ValueError("x")))
+                    with pytest.raises(ValueError, match="x"):
+                        engine.step()
+            done |= {e.request_id: e.completion for e in engine.step() if e.completion is not None}
+            step += 1
+        assert_idle(engine)
+    assert len(done) > len(PROMPTS)
+    for name, completion in done.items():
+        assert list(completion.token_ids) == expected(shifted, options, focus)[int(name.split("-")[1])]
+
+
+@pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
+def test_mage_beside_it_has_the_rows_that_it_needs(
+    toys: dict[bool, Path], shifted: bool, options: dict[str, Any], focus: dict[str, Any]
+) -> None:
+    slow = slow_focus(toys[shifted], shifted, options, focus, begins_full=True)
+    both = {"focus": focus, "mage": {"k": 128}}
+    found = build_engine(toys[shifted], "block", accelerators=both, **options).generate(PROMPTS, params())
+    assert [list(answer.token_ids) for answer in found] == [
+        slow.answer(prompt, sampling(n))[0] for n, prompt in enumerate(PROMPTS)
+    ]
+    both["mage"] = {"k": 6, "exact_layers": 1}
+    together = build_engine(toys[shifted], "block", accelerators=both, **options).generate(PROMPTS, params())
+    alone = build_engine(toys[shifted], "block", accelerators=both, max_num_seqs=1, **options)
+    assert [answer.token_ids for answer in together] != [answer.token_ids for answer in found]
+    assert [answer.token_ids for answer in alone.generate(PROMPTS, params())] == [
+        answer.token_ids for answer in together
+    ]
+    assert_idle(alone)
+
+
+def test_edits_look_at_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"threshold": 0.5, "edit_threshold": 0.3}
+    prompts, settings = PROMPTS[:3], params()[:3]
+    plain = build_engine(toys[False], "block", **options).generate(prompts, settings)
+    full = build_engine(toys[False], "block", accelerators={"focus": FULL}, **options)
+    assert [answer.token_ids for answer in full.generate(prompts, settings)] == [
+        answer.token_ids for answer in plain
+    ]
+    engine = build_engine(toys[False], "block", accelerators={"focus": {}}, **options)
+    finish, num_clean = FocusPass.finish, []
+
+    def watched(focus: FocusPass) -> None:
+        finish(focus)
+        is_clean_B = focus.view.is_working_B & ~focus.view.is_mask_BW.any(-1)
+        num_clean.append(int(is_clean_B.sum()))
+        assert (focus.view.rows_BW[is_clean_B] >= 0).all()
+
+    monkeypatch.setattr(FocusPass, "finish", watched)
+    assert all(
+        len(answer.token_ids) == setting.max_tokens
+        for answer, setting in zip(engine.generate(prompts, settings), settings, strict=True)
+    )
+    assert sum(num_clean) > len(prompts)
+
+
+def test_a_frozen_token_that_is_edited_is_computed_again(
+    toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not fed has the keys and values of the token that stands there."""
+    engine = build_engine(toys[False], "block", accelerators={"focus": {}}, threshold=0.5, edit_threshold=0.0)
+    initial_rows, stored, num_frozen = FocusPass.initial_rows, {}, 0
+
+    def watched(focus: FocusPass) -> RowSelection | None:
+        nonlocal num_frozen
+        kept, plan = initial_rows(focus), focus.view.plan
+        assert kept is not None
+        for b, place in (focus.view.rows_BW >= 0).nonzero().tolist():
+            row = int(focus.view.rows_BW[b, place])
+            key, token = (int(plan.lanes_B[b]), int(plan.slots_R[row])), int(plan.token_ids_R[row])
+            if kept.keep_R[row]:
+                stored[key] = token
+            else:
+                num_frozen += 1
+                assert stored[key] == token
+        return kept
+
+    monkeypatch.setattr(FocusPass, "initial_rows", watched)
+    engine.generate(PROMPTS[:4], params()[:4])
+    assert num_frozen
+
+
+@pytest.mark.parametrize(
+    ("focus", "options", "reason"),
+    [
+        ({"alpha": 0.5}, {}, "alpha"),
+        ({}, {"sub_block_size": 4, "dual_cache": True}, "dual_cache"),
+        ({}, {"graphs": "on"}, "graphs=on"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_go_with_is_named(
+    toys: dict[bool, Path], focus: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"(?s)IDLM-0460.*\n  - focus: .*{reason}"):
+        build_engine(toys[False], "block", accelerators={"focus": focus}, **options)

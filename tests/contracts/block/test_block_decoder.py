@@ -1,0 +1,398 @@
+"""Block diffusion in mixed batches against a slow reference decoder, token for token."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders import block
+from idlm.infer.decoders.base import Batch, KVWritePolicy
+from idlm.infer.decoders.block import BlockConfig, BlockDecoder
+from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.engine import Engine
+from idlm.infer.runtime.cuda_graphs import shape_of
+from idlm.infer.scheduler import Schedule
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.semantics import Semantics
+from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of
+from tests.toy import write_toy_checkpoint
+
+SIZE = 4
+LENGTHS = (1, 3, 4, 5, 8, 11, 16, 30)
+SETTINGS = (
+    {"temperature": 0.0, "max_tokens": 12},
+    {"temperature": 1.0, "max_tokens": 10},
+    {"temperature": 0.8, "top_k": 5, "max_tokens": 13},
+    {"temperature": 1.2, "top_p": 0.8, "max_tokens": 1},
+    {"temperature": 0.0, "max_tokens": 9},
+    {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "max_tokens": 14},
+    {"temperature": 1.0, "max_tokens": 12},
+    {"temperature": 0.0, "max_tokens": 11},
+)
+"""One per prompt: three blocks, most of them."""
+STRATEGIES: list[dict[str, Any]] = [
+    {"strategy": "sequential"},
+    {"strategy": "low_confidence_static", "steps": 3},
+    {"strategy": "low_confidence_dynamic", "threshold": 0.5},
+    {"strategy": "entropy_bounded", "entropy_bound": 1.5},
+]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"graphs": "on"},
+    {"graphs": "on", "num_inflight_steps": 4, "max_num_seqs": 3},
+    {"fused_commit": False, "num_inflight_steps": 1, "prefix_cache": False},
+    {"num_pages": 16, "max_num_seqs": 5},
+]
+PROMPTS = prompts_of(LENGTHS, vocab_size=MASK_ID)
+
+
+def write_block_toy(directory: Path, *, shifted: bool, size: int = SIZE) -> Path:
+    write_toy_checkpoint(directory, architecture="Qwen2" if shifted else "Qwen3", sharpness=6.0)
+    meaning = Semantics(causality="block", logit_shift=shifted, block_size=size, mask_token_id=MASK_ID)
+    meaning.save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    return {
+        shifted: write_block_toy(tmp_path_factory.mktemp("toy"), shifted=shifted) for shifted in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(toys: dict[bool, Path]) -> Callable[[bool, dict[str, Any]], list[tuple[list[int], int]]]:
+    known: dict[str, list[tuple[list[int], int]]] = {}
+
+    def answers(shifted: bool, strategy: dict[str, Any]) -> list[tuple[list[int], int]]:
+        key = f"{shifted} {strategy}"
+        if key not in known:
+            fields = {**strategy, "part": strategy.get("sub_block_size")}
+            fields.pop("sub_block_size", None)
+            slow = SlowBlocks(toys[shifted], Rules(size=SIZE, mask=MASK_ID, shifted=shifted, **fields))
+            known[key] = [
+                slow.answer(prompt, Sampling(seed=seed, **setting))
+                for seed, (prompt, setting) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
+            ]
+        return known[key]
+
+    return answers
+
+
+def params_of() -> list[SamplingParams]:
+    return [
+        SamplingParams(seed=seed, ignore_eos=True, **setting)  # type: ignore[arg-type]
+        for seed, setting in enumerate(SETTINGS)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda options: options["strategy"])
+def test_mixed_batches_equal_a_slow_decoder(
+    toys: dict[bool, Path], expected: Any, strategy: dict[str, Any], way: dict[str, Any]
+) -> None:
+    engine = build_engine(toys[False], "block", **strategy, **way)
+    found = engine.generate(PROMPTS, params_of())
+    assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(False, strategy)]
+    assert_idle(engine)
+
+
+def test_the_host_knows_what_a_pass_has_stored_once_its_results_are_back() -> None:
+    kv_policy = KVWritePolicy(block_size=4, num_lookahead_tokens=0)
+    # A tail of the prompt, then two blocks whose results come at once.
+    assert kv_policy.num_stored(0, num_before=6, num_known=8) == 4
+    assert kv_policy.num_stored(4, num_before=8, num_known=12) == 8
+    # A pass on its way stores the last one; one that decided too few emits nothing.
+    assert kv_policy.num_stored(12, num_before=12, num_known=12) == 12
+    assert kv_policy.num_stored(12, num_before=11, num_known=12) == 12
+
+
+@pytest.mark.parametrize("num_feed", [[0] * 64, [32] * 64, [0] * 60 + [320] * 4, [32]], ids=sum)
+def test_rows_of_static_shapes_hold_what_may_be_fed_and_little_more(num_feed: list[int]) -> None:
+    """A block that does not ride beside decoding rows needs none but those; what rides has room."""
+    num, blocks = len(num_feed), [feed // 32 for feed in num_feed]
+    schedule = Schedule(num_feed=num_feed, num_known=[64] * num, samples=[True] * num)
+    schedule.requests = [SimpleNamespace(params=SamplingParams())] * num  # type: ignore[list-item]
+    shapes = [
+        shape_of(schedule, KVWritePolicy(block_size=32, num_lookahead_tokens=0, fused_commit=fused_commit))
+        for fused_commit in (True, False)
+    ]
+    riding, alone = (shape.num_prompt_rows // 32 for shape in shapes)
+    beyond = sum(max(0, count - 1) for count in blocks)
+    assert alone >= beyond and (alone == 0) == (beyond == 0)
+    assert riding >= max(1, num / 8, sum(blocks)) and riding <= 2 * max(1, num / 8, sum(blocks))
+
+
+def test_pages_run_out_while_blocks_are_on_their_way(toys: dict[bool, Path], expected: Any) -> None:
+    strategy = {"strategy": "low_confidence_static", "steps": 1}
+    engine = build_engine(
+        toys[False],
+        "block",
+        **strategy,
+        num_inflight_steps=4,
+        num_pages=14,
+        max_num_batched_tokens=1,
+        max_num_seqs=6,
+    )
+    found = engine.generate(PROMPTS, params_of())
+    assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(False, strategy)]
+    assert engine.scheduler.num_preemptions
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[2], {"strategy": "low_confidence_static", "sub_block_size": 2}], ids=str
+)
+def test_trap_04_shifted_blocks_begin_with_a_token_of_the_block_before(
+    toys: dict[bool, Path], expected: Any, strategy: dict[str, Any], way: dict[str, Any]
+) -> None:
+    engine = build_engine(toys[True], "block", **strategy, **way)
+    found = engine.generate(PROMPTS, params_of())
+    assert [list(answer.token_ids) for answer in found] == [ids for ids, _ in expected(True, strategy)]
+    assert_idle(engine)
+
+
+def test_every_strategy_is_compared() -> None:
+    assert sorted(options["strategy"] for options in STRATEGIES) == UNMASKINGS.names()
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("name", UNMASKINGS.names())
+def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
+    """On the meta device there are none: whoever waited for one, or made a shape of one, would raise."""
+    device, num_sequences = torch.device("meta"), 3
+    config = BlockConfig(strategy=name, sub_block_size=2)
+    meaning = Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID)
+    decoder = BlockDecoder(config, meaning)
+    decoder.allocate(8, 48, dtype=torch.float32, device=device)
+    table = SequenceState(8, 64, device)
+    ints_B = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+    batch = Batch(
+        lanes_B=ints_B,
+        num_feed_B=ints_B,
+        samples_B=ints_B > 0,
+        max_feed=9,
+        max_known=32,
+        num_rows=num_sequences * SIZE + 8,
+        filters=False,
+    )
+    plan = decoder.plan(table, batch)
+    assert len(plan.token_ids_R) == batch.num_rows
+    masks = Masks(
+        is_maskable_BW=torch.zeros(num_sequences, SIZE, dtype=torch.bool, device=device),
+        confidence_BW=torch.zeros(num_sequences, SIZE, dtype=torch.float64, device=device),
+        entropy_BW=torch.zeros(num_sequences, SIZE, dtype=torch.float64, device=device),
+        quota_B=ints_B,
+        threshold_B=ints_B.double(),
+        entropy_bound_B=ints_B.double(),
+    )
+    assert decoder._strategy.choose(masks).shape == masks.is_maskable_BW.shape
+    with pytest.MonkeyPatch.context() as patch:
+        # Plain laws may look: on a GPU they are kernels.
+        patch.setattr(SequenceState, "probs", lambda *_, **__: None)
+        patch.setattr(block, "judged_draws", lambda _, drawn, *__, **___: (drawn.long(), drawn))
+        patch.setattr(block, "nonfinite", lambda _, rows_BW: rows_BW.amax(-1))
+        patch.setattr(block, "entropy", lambda _: torch.zeros(num_sequences * SIZE, device=device))
+        logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
+        outcome = decoder.advance(table, batch, plan, logits_XV)
+    assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
+
+
+def test_trap_27_alone_is_as_in_company_and_passes_are_those_that_are_needed(
+    toys: dict[bool, Path], expected: Any
+) -> None:
+    strategy = STRATEGIES[2]
+    for fused in (True, False):
+        engine = build_engine(toys[False], "block", max_num_batched_tokens=64, fused_commit=fused, **strategy)
+        for prompt, params, (ids, num_passes) in zip(
+            PROMPTS, params_of(), expected(False, strategy), strict=True
+        ):
+            [found] = engine.generate([prompt], params)
+            assert list(found.token_ids) == ids
+            commits = (len(prompt) + len(ids) - 1) // SIZE - len(prompt) // SIZE
+            commits += len(prompt) >= SIZE
+            assert found.num_forwards == num_passes + (0 if fused else commits)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_prompts_of_every_length(toys: dict[bool, Path], shifted: bool) -> None:
+    """One token, exactly one block, one more and one less: greedily, to the end of the next block."""
+    slow = SlowBlocks(toys[shifted], Rules(size=SIZE, mask=MASK_ID, shifted=shifted))
+    prompts = prompts_of(range(1, 3 * SIZE + 2), seed=9)
+    for way in ({}, {"graphs": "on", "num_inflight_steps": 2, "page_size": 16}):
+        found = build_engine(toys[shifted], "block", **way).generate(prompts, greedy(max_tokens=SIZE + 1))
+        for prompt, answer in zip(prompts, found, strict=True):
+            expected, _ = slow.answer(prompt, Sampling(temperature=0, max_tokens=SIZE + 1))
+            assert list(answer.token_ids) == expected, len(prompt)
+
+
+def test_stops_are_trimmed_inside_a_block(toys: dict[bool, Path], expected: Any) -> None:
+    ids, _ = expected(False, STRATEGIES[0])[0]
+    stop = ids[5]
+    engine = build_engine(toys[False], "block", graphs="on", num_inflight_steps=3, **STRATEGIES[0])
+    [found] = engine.generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, seed=0, max_tokens=12, stop_token_ids=(stop,))
+    )
+    assert list(found.token_ids) == ids[: ids.index(stop) + 1]
+    assert found.finish_reason == "stop"
+    assert_idle(engine)
+
+
+def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool, Path]) -> None:
+    prompt = PROMPTS[-1]
+    prompts = [prompt, prompt[:21], [*prompt[:14], *prompt[:5]], prompt]
+    plain = build_engine(toys[False], "block", prefix_cache=False).generate(prompts, greedy(max_tokens=9))
+    for page_size in (4, 8, 16):
+        engine = build_engine(toys[False], "block", page_size=page_size, max_num_seqs=1)
+        found = engine.generate(prompts, greedy(max_tokens=9))
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+        assert found[-1].num_cached_tokens == 28
+        assert_idle(engine)
+    # Pages that end inside a block cannot be told by their own tokens.
+    with pytest.warns(UserWarning, match=r"page_size=6 ends inside a block of 4.*give page_size=8"):
+        engine = Engine.from_pretrained(toys[False], **PLACE, max_length=64, page_size=6)
+    assert engine.pool.cache is None
+    found = engine.generate(prompts, greedy(max_tokens=9))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_prompt_of_whole_blocks_that_is_known_still_says_what_follows(
+    toys: dict[bool, Path], shifted: bool
+) -> None:
+    """Where logits are shifted, by its last row."""
+    prompt = prompts_of([4 * SIZE])[0]
+    engine = build_engine(toys[shifted], "block", page_size=SIZE)
+    first, again = (engine.generate([prompt], greedy(max_tokens=9))[0] for _ in range(2))
+    assert again.num_cached_tokens == 3 * SIZE
+    assert again.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(("size", "page_size"), [(1, 16), (4, 16), (6, 18), (24, 24), (32, 32)])
+def test_pages_hold_whole_blocks_unless_told_otherwise(tmp_path: Path, size: int, page_size: int) -> None:
+    directory = write_block_toy(tmp_path, shifted=False, size=size)
+    engine = Engine.from_pretrained(directory, **PLACE, max_length=128, max_num_seqs=1)
+    assert (engine.settings.page_size, engine.pool.page_size) == (page_size, page_size)
+    prompt = prompts_of([100])[0]
+    first, again = (engine.generate([prompt], greedy(max_tokens=3))[0] for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert again.num_cached_tokens == 100 // page_size * page_size
+
+
+@pytest.mark.parametrize("way", [{}, {"graphs": "on", "num_inflight_steps": 3}], ids=str)
+def test_aborts_leak_nothing_and_disturb_nobody(
+    toys: dict[bool, Path], expected: Any, way: dict[str, Any]
+) -> None:
+    engine = build_engine(toys[False], "block", num_pages=24, **STRATEGIES[2], **way)
+    done = {}
+    for round_ in range(3):
+        for number, (prompt, params) in enumerate(zip(PROMPTS, params_of(), strict=True)):
+            engine.add_request(f"{round_}-{number}", prompt, params)
+        step = 0
+        while engine.has_work:
+            if step % 2 == 0:
+                engine.abort(f"{round_}-{(step + round_) % len(PROMPTS)}")
+            done.update({e.request_id: e.completion for e in engine.step() if e.completion is not None})
+            step += 1
+        assert_idle(engine)
+    assert len(done) > len(PROMPTS)
+    for request_id, completion in done.items():
+        assert list(completion.token_ids) == expected(False, STRATEGIES[2])[int(request_id.split("-")[1])][0]
+
+
+def test_a_pass_that_fails_begins_its_blocks_anew(
+    toys: dict[bool, Path], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(toys[False], "block", num_inflight_steps=1, **STRATEGIES[1])
+    for number, (prompt, params) in enumerate(zip(PROMPTS, params_of(), strict=True)):
+        engine.add_request(str(number), prompt, params)
+    done: dict[str, Any] = {}
+    for step in range(200):
+        if step in (3, 6):
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    engine._worker, "launch", lambda schedule: (_ for _ in ()).throw(ValueError("x"))
+                )
+                with pytest.raises(ValueError, match="x"):
+                    engine.step()
+        done.update({e.request_id: e.completion for e in engine.step() if e.completion is not None})
+    answers = [list(done[str(number)].token_ids) for number in range(len(PROMPTS))]
+    assert answers == [ids for ids, _ in expected(False, STRATEGIES[1])]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"strategy": "best"}, "IDLM-0102", ("decoder.strategy=best",)),
+        ({"steps": 5}, "IDLM-0451", ("decoder.steps=5", "give decoder.steps=4")),
+        ({"sub_block_size": 3}, "IDLM-0451", ("allowed: 1, 2, 4", "give decoder.sub_block_size=2")),
+        ({"sub_block_size": 8}, "IDLM-0451", ("allowed: 1, 2, 4", "give decoder.sub_block_size=4")),
+        ({"sub_block_size": 0}, "IDLM-0451", ("decoder.sub_block_size=0", "give decoder.sub_block_size=1")),
+        ({"dual_cache": True}, "IDLM-0451", ("allowed: 1, 2", "give decoder.sub_block_size=2")),
+        ({"threshold": 1.5}, "IDLM-0451", ("decoder.threshold=1.5", "give decoder.threshold=0.9")),
+        ({"confidence": "modl"}, "IDLM-0451", ("law, model", "did you mean 'model'")),
+        ({"steps": 5, "threshold": 2.0}, "IDLM-0451", ("decoder.steps=4; decoder.threshold=0.9",)),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(
+    toys: dict[bool, Path], options: dict[str, Any], code: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError, match=code) as caught:
+        build_engine(toys[False], "block", **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", UNMASKINGS.names())
+def test_options_that_a_strategy_does_not_read_are_named(toys: dict[bool, Path], strategy: str) -> None:
+    values = {"threshold": 0.5, "entropy_bound": 1.0, "steps": 2}
+    reads = UNMASKINGS.get(strategy).reads
+    with pytest.warns(UserWarning, match="does nothing") as said:
+        engine = Engine.from_pretrained(
+            toys[False], "block", device="cpu", max_length=64, strategy=strategy, **values
+        )
+    [text] = [str(warning.message) for warning in said]
+    assert [name for name in values if f"decoder.{name}" in text.partition(" does")[0]] == [
+        name for name in values if name not in reads
+    ]
+    for name, value in values.items():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            engine.check_request("a", [1], SamplingParams(decoder_options={name: value}))
+        assert [f"decoder_options.{name} does nothing" in str(w.message) for w in found] == [True] * (
+            name not in reads
+        )
+
+
+def test_relaxed_acceptance_needs_drafts(toys: dict[bool, Path], tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path)
+    for engine in (build_engine(toys[False], "block"), build_engine(tmp_path, "ar")):
+        with pytest.raises(UserError, match=r"IDLM-0455.*tau=0\.5"):
+            engine.generate([[1]], SamplingParams(tau=0.5))
+        assert not engine.has_work
+
+
+def test_block_is_the_default_of_block_checkpoints_and_of_no_other(
+    toys: dict[bool, Path], tmp_path: Path
+) -> None:
+    engine = Engine.from_pretrained(toys[False], device="cpu", max_length=64)
+    assert engine.decoder.name == "block"
+    with pytest.raises(UserError, match="IDLM-0449"):
+        engine.generate([[1]], SamplingParams(logprobs=1))
+    for causal in ("ar", "isd"):
+        with pytest.raises(UserError, match="IDLM-0452"):
+            build_engine(toys[False], causal)
+    write_toy_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="IDLM-0450"):
+        build_engine(tmp_path, "block")

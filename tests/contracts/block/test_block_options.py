@@ -1,0 +1,337 @@
+"""What decoder `block` can be told beside its strategy: edits, the dual cache and options of single requests,
+against the slow decoder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.generate import generate
+from idlm.infer.engine import Engine
+from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.contracts.block.test_block_decoder import PROMPTS, SETTINGS, params_of, write_block_toy
+from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
+from tests.integration.inference.command_lines import read_lines, write_lines
+from tests.ranks import group_engine, group_of_threads
+
+SIZE, PART = 8, 4
+WAYS: list[dict[str, Any]] = [
+    {"graphs": "on", "num_inflight_steps": 3},
+    {"num_pages": 9, "max_num_seqs": 6, "num_inflight_steps": 2},
+    {"fused_commit": False, "prefix_cache": False, "max_num_seqs": 3},
+]
+EDITS: list[dict[str, Any]] = [
+    {"mode": "quality"},
+    {"mode": "speed", "max_edit_passes": 3},
+    {"threshold": 0.4, "edit_threshold": 0.2, "sub_block_size": PART},
+]
+REUSES: list[dict[str, Any]] = [
+    {"threshold": 0.5},
+    {"strategy": "low_confidence_static", "steps": 5},
+    {"strategy": "entropy_bounded", "entropy_bound": 1.5},
+]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    return {
+        shifted: write_block_toy(tmp_path_factory.mktemp("toy"), shifted=shifted, size=SIZE)
+        for shifted in (False, True)
+    }
+
+
+def build_block(directory: Path, **options: Any) -> Engine:
+    return build_engine(directory, "block", page_size=SIZE, **options)
+
+
+@pytest.fixture(scope="module")
+def slow(toys: dict[bool, Path]) -> dict[bool, SlowBlocks]:
+    return {
+        shifted: SlowBlocks(toy, Rules(size=SIZE, mask=MASK_ID, shifted=shifted))
+        for shifted, toy in toys.items()
+    }
+
+
+def rules_of(options: dict[str, Any], *, shifted: bool = False) -> Rules:
+    modes: dict[str | None, tuple[float, float | None]] = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
+    threshold, edit = modes.get(options.get("mode"), (0.9, None))
+    edit = options.get("edit_threshold", edit)
+    return Rules(
+        size=SIZE,
+        mask=MASK_ID,
+        shifted=shifted,
+        strategy=options.get("strategy", "low_confidence_dynamic"),
+        steps=options.get("steps"),
+        threshold=options.get("threshold", threshold),
+        entropy_bound=options.get("entropy_bound", 0.35),
+        part=options.get("sub_block_size"),
+        edit=None if edit == 1.0 else edit,
+        edit_passes=options.get("max_edit_passes", 16),
+        reuses=options.get("dual_cache", False),
+    )
+
+
+KNOWN: dict[str, tuple[list[int], int]] = {}
+
+
+def expect_one(slow: SlowBlocks, rules: Rules, number: int) -> tuple[list[int], int]:
+    """The answer to a prompt of `PROMPTS`, and the passes it took."""
+    key = f"{rules} {number}"
+    if key not in KNOWN:
+        slow.rules = rules
+        KNOWN[key] = slow.answer(PROMPTS[number], Sampling(seed=number, **SETTINGS[number]))  # type: ignore[arg-type]
+    return KNOWN[key]
+
+
+def expect(slow: SlowBlocks, rules: Rules) -> list[tuple[list[int], int]]:
+    """All of them."""
+    return [expect_one(slow, rules, number) for number in range(len(PROMPTS))]
+
+
+def ids_of(answers: list[Completion]) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in answers]
+
+
+def compare(
+    engine: Engine, slow: SlowBlocks, options: dict[str, Any], without: dict[str, Any], exactness: str
+) -> None:
+    """The engine answers as the slow decoder does with `options`, which `without` them answers otherwise."""
+    shifted = engine.semantics.logit_shift
+    expected = expect(slow, rules_of(options, shifted=shifted))
+    assert expected != expect(slow, rules_of(without, shifted=shifted))
+    found = engine.generate(PROMPTS, params_of())
+    assert ids_of(found) == [ids for ids, _ in expected]
+    assert {answer.exactness for answer in found} == {exactness}
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("options", "shifted"), [(EDITS[0], False), (EDITS[1], False), (EDITS[2], True)])
+def test_edits_equal_a_slow_decoder(
+    toys: dict[bool, Path],
+    slow: dict[bool, SlowBlocks],
+    options: dict[str, Any],
+    shifted: bool,
+    way: dict[str, Any],
+) -> None:
+    without = {**options, "edit_threshold": 1.0}
+    compare(build_block(toys[shifted], **options, **way), slow[shifted], options, without, "exact")
+
+
+def test_trap_25_edits_change_answers_and_never_a_prompt(
+    toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt ends inside a block, and every token of the block is rewritten where it can be."""
+    prompts = prompts_of((SIZE - 1, SIZE + 3, 1), seed=3)
+    params = SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True)
+    plain = build_block(toys[False], threshold=0.0).generate(prompts, params)
+    engine = build_block(toys[False], threshold=0.0, edit_threshold=0.0)
+    runner, fed = engine._parts.runner, list[tuple[int, int, int]]()
+    forward = runner.forward
+
+    def watched(plan: Any) -> Any:
+        rows = zip(plan.sequence_R.tolist(), plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True)
+        fed.extend((plan.lanes_B[sequence].item(), slot, token) for sequence, slot, token in rows)
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    edited = engine.generate(prompts, params)
+    assert ids_of(edited) != ids_of(plain)
+    lanes = {lane for lane, _, _ in fed}
+    assert len(lanes) == len(prompts)
+    for lane, prompt in zip(sorted(lanes), prompts, strict=True):
+        assert {(s, t) for owner, s, t in fed if owner == lane and s < len(prompt)} == set(enumerate(prompt))
+
+
+def test_trap_27_a_sequence_ends_its_edits_by_itself(toys: dict[bool, Path]) -> None:
+    """Alone as in company, in the same number of passes of its own."""
+    engine = build_block(toys[False], max_num_batched_tokens=64, prefix_cache=False, **EDITS[0])
+    prompts, settings = PROMPTS[::3], params_of()[::3]
+    together = engine.generate(prompts, settings)
+    for prompt, params, one in zip(prompts, settings, together, strict=True):
+        [alone] = engine.generate([prompt], params)
+        assert (alone.token_ids, alone.num_forwards) == (one.token_ids, one.num_forwards)
+    assert len({one.num_forwards for one in together}) > 1
+
+
+def test_passes_of_edits_are_those_that_are_needed(
+    toys: dict[bool, Path], slow: dict[bool, SlowBlocks]
+) -> None:
+    engine = build_block(toys[False], max_num_batched_tokens=64, **EDITS[1])
+    expected = expect(slow[False], rules_of(EDITS[1]))
+    for prompt, params, (ids, num_passes) in zip(PROMPTS, params_of(), expected, strict=True):
+        [found] = engine.generate([prompt], params)
+        assert (list(found.token_ids), found.num_forwards) == (ids, num_passes)
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+@pytest.mark.parametrize(
+    ("options", "shifted"), [(REUSES[0], True), (REUSES[1], True), (REUSES[2], True), (REUSES[0], False)]
+)
+def test_a_dual_cache_equals_a_slow_one(
+    toys: dict[bool, Path],
+    slow: dict[bool, SlowBlocks],
+    options: dict[str, Any],
+    shifted: bool,
+    way: dict[str, Any],
+) -> None:
+    options = {**options, "sub_block_size": PART}
+    reusing = {**options, "dual_cache": True}
+    compare(build_block(toys[shifted], **reusing, **way), slow[shifted], reusing, options, "lossy")
+
+
+def test_a_dual_cache_computes_no_rows_but_those_of_the_part(
+    toys: dict[bool, Path], slow: dict[bool, SlowBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"sub_block_size": PART, "dual_cache": True, "threshold": 1.0}
+    slow[True].rules, slow[True].num_rows = rules_of(options, shifted=True), 0
+    prompt = PROMPTS[5]
+    ids, _ = slow[True].answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))
+    engine = build_block(toys[True], max_num_batched_tokens=64, **options)
+    num_rows = 0
+    runner = engine._parts.runner
+    forward = runner.forward
+
+    def counted(plan: Any) -> Any:
+        nonlocal num_rows
+        num_rows += int(plan.cu_rows_B1[-1])
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    [found] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2 * SIZE, ignore_eos=True))
+    assert list(found.token_ids) == ids
+    # What is denoised, and every block but the last once more when it is stored.
+    assert num_rows == slow[True].num_rows + (len(prompt) + len(ids) - 1) // SIZE * SIZE
+
+
+def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
+    options: list[dict[str, Any]] = [
+        {},
+        {"threshold": 0.3},
+        {"threshold": 1},
+        {"edit_threshold": 0.1},
+        {"edit_threshold": 1.0, "threshold": 0.6},
+        {"steps": 2},
+        {"steps": 3, "threshold": 0.95, "edit_threshold": 0.45},
+        {"edit_threshold": 0.9},
+    ]
+    params = [
+        dataclasses.replace(one, decoder_options=mine) for one, mine in zip(params_of(), options, strict=True)
+    ]
+    return params, options
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+def test_requests_have_options_of_their_own(
+    toys: dict[bool, Path], slow: dict[bool, SlowBlocks], way: dict[str, Any]
+) -> None:
+    engine = build_block(toys[False], mode="quality", **way)
+    params, options = mixed_params()
+    found = engine.generate(PROMPTS, params)
+    for number, (answer, mine) in enumerate(zip(found, options, strict=True)):
+        expected, _ = expect_one(slow[False], rules_of({"mode": "quality", **mine}), number)
+        assert list(answer.token_ids) == expected, mine
+    assert_idle(engine)
+
+
+def test_ranks_are_told_the_options_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
+    params, options = mixed_params()
+    with group_of_threads(2) as group:
+        engine = group_engine(group, toys[False], "block", mode="quality", graphs="on", num_inflight_steps=2)
+        found = engine.generate(PROMPTS, params)
+        engine._worker.compare()  # type: ignore[attr-defined]
+        assert_idle(engine)
+        engine.close()
+    assert ids_of(found) == [
+        expect_one(slow[False], rules_of({"mode": "quality", **mine}), number)[0]
+        for number, mine in enumerate(options)
+    ]
+
+
+def test_lines_of_a_file_have_options_of_their_own(
+    toys: dict[bool, Path], slow: dict[bool, SlowBlocks], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = [{}, {"threshold": 0.3}, {"steps": 2}]
+    lines = [
+        {"prompt_ids": PROMPTS[0], "sampling": {"decoder_options": mine} if mine else {}} for mine in asked
+    ]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    output = tmp_path / "out.jsonl"
+    common = [f"model={toys[False]}", "device=cpu", "dtype=float32", "max_length=64", f"input={source}"]
+    common += ["sampling.temperature=0", "sampling.max_tokens=12", "sampling.ignore_eos=true"]
+    assert generate([*common, f"output={output}", "sampling.decoder_options.threshold=0.6"]) == 0
+    expected = []
+    for mine in ({"threshold": 0.6}, *asked[1:]):
+        slow[False].rules = rules_of(mine)
+        expected.append(slow[False].answer(PROMPTS[0], Sampling(temperature=0))[0])
+    assert [record["token_ids"] for record in read_lines(output)] == expected
+    write_lines(source, [{"prompt_ids": PROMPTS[0], "sampling": {"decoder_options": {"treshold": 1}}}])
+    with pytest.raises(UserError, match=r"in\.jsonl:1: decoder_options\.treshold") as caught:
+        generate([*common, f"output={tmp_path / 'none.jsonl'}"])
+    assert caught.value.code == "IDLM-0453"
+
+
+def test_entropy_bounds_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
+    engine = build_block(toys[False], strategy="entropy_bounded", max_num_batched_tokens=64)
+    passes = []
+    for bound in (0.0, 4.0, 100.0):
+        params = SamplingParams(
+            temperature=0, max_tokens=2 * SIZE, ignore_eos=True, decoder_options={"entropy_bound": bound}
+        )
+        [found] = engine.generate([PROMPTS[0]], params)
+        slow[False].rules = rules_of({"strategy": "entropy_bounded", "entropy_bound": bound})
+        ids, num_passes = slow[False].answer(PROMPTS[0], Sampling(temperature=0, max_tokens=2 * SIZE))
+        assert (list(found.token_ids), found.num_forwards) == (ids, num_passes)
+        passes.append(num_passes)
+    assert sorted(passes, reverse=True) == passes and len(set(passes)) == 3
+
+
+@pytest.mark.parametrize(
+    ("built", "options", "words"),
+    [
+        ({}, {"treshold": 0.5}, ("decoder_options.treshold", "did you mean", "threshold")),
+        ({}, {"strategy": "sequential"}, ("decoder_options.strategy", "block", "threshold")),
+        ({}, {"threshold": 1.5}, ("threshold=1.5", "[0, 1]")),
+        ({}, {"threshold": "high"}, ("decoder_options.threshold", "'high'", "a number")),
+        ({}, {"steps": SIZE + 1}, ("steps=9", f"[1, {SIZE}]")),
+        ({}, {"edit_threshold": 0.5}, ("edit_threshold=0.5", "no edits", "decoder.mode=quality")),
+        (
+            {"dual_cache": True, "sub_block_size": PART},
+            {"edit_threshold": 0.5},
+            ("dual_cache=true", "edits"),
+        ),
+    ],
+)
+def test_options_that_a_request_cannot_have_are_refused(
+    toys: dict[bool, Path], built: dict[str, Any], options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    engine = build_block(toys[False], **built)
+    with pytest.raises(UserError) as caught:
+        engine.generate([[1, 2], [3]], [SamplingParams(), SamplingParams(decoder_options=options)])
+    assert caught.value.code == "IDLM-0453"
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "fast"}, "quality"),
+        ({"edit_threshold": -0.1}, "edit_threshold=-0.1"),
+        ({"mode": "speed", "max_edit_passes": 0}, "max_edit_passes=0"),
+        ({"dual_cache": True}, "sub_block_size"),
+        ({"dual_cache": True, "sub_block_size": SIZE}, "sub_block_size"),
+        ({"dual_cache": True, "sub_block_size": PART, "mode": "quality"}, "edits"),
+    ],
+    ids=str,
+)
+def test_options_at_odds_are_refused(toys: dict[bool, Path], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        build_block(toys[False], **options)
+    assert caught.value.code in ("IDLM-0451", "IDLM-0416")

@@ -1,0 +1,221 @@
+"""Traps of block decoding that fail silently, by their numbers in the shared facts (section 8).
+
+Those of loading are in tests/unit/models/test_family_loading.py; tests/repo/test_traps.py says whether any number
+has no test.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.contracts import SamplingParams
+from idlm.infer.decoders.block_config import MODES, BlockConfig
+from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from tests.block_reference import Rules, Sampling, SlowBlocks
+from tests.contracts.block.test_block_decoder import SIZE, write_block_toy
+from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of
+
+ROOT = Path(__file__).resolve().parents[3]
+MOST = 3 * SIZE
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_block_toy(tmp_path_factory.mktemp("toy"), shifted=False)
+
+
+@pytest.fixture(scope="module")
+def shifted_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_block_toy(tmp_path_factory.mktemp("toy"), shifted=True)
+
+
+def masks_of(confidence: list[float], *, open_: list[bool], quota: int, threshold: float) -> Masks:
+    numbers = torch.tensor([confidence], dtype=torch.float64)
+    return Masks(
+        is_maskable_BW=torch.tensor([open_]),
+        confidence_BW=numbers,
+        entropy_BW=-numbers.log(),
+        quota_B=torch.tensor([quota]),
+        threshold_B=torch.tensor([threshold], dtype=torch.float64),
+        entropy_bound_B=torch.tensor([0.3], dtype=torch.float64),
+    )
+
+
+def test_trap_05_blocks_are_counted_from_position_0_of_the_sequence(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the prompt's length: rows see the end of the block of their absolute position, no further."""
+    engine = build_engine(toy, "block", max_num_batched_tokens=64, prefix_cache=False)
+    runner = engine._parts.runner
+    forward, plans = runner.forward, list[Any]()
+
+    def watched(plan: Any) -> Any:
+        plans.append(plan)
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    for length in range(1, 2 * SIZE + 2):
+        plans.clear()
+        engine.generate(prompts_of([length]), greedy(max_tokens=SIZE))
+        first = plans[0]
+        assert first.slots_R.tolist() == list(range((length // SIZE + 1) * SIZE))
+        masks = [slot for slot, hidden in zip(first.slots_R, first.is_mask_R, strict=True) if hidden]
+        assert masks == list(range(length, (length // SIZE + 1) * SIZE))
+        for plan in plans:
+            assert torch.equal(plan.positions_R, plan.slots_R)
+            assert torch.equal(plan.limits_R, (plan.slots_R // SIZE + 1) * SIZE)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_commit": False}, {"mode": "quality"}], ids=str)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_trap_06_a_block_is_stored_by_its_clean_tokens_before_the_next_is_decided(
+    toy: Path, shifted_toy: Path, shifted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(shifted_toy if shifted else toy, "block", max_num_batched_tokens=64, **options)
+    runner = engine._parts.runner
+    forward, stored = runner.forward, dict[int, int]()
+    seen: list[tuple[int, dict[int, int]]] = []
+
+    def watched(plan: Any) -> Any:
+        stored.update(zip(plan.slots_R.tolist(), plan.token_ids_R.tolist(), strict=True))
+        seen.append((max(plan.slots_R.tolist()) // SIZE, dict(stored)))
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", watched)
+    prompt = prompts_of([SIZE + 1])[0]
+    [found] = engine.generate([prompt], greedy(max_tokens=MOST))
+    final = [*prompt, *found.token_ids]
+    assert seen[-1][0] >= 3
+    for block, known in seen:
+        assert [known[slot] for slot in range(block * SIZE)] == final[: block * SIZE]
+
+
+def test_trap_08_every_stop_id_of_the_checkpoint_stops(toy: Path, tmp_path: Path) -> None:
+    """SDAR: the tokenizer's eos never comes, the end of a turn does."""
+    prompt = prompts_of([6])[0]
+    [long] = build_engine(toy, "block").generate([prompt], greedy(max_tokens=MOST))
+    turn_end = long.token_ids[5]
+    absent = next(token for token in range(MASK_ID) if token not in long.token_ids)
+    directory = tmp_path / "toy"
+    shutil.copytree(toy, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn_end, absent]}))
+    [found] = build_engine(directory, "block").generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=MOST)
+    )
+    assert found.finish_reason == "stop"
+    assert found.token_ids == long.token_ids[: long.token_ids.index(turn_end) + 1]
+
+
+def test_trap_15_no_model_of_transformers_runs_in_the_engine() -> None:
+    """They infer packings, crop keys, ignore block masks, append to caches; frequencies alone are taken."""
+    found = []
+    for path in sorted((ROOT / "infer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [(path.name, module) for module in modules if module.split(".")[0] == "transformers"]
+    assert found == [("rope.py", "transformers.modeling_rope_utils")]
+
+
+def test_trap_16_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> None:
+    everything = [True] * 4
+    equal = masks_of([0.5, 0.7, 0.7, 0.2], open_=everything, quota=1, threshold=0.7)
+    dynamic = UNMASKINGS.get("low_confidence_dynamic")()
+    assert dynamic.choose(equal).tolist() == [[False, True, False, False]]
+    below = masks_of([0.5, 0.7, 0.7, 0.2], open_=everything, quota=1, threshold=0.69)
+    assert dynamic.choose(below).tolist() == [[False, True, True, False]]
+    assert MODES == {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
+    assert (BlockConfig().sure, BlockConfig().sure_edit) == (0.9, 1.0)
+    assert (BlockConfig(mode="speed").sure, BlockConfig(mode="speed").sure_edit) == (0.5, 0.0)
+    # Threshold 1: one token a pass, even where all confidences are 1.
+    one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MOST, ignore_eos=True)
+    [found] = build_engine(toy, "block", threshold=1.0).generate(prompts_of([SIZE]), one)
+    assert found.num_forwards == MOST
+
+
+def test_trap_17_confidence_behind_top_k_1_says_nothing(toy: Path) -> None:
+    """As published, a block is then decided at once. Greedy requests, and confidence=model, are judged by the
+    model's own law.
+    """
+    prompts, num_blocks = prompts_of([SIZE]), MOST // SIZE
+    one = SamplingParams(temperature=1.0, top_k=1, max_tokens=MOST, ignore_eos=True)
+    [at_once] = build_engine(toy, "block").generate(prompts, one)
+    assert at_once.num_forwards == num_blocks
+    [judged] = build_engine(toy, "block", confidence="model").generate(prompts, one)
+    [greedily] = build_engine(toy, "block").generate(prompts, greedy(max_tokens=MOST))
+    assert judged.num_forwards > num_blocks
+    assert (judged.token_ids, judged.num_forwards) == (greedily.token_ids, greedily.num_forwards)
+
+
+@pytest.mark.parametrize("name", UNMASKINGS.names())
+def test_trap_18_a_quota_above_the_masks_that_are_left_takes_no_other(name: str) -> None:
+    open_ = [False, False, True, True]
+    for threshold in (0.0, 0.5, 1.0):
+        masks = masks_of([0.9, 0.8, 0.1, 0.2], open_=open_, quota=4, threshold=threshold)
+        chosen = UNMASKINGS.get(name)().choose(masks)
+        assert chosen.any() and not (chosen & ~masks.is_maskable_BW).any()
+        if name != "entropy_bounded":
+            assert chosen.tolist() == [open_]
+
+
+def test_trap_18_the_tail_of_a_prompt_stays(toy: Path) -> None:
+    prompt = prompts_of([SIZE + 3])[0]
+    [found] = build_engine(toy, "block", strategy="low_confidence_static", steps=1).generate(
+        [prompt], greedy(max_tokens=2 * SIZE)
+    )
+    rules = Rules(size=SIZE, mask=MASK_ID, strategy="low_confidence_static", steps=1)
+    assert (
+        list(found.token_ids)
+        == SlowBlocks(toy, rules).answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def mask_lover(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose likeliest token is the MASK wherever token 8 is likely."""
+    directory = tmp_path_factory.mktemp("lover") / "toy"
+    shutil.copytree(toy, directory)
+    stored = load_file(directory / "model.safetensors")
+    head = stored["lm_head.weight"]
+    head[MASK_ID] = 4 * head[8]
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.0}, {"mode": "speed"}], ids=str)
+def test_trap_19_the_mask_is_never_decided(mask_lover: Path, options: dict[str, Any]) -> None:
+    prompts = prompts_of((1, SIZE, 7, 9))
+    slow = SlowBlocks(mask_lover, Rules(size=SIZE, mask=MASK_ID))
+    with torch.no_grad():
+        best = slow.model(torch.tensor([prompts[-1]])).logits[0].argmax(-1).tolist()
+    assert MASK_ID in best
+    engine = build_engine(mask_lover, "block", **options)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=MOST, ignore_eos=True)
+        for answer in engine.generate(prompts, params):
+            assert len(answer.token_ids) == MOST
+            assert MASK_ID not in answer.token_ids
+
+
+def test_trap_26_a_mask_in_a_prompt_is_text_and_in_no_answer(toy: Path) -> None:
+    """Text may be tokenised to the MASK's id: it is read as a token like another, and none is left over.
+
+    After nothing but MASKs all places are equally confident up to rounding: there, decide from left to right.
+    """
+    prompts = [[3, MASK_ID], [9, *[MASK_ID] * SIZE], [5, 6, MASK_ID, 7, 8, MASK_ID]]
+    mere_masks = [[MASK_ID], [MASK_ID] * SIZE, [MASK_ID] * (SIZE + 1)]
+    for strategy, cases in (("low_confidence_dynamic", prompts), ("sequential", [*prompts, *mere_masks])):
+        slow = SlowBlocks(toy, Rules(size=SIZE, mask=MASK_ID, strategy=strategy))
+        found = build_engine(toy, "block", strategy=strategy).generate(cases, greedy(max_tokens=2 * SIZE))
+        for prompt, answer in zip(cases, found, strict=True):
+            ids, _ = slow.answer(prompt, Sampling(temperature=0, max_tokens=2 * SIZE))
+            assert list(answer.token_ids) == ids
+            assert MASK_ID not in ids

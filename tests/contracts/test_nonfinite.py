@@ -1,0 +1,201 @@
+"""Logits that are not finite: their request ends with an error and what it had, the others never notice.
+
+tests/gpu/engine/test_nonfinite_gpu.py runs the same where passes are graphs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from tests.contracts.block.test_block_decoder import write_block_toy
+from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of, write_converted_toy
+
+DECODERS: list[tuple[str, dict[str, Any]]] = [
+    ("ar", {}),
+    ("isd", {"stride": 4, "rejection_strategy": "branch"}),
+    ("isd", {"stride": 3, "rejection_strategy": "tree"}),
+    ("block", {}),
+    ("block", {"dual_cache": True, "sub_block_size": 2}),
+    ("block", {"mode": "quality"}),
+]
+WAYS: list[dict[str, Any]] = [{}, {"graphs": "on", "num_inflight_steps": 2}]
+SAMPLING = [
+    SamplingParams(temperature=0, ignore_eos=True, max_tokens=14),
+    SamplingParams(temperature=0.8, top_k=3, top_p=0.9, ignore_eos=True, max_tokens=14, seed=3),
+]
+BAD = 46
+"""A token whose embedding overflows. Its logit is 0, far from the best three of 48."""
+LENGTHS = (3, 22, 9, 13)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """By whether they are block-causal."""
+    folder = tmp_path_factory.mktemp("toys")
+    return {
+        False: write_converted_toy(folder / "causal"),
+        True: write_block_toy(folder / "block", shifted=False),
+    }
+
+
+def _engine(checkpoints: dict[bool, Path], decoder: str, **options: Any) -> Engine:
+    engine = build_engine(checkpoints[decoder == "block"], decoder, max_num_seqs=4, **options)
+    engine._parts.model.trunk.head.data[BAD] = 0
+    return engine
+
+
+def _prompts() -> list[list[int]]:
+    return prompts_of(LENGTHS, vocab_size=BAD)
+
+
+def _spoil(engine: Engine, token_id: int) -> None:
+    """Whoever sees the token has no finite logits from then on."""
+    engine._parts.model.trunk.embed.data[token_id] = torch.inf
+
+
+def _drain(engine: Engine) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if event.completion is not None:
+                done[event.request_id] = event.completion
+                assert (event.error is not None) == (event.completion.finish_reason == "error")
+    return done
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
+@pytest.mark.parametrize(("decoder", "options"), DECODERS)
+def test_only_who_sees_what_overflows_ends_with_an_error(
+    checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    engine = _engine(checkpoints, decoder, **options, **way)
+    for params in SAMPLING:
+        expected = engine.generate(_prompts(), params)
+        embedding = engine._parts.model.trunk.embed.data[BAD].clone()
+        _spoil(engine, BAD)
+        for place, prompt in enumerate(_prompts()):
+            engine.add_request(str(place), [*prompt[:-1], BAD, prompt[-1]] if place % 2 else prompt, params)
+        found = _drain(engine)
+        for place, answer in enumerate(expected):
+            if place % 2 == 0:
+                assert found[str(place)].token_ids == answer.token_ids
+                assert found[str(place)].error is None
+                continue
+            assert found[str(place)].finish_reason == "error"
+            assert found[str(place)].token_ids == ()
+            assert str(found[str(place)].error).startswith("IDLM-0457")
+        assert_idle(engine)
+        engine._parts.model.trunk.embed.data[BAD] = embedding
+
+
+@pytest.mark.parametrize(("decoder", "options"), DECODERS[1:])
+def test_masks_that_overflow_are_told_and_not_drawn_from(
+    checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any]
+) -> None:
+    engine = _engine(checkpoints, decoder, **options)
+    _spoil(engine, MASK_ID)
+    for params in SAMPLING:
+        with pytest.raises(UserError, match=r"IDLM-0457.*behind 0 tokens.*not finite"):
+            engine.generate(_prompts(), params)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(("decoder", "options"), DECODERS)
+@pytest.mark.parametrize("kind", [torch.nan, torch.inf])
+def test_an_answer_keeps_what_came_before(
+    checkpoints: dict[bool, Path],
+    decoder: str,
+    options: dict[str, Any],
+    kind: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One logit of one row is enough, drafts' rows included; streamed text and the answer's are the same."""
+    engine = _engine(checkpoints, decoder, **options, prefix_cache=False)
+    [expected] = engine.generate(_prompts()[:1], SAMPLING[1])
+    forward, passes = engine._parts.runner.forward, [0]
+
+    def spoiled(plan: Any) -> Any:
+        logits_XV, has_logits_X = forward(plan)
+        passes[0] += 1
+        if passes[0] == expected.num_forwards - 1:
+            logits_XV = logits_XV.clone()
+            logits_XV[:, 5] = kind
+        return logits_XV, has_logits_X
+
+    monkeypatch.setattr(engine._parts.runner, "forward", spoiled)
+    tokens: list[int] = []
+    with pytest.raises(UserError, match="IDLM-0457") as caught:
+        for event in engine.stream(_prompts()[0], SAMPLING[1]):
+            tokens += event.token_ids
+    assert f"behind {len(tokens)} tokens" in str(caught.value)
+    assert 0 < len(tokens) < len(expected.token_ids)
+    assert tuple(tokens) == expected.token_ids[: len(tokens)]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(("decoder", "options"), DECODERS[:4])
+def test_nobody_finds_what_such_a_request_has_stored(
+    checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any]
+) -> None:
+    engine = _engine(checkpoints, decoder, **options)
+    prompts = [prompts_of([24], vocab_size=BAD)[0], prompts_of([18], seed=1, vocab_size=BAD)[0]]
+    prompts[0][6] = BAD
+    expected = engine.generate(prompts, SAMPLING[0])
+    assert engine.pool.cache is not None
+    engine.pool.cache.clear()
+    engine.pool.reset()
+    embedding = engine._parts.model.trunk.embed.data[BAD].clone()
+    _spoil(engine, BAD)
+    for number, prompt in enumerate((*prompts, prompts[0])):
+        engine.add_request(str(number), prompt, SAMPLING[0])
+    found = _drain(engine)
+    assert [found[str(n)].finish_reason for n in range(3)] == ["error", "length", "error"]
+    engine._parts.model.trunk.embed.data[BAD] = embedding
+    assert_idle(engine)
+    again = engine.generate(prompts, SAMPLING[0])
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in expected]
+    assert again[0].num_cached_tokens == 0
+    assert again[1].num_cached_tokens > 0
+
+
+def test_an_answer_that_is_whole_needs_no_further_drafts(
+    checkpoints: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pass has emitted stands, whatever its drafts' rows hold."""
+    engine = _engine(checkpoints, "isd", stride=4, prefix_cache=False)
+    prompts = _prompts()[:1]
+    [expected] = engine.generate(prompts, SAMPLING[1])
+    forward, passes = engine._parts.runner.forward, [0]
+
+    def spoiled_from(first: int) -> Any:
+        passes[0] = 0
+
+        def spoiled(plan: Any) -> Any:
+            logits_XV, has_logits_X = forward(plan)
+            passes[0] += 1
+            if passes[0] >= first:
+                is_mask_X = plan.is_mask_R[plan.logit_rows_X]
+                logits_XV = logits_XV.masked_fill(is_mask_X[:, None], torch.nan)
+            return logits_XV, has_logits_X
+
+        return spoiled
+
+    num_passes = expected.num_forwards
+    monkeypatch.setattr(engine._parts.runner, "forward", spoiled_from(num_passes))
+    [found] = engine.generate(prompts, SAMPLING[1])
+    assert (found.token_ids, found.error) == (expected.token_ids, None)
+    monkeypatch.setattr(engine._parts.runner, "forward", spoiled_from(num_passes - 2))
+    engine.add_request("one", prompts[0], SAMPLING[1])
+    cut = _drain(engine)["one"]
+    assert cut.finish_reason == "error"
+    assert 0 < len(cut.token_ids) < len(expected.token_ids)
+    assert cut.token_ids == expected.token_ids[: len(cut.token_ids)]
+    assert f"behind {len(cut.token_ids)} tokens" in str(cut.error)
+    assert_idle(engine)

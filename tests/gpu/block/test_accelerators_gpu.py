@@ -1,0 +1,88 @@
+"""Accelerators on a GPU against the CPU, where they are compared with slow references in tests/contracts; at
+full budget against exact attention in bf16, whose kernels are the engine's own.
+
+python -m pytest tests/gpu/block/test_accelerators_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.semantics import Semantics
+from tests.contracts.accelerators.cases import (
+    PARAMS,
+    PROMPTS,
+    STACKS,
+    STRATEGY,
+    exactly,
+    thinly,
+    watch_logits,
+)
+from tests.contracts.engines import MASK_ID, assert_idle, build_engine, clear_answers, greedy
+from tests.toy import write_toy_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+SIZE = 32
+
+
+def checkpoint(directory: Path, *, shifted: bool) -> Path:
+    architecture = "Qwen2" if shifted else "Qwen3"
+    write_toy_checkpoint(directory, architecture=architecture, sharpness=6.0, num_layers=4)
+    Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID).save(directory)
+    return directory
+
+
+CASES = [(stack, False) for stack in STACKS] + [(STACKS[-1], True), (("mage",), True)]
+
+
+@pytest.mark.parametrize(("stack", "shifted"), CASES, ids=lambda value: str(value))
+def test_thinned_answers_are_those_of_a_cpu(tmp_path: Path, stack: tuple[str, ...], shifted: bool) -> None:
+    directory = checkpoint(tmp_path, shifted=shifted)
+    settings: dict[str, Any] = {**STRATEGY, "accelerators": thinly(stack), "page_size": 16}
+    expected = clear_answers(build_engine(directory, "block", **settings), PROMPTS, PARAMS)
+    for way in ({}, {"num_pages": 18, "max_num_seqs": 4}):
+        engine = build_engine(directory, "block", device="cuda", **settings, **way)
+        assert engine.settings.graphs == ("on" if stack == ("exact",) else "off")
+        found = engine.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+@pytest.mark.parametrize("stack", STACKS, ids="+".join)
+def test_logits_at_full_budget_are_those_of_exact_attention(
+    tmp_path: Path, stack: tuple[str, ...], kv_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first passes over a block behind a prompt: the same inputs, two ways through attention."""
+    directory = checkpoint(tmp_path, shifted=False)
+    logits = []
+    for accelerators in ({}, exactly(stack)):
+        engine = build_engine(
+            directory,
+            "block",
+            device="cuda",
+            dtype="bfloat16",
+            kv_cache=kv_cache,
+            graphs="off",
+            page_size=16,
+            max_num_batched_tokens=256,
+            strategy="sequential",
+            accelerators=accelerators,
+        )
+        seen = watch_logits(engine, monkeypatch)
+        engine.generate([PROMPTS[4]], greedy(max_tokens=6))
+        logits.append(torch.stack([logits_XV[:, :MASK_ID].float() for logits_XV in seen[:5]]))
+    error, size = (logits[0] - logits[1]).square().mean().sqrt(), logits[0].square().mean().sqrt()
+    assert float(error / size) < 0.02
+
+
+def test_every_accelerator_is_tried() -> None:
+    assert {name for stack in STACKS for name in stack} == set(ACCELERATORS.names())

@@ -1,0 +1,94 @@
+"""Decoder `block` in CUDA graphs against the CPU, which is compared with a slow reference in tests/contracts;
+its kernels against plain torch on 1,000 random passes, integers equal.
+
+python -m pytest tests/gpu/block/test_block_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import SamplingParams
+from idlm.infer.decoders.block_unmask import UNMASKINGS
+from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
+from tests.contracts.engines import assert_idle, build_engine, clear_answers, write_converted_toy
+from tests.kernels.cases.block_step import Case, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+WAYS: list[dict[str, Any]] = [{"graphs": "off"}, {}, {"max_num_seqs": 3}, {"fused_commit": False}]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"mode": "quality", "sub_block_size": 8},
+    {"mode": "speed", "max_edit_passes": 3},
+    {"threshold": 0.5, "sub_block_size": 8, "dual_cache": True},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_edits_parts_and_options_of_requests_give_the_tokens_of_a_cpu(
+    tmp_path: Path, shifted: bool, options: dict[str, Any], way: dict[str, Any]
+) -> None:
+    directory = write_block_toy(tmp_path, shifted=shifted, size=32)
+    own = [{"threshold": 0.23 + number / 10, "steps": 1 + 4 * number} for number in range(len(PROMPTS))]
+    params = [replace(one, decoder_options=mine) for one, mine in zip(params_of(), own, strict=True)]
+    common = {**options, "page_size": 32}
+    expected = clear_answers(build_engine(directory, "block", **common), PROMPTS, params)
+    engine = build_engine(directory, "block", device="cuda", **common, **way)
+    found = engine.generate(PROMPTS, params)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("strategy", UNMASKINGS.names())
+@pytest.mark.parametrize(("size", "shifted"), [(4, False), (4, True), (32, False)])
+def test_graphs_give_the_tokens_of_a_cpu(
+    tmp_path: Path, size: int, shifted: bool, strategy: str, way: dict[str, Any]
+) -> None:
+    directory = write_block_toy(tmp_path, shifted=shifted, size=size)
+    options = {"strategy": strategy, "threshold": 0.5, "entropy_bound": 1.5}
+    expected = clear_answers(build_engine(directory, "block", **options), PROMPTS, params_of())
+    engine = build_engine(directory, "block", device="cuda", **options, **way)
+    found = engine.generate(PROMPTS, params_of())
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("decoder", ["block", "isd"])
+def test_nobody_waits_for_the_passes_on_their_way_to_sit_down(tmp_path: Path, decoder: str) -> None:
+    """Indices from a list would be copied to the device by a call that waits for all that runs there."""
+    directory = tmp_path / "toy"
+    directory.mkdir()
+    if decoder == "block":
+        write_block_toy(directory, shifted=False)
+    else:
+        write_converted_toy(directory)
+    engine = build_engine(directory, decoder, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.table.admit([0, 2], [[1, 2], [3]], [SamplingParams(seed=1)] * 2, [0, 0], ends=[9, 9])
+        engine.decoder.admit([0, 2], [{}, {}])
+        engine.table.rewind(2)
+        engine.decoder.rewind([2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_the_kernels_say_what_plain_torch_says(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        expected = run(Case(seed, "cpu"), by_kernel=False)
+        found = run(Case(seed, "cuda"), by_kernel=True)
+        for name, value in expected.items():
+            assert torch.equal(found[name].cpu(), value), f"{seed=} {name}"

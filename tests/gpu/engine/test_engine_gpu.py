@@ -1,0 +1,157 @@
+"""The engine on a CUDA device: same answers as on the CPU, the AR law, and a whole conversion.
+
+python -m pytest tests/gpu -m gpu
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Arm, Load, Seats, adapted, random_model
+from benchmarks.quality.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
+from idlm.contracts import SamplingParams
+from idlm.infer.cli.evaluation import evaluate, task_samples
+from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.engine import Engine
+from idlm.infer.models.fp8 import quantise
+from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.tasks import TASKS
+from idlm.train.cli import main as train
+from tests.adapters import write_adapter
+from tests.toy import write_toy_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
+GREEDY = SamplingParams(temperature=0, max_tokens=320)
+EIGHT_BITS: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8", "device": "cuda"}
+LEVEL = 1e-6 / 32
+DRAWS = 50_000
+"""A million per case: `python -m benchmarks.law`."""
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny recipe, trained with FlexAttention on the GPU."""
+    target = tmp_path_factory.mktemp("converted") / "tiny"
+    arguments = ["recipe=tiny", f"output_dir={target}", f"model.path={BASE}", "train.device=cuda"]
+    assert train([*arguments, "resume=never"]) == 0
+    return target
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_greedy_isd_equals_greedy_ar(converted: Path, strategy: str, stride: int) -> None:
+    prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
+    ar = Engine.from_pretrained(converted, "ar", device="cuda", dtype="float32").generate(prompts, GREEDY)
+    options = {"stride": stride, "rejection_strategy": strategy, "dtype": "float32", "device": "cuda"}
+    isd = Engine.from_pretrained(converted, "isd", **options).generate(prompts, GREEDY)
+    assert [done.token_ids for done in isd] == [done.token_ids for done in ar]
+
+
+def test_conversion_on_the_gpu_keeps_the_task_and_accepts_drafts(converted: Path) -> None:
+    task = TASKS.get("ledger")(level="tiny")
+    engine = Engine.from_pretrained(converted, "isd", stride=4, rejection_strategy="cold", device="cuda")
+    result = evaluate(engine, task, task_samples(task, "test", 200), GREEDY)
+    assert result.exact_match >= 0.97
+    assert result.acceptance_rate is not None
+    assert result.acceptance_rate >= 0.85
+    assert result.tokens_per_forward >= 2.3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) -> None:
+    """Deterministic: else a key could be rounded to the other side when a pass has other rows."""
+    prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
+    options = {**EIGHT_BITS, "dtype": dtype, "deterministic": True}
+    engines = [Engine.from_pretrained(converted, decoder, **options) for decoder in ("ar", "isd")]
+    assert all(engine.settings.graphs == "on" for engine in engines)
+    ar, isd = (engine.generate(prompts, GREEDY) for engine in engines)
+    assert [done.token_ids for done in isd] == [done.token_ids for done in ar]
+    assert all(done.exactness == "lossy" for done in (*ar, *isd))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_adapter_with_a_mask_outside_the_embedding_answers_as_its_base(
+    tmp_path: Path, adaptive: bool
+) -> None:
+    """Graphs are warmed up on padding alone, which has no row of that mask."""
+    base = write_toy_checkpoint(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=10_000, stride=4, has_mask_row=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [[(7 * i + j) % 40 for j in range(1 + 5 * i)] for i in range(9)]
+    options = {"device": "cuda", "dtype": "float32", "deterministic": True}
+    expected = Engine.from_pretrained(base, "ar", **options).generate(prompts, params)
+    engine = Engine.from_pretrained(adapter, "isd", adaptive=adaptive, **options)
+    assert engine.settings.graphs == "on"
+    assert [c.token_ids for c in engine.generate(prompts, params)] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("concurrency", [1, 7, 30])
+def test_an_adapter_leaves_a_model_of_true_width_its_bits(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int
+) -> None:
+    """Two layers of Qwen3-8B's: a tiny model's products are never split, and so could not be split unlike."""
+    monkeypatch.setitem(MODELS, "two layers", {**MODELS["qwen3-8b"], "num_hidden_layers": 2})
+    model = random_model("two layers", device="cuda", dtype=torch.bfloat16)
+    base = greedy_tokens(model, Arm(name="base", decoder="ar", stride=1, deterministic=True), concurrency)
+    with adapted(model, 128):
+        arm = Arm(name="adapted", strategy="cold", deterministic=True)
+        assert greedy_tokens(model, arm, concurrency) == base
+
+
+def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, list[int]]:
+    """Answers to random prompts of unlike length."""
+    load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
+    engine = Seats(model, arm, load, None).engine
+    params = replace(load.sampling, max_tokens=load.num_tokens, ignore_eos=True)
+    dice, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
+    for number in range(concurrency):
+        prompt = torch.randint(0, model.spec.vocab_size - 1, (1 + number % 40,), generator=dice).tolist()
+        engine.add_request(str(number), prompt, params)
+    while engine._active:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    return tokens
+
+
+def test_eight_bits_keep_the_task(converted: Path) -> None:
+    task = TASKS.get("ledger")(level="tiny")
+    engine = Engine.from_pretrained(converted, "isd", stride=4, dtype="bfloat16", **EIGHT_BITS)
+    result = evaluate(engine, task, task_samples(task, "test", 200), GREEDY)
+    assert result.exact_match >= 0.95
+    assert result.tokens_per_forward >= 2
+    assert result.exactness == "lossy"
+
+
+def test_quantised_weights_leave_their_memory_to_the_cache(converted: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16))
+    trunk = load_model(converted, device="cuda").trunk
+    for layer in trunk.layers:
+        layer.down = torch.nn.Parameter(weight.data.clone(), requires_grad=False)
+    del layer
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    quantise(trunk)
+    freed = before - torch.cuda.memory_reserved()
+    assert freed >= 0.95 * len(trunk.layers) * weight.nbytes / 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("stride", [2, 3, 4, 8])
+def test_joint_draws_have_the_ar_law(tmp_path: Path, stride: int, strategy: str) -> None:
+    directory = write_law_toy(tmp_path / "toy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"stride": stride, "rejection_strategy": strategy, "device": "cuda", "num_lanes": 512}
+        engine = build_engine(directory, "isd", **options)  # type: ignore[arg-type]
+    sampled = sample(engine, [(PROMPT, NEUTRAL)], DRAWS, per_request=1000)
+    assert not misfits(fits(directory, sampled), LEVEL)

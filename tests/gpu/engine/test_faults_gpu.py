@@ -1,0 +1,35 @@
+"""The planted-fault suite on a CUDA device: kernels, graphs and passes ahead, each fault caught all the same.
+
+python -m pytest tests/gpu/engine/test_faults_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.quality import law_harness
+from tests.contracts import engines
+from tests.law.conftest import law_toy
+from tests.law.test_planted_faults import (
+    foreseeing,
+    test_the_engine_as_it_is_passes,
+    test_the_fault_is_caught,
+)
+
+__all__ = ["foreseeing", "law_toy", "test_the_engine_as_it_is_passes", "test_the_fault_is_caught"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+PLACE = {"device": "cuda", "graphs": "on", "attention": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (law_harness, engines):
+        monkeypatch.setattr(module, "PLACE", PLACE)
+    yield
+    torch.cuda.synchronize()

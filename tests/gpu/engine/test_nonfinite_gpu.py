@@ -1,0 +1,35 @@
+"""Logits that are not finite, on a CUDA device with graphs: tests/contracts/test_nonfinite.py, unchanged.
+
+python -m pytest tests/gpu/engine/test_nonfinite_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.contracts import engines
+from tests.contracts.test_nonfinite import (
+    checkpoints,
+    test_masks_that_overflow_are_told_and_not_drawn_from,
+    test_only_who_sees_what_overflows_ends_with_an_error,
+)
+
+__all__ = [
+    "checkpoints",
+    "test_masks_that_overflow_are_told_and_not_drawn_from",
+    "test_only_who_sees_what_overflows_ends_with_an_error",
+]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engines, "PLACE", {"device": "cuda", "graphs": "on"})
+    yield
+    torch.cuda.synchronize()

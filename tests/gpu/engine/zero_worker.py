@@ -1,0 +1,117 @@
+"""One process of `test_zero.py`: training runs one after the other, so that a process group is opened once.
+
+    torchrun --nproc-per-node N -m tests.gpu.engine.zero_worker FOLDER BASE DEVICE CASE...
+
+A CASE is `name:key=value,key=value`; each runs to its end, then again with a SIGTERM to rank 0 in step 3 and
+a resume. Rank 0 writes what came out to FOLDER/told-N.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 6
+STOP_AT = 3
+
+
+def arguments(output: Path, base: Path, device: str, changes: list[str]) -> list[str]:
+    """Two stages of three steps, float32 throughout, every kernel in its plainest form."""
+    second = f"{{stride: 4, steps: {STEPS - STEPS // 2}, clean_weight: auto}}"
+    stages = f"[{{stride: 2, steps: {STEPS // 2}}}, {second}]"
+    values = {
+        "output_dir": output,
+        "model.path": base,
+        "model.attention": "idlm_sdpa",
+        "model.compile": "off",
+        "data.source": "task",
+        "train.stages": stages,
+        "train.batch_size": 1,
+        "train.max_length": 300,
+        "train.row_length": 560,
+        "train.learning_rate": 1e-4,
+        "train.device": device,
+        "train.log_every": 1,
+        "train.save_every": STEPS,
+        "report.enabled": "false",
+    }
+    return [*(f"{key}={value}" for key, value in values.items()), *changes]
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """Losses by step, and the digests of what was published."""
+    losses = []
+    for line in (output / "run" / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        losses.append([value for key, value in record.items() if key.endswith("_loss")])
+    weights = sorted([*output.glob("*.safetensors"), *output.glob("stages/*/*.safetensors")])
+    return {
+        "losses": losses,
+        "weights": {
+            str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in weights
+        },
+    }
+
+
+def run(argv: list[str]) -> int:
+    from idlm.train import cli
+
+    status = cli.main(argv)
+    # An engine that lingers would tell the next model to be sharded as it was.
+    gc.collect()
+    return status
+
+
+def stopping(argv: list[str]) -> int:
+    """The run is stopped by a signal that only rank 0 hears."""
+    from idlm.train.loop.trainer import IdlmTrainer
+
+    plain = IdlmTrainer.compute_loss
+
+    def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == STOP_AT - 1 and int(os.environ.get("RANK", "0")) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **kwargs)
+
+    IdlmTrainer.compute_loss = stopped
+    try:
+        return run(argv)
+    finally:
+        IdlmTrainer.compute_loss = plain
+
+
+def main() -> int:
+    folder, base, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    told: dict[str, Any] = {}
+    # Bitwise claims hold for kernels that add in a fixed order; embeddings and attention have others too.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for case in cases:
+        name, _, text = case.partition(":")
+        changes = [change for change in text.split(",") if change]
+        start = time.perf_counter()
+        whole, broken = folder / f"{name}-{world_size}", folder / f"{name}-{world_size}-broken"
+        status = [run(arguments(whole, base, device, changes))]
+        if world_size > 1:
+            status += [stopping(arguments(broken, base, device, changes))]
+            status += [run(arguments(broken, base, device, changes))]
+        if rank == 0:
+            told[name] = {"status": status, "whole": outcome(whole), "seconds": time.perf_counter() - start}
+            told[name]["broken"] = outcome(broken) if world_size > 1 else None
+    if rank == 0:
+        (folder / f"told-{world_size}.json").write_text(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The fused loss on a CUDA device: 240 random shapes against float64, and no wait for the device in a step.
+
+python -m pytest tests/gpu -m gpu
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional
+
+from idlm.errors import UserError
+from idlm.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_overlap,
+    token_nll,
+)
+from idlm.train.model.body_and_head import BodyAndHead
+from idlm.train.step import LossGuard
+from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+SHAPES_PER_SEED = 20
+SLACK = {torch.bfloat16: 2e-3, torch.float32: 2e-6}
+"""One rounding of the result in its own dtype, relative to the norm."""
+
+
+def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.detach().double() - truth.detach()).norm() / truth.detach().norm().clamp_min(1e-12))
+
+
+def plain_loss(hidden, weight, bias, labels, coefficients):
+    logits = functional.linear(hidden, weight, bias).float()
+    return (functional.cross_entropy(logits, labels, reduction="none") * coefficients).sum()
+
+
+def check_shape(draw: random.Random) -> None:
+    num_rows, width = draw.choice([1, 2, 63, 128, 129, 500, 1111]), draw.choice([8, 40, 64, 257, 512])
+    num_tokens = draw.choice([2, 33, 1000, 4096, 8191, 8193, 30_011, 50_257])
+    autocasts = draw.random() < 0.25
+    dtype = torch.float32 if autocasts or draw.random() < 0.3 else torch.bfloat16
+    compute = torch.bfloat16 if autocasts else dtype
+    # A bfloat16 sum of weight gradients is rounded once per chunk, so tiny chunks are for float32 sums.
+    rows_at_once = draw.choice([128, 256, 10_000] if dtype == torch.bfloat16 else [1, 50, 128, 10_000])
+    case = f"{num_rows=} {width=} {num_tokens=} {autocasts=} {dtype=} {rows_at_once=}"
+    torch.manual_seed(draw.randrange(1 << 30))
+    options = {"device": "cuda", "dtype": dtype}
+    hidden, weight = torch.randn(num_rows, width, **options), torch.randn(num_tokens, width, **options)
+    weight *= 2 / width**0.5
+    bias = torch.randn(num_tokens, **options) if draw.random() < 0.3 else None
+    inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias) if tensor is not None]
+    labels = torch.randint(0, num_tokens, (num_rows,), device="cuda")
+    coefficients = torch.rand(num_rows, device="cuda")
+    limit = rows_at_once * (num_tokens + 8) * compute.itemsize
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
+        loss, nll = linear_cross_entropy(
+            hidden, weight, labels, coefficients, bias_V=bias, max_logits_bytes=limit
+        )
+        plain = plain_loss(hidden, weight, bias, labels, coefficients)
+        alone = token_nll(hidden, weight, labels, bias_V=bias, max_logits_bytes=limit)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth, true_nll = linear_cross_entropy_reference(
+        wide[0], wide[1], labels, coefficients, bias_V=None if bias is None else wide[2]
+    )
+    pairs = [(loss, plain, truth)]
+    pairs += zip(
+        *(
+            torch.autograd.grad(2.5 * total, of)
+            for total, of in ((loss, inputs), (plain, inputs), (truth, wide))
+        )
+    )
+    torch.testing.assert_close(alone, nll, atol=2e-2 if compute == torch.bfloat16 else 1e-5, rtol=0)
+    torch.testing.assert_close(
+        nll.double(), true_nll, atol=1e-1 if compute == torch.bfloat16 else 1e-4, rtol=0
+    )
+    for mine, theirs, true in pairs:
+        assert mine.dtype == theirs.dtype
+        assert relative(mine, true) <= 2 * relative(theirs, true) + SLACK[compute], case
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes_are_as_exact_as_pytorch(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(SHAPES_PER_SEED):
+        check_shape(draw)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 8193, 50_257])
+def test_the_overlap_is_the_sum_of_minima(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    draft, verify, weight = (torch.randn(n, 64, device="cuda") for n in (300, 300, num_tokens))
+    probs = [(hidden.double() @ weight.double().T).softmax(dim=-1) for hidden in (draft, verify)]
+    overlap = linear_overlap(draft, verify, weight, max_logits_bytes=256 * num_tokens * 4)
+    torch.testing.assert_close(overlap.double(), torch.minimum(*probs).sum(dim=-1), atol=1e-4, rtol=1e-3)
+
+
+def test_a_label_outside_the_vocabulary_gives_nan_and_touches_nothing() -> None:
+    hidden, weight = torch.randn(4, 64, device="cuda"), torch.randn(1000, 64, device="cuda")
+    labels = torch.tensor([0, 1000, -100, 1 << 40], device="cuda")
+    _, nll = linear_cross_entropy(hidden, weight, labels, torch.ones(4, device="cuda"))
+    assert nll.isnan().tolist() == [False, True, True, True]
+
+
+@pytest.fixture
+def _no_waiting():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def one_step(model, objective, batch, stage, guard):
+    coefficients = torch.ones(2, device="cuda") * 0.5
+    terms = BodyAndHead(model).terms(
+        model,
+        batch,
+        "idlm_sdpa",
+        lambda head, hidden: objective.terms(
+            head, hidden, batch, stage=stage, coefficients=coefficients, want_overlap=True
+        ),
+    )
+    guard.begin(1, num_micro_batches=1)
+    guard.note(terms.loss, batch)
+    terms.loss.backward()
+    return terms
+
+
+def test_a_step_never_waits_for_the_device(tmp_path, request: pytest.FixtureRequest) -> None:
+    model, objective, stage = tiny_model("qwen3").cuda(), tiny_objective(), stage_of(3)
+    batch = batch_of([random_sample(1, prompt=4, response=20)], objective, stage)
+    batch = {name: value.cuda() for name, value in batch.items()}
+    guard = LossGuard(tmp_path)
+    one_step(model, objective, batch, stage, guard)
+    request.getfixturevalue("_no_waiting")
+    terms = one_step(model, objective, batch, stage, guard)
+    torch.cuda.set_sync_debug_mode("default")
+    guard.check()
+    assert terms.loss.isfinite()
+    guard.begin(2, num_micro_batches=1)
+    guard.note(terms.loss * float("nan"), batch)
+    with pytest.raises(UserError, match="IDLM-0503"):
+        guard.check()

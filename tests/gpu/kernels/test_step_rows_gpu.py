@@ -1,0 +1,24 @@
+"""Rows, slots and commits by kernels against the plain path, on a GPU: 1,000 random passes, integers equal.
+
+python -m pytest tests/gpu/kernels/test_step_rows_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.cases.step_rows import Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_the_kernels_say_what_plain_torch_says(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        expected, found = Case(seed, "cpu").run(), Case(seed, "cuda").run()
+        for name, value in expected.items():
+            assert torch.equal(found[name].cpu(), value), f"{seed=} {name}"

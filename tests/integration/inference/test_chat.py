@@ -1,0 +1,128 @@
+"""System prompts and the chat of `idlm-generate` (issue 13, line 18)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.infer.cli.generate import generate
+from idlm.infer.engine import Engine
+from idlm.text.tokenizer import encode_messages
+from tests.integration.inference.command_lines import (
+    BASE,
+    PROMPTS,
+    TINY,
+    answer,
+    give_chat,
+    read_lines,
+    reference,
+    write_lines,
+)
+
+SYSTEM = "Tom has 4 nuts."
+FIRST = {"role": "system", "content": SYSTEM}
+
+
+def _turn(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _answer(*messages: dict[str, str]) -> str:
+    return answer(encode_messages(reference().tokenizer, messages)).text
+
+
+def test_a_chat_keeps_its_system_prompt_when_it_starts_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_chat(monkeypatch, [PROMPTS[0], "How many?", "", PROMPTS[1]])
+    assert generate([*BASE, f"system={SYSTEM}"]) == 0
+    first = _answer(FIRST, _turn(PROMPTS[0]))
+    said = {"role": "assistant", "content": first}
+    second = _answer(FIRST, _turn(PROMPTS[0]), said, _turn("How many?"))
+    third = _answer(FIRST, _turn(PROMPTS[1]))
+    assert capsys.readouterr().out.splitlines() == [first, second, third]
+
+
+def test_a_system_prompt_stands_before_a_prompt_of_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert generate([*BASE, "-p", PROMPTS[0], f"system={SYSTEM}"]) == 0
+    assert capsys.readouterr().out == _answer(FIRST, _turn(PROMPTS[0])) + "\n"
+    assert _answer(FIRST, _turn(PROMPTS[0])) != _answer(_turn(PROMPTS[0]))
+
+
+def test_a_system_prompt_stands_before_lines_that_have_none(tmp_path: Path) -> None:
+    own = {"role": "system", "content": "Ann has 2 nuts."}
+    lines: list[Any] = [
+        {"prompt": PROMPTS[0]},
+        {"messages": [_turn(PROMPTS[1])]},
+        {"messages": [own, _turn(PROMPTS[2])]},
+    ]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert generate([*BASE, f"input={source}", f"output={output}", f"system={SYSTEM}"]) == 0
+    asked = [[FIRST, _turn(PROMPTS[0])], [FIRST, _turn(PROMPTS[1])], [own, _turn(PROMPTS[2])]]
+    records = read_lines(output)
+    assert [record["prompt"] for record in records] == asked
+    assert [record["text"] for record in records] == [_answer(*messages) for messages in asked]
+
+
+def test_a_run_with_another_system_prompt_does_not_go_on(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0]}]), tmp_path / "out"
+    places = [f"input={source}", f"output={output}"]
+    assert generate([*BASE, *places, f"system={SYSTEM}"]) == 0
+    assert generate([*BASE, *places, f"system={SYSTEM}", "resume=true"]) == 0
+    with pytest.raises(UserError, match="IDLM-0444") as refusal:
+        generate([*BASE, *places, "resume=true"])
+    assert "system=" in refusal.value.fix
+
+
+def test_a_system_prompt_and_token_ids_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt_ids": [5, 6]}])
+    with pytest.raises(UserError, match="IDLM-0458") as refusal:
+        generate([*BASE, f"input={source}", f"system={SYSTEM}"])
+    assert refusal.value.message.startswith(f"{source}:2: ")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "a tokenizer without a chat template"),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            "leaves system prompts out",
+        ),
+    ],
+)
+def test_a_system_prompt_that_the_template_cannot_render_is_refused(
+    tmp_path: Path, template: str | None, words: str
+) -> None:
+    ignored = shutil.ignore_patterns("chat_template.jinja", "manifest.json")
+    copy = shutil.copytree(TINY, tmp_path / "copy", ignore=ignored)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="IDLM-0458") as refusal:
+        generate([*BASE, f"model={copy}", "-p", "x", f"system={SYSTEM}"])
+    assert words in refusal.value.message
+
+
+def test_a_system_prompt_without_the_template_is_refused() -> None:
+    with pytest.raises(UserError, match="IDLM-0458") as refusal:
+        generate([*BASE, "template=none", "-p", "x", f"system={SYSTEM}"])
+    assert "template=none" in refusal.value.message
+
+
+def test_the_readme_describes_the_chat_and_its_system_prompt() -> None:
+    readme = (TINY.parents[2] / "README.md").read_text(encoding="utf-8")
+    chat = readme[readme.index("**Chat.**") : readme.index("**Progress.**")]
+    assert all(words in chat for words in ("idlm-generate model=", "on a terminal", 'system="', "Ctrl-D"))

@@ -1,0 +1,314 @@
+"""Every mistake at `idlm-generate` by its code and the words that help, mostly before a model is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.infer.cli.evaluate import run_evaluation
+from idlm.infer.cli.generate import generate
+from idlm.infer.cli.output import exclusive_output
+from idlm.infer.engine import Engine
+from idlm.text import tokenizer as tokens
+from idlm.text.tokenizer import MAX_CHARS_PER_TOKEN
+from tests.integration.inference.command_lines import (
+    BASE,
+    MODEL,
+    TINY,
+    give_stdin,
+    read_lines,
+    write_lines,
+)
+
+GOOD = {"prompt": "Lea has 9 shells."}
+LONG = "x" * 300
+"""Longer than a file system takes a name."""
+
+
+def _refusal(arguments: list[str]) -> UserError:
+    with pytest.raises(UserError) as caught:
+        generate(arguments)
+    assert caught.value.fix
+    return caught.value
+
+
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded before the mistake is found")
+
+    monkeypatch.setattr(Engine, "from_pretrained", loads)
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize(
+    ("code", "line", "words"),
+    [
+        ("IDLM-0432", '{"prompt": "x"', "JSON"),
+        ("IDLM-0432", "[" * 100_000, "JSON"),
+        ("IDLM-0432", '{"prompt": "a", "prompt": "b"}', "'prompt'"),
+        ("IDLM-0432", '{"prompt": "a", "sampling": {"seed": 1, "seed": 2}}', "'seed'"),
+        ("IDLM-0433", "[]", "exactly one"),
+        ("IDLM-0433", {"prompt": "x", "prompt_ids": [1]}, "exactly one"),
+        ("IDLM-0433", {"id": 3}, "exactly one"),
+        ("IDLM-0434", {"prompt": "x", "samplng": {}}, "'sampling'"),
+        ("IDLM-0435", {"prompt": "x", "sampling": {"temprature": 0}}, "'temperature'"),
+        ("IDLM-0435", {"prompt": "x", "sampling": 3}, "3"),
+        ("IDLM-0435", {"prompt": "x", "sampling": {"stop": "abc"}}, "list"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"temperature": -1}}, "temperature=-1"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"n": "two"}}, "n='two'"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"logprobs": 100_000}}, "logprobs=100000"),
+        ("IDLM-0401", {"prompt": "x", "sampling": {"ignore_eos": "no"}}, "ignore_eos='no'"),
+        ("IDLM-0436", {"prompt": "x", "id": None}, "id is None"),
+        ("IDLM-0436", {"prompt": "x", "id": [1]}, "id is [1]"),
+        ("IDLM-0436", {"prompt": "x", "id": 1.5}, "id is 1.5"),
+        ("IDLM-0436", {"prompt": "x", "id": True}, "id is True"),
+        ("IDLM-0436", {"prompt": 3}, "prompt is 3"),
+        ("IDLM-0436", {"prompt": ""}, "empty"),
+        ("IDLM-0436", '{"prompt": "\\ud800"}', "not valid text"),
+        ("IDLM-0436", {"prompt_ids": []}, "empty"),
+        ("IDLM-0436", {"prompt_ids": "abc"}, "'abc'"),
+        ("IDLM-0436", {"prompt_ids": [1, 2.5]}, "2.5"),
+        ("IDLM-0436", {"prompt_ids": [1, True]}, "True"),
+        ("IDLM-0436", {"messages": [{"role": "user"}]}, "role"),
+        ("IDLM-0436", {"messages": [{"role": "user", "content": None}]}, "None"),
+        ("IDLM-0436", {"messages": [{"role": "user", "content": "x"}, "y"]}, "'y'"),
+        ("IDLM-0436", {"messages": [{"role": 1, "content": "x"}]}, "1"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_loaded(
+    tmp_path: Path, code: str, line: Any, words: str
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [GOOD, "", GOOD, line])
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == code
+    assert f"{source}:4" in error.message
+    assert words in error.message
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "x"}\n{"prompt": "\xff"}\n')
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == "IDLM-0432"
+    assert f"{source}:2" in error.message
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("IDLM-0430", ["input=nowhere.jsonl"], "nowhere.jsonl"),
+        ("IDLM-0430", [f"input={LONG}"], LONG),
+        ("IDLM-0442", ["-p", "x", f"output={LONG}"], LONG),
+        ("IDLM-0442", ["-p", "x", f"output={LONG[:250]}", "overwrite=true"], ".partial"),
+        ("IDLM-0442", ["input=README.md", f"output={LONG}", "resume=true"], LONG),
+        ("IDLM-0437", ["-p"], "-p"),
+        ("IDLM-0439", ["-p", "x", "input=README.md"], "both"),
+        ("IDLM-0442", ["-p", "x", "output=/nowhere/out"], "/nowhere"),
+        ("IDLM-0442", ["-p", "x", f"output={TINY}"], "folder"),
+        ("IDLM-0442", ["-p", "x", "output=/dev/null", "overwrite=true"], "device"),
+        ("IDLM-0436", ["-p", "x", "-p", "\udcff"], "prompt 2"),
+        ("IDLM-0436", ["-p", ""], "empty"),
+        ("IDLM-0401", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
+        ("IDLM-0101", ["-p", "x", "sampling.temprature=0"], "'sampling.temperature'"),
+        ("IDLM-0101", ["-p", "x", "--verbose"], "--verbose"),
+        ("IDLM-0101", ["-p", "x", "template=off"], "auto, none"),
+    ],
+)
+def test_bad_arguments(code: str, arguments: list[str], words: str) -> None:
+    error = _refusal([*BASE, *arguments])
+    assert error.code == code
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("IDLM-0102", ["decoder=isdd"], "'isd'"),
+        ("IDLM-0416", ["decoder=isd", "decoder.strid=4"], "'stride'"),
+        ("IDLM-0416", ["decoder=isd", "decoder.stride=four"], "decoder.stride"),
+        ("IDLM-0416", ["decoder=isd", "decoder.stride=2.5"], "decoder.stride"),
+        ("IDLM-0102", ["decoder=isd", "decoder.rejection_strategy=tre"], "'tree'"),
+    ],
+)
+def test_bad_decoders_name_the_nearest(code: str, arguments: list[str], words: str) -> None:
+    error = _refusal([*MODEL, *arguments, "mask_token_id=170", "-p", "x"])
+    assert error.code == code
+    assert words in error.message
+
+
+def test_a_prompt_the_engine_refuses_is_named_before_any_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a pass has run"))
+    error = _refusal([*BASE, "-p", "Lea has 9 shells.", "-p", "Lea has 9 shells. " * 60])
+    assert (error.code, error.message[:8]) == ("IDLM-0412", "prompt 2")
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_no_model_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _refusal(["-p", "x"]).code == "IDLM-0438"
+    monkeypatch.setattr("sys.stdin", None)
+    assert _refusal([]).code == "IDLM-0438"
+
+
+@pytest.mark.parametrize("arguments", [[f"model={LONG}"], [f"model={TINY}", f"base={LONG}"]])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_model_of_a_name_too_long_is_refused(arguments: list[str], writes: bool, tmp_path: Path) -> None:
+    output = [f"output={tmp_path / 'out'}"] if writes else []
+    assert _refusal([*arguments, "-p", "x", *output]).code in ("IDLM-0600", "IDLM-0611")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.write_text("old")
+    error = _refusal([*BASE, "-p", "x", f"output={output}"])
+    assert (error.code, output.read_text()) == ("IDLM-0431", "old")
+    output.rename(tmp_path / "out.partial")
+    error = _refusal([*BASE, "-p", "x", f"output={output}"])
+    assert error.code == "IDLM-0431"
+    assert "interrupted" in error.message
+    assert (tmp_path / "out.partial").read_text() == "old"
+
+
+def test_overwrite_replaces(tmp_path: Path) -> None:
+    for name in ("out", "out.partial"):
+        (tmp_path / name).write_text("old")
+    assert generate([*BASE, "-p", "Lea has 9 shells.", f"output={tmp_path / 'out'}", "overwrite=true"]) == 0
+    assert len(read_lines(tmp_path / "out")) == 1
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_an_output_that_another_run_has_is_refused_at_once(tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    with exclusive_output(output, overwrite=False):
+        for command in (generate, run_evaluation):
+            prompt = ["-p", "x"] if command == generate else []
+            with pytest.raises(UserError, match="IDLM-0462"):
+                command([f"model={TINY}", *prompt, f"output={output}", "overwrite=true"])
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize("name", ["model", "base", "input", "output"])
+def test_a_path_that_is_empty_is_refused_as_empty(name: str) -> None:
+    error = _refusal(["-p", "x", *([] if name == "model" else MODEL), f"{name}="])
+    assert (error.code, error.message) == ("IDLM-0464", f"{name}='' is empty")
+    if name != "input":
+        with pytest.raises(UserError, match="IDLM-0464"):
+            run_evaluation([*([] if name == "model" else MODEL), f"{name}="])
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "id": 2}, {"prompt": "y"}])
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == "IDLM-0465"
+    assert error.message == f"{source}:2: id '2' is also that of {source}:1"
+
+
+@pytest.mark.parametrize("ids", [[2, 1], ["a", None, "b"], [1, None], ["x", None, "02"], [3, None]])
+def test_ids_that_are_told_apart_or_meant_alike(tmp_path: Path, ids: list[Any]) -> None:
+    lines = [GOOD if name is None else {**GOOD, "id": name} for name in ids]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    assert generate([*BASE, f"input={source}", f"output={tmp_path / 'out'}"]) == 0
+    said = [record["request_id"] for record in read_lines(tmp_path / "out")]
+    assert said == [str(number if name is None else name) for number, name in enumerate(ids, start=1)]
+
+
+@pytest.mark.parametrize("arguments", [["-p", "x"], ["-p", "x", "-p", "y"]])
+def test_without_a_tokenizer_the_way_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    bare = shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("token*", "manifest*"))
+    error = _refusal([*BASE, f"model={bare}", *arguments])
+    assert error.code == "IDLM-0414"
+    assert "input=" in error.fix and '{"prompt_ids": [1, 2, 3]}' in error.fix
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_input_is_never_its_own_output(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "x.jsonl", [GOOD])
+    error = _refusal([*BASE, f"input={source}", f"output={source}", "overwrite=true"])
+    assert error.code == "IDLM-0439"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_an_empty_file_is_a_mistake(tmp_path: Path) -> None:
+    assert _refusal([*BASE, f"input={write_lines(tmp_path / 'x', [''])}"]).code == "IDLM-0430"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_empty_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_stdin(monkeypatch, "\n")
+    error = _refusal(BASE)
+    assert error.code == "IDLM-0436"
+    assert error.message == "stdin: prompt is empty"
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert _refusal(BASE).message == "stdin: prompt is empty"
+
+
+@pytest.mark.usefixtures("_no_model")
+@pytest.mark.parametrize("argument", ["output=out.jsonl", "sampling.n=2"])
+def test_a_chat_has_one_answer_and_no_file(monkeypatch: pytest.MonkeyPatch, argument: str) -> None:
+    give_stdin(monkeypatch, "", is_terminal=True)
+    assert _refusal([*BASE, argument]).code == "IDLM-0440"
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("IDLM-0412", {"prompt": "Lea has 9 shells. " * 60}),
+        ("IDLM-0411", {"prompt_ids": [1, 192]}),
+        ("IDLM-0411", {"prompt_ids": [-1]}),
+        ("IDLM-0412", {"prompt_ids": [1] * 160}),
+        ("IDLM-0411", {"prompt": "x", "sampling": {"stop_token_ids": [999_999]}}),
+        ("IDLM-0411", {"prompt": "x", "sampling": {"logprobs": 193}}),
+        ("IDLM-0453", {"prompt": "x", "sampling": {"decoder_options": {"steps": 2}}}),
+    ],
+)
+def test_a_line_the_engine_refuses_is_named_before_any_is_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, line: Any
+) -> None:
+    """What only the tokenizer or the model can tell."""
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a pass has run"))
+    source = write_lines(tmp_path / "in.jsonl", [GOOD, GOOD, GOOD, line, GOOD])
+    error = _refusal([*BASE, f"input={source}", f"output={tmp_path / 'out'}"])
+    assert error.code == code
+    assert error.message.startswith(f"{source}:4: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("shape", ["prompt", "messages"])
+def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
+) -> None:
+    """Issue 13: encoding 104 MB took minutes and 16.7 GB."""
+    text = "a " * (160 * MAX_CHARS_PER_TOKEN)
+    line = {shape: text if shape == "prompt" else [{"role": "user", "content": text}]}
+    source = write_lines(tmp_path / "in.jsonl", [line])
+    monkeypatch.setattr(tokens, "_plain_ids", lambda *_, **__: pytest.fail("it is encoded"))
+    error = _refusal([*BASE, f"input={source}"])
+    assert error.code == "IDLM-0412"
+    assert error.message.startswith(f"{source}:1: the prompt has ")
+    assert "more than 160 tokens can stand for" in error.message
+
+
+def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> None:
+    class Vocabulary:
+        def get_vocab(self) -> dict[str, int]:
+            return {"x" * 1000: 0, "y": 1}
+
+    tokens.check_size(Vocabulary(), "x" * 3000, 3)
+    with pytest.raises(UserError, match="IDLM-0412: the prompt has 3001 characters, more than 3 tokens"):
+        tokens.check_size(Vocabulary(), "x" * 3001, 3)

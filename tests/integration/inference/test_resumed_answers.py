@@ -1,0 +1,372 @@
+"""`resume=true`: one file holds the answers of one model, decoder and law, and no failure for an answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.cli import command
+from idlm.config.compose import compose
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.fingerprint import (
+    EXCLUDED_KEYS,
+    SPEED_ONLY_KEYS,
+    difference,
+    fingerprint,
+    model_digest,
+    run_config,
+)
+from idlm.infer.cli.generate import generate, take_accelerator_options, with_options
+from idlm.infer.config import EngineConfig, GenerateConfig
+from idlm.infer.engine import Engine
+from idlm.infer.runtime.step import StepResult
+from idlm.infer.runtime.worker import Worker
+from idlm.infer.scheduler import Schedule
+from idlm.lora import AdapterSpec
+from tests.integration.inference.command_lines import (
+    BASE,
+    GREEDY,
+    MODEL,
+    PROMPTS,
+    SHORT,
+    TINY,
+    answer,
+    interrupt_after,
+    read_lines,
+    write_lines,
+)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Path]:
+    """`input=` and `output=` of a run that was stopped, and the partial file it left."""
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    places = [f"input={source}", f"output={tmp_path / 'out'}"]
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, SHORT + 1)
+        with pytest.raises(KeyboardInterrupt):
+            generate([*BASE, *places])
+    partial = tmp_path / "out.partial"
+    assert [record["request_id"] for record in read_lines(partial)] == ["1", "2"]
+    return places, partial
+
+
+def _retrained(directory: Path) -> Path:
+    """A copy of the model, one tensor of which is another."""
+    copy = Path(shutil.copytree(TINY, directory))
+    tensors = load_file(copy / "model.safetensors")
+    name = sorted(tensors)[-1]
+    tensors[name] = tensors[name] + 1
+    (copy / "model.safetensors").unlink()
+    (copy / "manifest.json").unlink()
+    save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["sampling.temperature=0.5"], "sampling.temperature=0.5"),
+        (["sampling.top_k=3"], "sampling.top_k=3"),
+        (["sampling.seed=1"], "the default of sampling.seed, and this run has sampling.seed=1"),
+        (["sampling.max_tokens=7"], "sampling.max_tokens=7"),
+        (["decoder=isd", "mask_token_id=170"], "decoder='isd'"),
+        (["mask_token_id=170"], "mask_token_id=170"),
+        (["dtype=float64"], "dtype='float64'"),
+        (["template=none"], "template='none'"),
+        (["weights=fp8"], "weights='fp8'"),
+        (["accelerator=[mage]", "accelerator.mage.k=9"], "accelerator={'mage': {'k': 9}}"),
+    ],
+)
+def test_answers_of_other_settings_are_not_gone_on_with(
+    stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, change: list[str], words: str
+) -> None:
+    """Before a model is loaded, by the first difference, and the file stays as it was."""
+    places, partial = stopped
+    before = partial.read_bytes()
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
+    with pytest.raises(UserError) as caught:
+        generate([*BASE, *places, "resume=true", *change])
+    assert caught.value.code == "IDLM-0463"
+    assert words in caught.value.message and "in.jsonl:1" in caught.value.message
+    assert "another output=" in caught.value.fix and str(partial) in caught.value.fix
+    assert partial.read_bytes() == before
+
+
+def test_a_line_that_has_other_settings_now_is_noticed(stopped: tuple[list[str], Path]) -> None:
+    places, partial = stopped
+    lines: list[Any] = [{"prompt": prompt} for prompt in PROMPTS]
+    lines[1]["sampling"] = {"top_p": 0.5}
+    write_lines(partial.with_name("in.jsonl"), lines)
+    told = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
+    with pytest.raises(UserError, match=told):
+        generate([*BASE, *places, "resume=true"])
+
+
+def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
+    tmp_path: Path, stopped: tuple[list[str], Path]
+) -> None:
+    places, _ = stopped
+    other = _retrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"IDLM-0463.*tiny_ar \(model_digest .*other \(model_digest"):
+        generate([*BASE, *places, "resume=true", f"model={other}"])
+    moved = shutil.copytree(TINY, tmp_path / "moved")
+    assert generate([*BASE, *places, "resume=true", f"model={moved}"]) == 0
+    with pytest.raises(UserError, match="IDLM-0463"):
+        generate([*BASE, *places, "resume=true", f"model={other}"])
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ([], ["decoder=ar"]),
+        (["decoder=ar"], []),
+        (["decoder=isd", "decoder.adaptive=false"], ["decoder=isd"]),
+        (["decoder=isd"], ["decoder=isd", "decoder.adaptive=false", "decoder.stride=null"]),
+        (["accelerator=[mage]", "accelerator.mage.k=512"], ["accelerator=[mage]"]),
+    ],
+)
+def test_what_is_spelled_out_is_what_it_is_without(before: list[str], behind: list[str]) -> None:
+    first, second = (_run_config(arguments) for arguments in (before, behind))
+    assert difference(first, second) is None and fingerprint(first) == fingerprint(second)
+
+
+def _run_config(arguments: list[str]) -> dict[str, Any]:
+    accelerators, rest = take_accelerator_options(arguments)
+    decoder, options, rest = command.split_plugin_options(rest, plugin="decoder", default=None)
+    config = compose("generate", GenerateConfig, rest)
+    chosen = with_options(config.options(), accelerators)["accelerators"]
+    return run_config(config, str(TINY), decoder=decoder, options=options, accelerators=chosen)
+
+
+def test_a_run_with_the_default_decoder_goes_on_with_what_named_it(
+    stopped: tuple[list[str], Path],
+) -> None:
+    places, _ = stopped
+    assert generate([*MODEL, *GREEDY, *places, "resume=true"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"stride": 4, "mask_token_id": 170}, "isd"),
+        ({"causality": "block", "block_size": 4}, "block"),
+        ({}, "ar"),
+    ],
+)
+def test_the_decoder_is_that_of_the_checkpoint(tmp_path: Path, said: dict[str, Any], name: str) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    (model / "idlm_config.json").write_text(json.dumps(said))
+    common = run_config(GenerateConfig(), str(model), decoder=None, options={}, accelerators={})
+    assert common["decoder"] == name
+
+
+def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    before = model_digest(str(model))
+    for name in ("answers.json", "eval_results.json", "trainer_state.json", "README.md", "notes.jinja"):
+        (model / name).write_text("{}")
+    assert model_digest(str(model)) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "idlm_config.json", "adapter_config.json"),
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.txt"),
+        *("vocab.json", "spiece.model", "added_tokens.json", "special_tokens_map.json"),
+        *("chat_template.jinja", "additional_chat_templates/tool.jinja"),
+    ],
+)
+def test_every_file_that_says_what_answers_are_counts(tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    before = model_digest(str(model))
+    (model / name).parent.mkdir(exist_ok=True)
+    with (model / name).open("a") as file:
+        file.write(" ")
+    assert model_digest(str(model)) != before
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_so_do_those_of_the_base_of_an_adapter(tmp_path: Path, name: str, is_given: bool) -> None:
+    base, adapter = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "adapter"
+    adapter.mkdir()
+    AdapterSpec(rank=1, alpha=1.0, base_path="/gone" if is_given else str(base)).save(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    given = str(base) if is_given else None
+    before = model_digest(str(adapter), base=given)
+    assert model_digest(str(adapter), base=str(shutil.copytree(base, tmp_path / "moved"))) == before
+    with (base / name).open("a") as file:
+        file.write(" ")
+    assert model_digest(str(adapter), base=given) != before
+
+
+def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], tmp_path: Path) -> None:
+    places, _ = stopped
+    speed = ["max_num_seqs=3", "page_size=8", "num_pages=64", "graphs=on", "prefix_cache=false"]
+    assert generate([*BASE, *places, "resume=true", *speed, "num_inflight_steps=1", "attention=torch"]) == 0
+    texts = [record["text"] for record in read_lines(tmp_path / "out")]
+    assert texts == [answer(prompt).text for prompt in PROMPTS]
+
+
+def test_every_setting_is_compared_or_named_as_of_no_matter() -> None:
+    fields = set(EngineConfig.__dataclass_fields__)
+    assert set(SPEED_ONLY_KEYS) | set(EXCLUDED_KEYS) <= fields
+    assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
+        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "template")
+    }
+
+
+def test_answers_that_say_nothing_are_kept_with_a_warning(
+    stopped: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    """As an older version wrote them."""
+    places, partial = stopped
+    old = [{k: v for k, v in record.items() if k != "run_config"} for record in read_lines(partial)]
+    write_lines(partial, old)
+    with pytest.warns(UserWarning, match="2 answers in .* do not say what they were made with"):
+        assert generate([*BASE, *places, "resume=true"]) == 0
+    assert [record["request_id"] for record in read_lines(tmp_path / "out")] == list("1234567")
+
+
+def test_a_record_says_what_it_was_made_with(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0], "sampling": {"stop": ["q"], "top_k": 4}}])
+    assert generate([*BASE, "max_length=100", f"input={source}", f"output={tmp_path / 'out'}"]) == 0
+    [record] = read_lines(tmp_path / "out")
+    assert record["run_config"] == {
+        "model": str(TINY),
+        "model_digest": model_digest(str(TINY)),
+        "decoder": "ar",
+        "dtype": "float32",
+        "max_length": 100,
+        "sampling.temperature": 0,
+        "sampling.max_tokens": SHORT,
+        "sampling.ignore_eos": True,
+        "sampling.stop": ["q"],
+        "sampling.top_k": 4,
+    }
+    assert all(f"sampling.{name}" not in record["run_config"] for name in ("seed", "n", "tau"))
+    assert SamplingParams().max_tokens != SHORT
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gives up the first of the two requests that run at first."""
+    launch, num_passes = Worker.launch, 0
+
+    def launching(worker: Worker, schedule: Schedule) -> StepResult:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes <= 2:
+            raise torch.OutOfMemoryError("as it was told to")
+        return launch(worker, schedule)
+
+    monkeypatch.setattr(Worker, "launch", launching)
+
+
+def _as_partial(output: Path) -> None:
+    output.rename(f"{output}.partial")
+
+
+@pytest.mark.parametrize("put", [_as_partial, lambda output: None], ids=["partial", "published"])
+def test_what_failed_is_answered_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    put: Callable[[Path], None],
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:4]])
+    output = tmp_path / "out"
+    arguments = [*BASE, f"input={source}", f"output={output}", "resume=true"]
+    expected = [answer(prompt).text for prompt in PROMPTS[:4]]
+    with monkeypatch.context() as patch:
+        _failing(patch)
+        assert generate(arguments) == 1
+    [place] = [at for at, record in enumerate(read_lines(output)) if record["error"] is not None]
+    assert place < 3, "nothing stands behind the failure"
+    put(output)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        _failing(patch)
+        assert generate(arguments) == 1, "it has failed again"
+    assert "3 answers are in" in capsys.readouterr().err
+    assert sum(record["error"] is not None for record in read_lines(output)) == 1
+    put(output)
+    assert generate(arguments) == 0
+    records = read_lines(output)
+    kept = [number for number in range(4) if number != place]
+    assert [int(record["request_id"]) - 1 for record in records] == [*kept, place]
+    assert [record["text"] for record in records] == [expected[number] for number in (*kept, place)]
+    assert all(record["error"] is None for record in records)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
+    capsys.readouterr()
+    assert generate(arguments) == 0
+    assert "is complete" in capsys.readouterr().err
+
+
+def test_a_finished_file_stays_until_the_better_one_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair that is stopped goes on by itself, not from the file with the failure."""
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:4]])
+    output, partial = tmp_path / "out", tmp_path / "out.partial"
+    arguments = [*BASE, f"input={source}", f"output={output}"]
+    assert generate(arguments) == 0
+    records = read_lines(output)
+    for number in (0, 2):
+        records[number] |= {"error": "IDLM-0448: memory", "finish_reason": "error", "text": ""}
+    write_lines(output, records)
+    before = output.read_bytes()
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, SHORT - 2)
+        with pytest.raises(KeyboardInterrupt):
+            generate([*arguments, "resume=true"])
+    assert output.read_bytes() == before
+    assert [record["request_id"] for record in read_lines(partial)] == ["2", "4"]
+    kept = [{**record, "text": f"{record['text']}!"} for record in read_lines(partial)]
+    write_lines(partial, kept)
+    assert generate([*arguments, "resume=true"]) == 0
+    texts = [answer(PROMPTS[number]).text for number in (0, 2)]
+    assert [r["text"] for r in read_lines(output)] == [*(r["text"] for r in kept), *texts]
+
+
+def test_a_sample_that_failed_takes_those_beside_it_along(tmp_path: Path) -> None:
+    lines: list[Any] = [{"prompt": prompt, "sampling": {"n": 2}} for prompt in PROMPTS[:3]]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    arguments = [*BASE, f"input={source}", f"output={output}"]
+    assert generate(arguments) == 0
+    records = read_lines(output)
+    records[2]["error"] = "IDLM-0457: not finite"
+    output.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert generate([*arguments, "resume=true"]) == 0
+    found = [(record["request_id"], record["index"], record["error"]) for record in read_lines(output)]
+    assert found == [(name, index, None) for name in "132" for index in (0, 1)]
+
+
+def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:3]])
+    output = tmp_path / "out"
+    arguments = [*BASE, f"input={source}", f"output={output}", "resume=true"]
+    assert generate(arguments) == 0
+    first, second, third = output.read_text().splitlines()
+    output.write_text(f"{first}\n\n{second}\n{third}\n\n")
+    capsys.readouterr()
+    assert generate(arguments) == 0
+    assert "is complete" in capsys.readouterr().err
+    output.write_text(f"{first}\n{second[:-9]}\n{third}\n")
+    with pytest.raises(UserError, match=f"IDLM-0446.* no record is at {output}:2"):
+        generate(arguments)
+    _as_partial(output)
+    assert generate(arguments) == 0
+    assert f"no whole record: {output}.partial:2" in capsys.readouterr().err
+    assert [record["request_id"] for record in read_lines(output)] == list("132")

@@ -1,0 +1,54 @@
+"""Stopping a training run of this process, and comparing what two runs have left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from idlm.train.loop.trainer import IdlmTrainer
+from tests.interrupts import ctrl_c_raises
+
+
+@contextmanager
+def ctrl_c_after(num_steps: int) -> Iterator[None]:
+    """A Ctrl-C in the optimizer step behind the first `num_steps`."""
+    plain = IdlmTrainer.training_step
+
+    def interrupted(self: IdlmTrainer, *args: Any) -> torch.Tensor:
+        if self.state.global_step == num_steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, *args)
+
+    with ctrl_c_raises(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IdlmTrainer, "training_step", interrupted)
+        yield
+
+
+@contextmanager
+def failing_after(num_steps: int) -> Iterator[None]:
+    """A crash in the optimizer step behind the first `num_steps`."""
+    plain = IdlmTrainer.training_step
+
+    def failing(self: IdlmTrainer, *args: Any) -> torch.Tensor:
+        if self.state.global_step == num_steps:
+            raise RuntimeError("power cut")
+        return plain(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IdlmTrainer, "training_step", failing)
+        yield
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Two safetensors files hold the same bits."""
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())

@@ -1,0 +1,363 @@
+"""A watched run: held-out data, samples, W&B, the report; and `dry_run=true`, without weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.train import cli
+from idlm.train.data.prepare import held_out_flags
+from idlm.train.loop.evaluation import read_samples
+from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
+from idlm.train.model.load import create_base
+from idlm.train.planning.report import SampleReport
+from tests.integration.training.stopped_runs import failing_after
+from tests.integration.training.test_train_tiny import arguments
+from tests.tiny_training import tiny_config
+
+STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 3}]"
+WATCHED = {
+    "train.stages": STAGES,
+    "train.save_every": 2,
+    "eval.every": 2,
+    "eval.num_items": 3,
+    "report.sample_every": 2,
+    "report.sample_tokens": 3,
+    "report.enabled": "true",
+    "plan.tflops": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    config = tiny_config("qwen3") | {"vocab_size": 192}
+    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+class Service:
+    """Stands in for wandb; `broken_at`: the record at which the service fails."""
+
+    def __init__(self, *, broken_at: int | None = None) -> None:
+        self.logged: list[tuple[int, dict]] = []
+        self.exit_code: int | None = None
+        self.broken_at = broken_at
+        self.given: dict = {}
+
+    def module(self) -> types.ModuleType:
+        module = types.ModuleType("wandb")
+        vars(module).update(init=self.init, Settings=lambda **values: values)
+        return module
+
+    def init(self, **given):
+        self.given = given
+        return self
+
+    def log(self, values: dict, *, step: int) -> None:
+        if len(self.logged) == self.broken_at:
+            raise ConnectionError("the service is gone")
+        self.logged.append((step, values))
+
+    def finish(self, *, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def nothing(directory: Path, num_samples: int) -> SampleReport:
+    return SampleReport()
+
+
+@pytest.fixture(scope="module")
+def watched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Service]:
+    output, service = tmp_path_factory.mktemp("watched") / "out", Service()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", service.module())
+        changes = WATCHED | {"wandb.mode": "offline", "wandb.name": "a run"}
+        assert cli.main(arguments(base, output, **changes), sampler=nothing) == 0
+    return output, service
+
+
+def records_of(output: Path) -> list[dict]:
+    return read_metrics(output / "run" / "metrics.jsonl")
+
+
+def test_watching_changes_no_weight(watched: tuple[Path, Service], base: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    assert cli.main(arguments(base, plain, **{"train.stages": STAGES})) == 0
+    with_eyes, without = (load_file(path / "model.safetensors") for path in (watched[0], plain))
+    assert all(torch.equal(value, with_eyes[name]) for name, value in without.items())
+
+
+def test_held_out_data_is_measured_at_every_stage_end(watched: tuple[Path, Service]) -> None:
+    evaluations = [record for record in records_of(watched[0]) if EVALUATION in record]
+    assert [(record["step"], record["stride"]) for record in evaluations] == [(2, 2), (4, 3), (5, 3)]
+    for record in evaluations:
+        assert len(record["acceptance"]) == record["stride"] - 1
+        assert all(0 < value <= 1 for value in record["acceptance"])
+        assert record["mask_loss"] > 0 and record["clean_loss"] > 0
+
+
+def test_metrics_say_what_was_fed_and_how_fast(watched: tuple[Path, Service]) -> None:
+    records = training_records(records_of(watched[0]))
+    assert [(record["first_item"], record["last_item"]) for record in records] == [
+        (2 * step, 2 * step + 1) for step in range(5)
+    ]
+    for record in records:
+        assert record["gradient_norm"] > 0
+        assert record["tokens_per_second"] == pytest.approx(record["num_tokens"] / record["seconds"])
+        assert record["tflops_per_gpu"] > 0
+        assert "mfu" not in record, "the peak of a CPU is not known"
+
+
+def test_a_stopped_run_keeps_its_evaluations_once(
+    watched: tuple[Path, Service], base: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with failing_after(3), pytest.raises(RuntimeError, match="power cut"):
+        cli.main(arguments(base, output, **WATCHED), sampler=nothing)
+    assert cli.main(arguments(base, output, **WATCHED), sampler=nothing) == 0
+    whole = [record for record in records_of(watched[0]) if EVALUATION in record]
+    assert [record for record in records_of(output) if EVALUATION in record] == whole
+    samples = [read_samples(path / "run" / "samples.jsonl") for path in (output, watched[0])]
+    assert samples[0] == samples[1]
+    assert "Held-out data" in (output / "report.md").read_text()
+
+
+def test_tracking_mirrors_the_metrics(watched: tuple[Path, Service]) -> None:
+    output, service = watched
+    assert service.given["mode"] == "offline" and service.given["name"] == "a run"
+    assert service.given["config"]["train"]["batch_size"] == 2
+    assert service.exit_code == 0
+    expected = [(r["step"], r["mask_loss"]) for r in records_of(output)]
+    logged = [(step, v.get("mask_loss", v.get("held_out/mask_loss"))) for step, v in service.logged]
+    assert logged == expected
+    assert service.logged[-1][1]["held_out/acceptance/2"] == records_of(output)[-1]["acceptance"][1]
+
+
+def test_a_service_that_fails_costs_its_curves_only(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(broken_at=1)
+    monkeypatch.setitem(sys.modules, "wandb", service.module())
+    monkeypatch.setattr("idlm.train.loop.tracking.log.propagate", True)
+    changes = {"train.stages": "[{stride: 2, steps: 4}]", "wandb.mode": "online"}
+    assert cli.main(arguments(base, tmp_path / "out", **changes)) == 0
+    assert len(service.logged) == 1
+    assert len(records_of(tmp_path / "out")) == 4
+
+
+def test_tracking_that_cannot_start_is_refused_before_training(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert cli.main(arguments(base, tmp_path / "out", **{"wandb.mode": "offline"})) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0551" in told and "pip install wandb" in told
+
+
+def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> None:
+    text = (watched[0] / "report.md").read_text()
+    for part in (
+        "| 1 | 2 | 2 |",
+        "| 2 | 3 | 5 |",
+        "stages/1-stride-2",
+        "(estimated",
+        "Samples while training",
+    ):
+        assert part in text
+    shown = read_samples(watched[0] / "run" / "samples.jsonl")
+    assert {one["step"] for one in shown} == {2, 4}
+
+
+def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: Path) -> None:
+    from idlm.config.compose import compose
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.data.prepare import prepare_data
+    from idlm.train.objectives.idlm import IntrospectiveConsistency
+    from idlm.train.pipeline import prepare_tokenizer
+
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"prompt": f"Sam has {n}", "response": f"{n} and {n * n}"}) for n in range(40)]
+    path.write_text("\n".join(lines))
+    changes = {"data.source": "jsonl", "data.path": path, "eval.every": 1, "eval.holdout": 0.2}
+    config = compose("train", TrainConfig, arguments(base, tmp_path / "out", **changes))
+    objective = IntrospectiveConsistency(mask_token_id=165, mask_region="response")
+    data = prepare_data(config, prepare_tokenizer(config), objective, 165, 1)
+    flags = held_out_flags(config, data.dataset.source)
+    assert flags is not None and 1 <= flags.sum() < 20
+    assert data.held_out is not None
+    trained = {i for row in range(data.dataset.rows_per_epoch() or 0) for i in data.dataset.members(row)}
+    held_out = {i for row in range(data.held_out.rows_per_epoch() or 0) for i in data.held_out.members(row)}
+    assert not trained & held_out
+    assert trained | held_out == set(range(40))
+    assert data.dataset.num_dropped == data.held_out.num_dropped == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.tmp", "plan.json", "samples.jsonl", "report.tmp"])
+def test_a_file_of_the_run_that_cannot_be_written_is_named(
+    name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Path.open
+
+    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if self.name == name and mode[0] in "aw":
+            raise OSError(27, "File too large")
+        return plain(self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "write_text", lambda self, text, **_: open_text(full, self, text))
+    changes = WATCHED | {"train.stages": "[{stride: 2, steps: 2}]"}
+    assert cli.main(arguments(base, tmp_path / "out", **changes), sampler=nothing) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0301" in told and Path(name).stem in told and "File too large" in told
+
+
+def open_text(opened: Any, path: Path, text: str) -> None:
+    with opened(path, "w") as file:
+        file.write(text)
+
+
+def bare(base: Path, target: Path) -> Path:
+    """What a user has before the weights are downloaded: config.json and the tokenizer."""
+    target.mkdir()
+    for path in base.iterdir():
+        if "safetensors" not in path.name:
+            shutil.copy(path, target)
+    return target
+
+
+def test_a_dry_run_needs_no_weights_but_misses_them(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"train.stages": STAGES, "plan.num_gpus": 4, "plan.gpu": "H200", "dry_run": "true"}
+    given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)
+    assert cli.main(given) == 2
+    told = capsys.readouterr()
+    assert "has no weights" in told.err and "1 problem" in told.err
+    for part in ("first spare row", "[[|", "stride 3", "4 x H200", "GPUS=4", "one_node.sh"):
+        assert part in told.out
+    lines = told.out.splitlines()
+    assert "dry_run=" not in lines[lines.index("# Launch") + 1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "other shape"])
+def test_a_dry_run_looks_at_the_headers_of_weights(
+    damage: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    if damage == "cut":
+        content = (base / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(content[:-100])
+    else:
+        config = json.loads((broken / "config.json").read_text()) | {"intermediate_size": 64}
+        (broken / "config.json").write_text(json.dumps(config))
+    assert cli.main(arguments(broken, tmp_path / "out", dry_run="true")) == 2
+    told = capsys.readouterr().err
+    assert ("its header says" if damage == "cut" else "not of the shape") in told
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.stages", "[{stride: 0, fraction: 1.0}]"),
+        ("train.stages", "[{stride: 2}]"),
+        ("train.steps", 0),
+        ("train.accumulation", -1),
+        ("plan.num_gpus", 0),
+        ("adapter", "{rank: 0}"),
+        ("export.dtype", "float16"),
+        ("train.deepspeed", "/nope.json"),
+        ("resume", "/nope"),
+        ("data.path", "mine.jsonl"),
+        ("eval.path", "mine.jsonl"),
+    ],
+)
+def test_a_dry_run_lists_what_it_cannot_plan_with(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    changes = {"dry_run": "true", key: value}
+    assert cli.main(arguments(base, tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr()
+    assert "IDLM-0550" in told.err and key in told.err and "Traceback" not in told.err
+    assert "# Configuration" in told.out and "# Launch" in told.out
+
+
+def test_a_disk_too_small_for_the_plan_is_refused_before_training(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from idlm.train.planning import time as estimate
+
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    assert cli.main(arguments(base, tmp_path / "out")) == 2
+    assert "IDLM-0520" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "run").exists()
+
+
+def titles(output: str) -> list[str]:
+    return [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
+
+
+def test_a_dry_run_shows_problems_and_plan_before_the_configuration(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 13, line 10."""
+    given = arguments(bare(base, tmp_path / "bare"), tmp_path / "out", dry_run="true")
+    assert cli.main(given) == 2
+    told = titles(capsys.readouterr().out)
+    assert told[0] == "Problems" and told[-1] == "Configuration"
+    assert "Plan for the CPU of this machine" in told and "Time on the CPU of this machine" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, "1 x H200, assumed"), ({"plan.gpu": "H100", "plan.num_gpus": 2}, "2 x H100")],
+)
+def test_a_dry_run_without_a_gpu_says_which_device_it_assumes(
+    changes: dict[str, object],
+    expected: str,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 13, line 10: 0.0006 s a step were told of a machine that needs seconds."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    given = arguments(base, tmp_path / "out", **{"dry_run": "true", "train.device": "auto"} | changes)
+    assert cli.main(given) == 0
+    out = capsys.readouterr().out
+    assert f"Plan for {expected}" in titles(out) and f"Time on {expected}" in titles(out)
+    assert ("this machine has no GPU" in out) is ("assumed" in expected)
+    assert "plan.gpu=... and plan.num_gpus=... plan for others" in out
+
+
+def test_a_dry_run_tells_all_problems_at_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from idlm.train.planning import time as estimate
+
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    monkeypatch.setitem(vars(sys.modules["idlm.train.planning.dry_run"])["DEVICE_BYTES"], "H200", 1000)
+    changes = {"dry_run": "true", "plan.gpu": "H200", "train.warmup": 2}
+    assert cli.main(arguments(bare(base, tmp_path / "bare"), tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr().err
+    for part in (
+        "4 problems",
+        "train.warmup=2",
+        "has no weights",
+        "lower train.save_total_limit",
+        "a H200 has",
+    ):
+        assert part in told

@@ -1,0 +1,190 @@
+"""`idlm-train adapter.rank=...`: trains MASK rows alone, resumes bitwise, publishes an adapter that gives the
+base's answers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from idlm.checkpoint import verify
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.generate import generate
+from idlm.infer.engine import Engine
+from idlm.lora import MASK_ROW, WEIGHTS_FILE, base_identity
+from idlm.semantics import Semantics
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.train import cli
+from idlm.train.model.load import create_base
+from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
+from tests.integration.training.test_train_tiny import arguments, metrics_of
+from tests.tiny_training import tiny_config
+
+STAGES = "[{stride: 2, steps: 2}, {stride: 3, steps: 3}]"
+PROMPTS = ["Lea has 9 shells. Lea wins 3. How many shells does Lea have?", "Tom has 4 books."]
+"""Texts of the task, for answers of a model that has learnt nothing."""
+
+
+def write_base(directory: Path, family: str, *, spare_rows: bool) -> Path:
+    directory.mkdir(parents=True)
+    num_ids = save_tokenizer(directory)
+    config = tiny_config(family) | {"vocab_size": 192 if spare_rows else num_ids}
+    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("home") / "base", "qwen3", spare_rows=True)
+
+
+def lora_arguments(base: Path, output: Path, **changes: object) -> list[str]:
+    adapter = {"adapter.rank": 4, "adapter.alpha": 8, "train.stages": STAGES, "train.save_every": 2}
+    return arguments(base, output, **(adapter | changes))
+
+
+@pytest.fixture(scope="module")
+def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run of five steps, with the command's own report."""
+    output = tmp_path_factory.mktemp("finished") / "out"
+    assert cli.main(lora_arguments(base, output, **{"report.enabled": "true", "report.num_samples": 2})) == 0
+    return output
+
+
+def test_the_result_is_an_adapter_of_the_base(finished: Path, base: Path) -> None:
+    verify(finished)
+    assert not (finished / "config.json").exists()
+    assert not (finished / "model.safetensors").exists()
+    semantics = Semantics.load(finished)
+    assert semantics.gated
+    assert semantics.stride == 3
+    assert semantics.base_identity == base_identity(base)
+    config = json.loads((finished / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    stored = load_file(finished / WEIGHTS_FILE)
+    assert MASK_ROW not in stored
+    assert len(stored) == 2 * 7 * 2
+    assert all(value.any() for value in stored.values()), "nothing was trained"
+    assert "Sample generations" in (finished / "report.md").read_text()
+
+
+def test_the_mask_loss_alone_is_trained(finished: Path) -> None:
+    records = metrics_of(finished)
+    assert [record["clean_weight"] for record in records] == [0.0] * 5
+    assert [len(record["acceptance"]) for record in records] == [1, 1, 2, 2, 2]
+    losses = [record["mask_loss"] for record in records]
+    assert losses[-1] < losses[0]
+    start = load_file(finished / "run" / "checkpoint-4" / "model.safetensors")
+    assert start
+    assert all("lora_" in name for name in start), "a checkpoint of an adapter holds no frozen weight"
+
+
+def test_generation_is_the_bases(finished: Path, base: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(PROMPTS, greedy)
+    for decoder in ("isd", "ar"):
+        done = Engine.from_pretrained(finished, decoder, device="cpu").generate(PROMPTS, greedy)
+        assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+        assert [c.text for c in done] == [c.text for c in expected]
+
+
+def test_the_command_line_finds_a_base_that_has_moved(
+    finished: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved, adapter = tmp_path / "moved", tmp_path / "adapter"
+    shutil.copytree(base, moved)
+    shutil.copytree(finished, adapter)
+    (adapter / "manifest.json").unlink()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    gone = config | {"base_model_name_or_path": str(tmp_path / "gone")}
+    (adapter / "adapter_config.json").write_text(json.dumps(gone))
+    given = [f"model={adapter}", "-p", PROMPTS[0], "sampling.temperature=0", "sampling.max_tokens=8"]
+    with pytest.raises(UserError, match="IDLM-0611"):
+        generate(given)
+    capsys.readouterr()
+    assert generate([*given, f"base={moved}", "device=cpu"]) == 0
+    told = capsys.readouterr().out
+    assert generate([f"model={base}", *given[1:], "decoder=ar", "device=cpu"]) == 0
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", ["null", 1, 2, 3])
+def test_two_ranks_train_the_same_adapter(
+    finished: Path, base: Path, tmp_path: Path, zero_stage: str
+) -> None:
+    """DDP and every ZeRO stage; a stopped run continues bitwise, from a checkpoint without frozen weights.
+
+    pytest tests/integration/training/test_train_lora.py -m slow
+    """
+
+    def train(output: Path) -> dict[str, torch.Tensor]:
+        changes = {"train.batch_size": 1, "train.zero_stage": zero_stage}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launcher, "-m", "idlm.train.cli", *lora_arguments(base, output, **changes)]
+        subprocess.run(command, check=True, timeout=300)
+        return load_file(output / WEIGHTS_FILE)
+
+    whole, expected = train(tmp_path / "whole"), load_file(finished / WEIGHTS_FILE)
+    assert whole.keys() == expected.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=1e-3)
+    shutil.copytree(tmp_path / "whole" / "run", tmp_path / "again" / "run")
+    shutil.rmtree(tmp_path / "again" / "run" / "checkpoint-5")
+    again = train(tmp_path / "again")
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+def test_a_stopped_run_resumes_bitwise(finished: Path, base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with ctrl_c_after(2):
+        assert cli.main(lora_arguments(base, output)) == 130
+    assert cli.main([*lora_arguments(base, output), "resume=auto"]) == 0
+    assert metrics_of(output) == metrics_of(finished)
+    assert_same_weights(finished / WEIGHTS_FILE, output / WEIGHTS_FILE)
+
+
+def test_a_base_without_a_spare_row_keeps_its_size(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "llama", spare_rows=False)
+    output = tmp_path / "out"
+    assert cli.main(lora_arguments(base, output, **{"train.stages": "[{stride: 3, steps: 2}]"})) == 0
+    num_rows = len(load_file(base / "model.safetensors")["model.embed_tokens.weight"])
+    assert Semantics.load(output).mask_token_id == num_rows
+    row_D = load_file(output / WEIGHTS_FILE)[MASK_ROW]
+    assert not torch.equal(row_D, load_file(base / "model.safetensors")["model.embed_tokens.weight"].mean(0))
+    greedy = SamplingParams(temperature=0, max_tokens=10)
+    expected = Engine.from_pretrained(base, "ar", device="cpu").generate(PROMPTS, greedy)
+    done = Engine.from_pretrained(output, device="cpu").generate(PROMPTS, greedy)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+
+
+def test_what_an_adapter_cannot_do_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "export.merge": "true",
+        "adapter.rank": 0,
+        "train.stages": "[{stride: 2, steps: 1, clean_weight: auto}, {stride: 3, steps: 1, clean_weight: 1}]",
+    }
+    assert cli.main(lora_arguments(base, tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr().err
+    for part in (
+        "merging W + BA would change the clean rows",
+        "adapter.rank=0",
+        "stages[0].clean_weight='auto'",
+        "stages[1].clean_weight=1",
+    ):
+        assert part in told
+    assert cli.main([*arguments(base, tmp_path / "out"), "export.merge=true"]) == 2
+    assert "no adapter to merge" in capsys.readouterr().err
+    assert cli.main(lora_arguments(base, tmp_path / "out", **{"adapter.targets": "[q_proj,wqkv]"})) == 2
+    assert "no linear layer named wqkv" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "adapter_config.json").exists()

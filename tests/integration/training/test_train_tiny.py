@@ -1,0 +1,397 @@
+"""The command a user types, on a random tiny model: it trains, resumes bitwise, stops on a signal, exports
+stock files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from idlm.checkpoint import verify
+from idlm.errors import UserError
+from idlm.semantics import Semantics
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.train import cli, pipeline
+from idlm.train.checkpoint.export import export
+from idlm.train.config.check import PUBLISHED_FILES
+from idlm.train.data.layout import IGNORE_LABEL
+from idlm.train.loop.trainer import IdlmTrainer
+from idlm.train.model.body_and_head import BodyAndHead
+from idlm.train.model.load import create_base
+from idlm.train.planning.report import Measurement, SampleReport, SampleText
+from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
+from tests.tiny_training import tiny_config
+
+STAGES = (
+    "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
+    "{stride: 4, steps: 5, clean_weight: auto}]"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with 192 rows, of which the task tokenizer leaves some to spare."""
+    directory = tmp_path_factory.mktemp("base")
+    config = tiny_config("qwen3") | {"vocab_size": 192}
+    model = create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def arguments(base: Path, output: Path, **changes: object) -> list[str]:
+    values = {
+        "output_dir": output,
+        "model.path": base,
+        "data.source": "task",
+        "train.stages": STAGES,
+        "train.batch_size": 2,
+        "train.max_length": 300,
+        "train.row_length": 560,
+        "train.learning_rate": 0.003,
+        "train.device": "cpu",
+        "train.threads": 1,
+        "train.log_every": 1,
+        "train.save_every": 4,
+        "report.enabled": "false",
+    }
+    return [f"{key}={value}" for key, value in (values | changes).items()]
+
+
+def metrics_of(output: Path) -> list[dict]:
+    def is_timing(name: str) -> bool:
+        return "second" in name or "flops" in name
+
+    lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not is_timing(k)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run of ten steps, with a report."""
+    output = tmp_path_factory.mktemp("finished") / "out"
+
+    def sampler(directory: Path, num_samples: int) -> SampleReport:
+        verify(directory)
+        return SampleReport(
+            samples=(SampleText(prompt="Sam has", response="```fence```", verdict="wrong"),),
+            measurements=(Measurement(decoder="isd", acceptance_rate=0.5, tokens_per_forward=2.0),),
+        )
+
+    assert cli.main(arguments(base, output, **{"report.enabled": "true"}), sampler=sampler) == 0
+    return output
+
+
+def test_the_export_is_a_stock_checkpoint_with_semantics(finished: Path, base: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    verify(finished)
+    published = json.loads((finished / "manifest.json").read_text())["files"]
+    assert set(published) <= set(PUBLISHED_FILES), "files of these names are refused before training"
+    model = AutoModelForCausalLM.from_pretrained(finished, dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    config = json.loads((finished / "config.json").read_text())
+    assert "idlm" not in json.dumps(config), "the configuration must not name what only idlm knows"
+    assert config["use_cache"] is True
+    stored = load_file(finished / "model.safetensors")
+    loaded = model.state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in stored.items())
+    before = load_file(base / "model.safetensors")
+    assert any(not torch.equal(value, before[name]) for name, value in stored.items()), "nothing was trained"
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    semantics = Semantics.load(finished)
+    assert semantics.stride == 4
+    assert semantics.mask_token_id == len(tokenizer)
+    assert semantics.stop_token_ids == (tokenizer.eos_token_id,)
+
+
+def test_the_report_shows_plots_samples_and_measurements(finished: Path) -> None:
+    text = (finished / "report.md").read_text()
+    for name in ("losses.png", "acceptance.png", "tpf.png"):
+        assert f"report/{name}" in text
+        assert (finished / "report" / name).stat().st_size > 1000
+    assert "50.0 %" in text
+    assert "````text\n```fence```\n````" in text
+
+
+def test_metrics_follow_the_curriculum(finished: Path) -> None:
+    records = metrics_of(finished)
+    assert [record["step"] for record in records] == list(range(1, 11))
+    assert [record["stride"] for record in records] == [2, 2, 2, 3, 3, 4, 4, 4, 4, 4]
+    assert [len(record["acceptance"]) for record in records] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3]
+    assert records[0]["clean_weight"] == pytest.approx(0.2)
+    for record in records[5:]:
+        assert record["clean_weight"] == pytest.approx(record["mask_loss"] / record["clean_loss"], rel=1e-5)
+
+
+def test_a_stopped_run_resumes_bitwise(
+    finished: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    with ctrl_c_after(5):
+        assert cli.main(arguments(base, output)) == 130
+    assert not (output / "config.json").exists(), "an unfinished run must not look like a checkpoint"
+    verify(output / "run" / "checkpoint-6")
+    told = capsys.readouterr().out
+    assert "step 6" in told
+    assert told.rstrip().endswith("resume=auto")
+    assert cli.main([*arguments(base, output), "resume=auto"]) == 0
+    assert metrics_of(output) == metrics_of(finished)
+    assert_same_weights(finished / "model.safetensors", output / "model.safetensors")
+    kept = sorted(path.name for path in (output / "run").glob("checkpoint-*"))
+    assert kept == ["checkpoint-10", "checkpoint-8"], "save_total_limit keeps two"
+
+
+@pytest.mark.parametrize("ctrl_c", [True, False])
+def test_a_line_of_metrics_is_of_one_stage_and_the_same_after_a_stop_within_it(
+    finished: Path, base: Path, tmp_path: Path, ctrl_c: bool
+) -> None:
+    whole, stopped, settings = tmp_path / "whole", tmp_path / "stopped", {"train.log_every": 3}
+    assert cli.main(arguments(base, whole, **settings)) == 0
+    lines = metrics_of(whole)
+    assert [(line["step"], line["first_item"] // 2) for line in lines] == [
+        *((1, 0), (3, 1), (5, 3), (6, 5), (9, 6), (10, 9))
+    ]
+    for line in lines:
+        steps = metrics_of(finished)[line["first_item"] // 2 : line["step"]]
+        assert {step["stride"] for step in steps} == {line["stride"]}
+        assert line["num_tokens"] == sum(step["num_tokens"] for step in steps)
+        losses = [step["mask_loss"] for step in steps]
+        assert min(losses) <= line["mask_loss"] <= max(losses)
+    if ctrl_c:
+        with ctrl_c_after(7):
+            assert cli.main(arguments(base, stopped, **settings)) == 130
+    else:
+        with failing_after(9), pytest.raises(RuntimeError, match="power cut"):
+            cli.main(arguments(base, stopped, **settings))
+    assert cli.main([*arguments(base, stopped, **settings), "resume=auto"]) == 0
+    assert metrics_of(stopped) == lines
+
+
+def test_balance_by_the_previous_step_resumes_bitwise(base: Path, tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    settings = {"train.balance": "previous"}
+    assert cli.main(arguments(base, whole, **settings)) == 0
+    with ctrl_c_after(6):
+        assert cli.main(arguments(base, stopped, **settings)) == 130
+    assert cli.main([*arguments(base, stopped, **settings), "resume=auto"]) == 0
+    records = metrics_of(whole)
+    assert metrics_of(stopped) == records
+    for before, record in itertools.pairwise(records[4:]):
+        ratio = before["mask_loss"] / before["clean_loss"]
+        assert record["clean_weight"] == pytest.approx(ratio, rel=1e-6)
+
+
+def test_balance_without_a_previous_step_is_that_of_the_step(base: Path, tmp_path: Path) -> None:
+    stages = "[{stride: 3, steps: 2, clean_weight: auto}]"
+    both = []
+    for balance in ("step", "previous"):
+        settings = {"train.stages": stages, "train.balance": balance}
+        assert cli.main(arguments(base, tmp_path / balance, **settings)) == 0
+        both.append(metrics_of(tmp_path / balance))
+    assert both[0][0] == both[1][0]
+    assert both[0][1]["clean_weight"] != both[1][1]["clean_weight"]
+
+
+def test_a_finished_run_is_not_trained_again(finished: Path, base: Path) -> None:
+    before, metrics = load_file(finished / "model.safetensors"), metrics_of(finished)
+    assert cli.main(arguments(base, finished)) == 0
+    assert metrics_of(finished) == metrics
+    again = load_file(finished / "model.safetensors")
+    assert all(torch.equal(value, again[name]) for name, value in before.items())
+    assert not list(finished.glob("run.old*"))
+
+
+def test_accumulation_and_batch_are_the_same_run(base: Path, tmp_path: Path) -> None:
+    stages = "[{stride: 3, steps: 2, clean_weight: 0.2}, {stride: 4, steps: 3, clean_weight: auto}]"
+    records = []
+    for batch, accumulation in ((4, 1), (1, 4)):
+        output = tmp_path / f"{batch}x{accumulation}"
+        changes = {"train.stages": stages, "train.batch_size": batch, "train.accumulation": accumulation}
+        assert cli.main(arguments(base, output, **changes)) == 0
+        records.append(metrics_of(output))
+    for whole, split in zip(*records, strict=True):
+        for name in ("mask_loss", "clean_loss", "clean_weight"):
+            assert split[name] == pytest.approx(whole[name], abs=1e-5, rel=1e-5), (
+                f"step {whole['step']} {name}"
+            )
+    assert records[0][0]["mask_loss"] == pytest.approx(records[1][0]["mask_loss"], abs=1e-6)
+
+
+def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_path: Path) -> None:
+    """A plain loop: dense mask, full logits of every row, AdamW and a cosine written out."""
+    from idlm.config.compose import compose
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.data.dataset import collate
+
+    config = compose(
+        "train", TrainConfig, arguments(base, tmp_path / "reference", **{"model.attention": "idlm_sdpa"})
+    )
+    prepared = pipeline.prepare(config, world_size=1, device=torch.device("cpu"))
+    model, data, curriculum = prepared.model.train(), prepared.dataset, prepared.curriculum
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
+    num_warmup = torch.tensor(config.train.warmup * curriculum.num_steps).ceil().item()
+    losses = []
+    for step in range(curriculum.num_steps):
+        batch = collate([data[2 * step], data[2 * step + 1]])
+        runner = BodyAndHead(model)
+        logits = runner.head(runner.hidden(model, batch, prepared.attention))
+        halves = []
+        for half in (batch["is_noisy"], ~batch["is_noisy"]):
+            halves.append(
+                functional.cross_entropy(logits[half], batch["labels"][half], ignore_index=IGNORE_LABEL)
+            )
+        mask_loss, clean_loss = halves
+        weight = curriculum.stage_of_step(step).clean_weight
+        scale = (mask_loss / clean_loss).detach() if weight is None else weight
+        share = (step - num_warmup) / (curriculum.num_steps - num_warmup)
+        factor = (
+            step / num_warmup if step < num_warmup else 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)))
+        )
+        optimizer.param_groups[0]["lr"] = config.train.learning_rate * float(factor)
+        optimizer.zero_grad()
+        (mask_loss + scale * clean_loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        optimizer.step()
+        losses.append((float(mask_loss.detach()), float(clean_loss.detach())))
+    trained = [(record["mask_loss"], record["clean_loss"]) for record in metrics_of(finished)]
+    torch.testing.assert_close(torch.tensor(trained), torch.tensor(losses), atol=1e-5, rtol=1e-5)
+
+
+def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, seen = IdlmTrainer._terms, {}
+
+    def poisoned(self, model, batch, step, *, trains):
+        terms = plain(self, model, batch, step, trains=trains)
+        if self.state.global_step == 5 and trains:
+            seen["weights"] = {name: value.detach().clone() for name, value in model.named_parameters()}
+            seen["model"] = model
+            if batch["item_ids"].tolist() == [11]:
+                return replace(terms, loss=terms.loss * float("nan"))
+        return terms
+
+    monkeypatch.setattr(IdlmTrainer, "_terms", poisoned)
+    halves = {"train.batch_size": 1, "train.accumulation": 2}
+    assert cli.main(arguments(base, tmp_path / "out", **halves)) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0503" in told
+    assert "[11]" in told, "the data item of step 6 that went bad"
+    for name, value in seen["model"].named_parameters():
+        assert torch.equal(value, seen["weights"][name]), "the optimizer was not reached"
+    verify(tmp_path / "out" / "run" / "checkpoint-4")
+    dump = json.loads((tmp_path / "out" / "run" / "bad-loss-step-6-rank-0.json").read_text())
+    assert [part["item_ids"] for part in dump["micro_batches"]] == [[10], [11]]
+    assert dump["micro_batches"][1]["loss"] == "nan"
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (finished / "manifest.json").read_bytes()
+    model = create_base(tiny_config("llama"), attention="idlm_sdpa", dtype=torch.float32, seed=1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(UserError, match="IDLM-0301"):
+        export(model, None, Semantics(mask_token_id=5, stride=2), finished, dtype=None)
+    assert (finished / "manifest.json").read_bytes() == before
+    verify(finished)
+
+
+def test_another_configuration_may_not_continue_a_run(
+    finished: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(base, finished, **{"train.learning_rate": 0.001})) == 2
+    told = capsys.readouterr().err
+    assert "IDLM-0507" in told
+    assert "learning_rate: 0.003 -> 0.001" in told
+    elsewhere = finished.parent / "checkpoint-3"
+    elsewhere.mkdir()
+    assert cli.main(arguments(base, finished, resume=elsewhere)) == 2
+    assert "IDLM-0506" in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_no_trace(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(base, tmp_path / "out", dry_run="true")) == 0
+    assert "stride 4, clean weight auto, 5 steps" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"train.batch_size": 0, "data.source": "tsk", "train.stages": "[{stride: 1, steps: 2}]"}
+    assert cli.main(arguments(tmp_path / "nowhere", tmp_path / "out", **changes)) == 2
+    told = capsys.readouterr().err
+    for part in ("nowhere", "train.batch_size=0", "data.source='tsk'", "stages[0].stride=1"):
+        assert part in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_without_a_spare_row_grows_one(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    num_ids = save_tokenizer(base)
+    config = tiny_config("llama") | {"vocab_size": num_ids}
+    create_base(config, attention="idlm_sdpa", dtype=torch.float32, seed=0).save_pretrained(base)
+    stages = "[{stride: 2, steps: 1, clean_weight: 0.2}]"
+    assert cli.main(arguments(base, tmp_path / "out", **{"train.stages": stages})) == 0
+    rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert Semantics.load(tmp_path / "out").mask_token_id == num_ids
+    assert len(rows) == 64 * (num_ids // 64 + 1)
+
+
+def test_a_new_ar_model_trains_by_the_same_code(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    fields = {
+        k: v for k, v in tiny_config("qwen3").items() if not k.endswith("_token_id") and k != "vocab_size"
+    }
+    changes = {
+        "objective": "ar",
+        "model.path": "null",
+        "model.tokenizer": "task",
+        "train.stages": "[]",
+        "train.steps": 3,
+        **{f"model.config.{key}": value for key, value in fields.items()},
+    }
+    assert cli.main(arguments(Path("unused"), output, **changes)) == 0
+    assert not (output / "idlm_config.json").exists(), "a plain AR checkpoint is stock"
+    assert json.loads((output / "config.json").read_text())["vocab_size"] % 64 == 0
+    assert all("clean_loss" in record and "mask_loss" not in record for record in metrics_of(output))
+
+
+def test_two_processes_follow_one(base: Path, tmp_path: Path) -> None:
+    """Two gloo ranks with one row each are one process with two: counts, balance and gradients are global."""
+    stages = "[{stride: 2, steps: 1, clean_weight: 0.2}, {stride: 4, steps: 2, clean_weight: auto}]"
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert cli.main(arguments(base, one, **{"train.stages": stages})) == 0
+    changes = {"train.stages": stages, "train.batch_size": 1}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        environment = (
+            os.environ | places | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        )
+        command = [sys.executable, "-m", "idlm.train.cli", *arguments(base, two, **changes)]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    for alone, together in zip(metrics_of(one), metrics_of(two), strict=True):
+        assert together.pop("acceptance") == pytest.approx(alone.pop("acceptance"), abs=1e-5)
+        assert together == pytest.approx(alone, abs=1e-5)
+    verify(two)
+    verify(two / "run" / "checkpoint-3")

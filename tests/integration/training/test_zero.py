@@ -1,0 +1,128 @@
+"""Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
+
+`pytest tests/integration/training/test_zero.py -m slow` adds ZeRO-1, ZeRO-3, offload, bfloat16, DDP, the watchdog and
+a launcher; the full counts of deaths are `python -m benchmarks.resume`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCH = ROOT / "recipes" / "launch"
+
+
+def told_by(part: str) -> dict[str, Any]:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.mkdtemp(prefix="idlm-zero-", dir=memory)
+    try:
+        command = [sys.executable, "-m", "tests.integration.training.zero_runs", folder, part]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        return json.loads((Path(folder) / "told.json").read_text())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, Any]:
+    return told_by("quick")
+
+
+def losses(told: dict[str, Any]) -> list[list[float]]:
+    return [[value for key, value in record.items() if key.endswith("_loss")] for record in told["losses"]]
+
+
+def test_two_zero_processes_are_one_with_two_micro_batches(quick: dict[str, Any]) -> None:
+    alone, together = losses(quick["one"]), losses(quick["two"])
+    assert len(alone) == len(together) == 5
+    for first, second in zip(alone, together, strict=True):
+        assert second == pytest.approx(first, abs=1e-6, rel=0)
+
+
+def test_every_item_is_trained_once_and_in_order(quick: dict[str, Any]) -> None:
+    shares = {
+        "one": [(0, 0), (0, 1)],
+        "two": [(0, 0), (1, 0)],
+    }
+    for world, places in shares.items():
+        told = quick[world]["items"]
+        keys = [f"step {step} rank {r} micro-batch {m}" for step in range(1, 6) for r, m in places]
+        assert [item for key in keys for item in told[key]] == list(range(10))
+        assert not quick[world]["clashes"] and len(told) == 10
+
+
+def test_a_rank_that_dies_while_saving_loses_nothing(quick: dict[str, Any]) -> None:
+    assert -9 in quick["killed_status"]
+    assert quick["checkpoints"], "there was something to resume from"
+    assert quick["resumes"] == [1, 1], quick["complaints"]
+
+
+def test_every_stage_is_published(quick: dict[str, Any]) -> None:
+    for world in ("one", "two"):
+        assert set(quick[world]["weights"]) == {"model.safetensors", "stages/1-stride-2/model.safetensors"}
+        assert not quick[world]["left"], "no staging directory is left behind"
+
+
+def test_another_number_of_processes_is_refused_with_numbers(quick: dict[str, Any]) -> None:
+    refusals = quick["refusals"]
+    assert all(text.startswith("[2]") for text in refusals.values()), refusals
+    assert "IDLM-0513" in refusals["world"]
+    assert "continue on 2 processes" in refusals["world"]
+    assert "IDLM-0512" in refusals["batch"]
+    assert "set train.accumulation=2" in refusals["batch"]
+    assert "IDLM-0512" in refusals["uneven"]
+    assert "3 does not" in refusals["uneven"]
+
+
+@pytest.mark.slow
+def test_every_zero_stage_trains_dies_resumes_and_exports() -> None:
+    told = told_by("stages")
+    alone = losses(told.pop("one"))
+    for name, run in told.items():
+        assert run["resumes"] == [1, 1], (name, run["complaints"])
+        tolerance = 5e-2 if name == "bf16" else 1e-6
+        for first, second in zip(alone, losses(run), strict=True):
+            assert second == pytest.approx(first, abs=tolerance, rel=0), name
+        assert len(run["weights"]) == 2, name
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_or_stops_ends_the_others_by_name() -> None:
+    told = told_by("watchdog")
+    for name, words in (("killed", "died without a word"), ("stopped", "silent for")):
+        run = told[name]
+        assert run["status"] == 75, run
+        assert f"rank 1 (pid {run['pid']}" in run["log"]
+        assert words in run["log"]
+        assert run["seconds"] < 60, run["seconds"]
+
+
+@pytest.mark.slow
+def test_a_launcher_runs_a_recipe_on_two_processes(tmp_path: Path) -> None:
+    base = tmp_path / "out"
+    arguments = [
+        "recipe=tiny",
+        f"output_dir={base}",
+        "train.steps=3",
+        "train.batch_size=1",
+        "train.threads=1",
+    ]
+    arguments += ["report.enabled=false", "train.zero_stage=2"]
+    environment = os.environ | {"PYTHON": sys.executable, "GPUS": "2", "PYTHONPATH": str(ROOT)}
+    command = [str(LAUNCH / "torchrun.sh"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert (base / "model.safetensors").is_file()
+    assert len(list((base / "launch").glob("config-*.yaml"))) == 1
+    assert (base / "stages" / "2-stride-3" / "manifest.json").is_file()

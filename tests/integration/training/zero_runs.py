@@ -1,0 +1,116 @@
+"""Runs of several processes that one test session shares: `python -m tests.integration.training.zero_runs FOLDER PART`
+prints what happened as JSON.
+
+A process of its own, because it forks: the imports are paid once, and nothing of it reaches other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training import crashes, resume
+
+
+def quick(folder: Path, base: Path) -> dict[str, Any]:
+    """One process with two micro-batches, two ZeRO-2 processes with one; a death in the save of rank 0."""
+    one = resume.World(folder / "one", base, 1)
+    two = resume.World(folder / "two", base, 2)
+    run = folder / "two" / "killed"
+    pids = two.start(run, crashes.Plan(rank=0, step=resume.STAGE_END, point=random.Random(0).randint(30, 70)))
+    status = crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+    checkpoints = sorted(path.name for path in (run / "out" / "run").glob("checkpoint-*"))
+    kept = folder / "two" / "other-shape"
+    shutil.copytree(run, kept)
+    two.finish(run, "killed while saving")
+    return {
+        "one": one.expected,
+        "two": two.expected,
+        "killed_status": sorted(status.values()),
+        "checkpoints": checkpoints,
+        "resumes": [two.tally.equal, two.tally.resumes],
+        "complaints": two.tally.complaints,
+        "refusals": {
+            "world": _refused(folder, base, kept, **{"train.zero_stage": 2}),
+            "batch": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.accumulation": 8}),
+            "uneven": _refused(folder, base, kept, **{"train.zero_stage": 2, "train.batch_size": 3}),
+        },
+    }
+
+
+def _refused(folder: Path, base: Path, run: Path, **changes: Any) -> str:
+    """What one process says that would go on from `run` of two processes."""
+    lone = resume.World.__new__(resume.World)
+    lone.base, lone.world_size, lone.changes = base, 1, changes
+    (run / "log.txt").unlink()
+    status = lone.run(run)
+    return f"{sorted(status.values())} {(run / 'log.txt').read_text()}"
+
+
+def stages(folder: Path, base: Path) -> dict[str, Any]:
+    """Every ZeRO stage with two processes: train, die, resume, export; bfloat16 and offload too."""
+    told: dict[str, Any] = {"one": resume.World(folder / "one", base, 1).expected}
+    cases: dict[str, dict[str, Any]] = {
+        "zero1": {"train.zero_stage": 1},
+        "zero3": {"train.zero_stage": 3},
+        "offload": {"train.zero_stage": 2, "train.offload_optimizer": "true"},
+        "bf16": {"train.zero_stage": 2, "model.dtype": "bfloat16", "export.dtype": "float32"},
+        "ddp": {"train.zero_stage": "null"},
+    }
+    for name, changes in cases.items():
+        world = resume.World(folder / name, base, 2, **changes)
+        run = folder / name / "killed"
+        pids = world.start(run, crashes.Plan(rank=1, step=resume.STAGE_END, point=1))
+        crashes.wait_for_first(pids, seconds=resume.RUN_SECONDS)
+        world.finish(run, name)
+        told[name] = {**world.expected, "resumes": [world.tally.equal, world.tally.resumes]}
+        told[name]["complaints"] = world.tally.complaints
+    return told
+
+
+def watchdog(folder: Path, base: Path) -> dict[str, Any]:
+    """One rank of two is killed, and in another run stopped; the other has to end by itself."""
+    told: dict[str, Any] = {}
+    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        world = resume.World.__new__(resume.World)
+        world.base, world.world_size = base, 2
+        world.changes = {"train.stages": "[{stride: 2, steps: 100000}]", "train.save_every": 100000}
+        run = folder / name
+        pids = world.start(run)
+        metrics = run / "out" / "run" / "metrics.jsonl"
+        end = time.monotonic() + resume.RUN_SECONDS
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(pids[1], number)
+        start = time.monotonic()
+        _, raw = os.waitpid(pids[0], 0)
+        told[name] = {
+            "status": os.waitstatus_to_exitcode(raw),
+            "seconds": time.monotonic() - start,
+            "log": world.log(run),
+            "pid": pids[1],
+        }
+        crashes.wait([pids[1]], seconds=5)
+    return told
+
+
+def main() -> int:
+    folder, part = Path(sys.argv[1]), sys.argv[2]
+    resume.import_everything()
+    base = folder / "base"
+    base.mkdir()
+    resume.make_base(base)
+    told = {"quick": quick, "stages": stages, "watchdog": watchdog}[part](folder, base)
+    (folder / "told.json").write_text(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""The kernels of block_step in Triton's interpreter: started by test_block_step.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.infer.decoders import block_rows
+from tests.kernels.cases.block_step import Case, run
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_the_kernels_say_what_plain_torch_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(Case(seed, "cpu"), by_kernel=True)
+    monkeypatch.setattr(block_rows, "runs_kernels", lambda x: False)
+    expected = run(Case(seed, "cpu"), by_kernel=False)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

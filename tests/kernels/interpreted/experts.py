@@ -1,0 +1,71 @@
+"""The Triton kernels of experts in the interpreter: started by test_experts.py.
+
+float32 and float16: the interpreter has no bfloat16. tests/gpu/block/test_experts_gpu.py has larger shapes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels.experts import Routing, experts, route
+from idlm.kernels.experts.launch import Launch, Tile
+from tests.kernels.cases.experts import SMALL, Case, check_experts, check_route
+
+TINY = Launch(
+    block_r=16,
+    gate_up=Tile(block_o=16, block_i=32, stages=1),
+    down=Tile(block_o=32, block_i=16, stages=1),
+)
+STACKED = Launch(
+    block_r=16,
+    gate_up=Tile(block_o=16, block_i=32, stages=1, stacked=True),
+    down=Tile(block_o=32, block_i=16, stages=1),
+)
+BOXED = Launch(
+    block_r=16,
+    gate_up=Tile(block_o=16, block_i=16, stages=1, tma=True),
+    down=Tile(block_o=32, block_i=32, stages=1, tma=True),
+)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_routing(dtype: torch.dtype, seed: int) -> None:
+    check_route(Case(seed, "cpu", dtype, SMALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_experts(dtype: torch.dtype, seed: int) -> None:
+    check_experts(Case(seed, "cpu", dtype, SMALL), (TINY, STACKED, BOXED)[seed])
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_of_equals_the_lowest_experts_are_chosen(score: str) -> None:
+    """In order of number, groups too; bf16 logits are often equal."""
+    logits = torch.zeros(2, 12)
+    logits[1, 5:] = 1
+    for groups, expected in ((1, [[0, 1, 2], [5, 6, 7]]), (4, [[0, 1, 2], [6, 7, 8]])):
+        routing = Routing(
+            num_chosen=3, score=score, is_normalised=True, num_groups=groups, num_chosen_groups=1
+        )
+        experts_RC, weights_RC = route(logits, routing)
+        assert experts_RC.tolist() == expected
+        torch.testing.assert_close(weights_RC, torch.full((2, 3), 1 / 3))
+
+
+def test_a_row_has_its_bits_in_any_company_and_more_rows_than_a_tile() -> None:
+    """40 rows of one expert are three tiles; a row moves from tile to tile, and from a plan to none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 32, generator=generator)
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((3, 32, 32), (3, 32, 16)))
+    chosen = torch.tensor([[1, 2]]).repeat(40, 1)
+    weights = torch.rand(40, 2, generator=generator)
+    whole = experts(x, gate_up, down, chosen, weights, launch=STACKED)
+    for rows in ([39], [39, 3], list(range(39, 2, -1))):
+        found = experts(x[rows], gate_up, down, chosen[rows], weights[rows], launch=STACKED)
+        torch.testing.assert_close(found, whole[rows], atol=1e-5, rtol=1e-5)
+    twice = experts(x, gate_up, down, chosen, weights, launch=STACKED)
+    assert torch.equal(twice, whole)

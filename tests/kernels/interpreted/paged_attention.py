@@ -1,0 +1,288 @@
+"""The Triton kernels of paged attention in the interpreter: started by test_paged_attention.py.
+
+float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_paged_attention_gpu.py has more shapes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from idlm.kernels.paged_attention import HeadShape, launch, paged_attention, plan_attention
+from idlm.kernels.paged_attention.launch import Launch, TritonPlan
+from tests.kernels.cases.paged_attention import (
+    SCALE,
+    Case,
+    Row,
+    branch,
+    build,
+    causal,
+    cold,
+    error_ratio,
+    far_branch,
+    random_sequences,
+    steady,
+    tree,
+    visible,
+)
+
+SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
+FIXED = replace(TINY, split_slots=16, octave=2)
+MANY = replace(TINY, programs_per_sm=40, combine_parts=4)
+HALF = replace(MANY, half_parts=True)
+MIXED = [causal(37, 1), [], steady(20), causal(3, 17), branch(31), cold(0), [], tree(45), far_branch(70)]
+RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before it is written shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        tensor = empty(*args, **options)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77777)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def plan_of(case: Case, tunables: Launch | None = None) -> TritonPlan:
+    is_fixed = tunables is not None and tunables.split_slots > 0
+    plan = plan_attention(case.rows, case.shape, backend="triton", launch=tunables, deterministic=is_fixed)
+    assert isinstance(plan, TritonPlan)
+    return plan
+
+
+def run(case: Case, tunables: Launch | None = None, **options: Any) -> Tensor:
+    plan = plan_of(case, tunables)
+    return paged_attention(case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan, scale=SCALE, **options)
+
+
+def check(case: Case, tunables: Launch | None = None) -> None:
+    assert error_ratio(case, run(case, tunables)) <= 2
+
+
+@pytest.mark.parametrize("tunables", [TINY, FIXED])
+def test_a_mixed_step(tunables: Launch) -> None:
+    check(build(MIXED, SMALL), tunables)
+
+
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
+def test_parts_in_half_precision(size: float) -> None:
+    """Against what the largest part can be, for values of any size and 1,000 times smaller ones."""
+    case = build(MIXED, SMALL)
+    case.v_cache_SKH[::3] /= 1000
+    case.v_cache_SKH.mul_(size)
+    plain, half = run(case, MANY), run(case, HALF)
+    case.v_cache_SKH.abs_()
+    largest = run(case, MANY).amax(dim=-1, keepdim=True)
+    assert not torch.equal(plain, half)
+    assert ((plain - half).abs() <= 2**-11 * largest).all()
+
+
+def test_parts_in_half_precision_are_as_exact_as_their_outputs() -> None:
+    check(build(MIXED, replace(SMALL, dtype=torch.float16)), HALF)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(14, 2, 24), (3, 1, 80), (2, 2, 64), (5, 5, 20)]
+)
+def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    shape = HeadShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.float16)
+    check(build([tree(50), causal(20, 5)], shape, page_size=16))
+
+
+def test_rows_at_the_edges_of_blocks() -> None:
+    sequences = [causal(start, 2) for start in (13, 14, 15, 16)]
+    sequences += [steady(start) for start in (9, 10, 25)] + [far_branch(32), far_branch(47)]
+    check(build(sequences, SMALL), TINY)
+
+
+@pytest.mark.parametrize("page_size", [3, 64])
+def test_page_sizes(page_size: int) -> None:
+    check(build([steady(33), causal(0, 17)], SMALL, page_size=page_size), TINY)
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_STEPS))
+def test_random_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    sequences = random_sequences(rng, most=5, longest=120, chunk=40)
+    shape = replace(
+        SMALL, num_kv_heads=rng.choice([1, 2, 4]), dtype=rng.choice([torch.float16, torch.float32])
+    )
+    case = build(sequences, shape, page_size=rng.choice([2, 16]), padding=rng.randint(0, 9), seed=seed)
+    check(case, (None, TINY, FIXED)[seed % 3])
+
+
+@pytest.mark.parametrize("programs_per_sm", [0, 1, 40])
+def test_any_number_of_splits(programs_per_sm: int) -> None:
+    case = build([causal(130, 2)], SMALL)
+    tunables = replace(TINY, programs_per_sm=programs_per_sm)
+    plan = plan_of(case, tunables)
+    wanted = max(1, launch.INTERPRETED_MULTIPROCESSORS * programs_per_sm // 2)
+    used = plan.items[:, 2] > 0
+    split = plan.tiles[0, 15].item()
+    assert split == min(wanted, 9), "132 slots are 9 blocks of 16"
+    assert used.sum() == split + 1, "and the padding is a tile of its own"
+    check(case, tunables)
+
+
+def test_bounds_above_the_truth_change_nothing() -> None:
+    """As in a CUDA graph: more sequences, rows and slots than the step has."""
+    sequences = [steady(40), [], branch(11)]
+    plain = build(sequences, SMALL, seed=5)
+    roomy = build([*sequences, [], []], SMALL, seed=5, spare_rows=9, spare_slots=300)
+    check(roomy, TINY)
+    assert torch.equal(run(roomy, TINY), run(plain, TINY))
+
+
+@pytest.mark.parametrize("sequences", [[], [[], []], [causal(0, 1)]])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_steps_of_next_to_nothing(sequences: list[list[Row]], padding: int) -> None:
+    case = build(sequences or [[]], SMALL, padding=padding)
+    check(case)
+
+
+@pytest.mark.parametrize("tunables", [TINY, FIXED, replace(FIXED, max_parts=9)])
+@pytest.mark.parametrize("seed", range(2))
+def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> None:
+    case = build(
+        random_sequences(random.Random(seed), most=9, longest=300, chunk=90),
+        SMALL,
+        padding=seed,
+        spare_rows=seed,
+    )
+    plan = plan_of(case, tunables)
+    rows, tiles = case.rows, plan.tiles[plan.tiles[:, 2] > 0].tolist()
+    fed = [row for tile in tiles for row in range(tile[1], tile[1] + tile[2])]
+    assert fed == list(range(rows.own_slots_R.shape[0]))
+    items = [item for item in plan.items.tolist() if item[2] > 0]
+    assert [item[14] for item in items] == [t for t, tile in enumerate(tiles) for _ in range(tile[15])]
+    parts = [part for tile in tiles for part in range(tile[12], tile[12] + tile[13])]
+    assert parts == list(range(len(parts))) and len(parts) <= plan.partial_sums.numel() // (2 * 2 * 16)
+    first = 0
+    for tile in tiles:
+        b, row, count, num_below, branch_block, end_block = tile[:6]
+        mine = items[first : first + tile[15]]
+        first += len(mine)
+        assert all(item[:10] == tile[:10] for item in mine)
+        shares = [place for item in mine for place in range(item[10], item[11])]
+        length = num_below + end_block - branch_block
+        if tunables.split_slots:
+            assert shares == list(range(launch.most_fixed_splits(tunables, end_block * tunables.block_n)))
+            written = [*mine[0][16:17], *(item[16] + s for item in mine[1:] for s in range(*item[10:12]))]
+            assert written == list(range(tile[12], tile[12] + max(tile[13], 1)))
+        else:
+            assert shares == list(range(length))
+            assert [item[16] for item in mine] == list(range(tile[12], tile[12] + tile[13]))
+        if b < rows.cu_rows.numel() - 1:
+            visible_ms, _ = visible(rows, b)
+            seen_s = visible_ms[row - int(rows.cu_rows[b]) :][:count].any(dim=0).nonzero()[:, 0]
+            walked = {*range(num_below), *range(branch_block, end_block)}
+            seen = {slot // tunables.block_n for slot in seen_s.tolist()}
+            assert walked == ({*range(max(seen) + 1)} if tunables.split_slots else seen)
+
+
+def dot_row_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """A product whose rows do not depend on one another's place, like those of a GPU, unlike BLAS."""
+    product = np.einsum("mk,kn->mn", a.data.astype(np.float32), b.data.astype(np.float32), optimize=False)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def fixed_content(case: Case, b: int) -> Case:
+    """The step with keys, values and queries of sequence b that depend on its logical slots only."""
+    generator = torch.Generator().manual_seed(99)
+    _, physical_s = visible(case.rows, b)
+    for cache in (case.k_cache_SKH, case.v_cache_SKH):
+        cache[physical_s] = torch.randn(400, *cache.shape[1:], generator=generator)[: len(physical_s)].to(
+            cache
+        )
+    queries = torch.randn(400, *case.q_RNH.shape[1:], generator=generator).to(case.q_RNH)
+    fed = slice(int(case.rows.cu_rows[b]), int(case.rows.cu_rows[b + 1]))
+    case.q_RNH[fed] = queries[case.rows.own_slots_R[fed]]
+    return case
+
+
+def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise: alone, among its own rows, in a chunk, in a full batch, and with no room for parts."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_row_by_row)
+    rows = [*far_branch(120), *causal(121, 1), *((122 + i, 122, 122) for i in range(3))]
+    batches: list[Callable[[], tuple[list[list[Row]], int, int]]] = [
+        lambda: ([rows], 0, 0),
+        lambda: ([causal(9, 1), [], [*causal(113, 7), *rows], branch(10), causal(20, 9)], 2, 7),
+        lambda: ([rows, causal(50, 2), tree(33)], 0, 0),
+    ]
+    tunables = [FIXED, replace(FIXED, max_parts=1), replace(FIXED, combine_rows=2)]
+    outcomes = []
+    for number, batch in enumerate(batches):
+        sequences, b, skipped = batch()
+        case = fixed_content(build(sequences, SMALL, page_size=(4, 16, 1)[number], seed=number), b)
+        first = int(case.rows.cu_rows[b]) + skipped
+        outcomes.append(run(case, tunables[number])[first : first + len(rows)])
+        if not number:
+            even = run(case, TINY)[: len(rows)]
+    for index in (0, 2, 4):
+        case = fixed_content(build([rows[index : index + 1]], SMALL, seed=7), 0)
+        assert torch.equal(run(case, FIXED)[0], outcomes[0][index]), f"row {index} alone"
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+    assert not torch.equal(even, outcomes[0]), "other splits do round differently, so this test can fail"
+
+
+def test_a_tile_without_room_for_its_parts_is_walked_by_one_item() -> None:
+    case = build([causal(150, 1), causal(150, 1)], SMALL)
+    # 10 blocks are splits of 1, 1, 1, 1, 2, 2 and 4 of them; the first of 3 items adds the first 3 up.
+    cut, cut_too, whole = [0, 5, 3], [5, 5, 3], [5, 0, 1]
+    for max_parts, expected in ((10, [cut, cut_too]), (9, [cut, whole]), (4, [[0, 0, 1]] * 2)):
+        plan = plan_of(case, replace(FIXED, max_parts=max_parts))
+        assert plan.tiles[:2][:, [12, 13, 15]].tolist() == expected
+    check(case, replace(FIXED, max_parts=9))
+
+
+@pytest.mark.parametrize("octave", [1, 2, 16])
+def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: int) -> None:
+    tunables = replace(FIXED, octave=octave)
+    for num_blocks in (1, 2, 3, 7, 16, 33, 100, 1000):
+        count = launch.most_fixed_splits(tunables, num_blocks * tunables.block_n)
+        starts = [((s - o * octave) << o) for s in range(count + 1) if (o := max(s // octave - 1, 0)) >= 0]
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        assert starts[0] == 0 and starts[-2] < num_blocks <= starts[-1], f"{num_blocks=}"
+        assert all(length <= max(1, start // octave) for start, length in zip(starts, lengths, strict=False))
+
+
+def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:
+    case = build([tree(75), causal(0, 3)], SMALL)
+    plan = plan_of(case, MANY)
+    arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan
+    first = paged_attention(*arguments, scale=SCALE)
+    wide = torch.full((first.shape[0], 9, 16), 7.0)
+    again = paged_attention(*arguments, scale=SCALE, out=wide[:, 2:6])
+    assert torch.equal(again, first) and again.data_ptr() == wide[:, 2:6].data_ptr()
+    assert (wide[:, :2] == 7).all() and (wide[:, 6:] == 7).all()
+
+
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_an_fp8_cache_and_its_scales(has_scales: bool) -> None:
+    shape = replace(SMALL, dtype=torch.float16)
+    case = build([steady(40), causal(5, 9)], shape)
+    factors = torch.tensor([[0.5, 2.0], [4.0, 0.25]]) if has_scales else torch.ones(2, 2)
+    stored, restored = [], []
+    for cache, scale_K in zip((case.k_cache_SKH, case.v_cache_SKH), factors, strict=True):
+        stored.append((cache / scale_K[:, None].half()).to(torch.float8_e4m3fn))
+        restored.append((stored[-1].float() * scale_K[:, None]).half())
+    plain = replace(case, k_cache_SKH=restored[0], v_cache_SKH=restored[1])
+    scaled = replace(plain, shape=replace(shape, kv_dtype=torch.float8_e4m3fn), k_cache_SKH=stored[0])
+    scaled = replace(scaled, v_cache_SKH=stored[1])
+    scales = {"k_scale_K": factors[0], "v_scale_K": factors[1]} if has_scales else {}
+    o_RNH = run(scaled, TINY, **scales)
+    assert error_ratio(plain, o_RNH) <= 2

@@ -1,0 +1,19 @@
+"""The kernels of step_rows in Triton's interpreter: started by test_step_rows.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels.step_rows import op
+from tests.kernels.cases.step_rows import Case
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_kernels_say_what_plain_torch_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Case(seed, "cpu").run()
+    monkeypatch.setattr(op, "runs_kernels", lambda x: False)
+    expected = Case(seed, "cpu").run()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

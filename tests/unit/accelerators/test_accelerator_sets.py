@@ -1,0 +1,314 @@
+"""Index sets, bounds and thinned attention of 500 random blocks against the papers' equations, in fp64.
+
+Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; whatever nobody
+has stored is NaN. B sequences, R rows, W places of a block, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.contracts import ActiveBlocks, StepPlan
+from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
+from idlm.infer.sparse.attention import SlotLists, sparse_attention
+from idlm.infer.sparse.sparse_pass import SparseKV
+from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.kv_cache import KVCache
+from idlm.kernels.paged_attention import AttentionRows, plan_attention
+from tests.accelerator_reference import SlowMage, SlowQuest
+
+NUM_SEQUENCES = 25
+SIZE, PAGE_SIZE, NUM_PAGES = 4, 8, 10
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 3, 4, 2, 8
+MAX_SLOTS = NUM_PAGES * PAGE_SIZE
+SCALE = HEAD_DIM**-0.5
+PLACE = EngineSpec(
+    decoder="block",
+    decoder_options={},
+    block_size=SIZE,
+    is_shifted=False,
+    num_layers=NUM_LAYERS,
+    num_heads=NUM_HEADS,
+    num_kv_heads=NUM_KV_HEADS,
+    head_dim=HEAD_DIM,
+    dtype=torch.float64,
+    kv_dtype=torch.float64,
+    num_lanes=NUM_SEQUENCES + 2,
+    max_slots=MAX_SLOTS,
+    page_size=PAGE_SIZE,
+    device=torch.device("cpu"),
+    tensor_parallel=1,
+    deterministic=False,
+    graphs="auto",
+)
+
+
+class World:
+    """Sequences whose blocks are decoded: what is stored of them, and passes over them."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        num_slots = NUM_SEQUENCES * MAX_SLOTS
+        shape = (NUM_LAYERS, num_slots, NUM_KV_HEADS, HEAD_DIM)
+        self.cache = KVCache(shape, dtype=torch.float64, device=torch.device("cpu"))
+        self.cache.keys.fill_(math.nan)
+        self.cache.values.fill_(math.nan)
+        pages = torch.randperm(NUM_SEQUENCES * NUM_PAGES, generator=self.generator)
+        self.block_table_BP = pages.view(NUM_SEQUENCES, NUM_PAGES)
+        self.lanes_B = torch.randperm(NUM_SEQUENCES + 2, generator=self.generator)[:NUM_SEQUENCES]
+        self.stored = [0] * NUM_SEQUENCES
+
+    def ints(self, low: int, high: int) -> list[int]:
+        """One per sequence, in [low, high)."""
+        found: list[int] = torch.randint(low, high, (NUM_SEQUENCES,), generator=self.generator).tolist()
+        return found
+
+    def places(self) -> list[int]:
+        """Some of a block's, one at least."""
+        is_fed = torch.rand(SIZE, generator=self.generator) < 0.7
+        return [place for place in range(SIZE) if is_fed[place] or place == 1]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def physical(self, b: int, slots: Any) -> Tensor:
+        slots = torch.as_tensor(slots, dtype=torch.int64)
+        return self.block_table_BP[b, slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE
+
+    def view(self, starts: list[int], steps: list[int], fed: list[list[int]]) -> PassView:
+        """A pass that stores what is missing below each block and feeds the places `fed` of it."""
+        slots = [
+            [*range(self.stored[b], starts[b]), *(starts[b] + place for place in fed[b])]
+            for b in range(NUM_SEQUENCES)
+        ]
+        counts_B = torch.tensor([len(mine) for mine in slots])
+        slots_R = torch.tensor([slot for mine in slots for slot in mine])
+        sequence_R = torch.arange(NUM_SEQUENCES).repeat_interleave(counts_B)
+        limits_R = (slots_R // SIZE + 1) * SIZE
+        active = ActiveBlocks(
+            starts_B=torch.tensor(starts),
+            is_maskable_BW=torch.ones(NUM_SEQUENCES, SIZE, dtype=torch.bool),
+            num_passes_B=torch.tensor(steps),
+            num_steps_B=torch.full((NUM_SEQUENCES,), 3),
+            size=SIZE,
+        )
+        nothing_R = torch.zeros_like(slots_R)
+        plan = StepPlan(
+            lanes_B=self.lanes_B,
+            cu_rows_B1=torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)),
+            sequence_R=sequence_R,
+            token_ids_R=nothing_R,
+            positions_R=slots_R,
+            slots_R=slots_R,
+            limits_R=limits_R,
+            branch_starts_R=limits_R,
+            is_mask_R=nothing_R > 0,
+            logit_rows_X=nothing_R,
+            first_logit_B=counts_B,
+            num_feed_B=counts_B,
+            samples_B=counts_B > 0,
+            advances_B=counts_B > 0,
+            max_rows=int(counts_B.max()),
+            max_slots=MAX_SLOTS,
+            active=active,
+        )
+        for b, mine in enumerate(slots):
+            physical = self.physical(b, mine)
+            new = (NUM_LAYERS, len(mine), NUM_KV_HEADS, HEAD_DIM)
+            self.cache.keys[:, physical], self.cache.values[:, physical] = (
+                self.normal(*new),
+                self.normal(*new),
+            )
+        rows_BW = rows_by_place(plan, active)
+        is_fed_BW = rows_BW >= 0
+        return PassView(
+            plan=plan,
+            active=active,
+            cache=self.cache,
+            block_table_BP=self.block_table_BP,
+            page_size=PAGE_SIZE,
+            scale=SCALE,
+            rows_BW=rows_BW,
+            is_working_B=is_fed_BW.any(-1),
+            is_mask_BW=is_fed_BW,
+            needs_all_rows_B=torch.zeros(NUM_SEQUENCES, dtype=torch.bool),
+        )
+
+    def keys(self, b: int, layer: int, num: int) -> Tensor:
+        return self.cache.keys[layer, self.physical(b, range(num))]
+
+    def values(self, b: int, layer: int, num: int) -> Tensor:
+        return self.cache.values[layer, self.physical(b, range(num))]
+
+
+def make_plan(world: World, plan: StepPlan) -> Any:
+    return plan_attention(
+        AttentionRows(
+            cu_rows=plan.cu_rows_B1,
+            block_table=world.block_table_BP,
+            page_size=PAGE_SIZE,
+            own_slots_R=plan.slots_R,
+            limits_R=plan.limits_R,
+            branch_starts_R=plan.branch_starts_R,
+            max_rows=plan.max_rows,
+            max_slots=MAX_SLOTS,
+        )
+    )
+
+
+def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: list[Any]) -> int:
+    """One pass, compared row by row and layer by layer; returns how many blocks saw lists."""
+    plan, active = view.plan, view.active
+    made = accelerator.begin(view)
+    assert made is not None
+    kv = SparseKV(
+        plan, view, plan.slots_R, kv=made, rows=None, make_plan=lambda narrow: make_plan(world, narrow)
+    )
+    thinned = set()
+    for b in view.is_working_B.nonzero()[:, 0].tolist():
+        rules[b].begin(
+            int(active.starts_B[b]) // SIZE, int(active.num_passes_B[b]), int(active.num_steps_B[b])
+        )
+    for layer in range(NUM_LAYERS):
+        q_RNH = world.normal(len(plan.slots_R), NUM_HEADS, HEAD_DIM)
+        assert kv.select_rows(layer, q_RNH) is None
+        o_RNH = kv.attend(layer, q_RNH)
+        expected = []
+        for b in range(NUM_SEQUENCES):
+            rows = slice(int(plan.cu_rows_B1[b]), int(plan.cu_rows_B1[b + 1]))
+            start = int(active.starts_B[b])
+            is_mine_R = plan.slots_R[rows] >= start
+            lists = None
+            if bool(is_mine_R.any()):
+                lists = rules[b].lists(layer, q_RNH[rows][is_mine_R], world.keys(b, layer, start))
+            if lists is not None:
+                thinned.add(b)
+            expected.append(attention(world, b, layer, plan.limits_R[rows], q_RNH[rows], start, lists))
+        torch.testing.assert_close(o_RNH, torch.cat(expected), atol=1e-10, rtol=1e-10)
+    kv.finish()
+    for b in range(NUM_SEQUENCES):
+        world.stored[b] = max(world.stored[b], int(active.starts_B[b]))
+    return len(thinned)
+
+
+def attention(
+    world: World,
+    b: int,
+    layer: int,
+    limits_R: Tensor,
+    q_RNH: Tensor,
+    start: int,
+    lists: list[list[int]] | None,
+) -> Tensor:
+    """Output [R, N, H] of a sequence's rows: softmax over what each head of each row sees."""
+    if not len(q_RNH):
+        return q_RNH
+    num = int(limits_R.max())
+    sees_RNS = (torch.arange(num) < limits_R[:, None])[:, None].repeat(1, NUM_HEADS, 1)
+    group = NUM_HEADS // NUM_KV_HEADS
+    for head, slots in enumerate(lists or ()):
+        is_listed_S = torch.arange(num) >= start
+        is_listed_S[slots] = True
+        sees_RNS[limits_R > start, head * group : (head + 1) * group] &= is_listed_S
+    keys, values = (
+        x.repeat_interleave(group, 1) for x in (world.keys(b, layer, num), world.values(b, layer, num))
+    )
+    scores_RNS = torch.einsum("rnh,snh->rns", q_RNH, keys) * SCALE
+    return torch.einsum("rns,snh->rnh", scores_RNS.masked_fill(~sees_RNS, -math.inf).softmax(-1), values)
+
+
+def accelerator_of(name: str, **options: Any) -> KVAccelerator:
+    kind = ACCELERATORS.get(name)
+    made = kind(kind.Config(**options), PLACE)
+    assert isinstance(made, KVAccelerator)
+    assert made.problems() == []
+    made.allocate()
+    made.allocate_pages(NUM_SEQUENCES * NUM_PAGES)
+    return made
+
+
+CASES: list[tuple[int, str, dict[str, Any], Any]] = [
+    (10, "mage", {"k": 7, "exact_layers": 1}, lambda: SlowMage(k=7, exact_layers=1)),
+    (1, "mage", {"k": 200}, lambda: SlowMage(k=200)),
+    (10, "sparsed", {"k": 6, "exact_share": 0.5}, lambda: SlowMage(k=6, exact_share=0.5)),
+    (10, "quest", {"k": 16}, lambda: SlowQuest(k=16)),
+    (1, "quest", {"k": 9, "page": 4, "exact_layers": 1}, lambda: SlowQuest(k=9, page=4, exact_layers=1)),
+    (1, "quest", {"k": 12, "page": 6}, lambda: SlowQuest(k=12, page=6)),
+]
+"""Worlds of twice 25 blocks."""
+
+
+@pytest.mark.parametrize(
+    ("num_worlds", "name", "options", "make_rule"),
+    CASES,
+    ids=lambda value: "" if callable(value) else str(value),
+)
+def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make_rule: Any) -> None:
+    """500 of each accelerator, and some of other settings."""
+    num_thinned = 0
+    for seed in range(num_worlds):
+        world, rules = World(seed), [make_rule() for _ in range(NUM_SEQUENCES)]
+        accelerator = accelerator_of(name, **options)
+        accelerator.reset(world.lanes_B.tolist())
+        starts = [SIZE * start for start in world.ints(0, 16)]
+        # Some of the prompts was stored by a pass of its own.
+        stored = [min(start, SIZE * part) for start, part in zip(starts, world.ints(0, 10), strict=True)]
+        run_pass(world, accelerator, world.view(stored, [0] * NUM_SEQUENCES, [[]] * NUM_SEQUENCES), rules)
+        for number in range(2):
+            for step in range(3 if name == "sparsed" else 2):
+                fed = [world.places() if step else list(range(SIZE)) for _ in starts]
+                if step == 0 and number == 1:
+                    # Some store their clean block without beginning the next one, which they then do.
+                    late = [places if b % 3 == 0 else [] for b, places in enumerate(fed)]
+                    fed = [places if b % 3 else [] for b, places in enumerate(fed)]
+                    run_pass(world, accelerator, world.view(starts, [0] * NUM_SEQUENCES, late), rules)
+                view = world.view(starts, [step] * NUM_SEQUENCES, fed)
+                num_thinned += run_pass(world, accelerator, view, rules)
+            starts = [start + SIZE for start in starts]
+    assert num_thinned >= num_worlds * 2 * NUM_SEQUENCES
+
+
+def test_slots_that_no_row_sees_may_hold_no_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q_bWNH = torch.randn(1, 2, 2, 4, generator=generator)
+    keys_SKH, values_SKH = torch.randn(2, 6, 1, 4, generator=generator)
+    lists = SlotLists(
+        listed_bKC=torch.tensor([[[0, 1, 2]]]),
+        is_listed_bKC=torch.tensor([[[True, True, False]]]),
+        own_bW=torch.tensor([[3, 4]]),
+        sees_own_bWW=torch.tensor([[[True, False], [True, False]]]),
+    )
+    expected = sparse_attention(q_bWNH, (keys_SKH, None), (values_SKH, None), lists, scale=0.5)
+    seen_SKH = torch.stack((keys_SKH, values_SKH))[:, [0, 1, 3]]
+    weights = (torch.einsum("wnh,xh->nwx", q_bWNH[0], seen_SKH[0, :, 0]) * 0.5).softmax(-1)
+    right = torch.einsum("nwx,xh->wnh", weights, seen_SKH[1, :, 0])
+    torch.testing.assert_close(expected[0], right)
+    for cache_SKH in (keys_SKH, values_SKH):
+        cache_SKH[[2, 4, 5]] = torch.nan
+    found = sparse_attention(q_bWNH, (keys_SKH, None), (values_SKH, None), lists, scale=0.5)
+    assert torch.equal(found, expected)
+
+
+def test_bounds_of_copied_pages() -> None:
+    quest: Any = accelerator_of("quest", k=8)
+    quest.bounds.least.copy_(torch.arange(quest.bounds.least.numel()).view_as(quest.bounds.least))
+    before = quest.bounds.least.clone()
+    quest.copy_pages([(3, 5), (5, 6)])
+    assert torch.equal(quest.bounds.least[:, 5], before[:, 3])
+    assert torch.equal(quest.bounds.least[:, 6], before[:, 3])
+    assert torch.equal(quest.bounds.least[:, 7], before[:, 7])
+
+
+def test_quest_says_what_a_page_costs() -> None:
+    for page in (4, 6, 8, 16):
+        quest: Any = accelerator_of("quest", page=page)
+        held = quest.bounds.least.nbytes + quest.bounds.largest.nbytes
+        assert held == quest.page_bytes() * NUM_SEQUENCES * NUM_PAGES
+    place = dataclasses.replace(PLACE, num_layers=1)
+    assert ACCELERATORS.get("quest")(ACCELERATORS.get("quest").Config(), place).page_bytes() == 0

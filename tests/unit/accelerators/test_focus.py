@@ -1,0 +1,280 @@
+"""FOCUS against the slow reference, pass by pass, on random blocks that are decoded at random."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from idlm.contracts import ActiveBlocks, StepPlan
+from idlm.infer.accelerators.base import EngineSpec
+from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
+from idlm.infer.sparse.sparse_pass import SparseKV
+from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.kv_cache import KVCache
+from tests.focus_reference import BlockState, FocusRules, Rows, Selection, fed_places, note, select
+
+PAGE = 4
+NUM_LAYERS = 3
+HEAD_DIM = 8
+SCALE = HEAD_DIM**-0.5
+CASES = [
+    (FocusConfig(), 8, 150),
+    (FocusConfig(alpha=1.2), 16, 40),
+    (FocusConfig(importance="block", alpha=1.8), 8, 140),
+    (FocusConfig(importance="block", mean="request"), 16, 40),
+    (FocusConfig(mean="request", alpha=1.2), 32, 10),
+    (FocusConfig(intra_block_cache=False), 4, 120),
+]
+"""Options, block size and number of blocks, 500 in all."""
+
+
+@dataclass(kw_only=True)
+class Lane:
+    """A sequence, as the reference knows it. `keys`: of the block in work, by layer and place. `is_fed`: the
+    pass decodes for it; `is_needed`: and somebody needs all of its rows.
+    """
+
+    num_stored: int
+    masked: list[int]
+    state: BlockState
+    part: int
+    num_blocks: int = 0
+    keys: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    is_fed: bool = True
+    is_needed: bool = False
+
+    @property
+    def open(self) -> list[int]:
+        """Masks that a pass may decide."""
+        return [place for place in self.masked if place // self.part == self.masked[0] // self.part]
+
+
+class Bench:
+    """A Focus with lanes, and the cache that it reads."""
+
+    def __init__(
+        self, config: FocusConfig, size: int, generator: random.Random, *, num_lanes: int, heads: int
+    ) -> None:
+        self.size, self.generator, self.heads, self.num_kv_heads = size, generator, heads, 2
+        self.rules = FocusRules(
+            size=size,
+            alpha=config.alpha,
+            over=config.importance,
+            mean=config.mean,
+            freezes=config.intra_block_cache,
+        )
+        pages = 3 * size // PAGE
+        self.table_BP = torch.randperm(num_lanes * pages).view(num_lanes, pages)
+        self.cache = KVCache(
+            (NUM_LAYERS, num_lanes * pages * PAGE, self.num_kv_heads, HEAD_DIM),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.cache.keys.fill_(float("nan"))
+        self.focus = Focus(config, place_of(size, num_lanes))
+        self.focus.allocate()
+        self.lanes = [self.fresh(place) for place in range(num_lanes)]
+        self.num_done = 0
+
+    def fresh(self, lane: int, earlier: tuple[int, int] = (0, 0), num_blocks: int = 0) -> Lane:
+        """A block that begins, some with the tail of a prompt."""
+        tail = self.generator.randrange(self.size) if num_blocks == 0 and lane % 3 == 0 else 0
+        return Lane(
+            num_stored=self.generator.randrange(3) * self.size,
+            masked=list(range(tail, self.size)),
+            state=BlockState(earlier=earlier),
+            part=self.generator.choice((self.size, self.size // 2)),
+            num_blocks=num_blocks,
+        )
+
+    def plan(self) -> StepPlan:
+        """Fed are clean blocks before, here and there, and the blocks in work of those whose turn it is; some
+        rows of padding behind.
+        """
+        rows: list[tuple[int, int, bool]] = []
+        counts, feeds = [], []
+        for number, lane in enumerate(self.lanes):
+            lane.is_fed = self.generator.random() < 0.9
+            lane.is_needed = self.generator.random() < 0.1
+            feed = self.size if lane.num_stored and self.generator.random() < 0.3 else 0
+            known = [(number, lane.num_stored - feed + place, False) for place in range(feed)]
+            active = [(number, lane.num_stored + place, place in lane.masked) for place in range(self.size)]
+            rows += known + (active if lane.is_fed else [])
+            counts.append(feed + self.size * lane.is_fed)
+            feeds.append(feed)
+        num_padding = self.generator.randrange(4)
+        sequence_R, slots_R, is_mask_R = (
+            torch.tensor([row[axis] for row in [*rows, *[(len(counts) - 1, 0, False)] * num_padding]])
+            for axis in range(3)
+        )
+        starts_B = torch.tensor([lane.num_stored for lane in self.lanes])
+        limits_R = slots_R // self.size * self.size + self.size
+        counts_B = torch.tensor(counts)
+        is_maskable_BW = torch.tensor(
+            [[lane.is_fed and place in lane.open for place in range(self.size)] for lane in self.lanes]
+        )
+        return StepPlan(
+            lanes_B=torch.arange(len(self.lanes)),
+            cu_rows_B1=torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)),
+            sequence_R=sequence_R,
+            token_ids_R=slots_R,
+            positions_R=slots_R,
+            slots_R=slots_R,
+            limits_R=limits_R,
+            branch_starts_R=limits_R,
+            is_mask_R=is_mask_R,
+            logit_rows_X=torch.zeros(is_maskable_BW.numel(), dtype=torch.int64),
+            first_logit_B=starts_B,
+            num_feed_B=torch.tensor(feeds),
+            samples_B=torch.tensor([lane.is_fed for lane in self.lanes]),
+            advances_B=torch.ones(len(counts), dtype=torch.bool),
+            max_rows=2 * self.size,
+            max_slots=3 * self.size,
+            active=ActiveBlocks(
+                starts_B=starts_B,
+                is_maskable_BW=is_maskable_BW,
+                num_passes_B=starts_B,
+                num_steps_B=starts_B,
+                size=self.size,
+            ),
+        )
+
+    def view(self, plan: StepPlan) -> PassView:
+        """What an accelerator is shown of it."""
+        assert plan.active is not None and plan.is_mask_R is not None
+        rows_BW = rows_by_place(plan, plan.active)
+        return PassView(
+            plan=plan,
+            active=plan.active,
+            cache=self.cache,
+            block_table_BP=self.table_BP,
+            page_size=PAGE,
+            scale=SCALE,
+            rows_BW=rows_BW,
+            is_working_B=plan.samples_B,
+            is_mask_BW=(rows_BW >= 0) & plan.is_mask_R[rows_BW.clamp(min=0)],
+            needs_all_rows_B=torch.tensor([lane.is_needed for lane in self.lanes]),
+        )
+
+    def store(self, layer: int, kv: SparseKV) -> Tensor:
+        """Random queries of the rows still fed, NaN at padding; random keys are stored, as the reference is
+        told.
+        """
+        plan, num_rows = kv.plan, len(kv.plan.slots_R)
+        q_RNH = 2 * torch.randn(num_rows, self.heads, HEAD_DIM)
+        q_RNH[int(plan.cu_rows_B1[-1]) :] = float("nan")
+        for row in range(int(plan.cu_rows_B1[-1])):
+            number, slot = int(plan.sequence_R[row]), int(plan.slots_R[row])
+            key_KH = torch.randn(self.num_kv_heads, HEAD_DIM)
+            physical = int(self.table_BP[number, slot // PAGE]) * PAGE + slot % PAGE
+            self.cache.keys[layer, physical] = key_KH
+            if slot >= self.lanes[number].num_stored:
+                self.lanes[number].keys[layer, slot - self.lanes[number].num_stored] = key_KH
+        return q_RNH
+
+
+def place_of(size: int, num_lanes: int) -> EngineSpec:
+    """An engine that FOCUS goes with."""
+    return EngineSpec(
+        decoder="block",
+        decoder_options={"dual_cache": False},
+        block_size=size,
+        is_shifted=False,
+        num_layers=NUM_LAYERS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        num_lanes=num_lanes,
+        max_slots=3 * size,
+        page_size=PAGE,
+        device=torch.device("cpu"),
+        tensor_parallel=1,
+        deterministic=False,
+        graphs="auto",
+    )
+
+
+def initial_rows(kv: SparseKV, number: int, start: int) -> dict[int, int]:
+    """By place the rows of a sequence's block that are still fed."""
+    plan = kv.plan
+    own = range(int(plan.cu_rows_B1[number]), int(plan.cu_rows_B1[number + 1]))
+    return {int(plan.slots_R[row]) - start: row for row in own if int(plan.slots_R[row]) >= start}
+
+
+def run_pass(bench: Bench) -> None:
+    """One pass of all lanes, compared step by step; then some of what may be decided is."""
+    plan = bench.plan()
+    view = bench.view(plan)
+    focus = bench.focus.begin(view)
+    assert isinstance(focus, FocusPass)
+    slot_mapping_R = torch.zeros_like(plan.slots_R)
+    kv = SparseKV(plan, view, slot_mapping_R, kv=None, rows=focus, make_plan=lambda _: None)  # type: ignore[arg-type,return-value]
+    queries: dict[int, list[Rows]] = {number: [] for number in range(len(bench.lanes))}
+    for layer in (0, 1):
+        q_RNH = bench.store(layer, kv)
+        before = {n: initial_rows(kv, n, lane.num_stored) for n, lane in enumerate(bench.lanes)}
+        for number, lane in enumerate(bench.lanes):
+            places = list(range(bench.size)) if lane.is_needed else fed_places(lane.state, bench.rules)
+            assert sorted(before[number]) == (places if lane.is_fed else [])
+            queries[number].append({place: q_RNH[row] for place, row in before[number].items()})
+        known = int((kv.plan.slots_R < plan.active.starts_B[kv.plan.sequence_R]).sum())  # type: ignore[union-attr]
+        rows_I = kv.select_rows(layer, q_RNH)
+        assert layer == 1 or rows_I is None
+        assert known == int((kv.plan.slots_R < plan.active.starts_B[kv.plan.sequence_R]).sum())  # type: ignore[union-attr]
+    assert kv.select_rows(2, bench.store(2, kv)) is None
+    kv.finish()
+    assert focus.budget_B is not None
+    for number, lane in enumerate(bench.lanes):
+        if lane.is_fed:
+            selection = expected(bench, lane, queries[number])
+            after = initial_rows(kv, number, lane.num_stored)
+            assert tuple(sorted(after)) == selection.kept
+            assert lane.is_needed or int(focus.budget_B[number]) == selection.budget
+            limits = {int(kv.plan.limits_R[row]) for row in after.values()}
+            assert limits == {lane.num_stored + selection.limit}
+            decide(bench, number, lane, selection)
+
+
+def expected(bench: Bench, lane: Lane, queries: list[Rows]) -> Selection:
+    """What the reference makes of the pass."""
+    if lane.is_needed:
+        return Selection(kept=tuple(range(bench.size)), budget=0, limit=bench.size, deltas={})
+    keys = [{place: lane.keys[layer, place] for place in range(bench.size)} for layer in (0, 1)]
+    layers = (queries[0], keys[0]), (queries[1], keys[1])
+    return select(lane.state, lane.masked, lane.open, layers, SCALE, bench.rules)
+
+
+def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
+    """At random, one at least; the next block of the sequence, or another sequence, where none is left."""
+    able = [place for place in lane.open if place in selection.kept]
+    chosen = bench.generator.sample(able, bench.generator.randint(1, min(len(able), 4)))
+    note(lane.state, lane.masked, selection, len(chosen), bench.rules)
+    frozen = bench.focus.memory.frozen_ZW[number].nonzero()[:, 0].tolist()
+    assert set(frozen) == lane.state.frozen
+    assert set(bench.focus.memory.processed_ZW[number].nonzero()[:, 0].tolist()) == lane.state.processed
+    lane.masked = [place for place in lane.masked if place not in chosen]
+    if lane.masked:
+        return
+    bench.num_done += 1
+    state = lane.state
+    earlier = state.earlier[0] + state.num_decoded, state.earlier[1] + state.num_passes
+    stays = lane.num_stored < 2 * bench.size
+    new = bench.fresh(number, earlier if stays else (0, 0), lane.num_blocks + 1)
+    new.num_stored = lane.num_stored + bench.size if stays else new.num_stored
+    if not stays:
+        bench.focus.reset([number])
+    bench.lanes[number] = new
+
+
+@pytest.mark.parametrize(("config", "size", "num_blocks"), CASES, ids=str)
+def test_random_blocks_are_thinned_as_on_paper(config: FocusConfig, size: int, num_blocks: int) -> None:
+    torch.manual_seed(size)
+    bench = Bench(config, size, random.Random(size), num_lanes=12, heads=4 if size < 32 else 2)
+    while bench.num_done < num_blocks:
+        run_pass(bench)

@@ -1,0 +1,90 @@
+"""benchmarks.kernels.attention and benchmarks.kernels.train_attention without a GPU: FlashAttention 4 beside our kernels
+(issue 13, line 20), and arms of libraries that are absent or fail.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.kernels import train_attention
+from benchmarks.optional_arms import print_absent, run_arms
+from benchmarks.table import section
+from idlm.errors import UserError
+
+CASE = {"stride": 4, "length": 4096, "packed": True}
+TIMES = {"split": 2.0, "flex": 4.0, "flash": 3.0, "dense": 12.0, "cudnn": 1.0}
+
+
+def fail(_: str) -> str:
+    raise RuntimeError("cannot compile\nbecause of this and that")
+
+
+def test_20_an_arm_that_fails_is_left_out_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    arms = {"ours": str.upper, "library": fail}
+    absent = {"other": "is not installed"}
+    assert run_arms(arms, lambda arm: arm("x"), required={"ours"}, absent=absent) == {"ours": "X"}
+    print_absent(absent)
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "not measured: other: is not installed",
+        "not measured: library: RuntimeError: cannot compile",
+    ]
+    with pytest.raises(RuntimeError, match="cannot compile"):
+        run_arms(arms, lambda arm: arm("x"), required={"ours", "library"}, absent={})
+
+
+def over_flash(times: dict[str, float], gates: dict[str, float]) -> list[dict[str, Any]]:
+    rows = train_attention._rows(CASE, times, gates)
+    return [row for row in rows if row["case"].get("flex") == "fa4"]
+
+
+def test_20_our_training_attention_is_measured_against_flex_with_flash_attention_4() -> None:
+    [row] = over_flash(TIMES, {"split": 1.0, "flex": 1.0, "flash": 1.5})
+    assert (row["bench"], row["metric"], row["value"]) == ("train_attention", "speedup_vs_flex", 1.5)
+    assert row["case"] == CASE | {"arm": "split", "flex": "fa4"}
+    assert row["gate_passed"]
+    assert not over_flash(TIMES, {"split": 1.0, "flex": 1.0, "flash": 2.5}), "a wrong result is no baseline"
+    assert not over_flash(TIMES, {"split": 1.0, "flex": 1.0, "flash": float("nan")})
+    assert not over_flash(TIMES | {"split": 1.0}, {"split": 3.0, "flex": 1.0, "flash": 1.0})[0]["gate_passed"]
+
+
+def test_20_without_flash_attention_4_todays_rows_stay() -> None:
+    gates, times = {"split": 1.0, "flex": 1.0}, {name: TIMES[name] for name in ("split", "flex", "cudnn")}
+    rows = train_attention._rows(CASE, times, gates)
+    assert [(row["metric"], row["value"]) for row in rows] == [("speedup_vs_flex", 2.0), ("ms", 2.0)]
+    assert all(row["case"] == CASE | {"arm": "split"} for row in rows)
+    assert "2.00x - 1.00" in train_attention._line(CASE, 3, times, gates)
+    assert "2.00x 1.50x 1.00" in train_attention._line(CASE, 3, TIMES, gates | {"flash": 1.0})
+
+
+def test_20_a_table_shows_both_baselines(tmp_path: Path) -> None:
+    rows = train_attention._rows(CASE, TIMES, {"split": 1.0, "flex": 1.0, "flash": 1.5})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "train_attention.jsonl").write_text(lines)
+    table = section("train_attention", tmp_path)
+    assert "2 x" in table
+    assert "1.50 x" in table
+
+
+def test_20_cases_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gates = {"split": 1.0, "flex": 1.0}
+    monkeypatch.setattr(train_attention, "_errors", lambda *_: gates)
+
+    def times(documents: list[int], stride: int, *_: Any) -> dict[str, float]:
+        chosen.append((len(documents) > 1, stride))
+        return {name: TIMES[name] for name in ("split", "flex", "cudnn")}
+
+    monkeypatch.setattr(train_attention, "_times", times)
+    assert train_attention.measure(["strides=4,8", "packed=true"]) == 0
+    assert chosen == [(True, 4), (True, 8)]
+    with pytest.raises(UserError):
+        train_attention.measure(["stride=4"])

@@ -1,0 +1,40 @@
+"""The law benchmark, tiny and on a CPU: it passes, its rows say so, and it can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.quality import law
+from benchmarks.results import read_rows
+from idlm.errors import UserError
+from idlm.infer.decoders import isd
+
+SMALL = ["draws=1000", "device=cpu", "workers=1", "lanes=256", "faults=false"]
+
+
+def test_a_case_keeps_the_law(tmp_path: Path) -> None:
+    assert law.measure([*SMALL, "cases=3-branch", f"results={tmp_path}"]) == 0
+    [row] = read_rows("law", results=tmp_path)
+    assert row["metric"] == "p_value_min"
+    assert row["gate_passed"]
+    assert row["value"] > law.LEVEL
+
+
+def test_a_wrong_law_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts by argmax, tested with the softmax."""
+    draw = isd.emit_and_draft
+    monkeypatch.setattr(
+        isd, "emit_and_draft", lambda *args, **more: draw(*args, **more | {"takes_best": True})
+    )
+    assert law.measure([*SMALL, "cases=4-cold", f"results={tmp_path}"]) == 1
+    [row] = read_rows("law", results=tmp_path)
+    assert not row["gate_passed"]
+
+
+def test_cases_and_devices_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UserError, match="IDLM-0107"):
+        law.measure([*SMALL, "cases=5-cold"])
+    with pytest.raises(UserError, match="IDLM-0543"):
+        law.measure([*SMALL, "device=tpu"])

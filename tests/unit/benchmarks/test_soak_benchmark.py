@@ -1,0 +1,57 @@
+"""The soak benchmark, tiny and on a CPU: pages come back under aborts, preemption and missing memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import soak
+from benchmarks.results import read_rows
+from idlm.infer.request import Request
+from idlm.infer.scheduler import Scheduler
+
+SMALL = ["requests=60", "device=cpu", "lanes=6", "shortages=0"]
+
+
+def test_nothing_leaks(tmp_path: Path) -> None:
+    assert soak.measure([*SMALL, f"results={tmp_path}"]) == 0
+    rows = {row["metric"]: row for row in read_rows("soak", results=tmp_path)}
+    assert rows["requests"]["value"] == 60
+    assert rows["leaked_pages"]["value"] == 0
+    assert rows["aborted_share"]["value"] > 0.15
+    assert rows["preemptions"]["value"] > 0
+
+
+def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished request keeps a page that the prefix cache does not know."""
+    retire = Scheduler.retire
+
+    def leaky(self: Scheduler, request: Request, *, invalidate: bool = False) -> None:
+        retire(self, request, invalidate=invalidate)
+        if self.pool._free and not self.running:
+            self.pool._free.pop()
+
+    monkeypatch.setattr(Scheduler, "retire", leaky)
+    with pytest.raises(AssertionError):
+        soak.measure([*SMALL, f"results={tmp_path}"])
+
+
+@pytest.mark.parametrize("number", [1, 9, 60])
+def test_the_engine_survives_a_missing_allocation(number: int) -> None:
+    options = {**soak.DEFAULTS, "device": "cpu", "lanes": "4"}
+    found = soak.survive(lambda: soak.make_engine(options, share_of_pages=1.0), number, twice=True)
+    assert found.is_alive
+
+
+def test_the_numbered_allocation_fails_and_no_other() -> None:
+    with soak.Shortage("cpu", {3}) as shortage:
+        kept = [torch.zeros(2), torch.ones(2)]
+        kept[0].add_(1)
+        assert kept[0].view(2).tolist() == [1, 1]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(2)
+        torch.zeros(2)
+    assert shortage.num_failed == 1
+    assert shortage.is_over

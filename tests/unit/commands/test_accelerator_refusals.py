@@ -1,0 +1,150 @@
+"""What accelerators refuse, and how they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.errors import UserError
+from idlm.infer import build
+from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec
+from idlm.infer.cli.generate import take_accelerator_options, with_options
+from idlm.infer.cli.plugin_help import describe_accelerators, describe_decoders
+from idlm.infer.settings import EngineSettings
+from idlm.infer.sparse.stack import as_options, stack_of
+
+LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
+
+BAD_PLACE = EngineSpec(
+    decoder="ar",
+    decoder_options={},
+    block_size=None,
+    is_shifted=False,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    num_lanes=2,
+    max_slots=32,
+    page_size=4,
+    device=torch.device("cpu"),
+    tensor_parallel=2,
+    deterministic=True,
+    graphs="on",
+)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_refusal_lists_every_reason(name: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0460") as refusal:
+        stack_of({name: {}, "exact": {}}, BAD_PLACE)
+    text = str(refusal.value)
+    kind = ACCELERATORS.get(name)
+    assert ("decoder=ar has no blocks" in text) == kind.needs_blocks
+    assert ("graphs=on" in text) != kind.is_static
+    assert ("tensor_parallel=2" in text) != kind.shards
+    assert "deterministic=true" in text
+    assert all(line.startswith(f"  - {name}") for line in text.splitlines()[1:-1])
+    assert (f"{name} and exact are both of the kv side" in text) == (kind.side == "kv")
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({"mage": {"k": 0, "exact_layers": -1}}, ["k=0", "exact_layers=-1"]),
+        ({"quest": {"k": 0, "page": 0}}, ["k=0", "page=0"]),
+        ({"mage": {"exact_layers": 4}}, ["exact_layers=4 thins nothing", "4 layers", "0 to 3"]),
+        ({"quest": {"exact_layers": 9}}, ["exact_layers=9 thins nothing"]),
+        ({"sparsed": {"exact_share": 0.0, "k": -1}}, ["exact_share=0.0", "k=-1"]),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reasons: list[str]) -> None:
+    place = dataclasses.replace(
+        BAD_PLACE, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
+    )
+    with pytest.raises(UserError, match="IDLM-0460") as refusal:
+        stack_of(options, place)
+    assert all(reason in str(refusal.value) for reason in reasons)
+
+
+def test_command_lines_set_options_of_accelerators() -> None:
+    arguments = [
+        "accelerator=[mage,focus]",
+        "model=x",
+        "accelerator.mage.k=64",
+        "accelerator.focus.alpha=2.0",
+    ]
+    options, rest = take_accelerator_options(arguments)
+    assert options == {"mage": {"k": 64}, "focus": {"alpha": 2.0}}
+    assert rest == ["model=x", "accelerator=[mage,focus]"]
+    settings = with_options({"accelerators": as_options(["mage", "focus"]), "device": "cpu"}, options)
+    assert settings == {"accelerators": options, "device": "cpu"}
+    with pytest.raises(
+        UserError, match=r"(?s)accelerator=\[quest\].*write accelerator=\[mage\] in place of quest"
+    ):
+        with_options({"accelerators": as_options("quest")}, {"mage": {"k": 3}})
+    with pytest.raises(UserError, match=r"(?s)accelerator=\[focus\].*write accelerator=\[focus,mage\], or"):
+        with_options({"accelerators": as_options("focus")}, {"mage": {"k": 3}})
+    with pytest.raises(UserError, match=r"IDLM-0102.*'maeg'; did you mean 'mage'"):
+        with_options({"accelerators": as_options("mage")}, {"maeg": {"k": 3}})
+    with pytest.raises(UserError, match=r"accelerator\.k names no accelerator"):
+        take_accelerator_options(["accelerator.k=3"])
+    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerator=\[mage,focus\]"):
+        take_accelerator_options(["accelerator=mage,focus"])
+    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerator=\[\]"):
+        take_accelerator_options(["accelerator=none"])
+    assert take_accelerator_options(["accelerator=null"]) == ({}, ["accelerator=null"])
+    with pytest.raises(UserError, match="names mage twice"):
+        as_options(["mage", "mage"])
+    assert all(f"accelerator=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
+
+
+def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(build, "get_logger", lambda name: logger)
+    model: Any = SimpleNamespace(device=torch.device("cuda"))
+    settings = build._resolve_graphs(EngineSettings(), "triton", model, ["mage", "focus"])
+    assert (settings.graphs, settings.num_inflight_steps) == ("off", 0)
+    assert said == ["graphs=off: no graph can hold passes of accelerator mage, focus"]
+    settings = build._resolve_graphs(EngineSettings(), "triton", model, [])
+    assert (settings.graphs, settings.num_inflight_steps, len(said)) == ("on", 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mage": 256}, '{"mage": {"option": 256}}'),
+        (256, "accelerators=256"),
+        ([1], "accelerators=[1]"),
+        ("none", "accelerator=[]"),
+        ("mage,focus", "accelerator=[mage,focus]"),
+    ],
+    ids=str,
+)
+def test_what_names_no_accelerators_says_how_they_are_named(given: Any, words: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0461") as refusal:
+        as_options(given)
+    assert words in str(refusal.value)
+
+
+def test_none_is_no_accelerators() -> None:
+    assert as_options(None) == {}
+
+
+def test_help_explains_the_options_of_plug_ins() -> None:
+    told = describe_accelerators() + describe_decoders()
+    for words in (
+        "`k`: slots before the block",
+        "`alpha`: as many masks",
+        "`strategy`: which masks",
+        "`stride`",
+    ):
+        assert words in told

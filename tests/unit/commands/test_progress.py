@@ -1,0 +1,188 @@
+"""Progress of long runs (issue 13, line 17): a bar that fits the terminal, plain lines elsewhere, and nothing
+on standard output.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from idlm.cli.progress import Progress, remaining
+from idlm.contracts import Completion
+from idlm.infer.cli.progress import AnswerProgress, loading
+from idlm.infer.engine import StreamEvent
+from idlm.infer.models.loader import load_model
+from idlm.train.loop.progress import _new_bar, describe
+from tests.toy import write_toy_checkpoint
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+WIDTHS = pytest.mark.parametrize("width", [80, 110])
+
+
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=20, color_system=None)
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return ESCAPES.sub("", console.file.getvalue()).replace("\r", "\n")
+
+
+def event(name: str, num_tokens: int, *, is_last: bool, error: str | None = None) -> StreamEvent:
+    tokens = tuple(range(num_tokens))
+    done = Completion(
+        request_id=name,
+        index=0,
+        text="",
+        token_ids=tuple(range(10)),
+        finish_reason="stop",
+        num_prompt_tokens=1,
+        num_forwards=4,
+        error=error,
+    )
+    return StreamEvent(
+        request_id=name, index=0, token_ids=tokens, text="", completion=done if is_last else None
+    )
+
+
+@WIDTHS
+def test_the_bar_of_answers_has_counts_speed_tpf_and_time_left(width: int) -> None:
+    console, clock = terminal(width), FakeClock()
+    with AnswerProgress("isd+mage", total=4, console=console, clock=clock) as progress:
+        progress.see([event("a", 6, is_last=False)])
+        clock.now = 20.0
+        progress.see([event("a", 4, is_last=True), event("b", 10, is_last=True)])
+    frames = written(console)
+    [bar] = {line.rstrip() for line in frames.splitlines() if "2/4" in line}
+    assert bar.startswith("isd+mage ━━━━━━━━━━  ")
+    assert bar.endswith("left 0:00:20")
+    assert "\n20 tokens  1 tokens/s  TPF 2.50" in frames
+    assert max(map(len, frames.splitlines())) <= width
+
+
+def test_without_a_terminal_a_line_comes_every_30_seconds() -> None:
+    console, clock = plain(), FakeClock()
+    with AnswerProgress("isd", total=8, console=console, clock=clock) as progress:
+        for second in range(0, 91, 5):
+            clock.now = float(second)
+            events = [event("a", 1, is_last=False)] if second < 85 else []
+            progress.see([event("b", 1, is_last=True, error="IDLM-0448")] if second == 10 else events)
+    assert written(console).splitlines() == [
+        "isd  1/8  7 tokens  0 tokens/s  TPF 2.50  1 failed  left 0:03:30",
+        "isd  1/8  13 tokens  0 tokens/s  TPF 2.50  1 failed  left 0:07:00",
+        "isd  1/8  17 tokens  0 tokens/s  TPF 2.50  1 failed  left 0:10:30",
+    ]
+
+
+def test_a_run_that_is_not_shown_writes_nothing() -> None:
+    for console in (terminal(80), plain()):
+        clock = FakeClock()
+        with Progress("answers", total=2, is_shown=False, console=console, clock=clock) as progress:
+            clock.now = 99.0
+            progress.update(1)
+            with progress.hidden():
+                pass
+        assert written(console) == ""
+
+
+def test_progress_is_on_standard_error_and_leaves_standard_output_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also while the bar is there: what is printed goes where it would go without a bar."""
+    console = terminal(80)
+    with Progress("answers", total=2, console=console) as progress, progress.hidden():
+        print("an answer")
+    assert capsys.readouterr().out == "an answer\n"
+    assert "an answer" not in written(console)
+    clock = FakeClock()
+    with Progress("answers", total=2, clock=clock) as progress:
+        clock.now = 31.0
+        progress.update(1)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "answers  1/2  left 0:00:31\n")
+
+
+def test_an_answer_printed_to_the_terminal_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(80)
+    monkeypatch.setattr("sys.stdout", console.file)
+    monkeypatch.setattr(console.file, "isatty", lambda: True)
+    with Progress("answers", total=2, console=console, clock=FakeClock()) as progress, progress.hidden():
+        print("an answer")
+    assert isinstance(console.file, io.StringIO)
+    before, behind = console.file.getvalue().split("an answer\n")
+    assert before.endswith("\x1b[1A\x1b[2K")
+    assert "left ?" in before and "left ?" in behind
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "expected"),
+    [(0, 9, 5.0, "?"), (3, None, 5.0, "?"), (1, 3, 60.0, "0:02:00"), (3, 3, 60.0, "0:00:00")],
+)
+def test_the_time_left_follows_the_pace_so_far(
+    done: int, total: int | None, seconds: float, expected: str
+) -> None:
+    assert remaining(done, total, seconds) == expected
+
+
+@WIDTHS
+def test_loading_shows_the_share_of_the_weights(width: int, tmp_path: Path) -> None:
+    console, clock = terminal(width), FakeClock()
+    copies: list[Any] = []
+    copy_ = torch.Tensor.copy_
+
+    def copying(target: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        clock.now += 1.0
+        copies.append(target)
+        return copy_(target, *arguments)
+
+    directory = write_toy_checkpoint(tmp_path)
+    with pytest.MonkeyPatch.context() as patch, loading(console=console, clock=clock):
+        patch.setattr(torch.Tensor, "copy_", copying)
+        load_model(directory, device="cpu")
+    frames = written(console)
+    assert len(copies) > 5
+    assert re.search(r"^loading ━+ +100% .*left 0:00:00", frames, re.MULTILINE), frames
+    assert max(map(len, frames.splitlines())) <= width
+
+
+@WIDTHS
+def test_metrics_of_stride_4_do_not_hide_the_bar_of_training(width: int) -> None:
+    record = {
+        "stride": 4,
+        "mask_loss": 1.23456,
+        "clean_loss": 0.12345,
+        "clean_weight": 0.2,
+        "acceptance": [0.948, 0.912, 0.871],
+        "tokens_per_second": 123456.0,
+        "mfu": 0.4321,
+    }
+    console = terminal(width)
+    bar = _new_bar(console)
+    bar.add_task("training", total=240, completed=60, text=describe(record))
+    with bar:
+        pass
+    frames = written(console)
+    assert re.search(r"^training ━{5} {15}.* 60/240 .*left", frames, re.MULTILINE), frames
+    told = " ".join(frames.split())
+    assert " ".join(describe(record).split()) in told
+    assert max(map(len, frames.splitlines())) <= width

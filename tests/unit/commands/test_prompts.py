@@ -1,0 +1,139 @@
+"""Files of prompts (issue 13, line 13): what a line may be, and that a file is looked through without
+remembering its lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.infer.cli.prompts import check_prompts, read_prompts
+from idlm.infer.config import GenerateConfig, SamplingConfig
+
+
+def _written(path: Path, ids: list[Any]) -> str:
+    lines = [{"prompt": "x"} if name is None else {"prompt": "x", "id": name} for name in ids]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("ids", [[None] * 3_000, list(range(3_000, 0, -1))])
+def test_no_line_is_remembered(tmp_path: Path, ids: list[Any]) -> None:
+    source = _written(tmp_path / "in", ids)
+    check_prompts(source, SamplingConfig())
+    tracemalloc.start()
+    try:
+        check_prompts(source, SamplingConfig())
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most / len(ids) < 60, f"{most / len(ids)} bytes each"
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[None, "02"], [None, None, "٢"], [None, "1" * 5_000], [None, "0"], [None, "-1"], [None, 3]],
+)
+def test_ids_that_are_no_numbers_of_lines_without_one(tmp_path: Path, ids: list[Any]) -> None:
+    check_prompts(_written(tmp_path / "in", ids), SamplingConfig())
+
+
+@pytest.mark.parametrize(("ids", "place"), [([2, None], 2), ([None, "1"], 2), (["a", None, None, 3], 4)])
+def test_ids_that_are(tmp_path: Path, ids: list[Any], place: int) -> None:
+    source = _written(tmp_path / "in", ids)
+    with pytest.raises(UserError, match=f"IDLM-0465: {source}:{place}: "):
+        check_prompts(source, SamplingConfig())
+
+
+def _read(path: Path, *lines: Any, **options: bool) -> list[Any]:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    check_prompts(str(path), SamplingConfig(), **options)
+    return list(read_prompts(str(path), SamplingConfig(), **options))
+
+
+def _refusal(path: Path, *lines: Any, **options: bool) -> UserError:
+    with pytest.raises(UserError) as caught:
+        _read(path, *lines, **options)
+    return caught.value
+
+
+USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+
+
+@pytest.mark.parametrize("ids", [["a", "b", "a"], [7, 8, 7], ["7", 8, 7], [3, 8, None]])
+def test_line_13_two_lines_of_one_id_are_refused_and_both_named(tmp_path: Path, ids: list[Any]) -> None:
+    source = _written(tmp_path / "in", ids)
+    with pytest.raises(UserError, match=f"IDLM-0465: {source}:3: id '[a37]' is also that of {source}:1"):
+        check_prompts(source, SamplingConfig())
+
+
+def test_line_13_messages_that_are_answered_already_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    error = _refusal(path, {"messages": [USER]}, {"messages": [USER, ANSWER]})
+    assert (error.code, "drop_last_turn=true" in error.fix) == ("IDLM-0436", True)
+    assert error.message.startswith(f"{path}:2: messages end in an assistant turn")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([USER, ANSWER], [USER]),
+        ([USER, ANSWER, ANSWER], [USER]),
+        ([USER, ANSWER, USER, ANSWER], [USER, ANSWER, USER]),
+        ([USER, ANSWER, USER], [USER, ANSWER, USER]),
+    ],
+)
+def test_line_13_the_last_turn_is_dropped_on_request(tmp_path: Path, given: Any, kept: Any) -> None:
+    [line] = _read(tmp_path / "in", {"messages": given}, drop_last_turn=True)
+    assert line.prompt == kept
+
+
+def test_line_13_answers_to_nothing_cannot_be_dropped(tmp_path: Path) -> None:
+    error = _refusal(tmp_path / "in", {"messages": [ANSWER]}, drop_last_turn=True)
+    assert (error.code, "assistant turns only" in error.message) == ("IDLM-0436", True)
+
+
+def test_line_13_unknown_keys_are_refused_or_carried(tmp_path: Path) -> None:
+    record = {"prompt": "x", "id": 4, "answer": [1, None], "level": "easy"}
+    error = _refusal(tmp_path / "in", record)
+    assert (error.code, "'answer'" in error.message) == ("IDLM-0434", True)
+    assert "carry_keys=true" in error.fix
+    [line] = _read(tmp_path / "in", record, carry_keys=True)
+    assert line.carried == {"answer": [1, None], "level": "easy"} and line.request_id == "4"
+
+
+@pytest.mark.parametrize("key", ["text", "error", "decoder", "request_id"])
+def test_line_13_a_key_of_the_records_own_is_not_carried(tmp_path: Path, key: str) -> None:
+    error = _refusal(tmp_path / "in", {"prompt_ids": [1], key: "x"}, carry_keys=True)
+    assert (error.code, repr(key) in error.message) == ("IDLM-0434", True)
+
+
+def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    plain = tmp_path / "in.jsonl"
+    expected = _read(plain, *({"prompt": f"{number}"} for number in range(500)))
+    path = tmp_path / "in.jsonl.gz"
+    packed = gzip.compress(plain.read_bytes())
+    path.write_bytes(packed)
+    found = list(read_prompts(str(path), SamplingConfig()))
+    assert [dataclasses.replace(line, place="") for line in found] == [
+        dataclasses.replace(line, place="") for line in expected
+    ]
+    assert found[4].place == f"{path}:5"
+    for damaged in (packed[:-9], b"no gzip", packed[:40] + b"\0" * 40 + packed[80:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"IDLM-0430: input=.*in\.jsonl\.gz' breaks off or is damaged"):
+            check_prompts(str(path), SamplingConfig())
+
+
+@pytest.mark.parametrize("option", ["drop_last_turn", "carry_keys"])
+def test_line_13_options_without_a_file_are_refused(option: str) -> None:
+    with pytest.raises(UserError, match=f"IDLM-0439: {option}=true"):
+        GenerateConfig(**{option: True}).input_options()
+    assert GenerateConfig(input="x", **{option: True}).input_options()[option]

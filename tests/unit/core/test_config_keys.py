@@ -1,0 +1,172 @@
+"""Issue 13, lines 11, 14 and 15: keys of a config.json that change the arithmetic are refused by name.
+
+Those of released models are not; counts are compared with the tensors first; full diffusion is refused when
+it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.config_keys import COMMON_KEYS, SUSPECT, refuse_impossible_counts
+from idlm.errors import UserError
+from idlm.infer.cli.generate import generate
+from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.config import MUST_BE_NULL
+from idlm.infer.models.loader import load_model, read_outline
+from idlm.semantics import Semantics
+from idlm.train.model.load import load_base
+from tests.released_configs import RELEASED
+from tests.toy import write_toy_checkpoint
+from tests.unit.models.test_family_loading import BLOCKS, CONFIGS, write
+from tests.unit.models.test_loader import refused
+
+LLADA22 = {"expert_capacity": 1.25, "delete_token_id": 156_896, "split_token_id": 156_897}
+SPEAKING = (
+    *("shared_expert_layers", "moe_layer_freq", "router_temperature", "topk_method", "attention_window"),
+    *("scale_emb", "residual_scaling", "hidden_multiplier", "router_softcap", "image_token_index"),
+)
+
+
+def _load_config(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Read a config as far as the loader does before it compares tensors."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as caught:
+        read_outline(tmp_path, semantics=BLOCKS if "SDAR" in config["architectures"][0] else None)
+    assert caught.value.code == "IDLM-0602", caught.value
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_line_11_no_released_model_is_refused_by_its_keys(name: str, tmp_path: Path) -> None:
+    """Weights are what is missing here, and nothing else."""
+    architecture, model_type, config = RELEASED[name]
+    _load_config(tmp_path, config | {"architectures": [architecture], "model_type": model_type})
+    spec = FAMILIES.get(architecture).spec(config)
+    assert spec.num_layers == config["num_hidden_layers"]
+
+
+def test_line_11_every_family_has_a_released_model() -> None:
+    assert {architecture for architecture, _, _ in RELEASED.values()} == set(FAMILIES.names())
+
+
+@pytest.mark.parametrize("key", LLADA22)
+def test_line_11_llada22_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM", **{key: LLADA22[key]})
+    refused(tmp_path, "IDLM-0618", f"{key}={LLADA22[key]}", "this is LLaDA2.2", "does not support")
+
+
+def test_line_11_llada20_uni_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM", image_token_offset=157_184)
+    refused(tmp_path, "IDLM-0618", "image_token_offset=157184", "LLaDA2.0-Uni")
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_line_11_unknown_keys_of_every_family_that_speak_of_the_arithmetic_are_refused(
+    architecture: str, tmp_path: Path
+) -> None:
+    write(tmp_path, architecture, **dict.fromkeys(SPEAKING, 1))
+    semantics = BLOCKS if "SDAR" in architecture else None
+    refused(tmp_path, "IDLM-0618", *(f"{key}=1" for key in SPEAKING), semantics=semantics)
+
+
+def test_line_11_keys_that_are_off_or_speak_of_something_else_pass(tmp_path: Path) -> None:
+    off = dict(zip(SPEAKING, [None, False, [], {}, "", *[None] * 5], strict=True))
+    write(tmp_path, "Qwen3ForCausalLM", **off, unsloth_version="1", tokenizer_class="x", use_mrope=False)
+    load_model(tmp_path, device="cpu")
+    write(tmp_path, "Qwen3ForCausalLM", expert_capacity=0)
+    refused(tmp_path, "IDLM-0618", "expert_capacity=0")
+
+
+def test_line_11_a_window_that_llama_would_ignore_is_refused(tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path, architecture="Llama")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"sliding_window": 4096}
+    path.write_text(json.dumps(config))
+    refused(tmp_path, "IDLM-0604", "sliding_window=4096")
+    path.write_text(json.dumps(config | {"use_sliding_window": False}))
+    load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("architecture", FAMILIES.names())
+def test_line_11_what_a_family_declares_has_a_reason_and_is_needed(architecture: str) -> None:
+    family = FAMILIES.get(architecture)
+    assert all(family.config_keys.values()) and all(family.foreign_keys.values())
+    assert not family.config_keys.keys() & family.foreign_keys.keys()
+    assert not {*family.config_keys, *family.foreign_keys} & {*COMMON_KEYS, *MUST_BE_NULL}
+    assert all(map(SUSPECT.search, family.foreign_keys))
+
+
+def test_line_11_training_refuses_what_transformers_would_ignore(tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"router_softcap": 30.0}))
+    with pytest.raises(UserError, match=r"IDLM-0618.*router_softcap=30.0"):
+        load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
+    path.write_text(json.dumps(config | {"use_sliding_window": False, "sliding_window": None}))
+    load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [
+        *((name, "num_hidden_layers") for name in CONFIGS),
+        ("Qwen3MoeForCausalLM", "num_experts"),
+        ("LLaDA2MoeModelLM", "num_experts"),
+        ("LLaDA2MoeModelLM", "first_k_dense_replace"),
+    ],
+)
+def test_line_14_a_count_of_10_to_the_12_is_compared_with_the_tensors_first(
+    architecture: str, key: str, tmp_path: Path
+) -> None:
+    """Nothing may count so far: it would hang."""
+    write(tmp_path, architecture, **{key: 10**12})
+    words = () if key == "first_k_dense_replace" else (f"{key}=1000000000000", "tensors")
+    refused(tmp_path, "IDLM-0603", *words, semantics=BLOCKS if "SDAR" in architecture else None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Fast_dLLM_QwenForCausalLM", {"head_dim": 10**12}),
+        ("Fast_dLLM_QwenForCausalLM", {"head_dim": None, "hidden_size": 10**12}),
+        ("LLaDA2MoeModelLM", {"head_dim": 10**12, "rotary_dim": None}),
+        ("LLaDA2MoeModelLM", {"head_dim": 10**12, "partial_rotary_factor": None}),
+    ],
+)
+def test_line_14_a_head_of_10_to_the_12_is_refused(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, architecture, **changes)
+    refused(tmp_path, "IDLM-0604", "head_dim=")
+
+
+def test_line_14_training_compares_layers_with_the_tensors_first(tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 10**12, "layer_types": None}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"IDLM-0603.*num_hidden_layers=1000000000000"):
+        load_base(str(tmp_path), attention="idlm_sdpa", dtype=torch.float32)
+
+
+def test_line_14_as_many_layers_as_tensors_pass() -> None:
+    refuse_impossible_counts({"num_hidden_layers": 7, "num_experts": None}, 7)
+    with pytest.raises(UserError, match="IDLM-0603"):
+        refuse_impossible_counts({"num_hidden_layers": 8}, 7)
+
+
+@pytest.mark.parametrize("options", [[], ["decoder=ar"], ["decoder=block"]])
+def test_line_15_full_diffusion_is_refused_when_it_is_described_or_loaded(
+    options: list[str], tmp_path: Path
+) -> None:
+    write_toy_checkpoint(tmp_path)
+    Semantics(causality="full", logit_shift=False, mask_token_id=47).save(tmp_path)
+    for more in (["describe=true"], ["-p", "x"]):
+        with pytest.raises(UserError, match=r"IDLM-0619.*full-diffusion.*does not support"):
+            generate([f"model={tmp_path}", "device=cpu", *options, *more])

@@ -1,0 +1,83 @@
+"""What a user reads of a disk that refuses a file (issue 13, line 9): cause, space, and what is intact."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from idlm.checkpoint import publish
+from idlm.errors import UserError
+from idlm.files import disk
+from idlm.files.disk import translate_disk_errors
+
+NO_SPACE = "No space left on device"
+
+
+def save(target: Path) -> None:
+    with publish(target) as staging:
+        (staging / "model.bin").write_bytes(b"x" * 2**20)
+
+
+def told_of(target: Path, error: Exception) -> str:
+    with pytest.raises(UserError, match="IDLM-0301") as caught, publish(target) as staging:
+        (staging / "model.bin").write_bytes(b"x" * 3 * 2**20)
+        raise error
+    return caught.value.message
+
+
+def test_an_old_checkpoint_is_named_only_where_there_is_one(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, NO_SPACE)
+    output, first, second = (tmp_path / name for name in ("out", "checkpoint-4", "checkpoint-8"))
+    assert "intact" not in told_of(output, full)
+    assert "intact" not in told_of(second, full)
+    save(first)
+    assert f"{first} is intact" in told_of(second, full)
+    assert "intact" not in told_of(output, full), "a neighbour is no checkpoint of this one"
+    save(output)
+    assert "what was published there before is intact" in told_of(output, full)
+
+
+def test_the_cause_the_path_and_the_bytes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The space is measured before the half-written files are removed, which frees theirs."""
+
+    def usage(path: Path) -> SimpleNamespace:
+        is_staged = any(tmp_path.glob(".out.staging-*/files/model.bin"))
+        return SimpleNamespace(free=0 if is_staged else 3 * 2**20)
+
+    monkeypatch.setattr(disk.shutil, "disk_usage", usage)
+    told = told_of(tmp_path / "out", OSError(errno.ENOSPC, NO_SPACE))
+    assert f"cannot save {tmp_path / 'out'}: {NO_SPACE} (0.0 MiB free, 3.0 MiB of it were written)" in told
+
+
+def test_what_torch_hides_is_told_as_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save says "unexpected pos 704 vs 598" of every disk that refuses."""
+    target = tmp_path / "optimizer.pt"
+    target.symlink_to("/dev/full")
+
+    def told() -> str:
+        with pytest.raises(UserError, match="IDLM-0301") as caught, translate_disk_errors(target):
+            torch.save({"a": torch.zeros(1000)}, target)
+        assert "inline_container" not in caught.value.message and "pos" not in caught.value.message
+        return caught.value.message
+
+    free = SimpleNamespace(free=1000)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free)
+    assert NO_SPACE in told()
+    free.free = 2**40
+    assert "a quota?" in told()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**20))
+    assert "File too large" in told()
+
+
+def test_a_stream_that_torch_writes_names_its_own_cause(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=NO_SPACE), translate_disk_errors(tmp_path / "a.pt"):
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904

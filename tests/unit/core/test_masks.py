@@ -1,0 +1,110 @@
+"""The mask against a brute-force reading of the rule, for every short length, packed and not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from idlm.masks import RowMeta, dense_mask, visible_slots
+from idlm.train.data.layout import Sample, pack_rows
+from idlm.train.objectives.curriculum import Stage
+from idlm.train.objectives.idlm import IntrospectiveConsistency
+
+MASK = 99
+
+
+def packed_meta(
+    lengths: list[tuple[int, int]], stride: int, *, padding: int = 0, mask_region: str = "response"
+) -> RowMeta:
+    """Meta of one packed row of (prompt length, response length) documents."""
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region)
+    stage = Stage(index=0, stride=stride, num_steps=1, clean_weight=0.2)
+    samples = [Sample.from_pair(range(prompt), range(response)) for prompt, response in lengths]
+    total = sum(objective.num_rows(sample) for sample in samples)
+    row = pack_rows([objective.rows(s, stage) for s in samples], total + padding, pad_token_id=0)
+    return RowMeta(
+        doc_ids=torch.from_numpy(row["doc_ids"]),
+        positions=torch.from_numpy(row["position_ids"]),
+        block_starts=torch.from_numpy(row["block_starts"]),
+        is_noisy=torch.from_numpy(row["is_noisy"]),
+    )
+
+
+def brute_force(meta: RowMeta) -> np.ndarray:
+    """The rule, word by word, one pair at a time."""
+    rows = list(
+        zip(
+            meta.doc_ids.tolist(),
+            meta.positions.tolist(),
+            meta.block_starts.tolist(),
+            meta.is_noisy.tolist(),
+            strict=True,
+        )
+    )
+    seen = np.zeros((len(rows), len(rows)), dtype=bool)
+    for q, (doc_q, pos_q, start_q, noisy_q) in enumerate(rows):
+        for k, (doc_k, pos_k, start_k, noisy_k) in enumerate(rows):
+            if doc_q == -1:
+                seen[q, k] = q == k
+            elif doc_q != doc_k:
+                continue
+            elif noisy_q and noisy_k:
+                seen[q, k] = start_q == start_k and pos_k <= pos_q
+            elif noisy_q:
+                seen[q, k] = pos_k < start_q
+            elif not noisy_k:
+                seen[q, k] = pos_k <= pos_q
+    return seen
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4, 5])
+@pytest.mark.parametrize("mask_region", ["response", "all"])
+def test_dense_mask_is_the_rule_for_every_length(stride: int, mask_region: str) -> None:
+    for length in range(2, 33):
+        prompt = length // 3
+        meta = packed_meta([(prompt, length - prompt)], stride, padding=length % 3, mask_region=mask_region)
+        assert np.array_equal(dense_mask(meta).numpy(), brute_force(meta)), f"{length=}"
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4, 5])
+def test_packed_documents_never_see_each_other(stride: int) -> None:
+    rng = np.random.default_rng(stride)
+    for _ in range(8):
+        lengths = [(int(rng.integers(0, 6)), int(rng.integers(2, 9))) for _ in range(rng.integers(2, 5))]
+        meta = packed_meta(lengths, stride, padding=3)
+        mask = dense_mask(meta)
+        assert np.array_equal(mask.numpy(), brute_force(meta))
+        other_doc = meta.doc_ids[:, None] != meta.doc_ids[None, :]
+        assert not (mask & other_doc).any()
+
+
+def test_every_row_sees_itself_and_nobody_sees_padding() -> None:
+    meta = packed_meta([(3, 5), (2, 4)], 3, padding=4)
+    mask = dense_mask(meta)
+    assert mask.diagonal().all()
+    is_padding = meta.doc_ids == -1
+    assert torch.equal(mask[:, is_padding].sum(dim=0), torch.ones(4, dtype=torch.int64))
+
+
+def test_the_engine_picture_is_the_training_picture() -> None:
+    """A clean prefix of c tokens, then pending and its masks: two ranges per row give the noisy rows of a
+    block.
+    """
+    meta = packed_meta([(6, 3)], 4)
+    mask = dense_mask(meta)
+    noisy = torch.nonzero(meta.is_noisy).squeeze(-1)
+    start = int(meta.block_starts[noisy[0]])
+    clean_seen = mask[noisy][:, ~meta.is_noisy]
+    noisy_seen = mask[noisy][:, noisy]
+    slots = start + torch.arange(3)
+    layout = visible_slots(torch.full((3,), start), torch.full((3,), start), slots, start + 3)
+    assert torch.equal(layout[:, :start], clean_seen[:, :start])
+    assert not clean_seen[:, start:].any()
+    assert torch.equal(layout[:, start:], noisy_seen)
+
+
+def test_visible_slots_of_causal_and_branch_rows() -> None:
+    seen = visible_slots(torch.tensor([3, 3, 3]), torch.tensor([0, 5, 5]), torch.tensor([2, 5, 6]), 8)
+    as_sets = [set(torch.nonzero(row).squeeze(-1).tolist()) for row in seen]
+    assert as_sets == [{0, 1, 2}, {0, 1, 2, 5}, {0, 1, 2, 5, 6}]

@@ -1,0 +1,269 @@
+"""Tokens: nothing is lost between text and ids, the mask token is never a word, and conversations are cut
+right."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.tasks import TASKS
+from idlm.tasks.tokenizer import CHAT_TEMPLATE, TaskEncoder, num_embedding_rows, save_tokenizer, vocabulary
+from idlm.text import tokenizer as tokens
+from tests.small_tokenizers import CHATML, save_byte_level
+
+ROOT = Path(__file__).parents[3]
+QWEN3 = ROOT.parent / "shared" / "data" / "tokenizers" / "qwen3"
+
+
+@pytest.fixture(scope="module")
+def task_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task_tokenizer")
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def task_tokenizer(task_dir):
+    return tokens.load_tokenizer(task_dir)
+
+
+@pytest.fixture(scope="module")
+def byte_level_dir(tmp_path_factory):
+    return save_byte_level(tmp_path_factory.mktemp("byte_level"))
+
+
+@pytest.fixture(scope="module")
+def byte_level(byte_level_dir):
+    return tokens.load_tokenizer(byte_level_dir)
+
+
+@pytest.mark.parametrize("model_type", [None, "qwen3", "qwen2", "llama"])
+def test_task_texts_survive_whatever_the_model_is_called(tmp_path, model_type):
+    """For some model types transformers replaces a generic tokenizer by a class with its own rules."""
+    save_tokenizer(tmp_path)
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = tokens.load_tokenizer(tmp_path)
+    encoder = TaskEncoder(tokenizer.get_vocab())
+    levels = [("ledger", "tiny"), ("ledger", "p4"), ("ledger", "multi"), ("trace", "p4")]
+    for name, level in levels:
+        task = TASKS.get(name)(level=level)
+        for index in range(600 if model_type is None else 20):
+            sample = task.sample(index, "train")
+            for text in (sample.prompt, sample.response):
+                token_ids = tokenizer.encode(text, add_special_tokens=False)
+                assert tokenizer.unk_token_id not in token_ids
+                assert tokenizer.decode(token_ids) == text
+                assert encoder.encode(text) == token_ids
+            if index >= 20:
+                continue
+            prompt_ids, response_ids = encoder.encode_sample(sample)
+            assert tokens.encode_prompt(tokenizer, sample.prompt) == prompt_ids
+            turns = [
+                {"role": "user", "content": sample.prompt},
+                {"role": "assistant", "content": sample.response},
+            ]
+            token_ids, supervised = tokens.render_conversation(tokenizer, turns)
+            assert token_ids == prompt_ids + response_ids
+            assert supervised == [False] * len(prompt_ids) + [True] * len(response_ids)
+
+
+def test_response_length_of_the_tiny_level(task_tokenizer):
+    task, encoder = TASKS.get("ledger")(level="tiny"), TaskEncoder(task_tokenizer.get_vocab())
+    lengths = [len(encoder.encode_sample(task.sample(index, "train"))[1]) for index in range(500)]
+    assert 100 <= sum(lengths) / len(lengths) <= 170
+
+
+def test_task_vocabulary_covers_what_is_never_drawn_often(task_tokenizer):
+    assert 80 <= len(vocabulary()) <= 250
+    for name in TASKS.names():
+        for text in TASKS.get(name).surface_texts():
+            assert task_tokenizer.decode(task_tokenizer.encode(text, add_special_tokens=False)) == text
+    with pytest.raises(UserError, match="IDLM-0219"):
+        TaskEncoder(vocabulary()).encode("Lea yodels")
+    assert task_tokenizer.unk_token_id in task_tokenizer.encode("Lea yodels")
+
+
+def test_mask_token_is_the_first_spare_row(task_tokenizer):
+    num_rows = num_embedding_rows(len(task_tokenizer))
+    assert tokens.resolve_mask_token_id(task_tokenizer, num_rows, None) == len(task_tokenizer) < num_rows
+    assert task_tokenizer.convert_ids_to_tokens(len(task_tokenizer)) is None
+    assert [num_embedding_rows(num) for num in (31, 32, 33)] == [32, 64, 64]
+    if QWEN3.is_dir():
+        assert tokens.resolve_mask_token_id(tokens.load_tokenizer(QWEN3), 151_936, None) == 151_669
+
+
+def test_mask_token_order_of_preference(byte_level_dir):
+    tokenizer = tokens.load_tokenizer(byte_level_dir)
+    spare = len(tokenizer)
+    tokenizer.mask_token = "<|endoftext|>"
+    assert tokens.resolve_mask_token_id(tokenizer, spare + 5, None) == tokenizer.mask_token_id < spare
+    assert tokens.resolve_mask_token_id(tokenizer, spare + 5, spare + 2) == spare + 2
+    assert tokens.resolve_mask_token_id(None, 10, 9) == 9
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "spare_rows", "explicit", "code"),
+    [
+        (True, 0, None, "IDLM-0210"),
+        (True, -1, None, "IDLM-0210"),
+        (False, 5, None, "IDLM-0210"),
+        (True, 5, 10_000, "IDLM-0211"),
+        (True, 5, -1, "IDLM-0211"),
+        (False, 0, 10_000, "IDLM-0211"),
+        (True, 5, 40, "IDLM-0212"),
+        (True, 5, "bos", "IDLM-0212"),
+        (True, 5, "eos", "IDLM-0212"),
+    ],
+)
+def test_unusable_mask_tokens_are_refused(task_tokenizer, has_tokenizer, spare_rows, explicit, code):
+    if isinstance(explicit, str):
+        explicit = getattr(task_tokenizer, f"{explicit}_token_id")
+    with pytest.raises(UserError) as caught:
+        tokenizer = task_tokenizer if has_tokenizer else None
+        tokens.resolve_mask_token_id(tokenizer, len(task_tokenizer) + spare_rows, explicit)
+    assert caught.value.code == code
+
+
+def test_vocabulary_must_fit_the_embedding(task_tokenizer):
+    tokens.check_vocabulary(task_tokenizer, len(task_tokenizer))
+    with pytest.raises(UserError, match="IDLM-0213"):
+        tokens.check_vocabulary(task_tokenizer, len(task_tokenizer) - 1)
+
+
+def test_gaps_in_the_ids_count_as_rows(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokens.load_tokenizer(tmp_path)
+    assert len(tokenizer) < tokens.num_token_ids(tokenizer) == 10
+    assert tokens.resolve_mask_token_id(tokenizer, 12, None) == 10
+
+
+def test_directory_without_tokenizer_is_none_and_broken_ones_are_named(tmp_path, task_dir):
+    assert tokens.load_tokenizer(tmp_path) is None
+    whole = (task_dir / "tokenizer.json").read_text()
+    faults = {
+        "cut": {"tokenizer.json": whole[: len(whole) // 2]},
+        "empty": {"tokenizer.json": "{}"},
+        "config only": {"tokenizer_config.json": "{}"},
+        "bad config": {"tokenizer.json": whole, "tokenizer_config.json": "{'a'"},
+        "no vocabulary": {"tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'},
+        "remote code": {
+            "tokenizer_config.json": json.dumps({"auto_map": {"AutoTokenizer": ["mine.Mine", None]}}),
+            "mine.py": f"open({str(tmp_path / 'ran')!r}, 'w').close()",
+        },
+    }
+    for name, files in faults.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        for file, text in files.items():
+            (directory / file).write_text(text)
+        with pytest.raises(UserError, match="IDLM-0203"):
+            tokens.load_tokenizer(directory)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(UserError, match="IDLM-0203"):
+        tokens.load_tokenizer(tmp_path / "missing")
+
+
+def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
+    templated = tokens.encode_prompt(byte_level, "Hi")
+    assert byte_level.decode(templated) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert byte_level.decode(tokens.encode_prompt(byte_level, "Hi", template="none")) == "Hi"
+    thinking = tokens.encode_prompt(byte_level, "Hi", enable_thinking=False)
+    assert byte_level.decode(thinking).endswith("assistant\n<think></think>")
+    bare = tokens.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
+    assert task_tokenizer.decode(bare) == "<bos>Lea has 9."
+    with pytest.raises(UserError, match="IDLM-0218"):
+        tokens.encode_prompt(byte_level, "")
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "1 café"},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "2 日本\n"},
+]
+
+
+def test_every_assistant_turn_and_nothing_else_is_supervised(byte_level):
+    token_ids, supervised = tokens.render_conversation(byte_level, TURNS)
+    assert byte_level.decode(token_ids) == byte_level.apply_chat_template(TURNS, tokenize=False)
+    runs = re.findall("1+", "".join("1" if flag else "0" for flag in supervised))
+    assert len(runs) == 2
+    target = byte_level.decode([idx for idx, flag in zip(token_ids, supervised, strict=True) if flag])
+    assert target == "1 café<|im_end|>2 日本\n<|im_end|>"
+    for num_turns in (2, 4):
+        prompt_ids = tokens.encode_messages(byte_level, TURNS[:num_turns])
+        assert token_ids[: len(prompt_ids)] == prompt_ids and supervised[len(prompt_ids)]
+        assert not supervised[len(prompt_ids) - 1]
+    assert not any(tokens.render_conversation(byte_level, TURNS[:2])[1])
+
+
+def test_template_that_rewrites_history_is_refused(byte_level_dir):
+    tokenizer = tokens.load_tokenizer(byte_level_dir)
+    thought = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
+    tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", thought + "{{ m['content'] }}")
+    assert sum(tokens.render_conversation(tokenizer, TURNS[1:3])[1]) > 0
+    with pytest.raises(UserError, match="one sample per assistant turn") as caught:
+        tokens.render_conversation(tokenizer, TURNS)
+    assert caught.value.code == "IDLM-0214"
+
+
+def test_template_that_merges_tokens_across_turns_is_refused(byte_level_dir):
+    tokenizer = tokens.load_tokenizer(byte_level_dir)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    merged = next(
+        token
+        for token in tokenizer.get_vocab()
+        if token.isascii() and token.isalpha() and len(token) == 2 and len(tokenizer.encode(token)) == 1
+    )
+    turns = [("user", "x"), ("assistant", merged[0]), ("user", merged[1]), ("assistant", "y")]
+    with pytest.raises(UserError, match="IDLM-0214"):
+        tokens.render_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
+
+
+def test_missing_and_refusing_templates_are_named(byte_level_dir):
+    tokenizer = tokens.load_tokenizer(byte_level_dir)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match="roles must alternate") as caught:
+        tokens.encode_prompt(tokenizer, "Hi")
+    assert caught.value.code == "IDLM-0217"
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="IDLM-0215"):
+        tokens.render_conversation(tokenizer, TURNS)
+    assert tokenizer.decode(tokens.encode_prompt(tokenizer, "Hi")) == "Hi"
+
+
+def test_stop_token_ids(task_tokenizer):
+    eos = task_tokenizer.eos_token_id
+    assert tokens.stop_token_ids(task_tokenizer, None) == (eos,)
+    assert tokens.stop_token_ids(task_tokenizer, {"eos_token_id": [90, 7, eos]}) == (eos, 7, 90)
+    assert tokens.stop_token_ids(None, {"eos_token_id": 5}) == (5,)
+    assert tokens.stop_token_ids(None, {"eos_token_id": None}) == tokens.stop_token_ids(None, None) == ()
+    for wrong in ("5", [1, "2"], True, 1.5, [-1]):
+        with pytest.raises(UserError, match="IDLM-0216"):
+            tokens.stop_token_ids(task_tokenizer, {"eos_token_id": wrong})
+
+
+def test_nothing_heavy_is_imported():
+    program = (
+        "import sys, idlm.text.tokenizer, idlm.tasks.build, idlm.tasks.tokenizer as t; t.vocabulary();"
+        "print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_template_separator_is_one_token(task_tokenizer):
+    assert task_tokenizer.chat_template == CHAT_TEMPLATE
+    assert task_tokenizer.decode(tokens.encode_prompt(task_tokenizer, "Lea has 9.")[-1:]) == "\n\n"

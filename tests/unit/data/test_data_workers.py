@@ -1,0 +1,36 @@
+"""A stop signal that reaches the whole process group does not kill the data workers of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import Dataset
+
+from idlm.train.checkpoint.save import SavingTrainer
+from idlm.train.loop.trainer import IdlmTrainer
+
+
+class WorkerIds(Dataset[int]):
+    """Every item is the process that made it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_data_workers_outlive_the_signals_that_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = DataLoaderShard(
+        WorkerIds(), num_workers=1, prefetch_factor=1, worker_init_fn=lambda worker: None
+    )
+    monkeypatch.setattr(SavingTrainer, "get_train_dataloader", lambda self: seeded, raising=False)
+    items = iter(IdlmTrainer.get_train_dataloader(object.__new__(IdlmTrainer)))
+    worker = int(next(items))
+    assert worker != os.getpid()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(worker, number)
+    assert [int(item) for item in items] == [worker] * 7

@@ -1,0 +1,85 @@
+"""Rows of a sample: which positions carry masks and labels, and what packing may and may not change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from idlm.train.data.layout import IGNORE_LABEL, Sample, clean_rows, noisy_rows, pack_rows, target_flags
+from idlm.train.objectives.ar import Autoregressive
+from idlm.train.objectives.curriculum import Stage
+from idlm.train.objectives.idlm import IntrospectiveConsistency
+
+MASK = 500
+
+
+def sample_of(flags: list[bool]) -> Sample:
+    return Sample(token_ids=np.arange(100, 100 + len(flags)), supervised=np.asarray(flags))
+
+
+def test_the_first_response_token_is_predicted_on_the_masked_path() -> None:
+    sample = Sample.from_pair([1, 2, 3], [4, 5, 6])
+    rows = noisy_rows(sample, mask_region="response", stride=3, mask_token_id=MASK)
+    assert rows.positions.tolist() == [2, 3, 4]
+    assert rows.labels.tolist() == [4, 5, 6]
+    assert rows.block_starts.tolist() == [2, 2, 4]
+    assert (rows.input_ids == MASK).all()
+
+
+def test_blocks_restart_with_every_supervised_run() -> None:
+    sample = sample_of([False, False, True, True, True, False, False, True, True, True, True])
+    rows = noisy_rows(sample, mask_region="response", stride=4, mask_token_id=MASK)
+    assert rows.positions.tolist() == [1, 2, 3, 6, 7, 8, 9]
+    assert rows.block_starts.tolist() == [1, 1, 1, 6, 6, 6, 9]
+
+
+@given(
+    st.lists(st.booleans(), min_size=2, max_size=40), st.integers(2, 6), st.sampled_from(["response", "all"])
+)
+@settings(max_examples=200, deadline=None)
+def test_laws_of_the_noisy_half(flags: list[bool], stride: int, region: str) -> None:
+    sample = sample_of(flags)
+    rows = noisy_rows(sample, mask_region=region, stride=stride, mask_token_id=MASK)
+    clean = clean_rows(sample, region)
+    supervised = np.flatnonzero(clean.labels != IGNORE_LABEL)
+    assert np.array_equal(rows.positions, supervised), "the halves supervise different positions"
+    assert np.array_equal(rows.labels, clean.labels[supervised])
+    assert np.array_equal(rows.labels, sample.token_ids[rows.positions + 1]), "labels are not shifted by one"
+    offsets = rows.positions - rows.block_starts
+    assert ((offsets >= 0) & (offsets < stride - 1)).all()
+    assert len(sample) - 1 not in rows.positions, "the last position has no target"
+    for start in np.unique(rows.block_starts):
+        members = rows.positions[rows.block_starts == start]
+        assert np.array_equal(members, np.arange(start, start + len(members))), "a block has a gap"
+    wanted = len(flags) - 1 if region == "all" else sum(flags[1:])
+    assert target_flags(sample, region).sum() == wanted
+
+
+@pytest.mark.parametrize("region", ["response", "all"])
+def test_packing_keeps_documents_apart_and_pads_silently(region: str) -> None:
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=region)
+    stage = Stage(index=0, stride=3, num_steps=1, clean_weight=0.2)
+    samples = [Sample.from_pair([1, 2], [3, 4, 5]), Sample.from_pair([6], [7, 8])]
+    documents = [objective.rows(sample, stage) for sample in samples]
+    used = sum(map(len, documents))
+    row = pack_rows(documents, used + 5, pad_token_id=9)
+    assert sum(objective.num_rows(sample) for sample in samples) == used
+    assert (row["labels"][used:] == IGNORE_LABEL).all()
+    assert (row["doc_ids"][used:] == -1).all()
+    assert (row["input_ids"][used:] == 9).all()
+    num_noisy = int(row["is_noisy"].sum())
+    assert row["is_noisy"][:num_noisy].all(), "noisy rows come first"
+    for doc_id, sample in enumerate(samples):
+        clean = (row["doc_ids"] == doc_id) & ~row["is_noisy"]
+        assert np.array_equal(row["input_ids"][clean], sample.token_ids)
+        assert row["labels"][clean][-1] == IGNORE_LABEL, "something is predicted across the document boundary"
+
+
+def test_ar_uses_the_same_clean_half_and_no_masks() -> None:
+    sample = Sample.from_pair([1, 2], [3, 4, 5])
+    stage = Stage(index=0, stride=1, num_steps=1, clean_weight=1.0)
+    rows = Autoregressive(mask_token_id=None, mask_region="response").rows(sample, stage)
+    assert len(rows.noisy) == 0
+    assert rows.clean.labels.tolist() == [IGNORE_LABEL, 3, 4, 5, IGNORE_LABEL]

@@ -1,0 +1,392 @@
+"""Records to samples: every shape of every file format, what is supervised, and that bad records are
+named.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from idlm.errors import UserError
+from idlm.tasks import TASKS
+from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
+from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
+from idlm.train.config.schema import DataConfig
+from idlm.train.data.base import SOURCES, Encoder, without_thinking
+from idlm.train.data.sources.files import SUFFIXES, find_files
+
+MASK = 190
+USER, ASSISTANT = "Sam has 1 keys.", "Sam has 2."
+RECORDS: dict[str, dict[str, Any]] = {
+    "messages": {
+        "messages": [{"role": "user", "content": USER}, {"role": "assistant", "content": ASSISTANT}],
+        "prompt": USER,
+        "id": 7,
+    },
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": USER}, {"from": "gpt", "value": ASSISTANT}],
+        "id": "x",
+    },
+    "pair": {"prompt": USER, "response": ASSISTANT},
+    "completion": {"prompt": USER, "completion": ASSISTANT},
+    "alpaca": {"instruction": USER, "input": "", "output": ASSISTANT},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return load_tokenizer(directory)
+
+
+@pytest.fixture
+def encoder(tokenizer) -> Encoder:
+    return Encoder(tokenizer, mask_token_id=MASK, use_chat_template=True)
+
+
+def jsonl(tmp_path: Path, *lines: object, **settings: Any) -> DataConfig:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), **settings)
+
+
+def read(config: DataConfig, encoder: Encoder):
+    return SOURCES.get(config.source)(config, encoder)
+
+
+def supervised_text(tokenizer, sample) -> str:
+    return tokenizer.decode(sample.token_ids[sample.supervised])
+
+
+def contents(source) -> list[tuple[list[int], list[bool]]]:
+    samples = [source.sample(index) for index in range(source.num_samples)]
+    return [(sample.token_ids.tolist(), sample.supervised.tolist()) for sample in samples]
+
+
+def test_task_samples_supervise_the_response_and_its_eos(tokenizer, encoder: Encoder) -> None:
+    source = SOURCES.get("task")(DataConfig(source="task", task="ledger", level="tiny", seed=5), encoder)
+    assert source.num_samples is None
+    for index in (0, 1, 17):
+        sample = source.sample(index)
+        task = TASKS.get("ledger")(level="tiny", seed=5).sample(index, "train")
+        prompt_ids, response_ids = TaskEncoder(tokenizer.get_vocab()).encode_sample(task)
+        assert sample.token_ids.tolist() == prompt_ids + response_ids
+        assert sample.supervised.tolist() == [False] * len(prompt_ids) + [True] * len(response_ids)
+        assert prompt_ids == encode_prompt(tokenizer, task.prompt), (
+            "training and inference disagree on the prompt"
+        )
+
+
+@pytest.mark.parametrize("shape", RECORDS)
+def test_every_chat_shape_becomes_the_same_sample(
+    tmp_path: Path, tokenizer, encoder: Encoder, shape: str
+) -> None:
+    source = read(jsonl(tmp_path, RECORDS[shape]), encoder)
+    prompt_ids = encode_messages(tokenizer, [{"role": "user", "content": USER}])
+    answer_ids = [*tokenizer.encode(ASSISTANT, add_special_tokens=False), tokenizer.eos_token_id]
+    assert contents(source) == [
+        (prompt_ids + answer_ids, [False] * len(prompt_ids) + [True] * len(answer_ids))
+    ]
+    assert source.header["shapes"] == {"pair" if shape == "completion" else shape: 1}
+
+
+def test_texts_are_supervised_whole_and_alpaca_puts_the_input_behind(
+    tmp_path: Path, tokenizer, encoder: Encoder
+) -> None:
+    text = read(jsonl(tmp_path, {"text": "Sam has 7."}, "", {"text": "Sam has 8."}), encoder)
+    assert [supervised_text(tokenizer, text.sample(i)) for i in (0, 1)] == [
+        "Sam has 7.<eos>",
+        "Sam has 8.<eos>",
+    ]
+    assert text.sample(0).token_ids[0] == tokenizer.bos_token_id
+    assert text.sample(1).origin.endswith("data.jsonl:3)")
+    config = jsonl(tmp_path, {"instruction": "Sam has 1", "input": "2 keys.", "output": "2"})
+    (ids, _flags), *_ = contents(read(config, encoder))
+    assert tokenizer.decode(ids) == "<bos>Sam has 1\n\n2 keys.\n\n2<eos>"
+
+
+def test_every_file_format_gives_the_same_samples(tmp_path: Path, encoder: Encoder) -> None:
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    records = [
+        {"messages": [{"role": "user", "content": f"Sam has {i}."}, {"role": "assistant", "content": f"{i}"}]}
+        for i in range(10)
+    ]
+    lines = [json.dumps(record) for record in records]
+    (tmp_path / "one.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "one.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    (tmp_path / "array.json").write_text("\ufeff" + json.dumps(records, indent=1), encoding="utf-8")
+    (tmp_path / "tight.json").write_text(json.dumps(records))
+    shards = tmp_path / "shards" / "deep"
+    shards.mkdir(parents=True)
+    (shards / "a.jsonl").write_text("\n".join(lines[:4]))
+    (shards / "b.jsonl").write_text("\n".join(lines[4:]))
+    (shards / "info.json").write_text("{}")
+    table = pyarrow.Table.from_pylist([record | {"score": 1.5, "tools": None} for record in records])
+    parquet.write_table(table, tmp_path / "one.parquet", row_group_size=3)
+    dataset = datasets.Dataset.from_list(records)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "saved_dict"))
+    paths = {
+        "jsonl": ["one.jsonl", "one.jsonl.gz", "array.json", "tight.json", "shards", "shards/*/*.jsonl"],
+        "parquet": ["one.parquet"],
+        "hf": ["saved", "saved_dict"],
+    }
+    found = {
+        name: contents(
+            read(
+                DataConfig(source=source, path=str(tmp_path / name), cache_dir=str(tmp_path / "cache")),
+                encoder,
+            )
+        )
+        for source, names in paths.items()
+        for name in names
+    }
+    assert len(found["one.jsonl"]) == 10
+    for name, samples in found.items():
+        assert samples == found["one.jsonl"], name
+
+
+def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder) -> None:
+    good = {"prompt": "Sam has 1", "response": "2"}
+    text = "[\n" + ",\n".join(json.dumps(good) for _ in range(3)) + ",\n\n" + '{"prompt": "Sam"}\n]'
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=r"a\.json:6"):
+        read(DataConfig(path=str(tmp_path / "a.json"), cache_dir=str(tmp_path / "cache")), encoder)
+    (tmp_path / "a.json").write_text(text[:-1].replace('{"prompt": "Sam"}', '{"prompt": "Sa'))
+    with pytest.raises(UserError, match=r"IDLM-0231.*a\.json:6"):
+        read(
+            DataConfig(
+                path=str(tmp_path / "a.json"), cache_dir=str(tmp_path / "cache"), on_bad_record="skip"
+            ),
+            encoder,
+        )
+
+
+BAD_LINES = [
+    ('{"prompt": "a", ', "IDLM-0201", "not valid JSON"),
+    ("[1, 2]", "IDLM-0202", "a JSON list"),
+    ('{"question": "a", "answer": "b"}', "IDLM-0230", "'pair'"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "IDLM-0230", '{"prompt": str'),
+    ('{"prompt": "a", "response": 3}', "IDLM-0202", "response=3"),
+    ('{"prompt": "a", "response": null}', "IDLM-0202", "response=None"),
+    ('{"prompt": "a", "response": " \\n"}', "IDLM-0204", "an empty response"),
+    ('{"prompt": "a", "response": "<bos>"}', "", ""),
+    ('{"prompt": "a", "response": "b", "tools": [{}]}', "IDLM-0202", "tools"),
+    ('{"prompt": "\\ud800", "response": "b"}', "IDLM-0202", "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "says"), BAD_LINES)
+def test_a_bad_line_is_named_or_skipped_and_counted(
+    tmp_path: Path, encoder: Encoder, line: str, code: str, says: str
+) -> None:
+    good = {"prompt": "Sam has 1", "response": "2"}
+    if code:
+        with pytest.raises(UserError) as caught:
+            read(jsonl(tmp_path, good, line, good), encoder)
+        assert caught.value.code == code
+        assert says in str(caught.value)
+        assert "data.jsonl:2" in caught.value.message
+        source = read(jsonl(tmp_path, good, line, good, on_bad_record="skip"), encoder)
+        assert source.num_samples == 2
+        assert source.header["num_skipped"] == 1
+        assert "data.jsonl:2" in source.header["skipped_examples"][0]
+        assert source.sample(1).origin.endswith("data.jsonl:3)")
+    else:
+        assert read(jsonl(tmp_path, good, line), encoder).num_samples == 2
+
+
+ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
+
+
+def deep(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "says"),
+    [
+        ({"question": "a", "answer": "b"}, "IDLM-0202", "nearest shape"),
+        ({"prompt": "a", "respnse": "b"}, "IDLM-0202", "nearest shape is 'pair', which lacks response"),
+        ({"instruction": "a", "outputs": "b"}, "IDLM-0202", "nearest shape is 'alpaca', which lacks output"),
+        ({"conversation": []}, "IDLM-0202", "nearest shape is 'sharegpt', which lacks conversations"),
+        ({"text": "a", "messages": []}, "IDLM-0202", "several shapes: messages, text"),
+        ({"messages": [{"role": "user"}]}, "IDLM-0202", "messages that are not"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "IDLM-0202", "messages that are not"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "IDLM-0204", "nothing to predict"),
+        ({"messages": []}, "IDLM-0202", "messages that are not"),
+        (
+            {"messages": [{"role": role, "content": "a"} for role in ("user", "Assistant", "assistant")]},
+            "IDLM-0202",
+            "role 'Assistant'",
+        ),
+        (ANSWER | {"prompt": [2**33, 2]}, "IDLM-0202", "messages that are not"),
+        (ANSWER | {"token_ids": [2**31]}, "IDLM-0202", "token_ids that are not"),
+        (ANSWER | {"token_ids": [2**40]}, "IDLM-0202", "token_ids that are not"),
+        (ANSWER | {"token_ids": [9999]}, "IDLM-0227", "token id 9999"),
+        (ANSWER | {"prompt": [9999]}, "IDLM-0227", "token id 9999"),
+        ({"text": "a", "input": deep(200)}, "IDLM-0202", "nested deeper"),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, "IDLM-0202", "from 'bing'"),
+        ({"text": "  "}, "IDLM-0204", "an empty text"),
+    ],
+)
+def test_unknown_and_malformed_shapes_name_the_nearest(
+    tmp_path: Path, encoder: Encoder, record: dict[str, Any], code: str, says: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        read(jsonl(tmp_path, record), encoder)
+    assert caught.value.code == code
+    assert says in caught.value.message
+    assert "data.jsonl:1" in caught.value.message
+
+
+def test_a_given_shape_settles_what_fits_several(tmp_path: Path, tokenizer, encoder: Encoder) -> None:
+    record = {"instruction": "Sam", "output": "has", "text": "Sam has 1."}
+    source = read(jsonl(tmp_path, record, shape="text"), encoder)
+    assert supervised_text(tokenizer, source.sample(0)) == "Sam has 1.<eos>"
+    with pytest.raises(UserError, match="is not of data.shape=pair"):
+        read(jsonl(tmp_path, record, shape="pair"), encoder)
+
+
+def test_nothing_but_bad_records_is_an_error(tmp_path: Path, encoder: Encoder) -> None:
+    with pytest.raises(UserError, match=r"IDLM-0208.*data\.jsonl:1"):
+        read(jsonl(tmp_path, "{", "{", on_bad_record="skip"), encoder)
+
+
+def test_without_a_template_prompt_and_response_are_joined_bare(tokenizer) -> None:
+    encoder = Encoder(tokenizer, mask_token_id=MASK, use_chat_template=False)
+    sample = encoder.pair("Sam has 1", "1-1=0", origin="here")
+    assert np.array_equal(
+        sample.token_ids[~sample.supervised], encode_prompt(tokenizer, "Sam has 1", template="none")
+    )
+    with pytest.raises(UserError, match=r"IDLM-0228.*here begins with two bos"):
+        encoder.pair("<bos>Sam has 1", "1-1=0", origin="here")
+
+
+def test_the_mask_token_is_refused_in_data_and_in_caches(tmp_path: Path, tokenizer, encoder: Encoder) -> None:
+    period = tokenizer.convert_tokens_to_ids(".")
+    strict = Encoder(tokenizer, mask_token_id=period, use_chat_template=True)
+    with pytest.raises(UserError, match=r"IDLM-0206.*line 4"):
+        strict.text("Sam has 1.", origin="line 4")
+    config = jsonl(tmp_path, *({"text": text} for text in ("Sam has 1", "Lea", "Sam has 2.", "Sam.")))
+    read(config, encoder)
+    with pytest.raises(UserError, match=r"IDLM-0206.*data\.jsonl:3 contains"):
+        read(config, strict)
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "private.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"IDLM-0209.*empty"):
+        find_files(path, SUFFIXES["jsonl"])
+
+
+def test_missing_empty_and_damaged_files_are_named(tmp_path: Path, encoder: Encoder) -> None:
+    with pytest.raises(UserError, match=r"IDLM-0209.*absent\.jsonl"):
+        read(DataConfig(path=str(tmp_path / "absent.jsonl")), encoder)
+    with pytest.raises(UserError, match=r"IDLM-0209.*no file matches"):
+        read(DataConfig(path=str(tmp_path / "*.jsonl")), encoder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"IDLM-0209.*has no file that ends in"):
+        read(DataConfig(path=str(tmp_path / "empty")), encoder)
+    with pytest.raises(UserError, match="IDLM-0208"):
+        read(jsonl(tmp_path, ""), encoder)
+    whole = gzip.compress(b"\n".join(json.dumps({"text": f"Sam has {i}."}).encode() for i in range(500)))
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"IDLM-0231.*cut\.jsonl\.gz"):
+        read(DataConfig(path=str(cut), cache_dir=str(tmp_path / "cache"), on_bad_record="skip"), encoder)
+    table = tmp_path / "bad.parquet"
+    table.write_bytes(b"PAR1 but not really PAR1")
+    with pytest.raises(UserError, match=r"IDLM-0231.*bad\.parquet"):
+        read(DataConfig(source="parquet", path=str(table), cache_dir=str(tmp_path / "cache")), encoder)
+
+
+def test_what_may_not_be_read_is_named(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = jsonl(tmp_path, {"text": "Sam has 1."})
+    names = {"open": "data.jsonl", "stat": "data.jsonl", "is_dir": "cache"}
+    for method, name in names.items():
+        original = getattr(Path, method)
+
+        def refusing(
+            path: Path, *args: Any, original: Any = original, name: str = name, **kwargs: Any
+        ) -> Any:
+            if name in path.name or path.parent.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return original(path, *args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, method, refusing)
+            with pytest.raises(UserError, match=rf"IDLM-0237.*{name}.*Permission denied"):
+                read(config, encoder)
+
+
+def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path: Path, encoder: Encoder) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.jsonl"))
+    path.write_text('{"text": "Sam has 1."}')
+    source = read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+    source.sample(0).origin.encode()
+    assert r"a\xff.jsonl:1" in source.sample(0).origin
+
+
+def test_an_array_counts_its_first_lines_and_ends_the_file(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "a.json"
+    for text, says in (
+        ('\n\n[\n{"text": "Sam"}, 3]', r"IDLM-0202.*a\.json:4"),
+        ('[{"text": "Sam"}]\n[]', r"IDLM-0231.*text behind"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=says):
+            read(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), encoder)
+
+
+def test_datasets_that_cannot_be_had_are_named(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "Sam"}])}).save_to_disk(str(saved))
+    with pytest.raises(UserError, match=r"IDLM-0232.*no split 'trian'; did you mean 'train'"):
+        read(DataConfig(source="hf", path=str(saved), split="trian"), encoder)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"IDLM-0232.*someone/somewhere"):
+        read(DataConfig(source="hf", path="someone/somewhere"), encoder)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<think>\nhm\n</think>\n\n4", "4"),
+        ("\n<think></think>4", "4"),
+        ("hm</think>\n4", "4"),
+        ("4", "4"),
+        ("use <think>x</think> tags", "use <think>x</think> tags"),
+    ],
+)
+def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
+    assert without_thinking(text, origin="here") == left
+
+
+def test_a_thought_without_an_end_is_refused() -> None:
+    with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
+        without_thinking("<think>and so on", origin="here")

@@ -1,0 +1,280 @@
+"""Tokenising for hours (issue 13, line 4): its progress is no hang to the watchdog, and what is finished
+survives the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.tasks.tokenizer import save_tokenizer
+from idlm.text.tokenizer import load_tokenizer
+from idlm.train.config.schema import DataConfig, LoopConfig
+from idlm.train.data import build, shards
+from idlm.train.data import open as opening
+from idlm.train.data.base import SOURCES, Encoder
+from idlm.train.data.cache import CachedSource, pack
+from idlm.train.data.layout import Sample
+from idlm.train.data.settings import data_problems
+from idlm.train.loop.liveness import note_progress, progress_count
+from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
+
+TOKENS_PER_SECOND = 296_000
+NUM_RECORDS = 60
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return Encoder(load_tokenizer(directory), mask_token_id=None, use_chat_template=True)
+
+
+def config_of(folder: Path, **changes: Any) -> DataConfig:
+    path = folder / "a.jsonl"
+    if not path.exists():
+        records = [{"prompt": f"Sam has {i}.", "response": "1" * (10 + i % 7)} for i in range(NUM_RECORDS)]
+        records[20]["response"] = ""
+        path.write_text("\n".join(json.dumps(record) for record in records))
+    values = {"on_bad_record": "skip", "cache_dir": str(folder / "cache")} | changes
+    return DataConfig(path=str(path), **values)
+
+
+def read(config: DataConfig, encoder: Encoder) -> CachedSource:
+    source = SOURCES.get("jsonl")(config, encoder)
+    assert isinstance(source, CachedSource)
+    return source
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, *, fails_at: int | None = None, error: Any = None) -> list[int]:
+    """The lines that are encoded from now on; `error` is raised at line `fails_at`."""
+    lines: list[int] = []
+
+    def encode(encoder: Encoder, task: build.Task) -> build.Encoded:
+        lines.append(task[1])
+        if task[1] == fails_at:
+            raise error
+        return original(encoder, task)
+
+    original = build.encode
+    monkeypatch.setattr(build, "encode", encode)
+    return lines
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """A build with shards of about 8 records that Ctrl-C ended at line 50."""
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
+    config = config_of(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        counting(patch, fails_at=50, error=KeyboardInterrupt)
+        read(config, encoder)
+    return config
+
+
+def shard_folders(config: DataConfig) -> list[Path]:
+    return sorted(Path(str(config.cache_dir)).glob("*.shards/*"))
+
+
+def assert_same_cache(found: CachedSource, config: DataConfig, encoder: Encoder, folder: Path) -> None:
+    whole = read(dataclasses.replace(config, cache_dir=str(folder)), encoder)
+    for path in whole.directory.iterdir():
+        assert path.read_bytes() == (found.directory / path.name).read_bytes(), path.name
+
+
+def last_line_of(shard: Path) -> int:
+    return json.loads((shard / shards.RECORDS).read_text())["records"][-1][1]
+
+
+def test_a_killed_build_goes_on_behind_its_last_finished_shard(
+    stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = shard_folders(stopped)
+    assert len(kept) >= 3
+    last_line = last_line_of(kept[-1])
+    with monkeypatch.context() as patch:
+        lines = counting(patch)
+        source = read(stopped, encoder)
+    assert lines == list(range(last_line + 1, NUM_RECORDS + 1))
+    assert source.header["num_skipped"] == 1 and source.num_samples == NUM_RECORDS - 1
+    assert [path.name for path in Path(str(stopped.cache_dir)).iterdir()] == [source.directory.name]
+    assert_same_cache(source, stopped, encoder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_shard_and_those_behind_it_are_tokenised_again(
+    damage: str, stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = shard_folders(stopped)
+    last_line = last_line_of(first)
+    tokens = second / shards.TOKENS
+    content = bytearray(tokens.read_bytes())
+    content[40] ^= 1
+    if damage == "gone":
+        tokens.unlink()
+    else:
+        tokens.write_bytes(content if damage == "flip" else content[:-4])
+    with monkeypatch.context() as patch:
+        lines = counting(patch)
+        source = read(stopped, encoder)
+    assert lines == list(range(last_line + 1, NUM_RECORDS + 1))
+    assert_same_cache(source, stopped, encoder, tmp_path / "whole")
+
+
+def test_a_half_written_shard_is_never_used(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power goes while the second shard is written: it does not exist under its name."""
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
+    config, written = config_of(tmp_path), []
+
+    def write(results: Any, directory: Path) -> None:
+        if written:
+            (directory / shards.TOKENS).write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(directory)
+        original(results, directory)
+
+    original = shards._write
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards, "_write", write)
+        read(config, encoder)
+    assert [path.name for path in shard_folders(config)] == ["000000"]
+    assert_same_cache(read(config, encoder), config, encoder, tmp_path / "whole")
+
+
+def test_shards_outlive_a_full_disk_and_not_refused_data(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
+    config = config_of(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="IDLM-0301"):
+        counting(patch, fails_at=50, error=OSError(28, "No space left on device"))
+        read(config, encoder)
+    assert shard_folders(config)
+    with pytest.raises(UserError, match="IDLM-0204"):
+        read(config_of(tmp_path, on_bad_record="error", cache_dir=str(tmp_path / "other")), encoder)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (64, 8)])
+def test_tokenising_takes_up_to_eight_cores_by_default(
+    cores: int, expected: int, tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few records are not worth the start of processes."""
+    started: list[int] = []
+
+    def by_workers(tasks: Any, encoder: Encoder, num_workers: int) -> Iterator[build.Encoded]:
+        started.append(num_workers)
+        return (build.encode(encoder, task) for task in tasks)
+
+    monkeypatch.setattr(build, "_encoded_by_workers", by_workers)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    config = config_of(tmp_path)
+    assert config.workers is None and data_problems(config, None) == []
+    whole = read(config, encoder)
+    assert started == []
+    monkeypatch.setattr(build, "RECORDS_ALONE", 7)
+    config.cache_dir = str(tmp_path / "again")
+    assert read(config, encoder).digest() == whole.digest()
+    assert started == ([expected] if expected > 1 else [])
+
+
+class Clock:
+    """Seconds that pass only where the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watching(clock: Clock) -> Watchdog:
+    hang_seconds = LoopConfig().hang_seconds
+    return Watchdog(None, rank=0, world_size=1, hang_seconds=hang_seconds, clock=clock)
+
+
+def judged(watchdog: Watchdog) -> Any:
+    watchdog._exchange()
+    return watchdog._judge()
+
+
+def test_tokenising_for_hours_survives_the_default_watchdog(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a simulated clock: 4.5 B tokens at 296 K tokens/s, in records of 75 M."""
+    clock, told = Clock(), []
+    watchdog = watching(clock)
+
+    def encode(encoder: Encoder, task: build.Task) -> build.Encoded:
+        for _ in range(2):
+            clock.now += 75e6 / 2 / TOKENS_PER_SECOND
+            told.append(judged(watchdog))
+        sample = pack(Sample.from_pair([1], [2, 3], origin=task[2]))
+        return build.Encoded(file=task[0], place=task[1], origin=task[2], samples=(sample,))
+
+    monkeypatch.setattr(build, "encode", encode)
+    read(config_of(tmp_path), encoder)
+    assert clock.now == pytest.approx(4.5e9 / TOKENS_PER_SECOND) and clock.now > SLOW_FACTOR * 600
+    assert len(told) == 2 * NUM_RECORDS and not any(told)
+    clock.now += SLOW_FACTOR * watchdog.hang_seconds + 1
+    assert judged(watchdog) is None, "the last record was finished after the last look"
+    clock.now += SLOW_FACTOR * watchdog.hang_seconds + 1
+    assert "hangs" in judged(watchdog)[0], "without progress it is still ended"
+
+
+@pytest.mark.parametrize("is_hanging", [False, True])
+def test_a_rank_that_waits_for_tokenising_moves_as_long_as_that_does(
+    is_hanging: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rank 0 tells every five seconds is all that a waiting rank hears for 4.2 hours."""
+    clock = Clock()
+    watchdog = watching(clock)
+    num_signs = round(4.2 * 3600 / 5)
+    counts = iter([*(1 if is_hanging else 1 + sign for sign in range(num_signs)), 0])
+    told: list[Any] = []
+
+    def highest(value: int) -> int:
+        assert value == 0, "a rank that waits tells of no work of its own"
+        clock.now += opening.SECONDS_BETWEEN_SIGNS
+        told.append(judged(watchdog))
+        return next(counts)
+
+    monkeypatch.setattr(opening, "highest", highest)
+    opening._while_others_wait(None)
+    assert any(told) is is_hanging
+
+
+def test_a_rank_that_tokenises_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def highest(value: int) -> int:
+        told.append(value)
+        return value
+
+    def work() -> None:
+        while len(told) < 2:
+            note_progress()
+
+    monkeypatch.setattr(opening, "highest", highest)
+    monkeypatch.setattr(opening, "SECONDS_BETWEEN_SIGNS", 0.001)
+    before = progress_count()
+    opening._while_others_wait(work)
+    assert before < told[0] < told[1] and told[-1] == 0
+
+
+def test_progress_of_this_process_is_told_to_the_other_ranks() -> None:
+    watchdog = watching(Clock())
+    watchdog._exchange()
+    before = watchdog.seen[0].beat.progress_count
+    note_progress()
+    watchdog._exchange()
+    assert watchdog.seen[0].beat.progress_count == before + 1

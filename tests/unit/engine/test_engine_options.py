@@ -1,0 +1,138 @@
+"""What an engine is built with: numbers of any make, and refusals by code and words."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.cli.plugin_help import describe_decoders
+from idlm.infer.engine import Engine
+from idlm.infer.settings import check_options
+from idlm.infer.sparse.stack import as_options
+from idlm.semantics import Semantics
+from tests.toy import write_toy_checkpoint
+
+MASK_ID, VOCAB = 47, 48
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 64}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_toy_checkpoint(tmp_path_factory.mktemp("toy"))
+    Semantics(mask_token_id=MASK_ID, stride=4).save(directory)
+    return directory
+
+
+def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.fix
+    return caught.value
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", "a\0b", Path("a\0b"), "\ud83d"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    error = _refusal(Engine.from_pretrained, path, **OPTIONS)
+    assert (error.code, f"{path!r} is no path" in error.message) == ("IDLM-0600", True)
+
+
+def test_numbers_of_numpy_are_numbers(checkpoint: Path) -> None:
+    numbers = {"num_pages": np.int64(20), "mask_token_id": np.int32(MASK_ID), "stride": np.uint8(3)}
+    engine = Engine.from_pretrained(checkpoint, "isd", **{**OPTIONS, **numbers})
+    assert engine.generate([[1, 2]], SamplingParams(max_tokens=4))[0].num_forwards
+    settings, decoder_options = check_options("isd", numbers)
+    accelerator = as_options({"mage": {"k": np.int64(64)}})["mage"]
+    request = SamplingParams(decoder_options={"steps": np.int64(2), "threshold": np.float32(0.5)})
+    given = [settings.num_pages, settings.mask_token_id, decoder_options["stride"], accelerator["k"]]
+    assert [type(value) for value in given] == [int] * 4
+    assert [type(value) for value in request.decoder_options.values()] == [int, float]
+    error = _refusal(check_options, "ar", {"num_pages": np.float32(2), "max_num_seqs": np.bool_(True)})
+    assert error.code == "IDLM-0415"
+    assert error.message.count("must be an integer") == 2
+
+
+def test_help_says_that_a_seed_does_not_hold_an_adaptive_stride() -> None:
+    assert "a seed then does not\n    repeat a sampled answer" in describe_decoders()
+
+
+@pytest.mark.parametrize(
+    ("code", "decoder", "options", "words"),
+    [
+        ("IDLM-0102", "idsd", {}, ("'isd'",)),
+        ("IDLM-0102", "isd", {"rejection_strategy": "three"}, ("'tree'", "cold")),
+        ("IDLM-0416", "isd", {"strid": 4}, ("stride",)),
+        ("IDLM-0416", "isd", {"max_num_seq": 4}, ("max_num_seqs",)),
+        ("IDLM-0416", "ar", {"stride": 4}, ("stride",)),
+        ("IDLM-0403", "isd", {"acceptance": "sloppy"}, ("exact", "published")),
+        ("IDLM-0402", "isd", {"stride": 0}, ("stride=0",)),
+        ("IDLM-0415", "ar", {"num_pages": 0}, ("num_pages=0",)),
+        ("IDLM-0415", "ar", {"max_num_seqs": 0}, ("max_num_seqs=0",)),
+        (
+            "IDLM-0415",
+            "ar",
+            {"page_size": 0, "max_num_batched_tokens": 0},
+            ("page_size=0", "max_num_batched_tokens=0"),
+        ),
+        ("IDLM-0415", "ar", {"template": "chat"}, ("template",)),
+        (
+            "IDLM-0415",
+            "ar",
+            {"max_num_seqs": True, "num_pages": True},
+            ("max_num_seqs=True", "num_pages=True"),
+        ),
+        ("IDLM-0415", "ar", {"device": None, "dtype": None}, ("device=None", "dtype=None", "text")),
+        (
+            "IDLM-0415",
+            "ar",
+            {"attention": None, "memory": ["caching"]},
+            ("attention=None", "memory=['caching']"),
+        ),
+        ("IDLM-0102", 5, {}, ("decoder 5",)),
+        ("IDLM-0102", ["ar"], {}, ("decoder ['ar']",)),
+        ("IDLM-0417", "ar", {"device": "tpu9"}, ("tpu9",)),
+        ("IDLM-0417", "ar", {"device": "mps"}, ("mps",)),
+        ("IDLM-0417", "ar", {"device": "meta"}, ("meta",)),
+        ("IDLM-0417", "ar", {"device": "xpu:0"}, ("xpu",)),
+        ("IDLM-0419", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
+        ("IDLM-0420", "ar", {"max_length": 100_000}, ("100000", "512")),
+        ("IDLM-0102", "ar", {"memory": "cacheing"}, ("'caching'",)),
+        ("IDLM-0606", "isd", {"mask_token_id": VOCAB}, (str(VOCAB),)),
+    ],
+)
+def test_bad_engine_options_are_refused(
+    checkpoint: Path, code: str, decoder: str, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    error = _refusal(Engine.from_pretrained, checkpoint, decoder, **{**OPTIONS, **options})
+    assert error.code == code
+    assert all(word in str(error) for word in words), str(error)
+
+
+def test_isd_without_a_mask_id_is_refused(tmp_path: Path) -> None:
+    plain = write_toy_checkpoint(tmp_path / "plain")
+    error = _refusal(Engine.from_pretrained, plain, "isd", stride=2, **OPTIONS)
+    assert error.code == "IDLM-0404"
+    assert Engine.from_pretrained(plain, **OPTIONS).decoder.name == "ar"
+    with pytest.warns(UserWarning, match="trained for"):
+        Engine.from_pretrained(plain, "isd", stride=2, mask_token_id=MASK_ID, **OPTIONS)
+
+
+def test_a_stride_beyond_the_checkpoint_warns_and_within_does_not(checkpoint: Path) -> None:
+    with pytest.warns(UserWarning, match="stride 5 is larger than the 4"):
+        Engine.from_pretrained(checkpoint, "isd", stride=5, **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Engine.from_pretrained(checkpoint, "isd", stride=3, **OPTIONS).decoder.num_masks == 2
+
+
+def test_a_pool_too_small_names_what_is_needed(checkpoint: Path) -> None:
+    engine = Engine.from_pretrained(checkpoint, "ar", num_pages=2, page_size=4, **OPTIONS)
+    error = _refusal(engine.generate, [[1, 2, 3]], SamplingParams(max_tokens=20))
+    assert error.code == "IDLM-0413"
+    assert "8" in error.message
+    assert "num_pages" in error.fix

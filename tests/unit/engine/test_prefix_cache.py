@@ -1,0 +1,400 @@
+"""The prefix cache and the pages under it: keys, eviction, sharing, and the scheduler on a simulated device.
+
+More worlds: `.venv/bin/python -m pytest tests/unit/engine/test_prefix_cache.py -m "slow or not slow"`
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.request import Request
+from idlm.infer.scheduler import Schedule, Scheduler
+from idlm.infer.state import kv_cache
+from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.prefix_cache import PrefixCache
+from tests.prefix_simulation import Simulation, World, simulate
+
+NUM_WORLDS, NUM_MORE_WORLDS = 60, 2_000
+PAGE = 4
+
+
+def _cache(*namespace: str) -> PrefixCache:
+    return PrefixCache(namespace, page_size=PAGE)
+
+
+def _pool(cache: PrefixCache | None, *, num_pages: int = 8, num_lanes: int = 4) -> PagePool:
+    return PagePool(
+        num_pages=num_pages,
+        page_size=PAGE,
+        num_lanes=num_lanes,
+        max_slots=64,
+        device=torch.device("cpu"),
+        cache=cache,
+    )
+
+
+def _keys(cache: PrefixCache, token_ids: Sequence[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    for start in range(0, len(token_ids) - PAGE + 1, PAGE):
+        keys.append(cache.key(keys[-1] if keys else cache.root, token_ids[start : start + PAGE]))
+    return keys
+
+
+def _store(pool: PagePool, lane: int, token_ids: Sequence[int]) -> list[int]:
+    """Put a text into the lane's pages and commit all of it; its pages."""
+    cache = pool.cache
+    assert cache is not None
+    keys = _keys(cache, token_ids)
+    shared = cache.chain(keys)
+    assert pool.reserve(lane, len(token_ids), shared)
+    for place in range(len(shared), len(keys)):
+        parent = keys[place - 1] if place else cache.root
+        tokens = token_ids[place * PAGE : (place + 1) * PAGE]
+        pool.commit(lane, keys[place], parent, tokens, is_written=True)
+    return [pool.page(lane, place) for place in range(pool.num_owned(lane))]
+
+
+def _world(seed: int) -> World:
+    dice = random.Random(seed)
+    page_size, stride = dice.choice((1, 2, 3, 4, 5)), dice.choice((1, 2, 4))
+    longest = -(-(24 + 14 + 2 * stride) // page_size) + 1
+    return World(
+        page_size=page_size,
+        num_pages=longest + dice.choice((0, 1, 4, 20)),
+        num_lanes=dice.choice((1, 2, 4, 6)),
+        stride=stride,
+        max_num_batched_tokens=dice.choice((1, 3, 7, 30)),
+        num_inflight_steps=dice.choice((0, 1, 3)),
+        invalidate=dice.random() < 0.5,
+    )
+
+
+def test_a_page_is_found_behind_its_own_beginning_only() -> None:
+    """Two different beginnings, then page for page the same tokens."""
+    cache = _cache("m")
+    pool = _pool(cache)
+    same = [5, 6, 7, 8, 9, 9, 9, 9]
+    _store(pool, 0, [1, 2, 3, 4, *same])
+    assert cache.chain(_keys(cache, [1, 2, 3, 3, *same])) == []
+    assert cache.chain(_keys(cache, same)) == []
+    assert len(cache.chain(_keys(cache, [1, 2, 3, 4, *same, 1, 1, 1, 1]))) == 3
+    assert len(cache.chain(_keys(cache, [1, 2, 3, 4, *same[:4], 9, 9, 9, 8]))) == 2
+    first = cache.key(cache.root, [1, 2, 3, 4])
+    assert cache.nearest(first, [5, 6, 7, 7])[1] == 3
+    assert cache.nearest(cache.key(cache.root, [1, 2, 3, 3]), [5, 6, 7, 8]) == (-1, 0)
+
+
+def test_a_key_says_model_page_size_and_every_token() -> None:
+    keys = {
+        cache.key(parent, token_ids)
+        for cache in (_cache("m"), _cache("n"), _cache("m", "n"), PrefixCache(("m",), page_size=3))
+        for parent in (cache.root, cache.key(cache.root, [1, 2, 3, 4]))
+        for token_ids in ([1, 2, 3, 4], [1, 2, 4, 3], [1, 2, 3, 4 + (1 << 32)], [0, 2, 3, 4], [0, 1, 2, 3])
+    }
+    assert len(keys) == 4 * 2 * 5
+    assert {len(key) for key in keys} == {32}
+    assert _cache("m").key(_cache("m").root, [7] * PAGE) == _cache("m").key(_cache("m").root, [7] * PAGE)
+
+
+def test_the_nearest_page_is_the_one_with_the_longest_common_beginning() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        cache = _cache()
+        texts = {tuple(dice.randrange(3) for _ in range(PAGE)) for _ in range(dice.randint(0, 12))}
+        for page, text in enumerate(texts):
+            cache.insert(cache.key(cache.root, text), cache.root, text, page, is_written=True)
+        wanted = [dice.randrange(3) for _ in range(dice.randint(1, PAGE))]
+        common = {
+            text: next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), len(wanted))
+            for text in texts
+        }
+        page, num_equal = cache.nearest(cache.root, wanted)
+        assert num_equal == max(common.values(), default=0)
+        assert page == -1 if num_equal == 0 else common[list(texts)[page]] == num_equal
+
+
+def test_the_longest_unused_goes_first_and_leaves_before_their_parents() -> None:
+    cache = _cache()
+    pool = _pool(cache, num_pages=6)
+    old = _store(pool, 0, [1] * 8)
+    new = _store(pool, 1, [1] * 4 + [2] * 8)
+    assert new[0] == old[0]
+    pool.release(0)
+    pool.release(1)
+    assert pool.num_free == 6
+    assert cache.num_evictable == 4
+    assert pool.reserve(2, 3 * PAGE)
+    pool.check()
+    assert cache.chain(_keys(cache, [1] * 8)) == old[:1], "the page that rested longest, and no other"
+    assert cache.chain(_keys(cache, [1] * 4 + [2] * 8)) == new
+    assert pool.reserve(2, 6 * PAGE)
+    assert not pool.reserve(3, 1)
+    pool.check()
+    assert not cache.pages
+    pool.release(2)
+    pool.check()
+
+
+def test_pages_that_are_held_are_not_counted_as_free() -> None:
+    cache = _cache()
+    pool = _pool(cache, num_pages=4)
+    pages = _store(pool, 0, [1] * 8)
+    assert pool.num_free == 2
+    assert not pool.reserve(1, 5 * PAGE, pages)
+    assert pool.reserve(1, 4 * PAGE, pages)
+    assert pool.num_free == 0
+    pool.release(0)
+    assert pool.num_free == 0
+    pool.release(1)
+    assert pool.num_free == 4
+    # Pages that rest are free, but not beside themselves.
+    assert not pool.reserve(2, 5 * PAGE, pages)
+    pool.check()
+
+
+def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
+    cache = _cache()
+    pool = _pool(cache, num_lanes=2)
+    text = [3] * 8
+    keys = _keys(cache, text)
+    assert pool.reserve(0, 12)
+    assert pool.reserve(1, 12)
+    for lane in (0, 1, 0, 1):
+        place = pool.num_cached(lane)
+        pool.commit(lane, keys[place], keys[place - 1] if place else cache.root, text[:PAGE], is_written=True)
+        pool.check()
+    assert [pool.page(0, place) for place in (0, 1)] == [pool.page(1, place) for place in (0, 1)]
+    assert pool.page(0, 2) != pool.page(1, 2)
+    assert pool.num_free == 8 - 4
+    assert pool.block_table_ZP[:2, :3].tolist() == [[pool.page(z, p) for p in range(3)] for z in (0, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_pages_are_copied_in_all_layers_and_no_other_is_touched(
+    at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page that was copied is written by a later copy."""
+    monkeypatch.setattr(kv_cache, "MAX_PAGES_PER_COPY", at_once)
+    cache = KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
+    for slots in (cache.keys, cache.values):
+        slots.copy_(torch.randn(slots.shape))
+    before = [slots.float().clone().view(3, 5, -1) for slots in (cache.keys, cache.values)]
+    cache.copy_pages([], PAGE)
+    cache.copy_pages([(1, 3), (4, 4), (2, 1)], PAGE)
+    for old, slots in zip(before, (cache.keys, cache.values), strict=True):
+        assert torch.equal(slots.float().view(3, 5, -1), old[:, [0, 2, 2, 1, 4]])
+
+
+def test_every_read_finds_its_own_text() -> None:
+    """Small pages and pools, late results, aborts, failures, samples; the simulation says what is checked."""
+    totals: dict[str, int] = {"preemptions": 0, "in_pass": 0}
+    for seed in range(NUM_WORLDS):
+        simulation = simulate(_world(seed), seed)
+        assert simulation.pool.cache is not None
+        for name in ("num_hit_tokens", "num_copied", "num_evicted"):
+            totals[name] = totals.get(name, 0) + getattr(simulation.pool.cache.counts, name)
+        totals["preemptions"] += simulation.scheduler.num_preemptions
+        totals["in_pass"] += simulation.num_shared_writes
+    assert min(totals.values()) > 50, totals
+
+
+@pytest.mark.slow
+def test_every_read_finds_its_own_text_in_many_worlds() -> None:
+    for seed in range(NUM_WORLDS, NUM_WORLDS + NUM_MORE_WORLDS):
+        simulate(_world(seed), seed)
+
+
+def test_without_a_cache_nothing_is_shared() -> None:
+    world = World(
+        page_size=4,
+        num_pages=14,
+        num_lanes=4,
+        stride=4,
+        max_num_batched_tokens=7,
+        num_inflight_steps=3,
+        has_cache=False,
+    )
+    simulation = simulate(world, 0)
+    assert simulation.num_shared_writes == 0
+    assert all(request.num_cached_tokens == 0 for request in simulation.finished)
+
+
+def test_samples_of_one_prompt_share_its_pages_in_the_pass_that_stores_it() -> None:
+    world = World(
+        page_size=4, num_pages=64, num_lanes=8, stride=4, max_num_batched_tokens=100, num_inflight_steps=3
+    )
+    simulation = Simulation(world, random.Random(0), max_length=40)
+    prompt_ids = [i % 3 for i in range(19)]
+    simulation.add(prompt_ids, seed=0, num_samples=8)
+    simulation.step()
+    assert [request.num_cached_tokens for request in simulation.active] == [0, *[16] * 7]
+    assert simulation.num_passes == 1
+    assert len({simulation.pool.page(lane, 3) for lane in range(8)}) == 1
+    assert len({simulation.pool.page(lane, 4) for lane in range(8)}) == 8
+
+
+def test_a_preempted_sequence_comes_back_to_its_own_pages() -> None:
+    """What it had is found again unless it was needed: fewer tokens are fed again than without a cache."""
+    fed = {}
+    for has_cache in (True, False):
+        world = World(
+            page_size=2,
+            num_pages=26,
+            num_lanes=4,
+            stride=2,
+            max_num_batched_tokens=30,
+            num_inflight_steps=0,
+            has_cache=has_cache,
+        )
+        simulation = Simulation(world, random.Random(5), max_length=40)
+        for i in range(8):
+            simulation.add([10 + i] * 16, seed=i)
+        while simulation.active:
+            simulation.step()
+        assert simulation.scheduler.num_preemptions > 0
+        fed[has_cache] = simulation.num_fed - 8 * 16
+    assert fed[True] < 0.8 * fed[False], fed
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: list[Plant] = []
+
+
+def fault(plant: Plant) -> Plant:
+    """Enter a fault that a prefix cache can have."""
+    FAULTS.append(plant)
+    return plant
+
+
+@fault
+def key_without_its_parent(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.key
+    patch.setattr(PrefixCache, "key", lambda self, parent, token_ids: original(self, b"", token_ids))
+
+
+@fault
+def the_pending_token_is_taken_from_the_cache(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._sit
+
+    def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
+        is_seated = original(self, request, num_slots, schedule)
+        request.num_computed += request.num_computed == request.num_known - 1
+        return is_seated
+
+    patch.setattr(Scheduler, "_allocate", sit)
+
+
+@fault
+def a_page_is_committed_with_its_last_slot_pending(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._commit
+
+    def commit(self: Scheduler, request: Request, num_computed: int, **options: Any) -> None:
+        original(self, request, min(num_computed + 1, request.num_known), **options)
+
+    patch.setattr(Scheduler, "_commit", commit)
+
+
+@fault
+def a_partly_equal_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._sit
+
+    def sit(self: Scheduler, *arguments: Any) -> bool:
+        is_seated = original(self, *arguments)
+        arguments[-1].copies.clear()
+        return is_seated
+
+    patch.setattr(Scheduler, "_allocate", sit)
+
+
+@fault
+def a_page_that_this_pass_writes_is_copied(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.insert
+
+    def insert(self: PrefixCache, *arguments: Any, is_written: bool) -> None:
+        original(self, *arguments, is_written=True)
+
+    patch.setattr(PrefixCache, "insert", insert)
+
+
+@fault
+def one_more_token_is_called_equal(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.nearest
+
+    def nearest(self: PrefixCache, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
+        page, num_equal = original(self, parent, token_ids)
+        return page, min(num_equal + 1, len(token_ids)) if num_equal else 0
+
+    patch.setattr(PrefixCache, "nearest", nearest)
+
+
+@fault
+def evicted_pages_are_still_found(patch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.evict
+
+    def evict(self: PrefixCache) -> int:
+        entry = self._by_page[next(iter(self._evictable))]
+        page = original(self)
+        self._by_key[entry.key] = entry
+        return page
+
+    patch.setattr(PrefixCache, "evict", evict)
+
+
+@fault
+def pages_rest_from_the_first_to_the_last(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool.release
+
+    def release(self: PagePool, lane: int, *, invalidate: bool = False) -> None:
+        self._owned[lane].reverse()
+        original(self, lane, invalidate=invalidate)
+
+    patch.setattr(PagePool, "release", release)
+
+
+@fault
+def shared_pages_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool._incref
+
+    def hold(self: PagePool, lane: int, place: int, page: int) -> None:
+        is_shared = self._num_refs[page] > 0
+        original(self, lane, place, page)
+        self._num_refs[page] -= is_shared
+
+    patch.setattr(PagePool, "_incref", hold)
+
+
+@fault
+def a_page_to_be_written_is_given_up_for_anothers(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._commit
+
+    def commit(self: Scheduler, request: Request, num_computed: int, *, is_written: bool = True) -> None:
+        assert self.pool.cache is not None
+        assert request.lane is not None
+        keys = self._page_keys(request, num_computed // self.pool.page_size)
+        is_here = any(self.pool.cache.page_of(key) for key in keys[self.pool.num_cached(request.lane) :])
+        original(self, request, num_computed, is_written=is_written or is_here)
+
+    patch.setattr(Scheduler, "_commit", commit)
+
+
+@fault
+def the_cache_outlives_a_failed_pass(patch: pytest.MonkeyPatch) -> None:
+    def reset(self: PagePool) -> None:
+        for lane in range(len(self._owned)):
+            self.release(lane)
+
+    patch.setattr(PagePool, "reset", reset)
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_the_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in range(NUM_WORLDS):
+            simulate(_world(seed), seed)

@@ -1,0 +1,325 @@
+"""What tells model families apart: the traps of loading by number (shared facts, section 8), each refused or
+read right.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.errors import UserError
+from idlm.infer.cli.generate import generate
+from idlm.infer.models import fp8, weights
+from idlm.infer.models.base import FAMILIES
+from idlm.infer.models.dense import weight_targets
+from idlm.infer.models.loader import load_model
+from idlm.infer.models.moe import make_trunk
+from idlm.infer.models.shards import Shards
+from idlm.semantics import Semantics
+from tests.numerics.llada2_reference import CONFIG as LLADA2
+from tests.numerics.llada2_reference import random_tensors
+from tests.unit.models.test_loader import CONFIG as DENSE
+from tests.unit.models.test_loader import refused
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 5,
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": DENSE,
+    "SDARForCausalLM": DENSE | {"model_type": "sdar"},
+    "Qwen3MoeForCausalLM": DENSE | EXPERTS | {"model_type": "qwen3_moe"},
+    "SDARMoeForCausalLM": DENSE | EXPERTS | {"model_type": "sdar_moe"},
+    "Fast_dLLM_QwenForCausalLM": DENSE | {"model_type": "Fast_dLLM_Qwen", "bd_size": 8, "mask_token_id": 9},
+    "LLaDA2MoeModelLM": LLADA2,
+}
+BLOCKS = Semantics(causality="block", logit_shift=False, block_size=4, mask_token_id=9)
+NEEDS_WORDS = ("SDARForCausalLM", "SDARMoeForCausalLM")
+
+
+def write(directory: Path, architecture: str, **changes: Any) -> Path:
+    """A random checkpoint of a family; a change to `REMOVED` takes the field out."""
+    config = CONFIGS[architecture] | {"architectures": [architecture]}
+    if architecture == "LLaDA2MoeModelLM":
+        stored = random_tensors(config)
+    else:
+        family = FAMILIES.get(architecture)
+        trunk = make_trunk(family.spec(config), device=torch.device("meta"), dtype=torch.float32)
+        targets = weight_targets(trunk, family.tensor_names)
+        stored = {name: torch.randn(target.shape) for name, target in targets.items()}
+    directory.mkdir(exist_ok=True)
+    save_file(stored, directory / "model.safetensors")
+    written = {key: value for key, value in (config | changes).items() if value != "REMOVED"}
+    (directory / "config.json").write_text(json.dumps(written))
+    return directory
+
+
+@pytest.mark.parametrize("architecture", NEEDS_WORDS)
+def test_trap_01_sdar_does_not_load_until_somebody_says_how_it_decodes(
+    architecture: str, tmp_path: Path
+) -> None:
+    write(tmp_path, architecture)
+    refused(tmp_path, "IDLM-0605", "does not say how it decodes", "idlm_config.json")
+    assert load_model(tmp_path, device="cpu", semantics=BLOCKS).semantics == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "words"),
+    [
+        ("LLaDAModelLM", "llada", "LLaDA-8B"),
+        ("LLaDAMoEModelLM", "llada", "LLaDA-MoE"),
+        ("DreamModel", "Dream", "Dream"),
+        ("DreamForCausalLM", "Dream", "known are"),
+        ("BailingMoeV2ForCausalLM", "llada2_moe", "known are"),
+    ],
+)
+def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refused(
+    architecture: str, model_type: str, words: str, tmp_path: Path
+) -> None:
+    """LLaDA-8B, LLaDA-MoE and Dream by name: what decodes whole canvases has traps of its own."""
+    write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type=model_type)
+    full = ("full diffusion",) if words != "known are" else ()
+    refused(tmp_path, "IDLM-0601", architecture, words, "LLaDA2MoeModelLM", *full)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("LLaDA2MoeModelLM", "bailing_moe_v2"),
+        ("LLaDA2MoeModelLM", "llada"),
+        ("Fast_dLLM_QwenForCausalLM", "qwen2"),
+        ("SDARMoeForCausalLM", "qwen3_moe"),
+        ("Qwen3MoeForCausalLM", "sdar_moe"),
+    ],
+)
+def test_trap_02_architecture_and_model_type_must_go_together(
+    architecture: str, model_type: str, tmp_path: Path
+) -> None:
+    write(tmp_path, architecture, model_type=model_type)
+    refused(tmp_path, "IDLM-0615", architecture, model_type)
+
+
+def test_trap_03_every_family_says_which_row_predicts_a_token(tmp_path: Path) -> None:
+    meanings = {
+        name: load_model(write(tmp_path / name, name), device="cpu").semantics
+        for name in CONFIGS
+        if name not in NEEDS_WORDS
+    }
+    found = {name: (m.causality, m.logit_shift, m.block_size) for name, m in meanings.items()}
+    assert found == {
+        "Qwen3ForCausalLM": ("causal", True, None),
+        "Qwen3MoeForCausalLM": ("causal", True, None),
+        "Fast_dLLM_QwenForCausalLM": ("block", True, 8),
+        "LLaDA2MoeModelLM": ("block", False, 32),
+    }
+
+
+@pytest.mark.parametrize("architecture", ["Fast_dLLM_QwenForCausalLM", "LLaDA2MoeModelLM"])
+@pytest.mark.parametrize("is_written", [True, False])
+def test_trap_03_what_an_architecture_cannot_be_is_refused(
+    architecture: str, is_written: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, architecture)
+    right = load_model(tmp_path, device="cpu").semantics
+    wrong = Semantics(causality="causal", logit_shift=not right.logit_shift, mask_token_id=9)
+    if is_written:
+        wrong.save(tmp_path)
+    refused(
+        tmp_path, "IDLM-0616", "causality='causal'", "logit_shift", semantics=None if is_written else wrong
+    )
+
+
+def test_trap_07_published_ids_and_a_mask_that_stops(tmp_path: Path) -> None:
+    fast = FAMILIES.get("Fast_dLLM_QwenForCausalLM").semantics({"bd_size": 32})
+    llada = FAMILIES.get("LLaDA2MoeModelLM").semantics({})
+    assert (fast.mask_token_id, fast.stop_token_ids) == (151_665, (151_645,))
+    assert (llada.mask_token_id, llada.stop_token_ids) == (156_895, (156_892, 156_900))
+    with pytest.raises(UserError, match="stop_token_ids") as caught:
+        Semantics(mask_token_id=156_895, stop_token_ids=(156_892, 156_895))
+    assert caught.value.code == "IDLM-0304"
+    write(tmp_path, "LLaDA2MoeModelLM", mask_token_id="REMOVED")
+    refused(tmp_path, "IDLM-0606", "mask_token_id=156895", "97 embedding rows")
+
+
+@pytest.mark.parametrize("block_size", [None, 0, 2.5, True])
+def test_blocks_have_a_size(block_size: Any) -> None:
+    with pytest.raises(UserError, match="block_size"):
+        Semantics(causality="block", block_size=block_size)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_trap_09_no_family_guesses_the_base_period(architecture: str, tmp_path: Path) -> None:
+    write(tmp_path, architecture, rope_parameters="REMOVED", rope_theta="REMOVED")
+    refused(tmp_path, "IDLM-0604", "rope_theta=None")
+
+
+def test_trap_09_head_dim_is_never_width_by_heads() -> None:
+    for architecture in ("Qwen3ForCausalLM", "SDARForCausalLM", "Qwen3MoeForCausalLM", "SDARMoeForCausalLM"):
+        config = {key: value for key, value in CONFIGS[architecture].items() if key != "head_dim"}
+        assert FAMILIES.get(architecture).spec(config).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"rotary_dim": 6},
+        {"partial_rotary_factor": "REMOVED", "rotary_dim": "REMOVED"},
+        {"partial_rotary_factor": "REMOVED", "rotary_dim": 7},
+        {"partial_rotary_factor": "REMOVED", "rotary_dim": 14},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, "rotary_dim": 8},
+    ],
+)
+def test_trap_09_the_rotated_part_of_a_head_is_said_and_agrees(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM", **changes)
+    refused(tmp_path, "IDLM-0604", "rotary_dim" if "rope_scaling" not in changes else "yarn")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"partial_rotary_factor": "REMOVED"}, {"rotary_dim": "REMOVED"}, {"rope_parameters": "in there"}],
+)
+def test_trap_09_either_word_for_the_rotated_part_will_do(changes: dict[str, Any], tmp_path: Path) -> None:
+    if "rope_parameters" in changes:
+        rope = {"rope_type": "default", "rope_theta": 600.0, "partial_rotary_factor": 2 / 3}
+        gone = dict.fromkeys(("partial_rotary_factor", "rotary_dim", "rope_theta"), "REMOVED")
+        changes = {**gone, "rope_parameters": rope}
+    spec = load_model(write(tmp_path, "LLaDA2MoeModelLM", **changes), device="cpu").spec
+    assert spec.rotary_dim == 8 and spec.rope_inv_freq[4:] == (0.0, 0.0)
+
+
+def test_trap_12_sdar_moe_must_say_that_its_router_normalises(tmp_path: Path) -> None:
+    write(tmp_path, "SDARMoeForCausalLM", norm_topk_prob="REMOVED")
+    refused(tmp_path, "IDLM-0604", "norm_topk_prob", semantics=BLOCKS)
+
+
+def test_trap_13_an_untied_model_without_its_head_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "SDARForCausalLM")
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["lm_head.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    refused(tmp_path, "IDLM-0603", "1 missing: lm_head.weight", semantics=BLOCKS)
+
+
+def test_trap_14_llada2_fills_no_field_in(tmp_path: Path) -> None:
+    free = {"architectures", "model_type", "dtype", "mask_token_id", "score_function"}
+    either = {"partial_rotary_factor", "rotary_dim"}
+    for field in LLADA2.keys() - free - either:
+        config = {key: value for key, value in LLADA2.items() if key != field}
+        with pytest.raises(UserError, match=field) as caught:
+            FAMILIES.get("LLaDA2MoeModelLM").spec(config)
+        assert caught.value.code == "IDLM-0604"
+
+
+@pytest.mark.parametrize("is_said", [True, False, None])
+def test_trap_14_the_tensors_say_whether_llada2_normalises_queries(
+    is_said: bool | None, tmp_path: Path
+) -> None:
+    changes = {} if is_said is None else {"use_qk_norm": is_said}
+    write(tmp_path, "LLaDA2MoeModelLM", **changes)
+    assert load_model(tmp_path, device="cpu").spec.qk_norm
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in stored.items() if "y_layernorm" not in name},
+        tmp_path / "model.safetensors",
+    )
+    if is_said:
+        refused(tmp_path, "IDLM-0603", "6 missing", "query_layernorm")
+    else:
+        assert not load_model(tmp_path, device="cpu").spec.qk_norm
+
+
+def test_a_qwen2_file_under_a_qwen3_config_is_refused_by_tensor(tmp_path: Path) -> None:
+    write(tmp_path, "Fast_dLLM_QwenForCausalLM", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    refused(tmp_path, "IDLM-0603", "q_norm.weight", "q_proj.bias")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok=5"),
+        ("Qwen3MoeForCausalLM", {"num_local_experts": 8}, "num_local_experts=8"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": 1}, "mlp_only_layers=1"),
+        ("LLaDA2MoeModelLM", {"n_group": 5}, "n_group=5"),
+        ("LLaDA2MoeModelLM", {"topk_group": 5}, "topk_group=5"),
+        ("LLaDA2MoeModelLM", {"num_experts_per_tok": 7}, "num_experts_per_tok=7"),
+        ("LLaDA2MoeModelLM", {"score_function": "softmax"}, "score_function='softmax'"),
+        ("LLaDA2MoeModelLM", {"router_dtype": "bf16"}, "router_dtype='bf16'"),
+        ("LLaDA2MoeModelLM", {"use_bias": True}, "use_bias=True"),
+        ("Fast_dLLM_QwenForCausalLM", {"bd_size": "REMOVED"}, "bd_size"),
+    ],
+)
+def test_configs_no_router_can_follow_are_refused(
+    architecture: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write(tmp_path, architecture, **changes)
+    refused(tmp_path, "IDLM-0604", words)
+
+
+def test_what_a_model_with_experts_cannot_do_yet_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM")
+    with pytest.raises(UserError, match="IDLM-0617"):
+        fp8.quantise(load_model(tmp_path, device="cpu").trunk)
+
+
+def test_experts_that_ranks_cannot_share_evenly_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "Qwen3MoeForCausalLM", num_experts=3)
+    refused(tmp_path, "IDLM-0423", "num_experts=3", shards=Shards(rank=0, size=2))
+
+
+def test_describe_names_decoder_and_accelerators_and_refuses_misspelt_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM")
+    base = [f"model={tmp_path}", "describe=true"]
+    assert generate([*base, "decoder.steps=2", "accelerator=[mage]", "accelerator.mage.k=7"]) == 0
+    told = capsys.readouterr().out
+    assert "decoder     block(strategy='low_confidence_dynamic'" in told
+    assert "steps=2" in told
+    assert "accelerator mage(k=7, exact_layers=2)" in told
+    for code, arguments in (
+        ("IDLM-0102", ["accelerator=[maeg]"]),
+        ("IDLM-0102", ["decoder=blok"]),
+        ("IDLM-0416", ["decoder.step=2"]),
+        ("IDLM-0451", ["decoder.sub_block_size=5"]),
+        ("IDLM-0452", ["decoder=ar"]),
+        ("IDLM-0415", ["num_pages=0"]),
+    ):
+        with pytest.raises(UserError, match=code):
+            generate([*base, *arguments])
+
+
+def test_describe_says_what_was_understood_without_reading_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM")
+    stored = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.0.attention.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(stored | extra, tmp_path / "model.safetensors")
+    monkeypatch.setattr(weights, "copy", None)
+    assert generate([f"model={tmp_path}", "describe=true"]) == 0
+    told = capsys.readouterr().out
+    numbers = sum(tensor.numel() for tensor in stored.values())
+    for words in (
+        "LLaDA2MoeModelLM (llada2)",
+        "from the family",
+        "causality='block'",
+        "block_size=32",
+        "dtype=float32",
+        "rotary_dim=8",
+        "num_experts=12",
+        f"{len(stored)} read, {numbers:,} numbers",
+        "ignored     model.layers.0.attention.rotary_emb.inv_freq",
+        "in 9 tensors",
+    ):
+        assert words in told, words

@@ -1,0 +1,152 @@
+"""Checkpoint files whose values are of another type, or no numbers to compute with: refused by code and name,
+never a traceback and never other arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.runtime.memory_check import translate_memory_errors
+from idlm.semantics import FILE_NAME
+from tests.toy import write_toy_checkpoint
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 32, "max_num_seqs": 2}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_toy_checkpoint(tmp_path / "model")
+
+
+def _refusal(directory: Path, decoder: str | None = None, **options: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        Engine.from_pretrained(directory, decoder, **{**OPTIONS, **options})
+    assert caught.value.fix
+    return caught.value
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | changes))
+
+
+@pytest.mark.parametrize("decoder", ["ar", "isd"])
+def test_token_causal_decoding_needs_rows_that_predict_the_next_token(checkpoint: Path, decoder: str) -> None:
+    meaning = {"causality": "causal", "logit_shift": False, "mask_token_id": 3, "stride": 2}
+    (checkpoint / FILE_NAME).write_text(json.dumps(meaning))
+    error = _refusal(checkpoint, decoder)
+    assert error.code == "IDLM-0452"
+    assert "logit_shift=False" in error.message
+
+
+@pytest.mark.parametrize(
+    ("meaning", "words"),
+    [
+        ({"logit_shift": "no"}, "logit_shift='no'"),
+        ({"logit_shift": None}, "logit_shift=None"),
+        ({"stride": "4"}, "stride='4'"),
+        ({"stride": [4], "mask_token_id": "3"}, "mask_token_id='3'"),
+    ],
+)
+def test_semantics_of_another_type_are_named(checkpoint: Path, meaning: dict[str, Any], words: str) -> None:
+    (checkpoint / FILE_NAME).write_text(json.dumps(meaning))
+    error = _refusal(checkpoint)
+    assert error.code == "IDLM-0304"
+    assert words in error.message
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"stride": ' + "9" * 5000 + "}"])
+def test_semantics_that_cannot_be_parsed_are_told(checkpoint: Path, text: str) -> None:
+    (checkpoint / FILE_NAME).write_text(text)
+    assert _refusal(checkpoint).code == "IDLM-0303"
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("given", [[[1]], {}, "x", True, 9.0, -1])
+def test_an_end_of_sequence_that_is_no_id_is_named(checkpoint: Path, file: str, given: Any) -> None:
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
+    _edit(checkpoint / file, eos_token_id=given)
+    error = _refusal(checkpoint)
+    assert error.code == "IDLM-0216"
+    assert f"eos_token_id in {file} is {given!r}" in error.message
+
+
+@pytest.mark.parametrize("given", [5, [5, 7]])
+def test_a_checkpoint_without_a_tokenizer_still_says_where_answers_end(checkpoint: Path, given: Any) -> None:
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
+    _edit(checkpoint / "config.json", eos_token_id=given)
+    answer = Engine.from_pretrained(checkpoint, **OPTIONS).generate([[1, 2]])[0]
+    assert answer.finish_reason == "length" or answer.token_ids[-1] in (5, 7)
+    _edit(checkpoint / "generation_config.json", eos_token_id=None)
+    assert Engine.from_pretrained(checkpoint, **OPTIONS)._parts.eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": 5}, "layer_types=5"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention'"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": math.nan}}, "rope_theta=nan"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": math.inf}}, "rope_theta=inf"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta=1000"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e300}}, "not above 0"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": math.nan}}, "not above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": math.inf}}, "factor"),
+    ],
+)
+def test_configs_that_give_no_numbers_are_refused(
+    checkpoint: Path, changes: dict[str, Any], words: str
+) -> None:
+    _edit(checkpoint / "config.json", **changes)
+    error = _refusal(checkpoint)
+    assert error.code == "IDLM-0604"
+    assert words in error.message
+
+
+def test_integers_are_no_weights(checkpoint: Path) -> None:
+    stored = load_file(checkpoint / "model.safetensors")
+    stored["model.layers.0.mlp.up_proj.weight"] = stored["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+    save_file(stored, checkpoint / "model.safetensors")
+    error = _refusal(checkpoint)
+    assert error.code == "IDLM-0603"
+    assert "1 not floating point: model.layers.0.mlp.up_proj.weight holds I8" in error.message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_pages": 50_000_000}, "num_pages=50000000"),
+        ({"num_pages": 10**11}, "num_pages=100000000000"),
+        ({"max_num_seqs": 10**11}, "max_num_seqs=100000000000"),
+        ({"max_length": None}, "max_length=1000000000000"),
+    ],
+)
+def test_what_can_never_fit_is_refused_before_it_is_asked_for(
+    checkpoint: Path, options: dict[str, Any], words: str
+) -> None:
+    _edit(checkpoint / "config.json", max_position_embeddings=10**12)
+    error = _refusal(checkpoint, **options)
+    assert error.code == "IDLM-0405"
+    assert words in error.message
+
+
+def test_an_allocation_that_fails_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_out(*_: Any, **__: Any) -> None:
+        torch.empty(2**61, dtype=torch.float32)
+
+    monkeypatch.setattr("idlm.infer.build.KVCache", runs_out)
+    assert _refusal(checkpoint).code == "IDLM-0405"
+    with pytest.raises(RuntimeError, match="something else"), translate_memory_errors(torch.device("cpu")):
+        raise RuntimeError("something else")

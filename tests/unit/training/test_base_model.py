@@ -1,0 +1,121 @@
+"""A base is loaded whole or refused: transformers would fill what is missing with random numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from idlm.checkpoint import MANIFEST
+from idlm.errors import UserError
+from idlm.train.model.generation_config import read_generation_config
+from idlm.train.model.load import load_base
+
+TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def _weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        path.unlink()
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return apply
+
+
+def _bytes(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        content = (directory / name).read_bytes()
+        (directory / name).unlink()
+        (directory / name).write_bytes(change(content))
+
+    return apply
+
+
+def _config(**values: object) -> Callable[[Path], None]:
+    return _bytes("config.json", lambda old: json.dumps({**json.loads(old), **values}).encode())
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        (_weights(lambda tensors: tensors.pop(NAME)), "IDLM-0541", NAME),
+        (_weights(lambda tensors: tensors.update(surplus=torch.zeros(2))), "IDLM-0541", "surplus"),
+        (
+            _weights(lambda tensors: tensors.update({NAME: torch.zeros(2, 2)})),
+            "IDLM-0541",
+            "cannot be loaded",
+        ),
+        (_bytes("model.safetensors", lambda old: old[: len(old) // 2]), "IDLM-0541", "Safetensor"),
+        (_bytes("model.safetensors", lambda old: b""), "IDLM-0541", "cannot be loaded"),
+        (_bytes("config.json", lambda old: old[:-9]), "IDLM-0303", "config.json"),
+        (_config(model_type="no_such_model"), "IDLM-0541", "no_such_model"),
+        (_config(num_hidden_layers=5, layer_types=None), "IDLM-0541", "missing"),
+        (_config(num_hidden_layers=3, layer_types=None), "IDLM-0541", "not used"),
+        (lambda directory: (directory / "model.safetensors").unlink(), "IDLM-0541", "safetensors"),
+        (lambda directory: (directory / "config.json").unlink(), "IDLM-0501", "config.json"),
+    ],
+)
+def test_damaged_bases_are_refused_by_name(
+    tmp_path: Path, damage: Callable[[Path], None], code: str, words: str
+) -> None:
+    directory = tmp_path / "base"
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns(MANIFEST))
+    damage(directory)
+    with pytest.raises(UserError, match=code) as caught:
+        load_base(str(directory), attention="idlm_sdpa", dtype=torch.float32)
+    assert words in caught.value.message
+
+
+def test_a_base_with_a_manifest_is_checked_against_it(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "base")
+    load_base(str(tmp_path / "base"), attention="idlm_sdpa", dtype=torch.float32)
+    path = tmp_path / "base" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(UserError, match="IDLM-0302"):
+        load_base(str(tmp_path / "base"), attention="idlm_sdpa", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
+        ({"do_sample": False, "temperature": 0.7}, {"do_sample": False, "temperature": None}),
+        (
+            {"num_beams": 1, "length_penalty": 0.5},
+            {"num_beams": 1, "length_penalty": None, "do_sample": None},
+        ),
+        ({"do_sample": True, "top_k": 20}, {"do_sample": True, "top_k": 20}),
+        ({"pad_token_id": -1}, {"pad_token_id": None}),
+    ],
+)
+def test_a_generation_config_in_the_wild_can_be_saved(
+    tmp_path: Path, given: dict[str, object], kept: dict[str, object]
+) -> None:
+    directory = tmp_path / "base"
+    shutil.copytree(TINY, directory, ignore=shutil.ignore_patterns(MANIFEST, "generation_config.json"))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **given}))
+    model = load_base(str(directory), attention="idlm_sdpa", dtype=torch.float32)
+    model.generation_config.eos_token_id = [1, 2]
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {name: saved.get(name) for name in kept} == kept
+    read = read_generation_config(directory)
+    assert read is not None and {name: getattr(read, name) for name in kept} == kept
+
+
+def test_a_generation_config_that_nothing_mends_is_refused(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path) is None
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 0}))
+    with pytest.raises(UserError, match="IDLM-0541.*max_new_tokens"):
+        read_generation_config(tmp_path)

@@ -1,0 +1,148 @@
+"""Stages, packing and the dataset: everything is a pure function of the item, however it is batched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from idlm.errors import UserError
+from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
+from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.layout import Sample
+from idlm.train.data.packing import best_fit_decreasing, epoch_order, plan_file
+from idlm.train.objectives.curriculum import split_steps
+from idlm.train.objectives.idlm import IntrospectiveConsistency
+
+MASK = 999
+
+
+class FakeSource:
+    """Samples of pseudo-random length; `num_samples` None makes it endless."""
+
+    def __init__(self, num_samples: int | None, *, shortest: int = 20, longest: int = 90) -> None:
+        self.num_samples, self.shortest, self.longest = num_samples, shortest, longest
+
+    def sample(self, index: int) -> Sample:
+        rng = np.random.default_rng(index)
+        length = int(rng.integers(self.shortest, self.longest))
+        prompt = length // 3
+        token_ids = rng.integers(0, 900, size=length).tolist()
+        return Sample.from_pair(token_ids[:prompt], token_ids[prompt:], origin=f"sample {index}")
+
+
+def make_dataset(
+    source: FakeSource, *, batch: int = 2, accumulation: int = 1, world: int = 1, **changes
+) -> PackedDataset:
+    loop = LoopConfig(
+        stages=[
+            StageConfig(stride=s, steps=n, clean_weight=w)
+            for s, n, w in ((2, 3, 0.2), (3, 2, 0.2), (4, 4, "auto"))
+        ],
+        batch_size=batch,
+        accumulation=accumulation,
+    )
+    settings = {
+        "max_length": 100,
+        "row_length": 256,
+        "overlong": "error",
+        "pad_token_id": 0,
+        "seed": 3,
+    } | changes
+    objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region="response")
+    dataset = PackedDataset(source, objective, **settings)
+    curriculum = make_curriculum(
+        TrainConfig(train=loop), world_size=world, rows_per_epoch=dataset.rows_per_epoch()
+    )
+    dataset.start(curriculum)
+    return dataset
+
+
+@given(st.integers(3, 500), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=3))
+def test_fractions_become_steps_that_add_up(total: int, fractions: list[float]) -> None:
+    steps = split_steps(total, fractions)
+    assert sum(steps) == total
+    assert min(steps) >= 1
+
+
+def test_stages_change_exactly_at_their_step() -> None:
+    curriculum = make_dataset(FakeSource(None)).curriculum
+    assert [curriculum.stage_of_step(step).stride for step in range(9)] == [2, 2, 2, 3, 3, 4, 4, 4, 4]
+    assert curriculum.stages[2].clean_weight is None
+    assert curriculum.max_stride == 4
+    assert curriculum.num_items == 18
+
+
+def test_items_do_not_depend_on_how_the_global_batch_is_split() -> None:
+    whole = make_dataset(FakeSource(None), batch=8, accumulation=1)
+    split = make_dataset(FakeSource(None), batch=2, accumulation=2, world=2)
+    for item in (0, 7, 23, 24, 40, 71):
+        for name, value in whole[item].items():
+            assert np.array_equal(value, split[item][name]), f"{item=} {name=}"
+
+
+def test_an_item_does_not_depend_on_what_was_read_before() -> None:
+    forward, backward = make_dataset(FakeSource(None), batch=16), make_dataset(FakeSource(None), batch=16)
+    items = [0, 31, 32, 70, 100, 143]
+    first = {item: forward[item]["input_ids"].copy() for item in items}
+    for item in reversed(items):
+        assert np.array_equal(backward[item]["input_ids"], first[item]), f"{item=}"
+
+
+def test_endless_rows_waste_little_and_share_no_sample() -> None:
+    dataset = make_dataset(FakeSource(None), batch=16)
+    members = [index for item in range(128) for index in dataset.members(item)]
+    assert len(members) == len(set(members))
+    padding = np.mean([(dataset[item]["doc_ids"] == -1).mean() for item in range(64)])
+    assert padding < 0.10, f"{padding=}"
+
+
+def test_a_file_is_used_once_per_epoch_and_in_another_order_next_time() -> None:
+    dataset = make_dataset(FakeSource(200), batch=16)
+    rows = dataset.rows_per_epoch()
+    assert rows is not None
+    epochs = [[i for item in range(e * rows, (e + 1) * rows) for i in dataset.members(item)] for e in (0, 1)]
+    assert sorted(epochs[0]) == list(range(200))
+    assert sorted(epochs[1]) == list(range(200))
+    assert epochs[0] != epochs[1]
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
+def test_bins_hold_every_index_once_and_never_overflow(costs: list[int], capacity: int) -> None:
+    bins = best_fit_decreasing(costs, capacity)
+    assert sorted(i for members in bins for i in members) == list(range(len(costs)))
+    assert all(sum(costs[i] for i in members) <= capacity for members in bins)
+
+
+def test_plans_are_reproducible_and_seeded() -> None:
+    costs = np.random.default_rng(0).integers(5, 60, size=3000)
+    plans = [plan_file(costs, 128, seed=seed) for seed in (1, 1, 2)]
+    assert np.array_equal(plans[0].members, plans[1].members)
+    assert np.array_equal(plans[0].offsets, plans[1].offsets)
+    assert not np.array_equal(plans[0].members, plans[2].members)
+    assert sorted(plans[0].members) == list(range(3000))
+    assert max(costs[plans[0].row(row)].sum() for row in range(len(plans[0]))) <= 128
+    assert costs.sum() / (len(plans[0]) * 128) > 0.97
+    orders = [epoch_order(len(plans[0]), seed=1, epoch=epoch) for epoch in (0, 0, 1)]
+    assert np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], orders[2])
+
+
+def test_overlong_samples_are_an_error_a_drop_or_a_cut() -> None:
+    with pytest.raises(UserError, match=r"IDLM-0205.*sample \d+.*max_length=50") as caught:
+        make_dataset(FakeSource(40), max_length=50)
+    assert "tokens" in caught.value.message
+    assert "raise train.max_length to" in caught.value.fix
+    with pytest.raises(UserError, match=r"IDLM-0205.*train.row_length=10") as caught:
+        make_dataset(FakeSource(40), row_length=10)
+    assert "raise train.row_length to" in caught.value.fix
+    assert "max_length" not in str(caught.value)
+    dropping = make_dataset(FakeSource(40), max_length=50, overlong="drop")
+    too_long = sum(len(FakeSource(40).sample(i)) > 50 for i in range(40))
+    assert dropping.num_dropped == too_long > 0
+    cutting = make_dataset(FakeSource(40), max_length=50, overlong="truncate")
+    assert cutting.num_dropped == 0
+    assert max(int(cutting[item]["position_ids"].max()) for item in range(8)) == 49
+    endless = make_dataset(FakeSource(None), max_length=50, overlong="drop")
+    assert max(int(endless[item]["position_ids"].max()) for item in range(8)) < 50

@@ -1,0 +1,187 @@
+"""What DeepSpeed is told, what is refused beforehand, and what is said when memory runs out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from idlm.config.compose import compose
+from idlm.errors import UserError
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig
+from idlm.train.distributed.deepspeed import (
+    deepspeed_config,
+    gathered,
+    num_parameters,
+    whole_weights,
+    zero_stage,
+)
+from idlm.train.planning.estimate import state_setup
+from idlm.train.planning.memory import ModelShape, memory_plan, state_terms
+from idlm.train.planning.memory_advice import GIB, advice, explain_out_of_memory, state_bytes
+
+
+def config_of(**changes: object) -> TrainConfig:
+    values = {
+        "objective": "ar",
+        "data.source": "task",
+        "model.tokenizer": "task",
+        "model.config.model_type": "qwen3",
+        "train.steps": 2,
+    } | changes
+    return compose("train", TrainConfig, [f"{key}={value}" for key, value in values.items()])
+
+
+def problems_of(**changes: object) -> str:
+    with pytest.raises(UserError, match="IDLM-0504") as caught:
+        check_config(config_of(**changes))
+    return caught.value.message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_and_nothing_is_float16(stage: int, dtype: str) -> None:
+    config = config_of(**{"train.zero_stage": stage, "model.dtype": dtype, "train.max_grad_norm": 0.5})
+    check_config(config)
+    told = deepspeed_config(config, "cuda")
+    assert told is not None and "optimizer" not in told and "fp16" not in told
+    assert told["zero_optimization"]["stage"] == stage == zero_stage(config)
+    assert told["bf16"]["enabled"] is (dtype == "bfloat16")
+    if stage:
+        assert told["data_types"]["grad_accum_dtype"] == "fp32"
+    json.dumps(told)
+
+
+def test_without_a_stage_there_is_no_deepspeed() -> None:
+    assert deepspeed_config(config_of(), "cpu") is None
+    assert zero_stage(config_of()) is None
+
+
+def test_an_own_file_fills_in_and_wins(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "overlap_comm": False}, "steps_per_print": 5})
+    )
+    config = config_of(**{"train.deepspeed": path})
+    check_config(config)
+    told = deepspeed_config(config, "cuda")
+    assert told is not None and told["steps_per_print"] == 5 and told["train_batch_size"] == "auto"
+    assert zero_stage(config) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "an object is expected"),
+        ('{"fp16": {"enabled": true}}', "fp16 is not supported"),
+        ('{"bf16": {"enabled": true}}', "contradicts train.bf16"),
+        ('{"gradient_accumulation_steps": 7}', 'train.accumulation=1; write "auto"'),
+        ('{"scheduler": {}}', "'scheduler' would replace"),
+    ],
+)
+def test_a_file_that_contradicts_the_run_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    assert words in problems_of(**{"train.deepspeed": path})
+
+
+def test_settings_that_do_not_fit_are_told() -> None:
+    assert "train.zero_stage=4" in problems_of(**{"train.zero_stage": 4})
+    assert "needs train.zero_stage" in problems_of(**{"train.offload_optimizer": "true"})
+    told = problems_of(**{"train.zero_stage": 2, "train.deepspeed": "nowhere.json"})
+    assert "exclude each other" in told and "not a file" in told
+    assert "train.zero_stage=1" in problems_of(**{"model.dtype": "bfloat16"}), "lost updates are explained"
+
+
+def test_whole_weights_keep_ties_and_copy_nothing_without_parts() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    weights = whole_weights(model)
+    assert weights is not None and weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
+    assert weights["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    assert whole_weights(model, wanted=lambda name: name.startswith("1.")).keys() == {"1.weight"}
+    assert num_parameters(model) == 12
+    with gathered(model.parameters(), writes=True):
+        pass
+
+
+# Bytes of 1,000 trained weights on each of 4 ranks, worked out by hand from what DeepSpeed 0.19 allocates on
+# the device (runtime/bf16_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py): weights, sums of gradients,
+# float32 masters, Adam's moments. Offloaded, only the sums of whole gradients (ZeRO-1) stay there.
+STATES = [
+    ("float32", None, False, 4000 + 4000 + 0 + 8000),
+    ("bfloat16", 0, False, 2000 + 4000 + 4000 + 8000),
+    ("bfloat16", 1, False, 2000 + 4000 + 1000 + 2000),
+    ("bfloat16", 1, True, 2000 + 4000 + 0 + 0),
+    ("bfloat16", 2, False, 2000 + 1000 + 1000 + 2000),
+    ("bfloat16", 2, True, 2000 + 0 + 0 + 0),
+    ("bfloat16", 3, False, 500 + 1000 + 1000 + 2000),
+    ("bfloat16", 3, True, 500 + 0 + 0 + 0),
+    ("float32", 0, False, 4000 + 4000 + 0 + 8000),
+    ("float32", 2, False, 4000 + 1000 + 1000 + 2000),
+]
+
+
+@pytest.mark.parametrize(("dtype", "stage", "offloads", "expected"), STATES)
+def test_training_state_has_one_formula_that_is_the_hand_worked_one(
+    dtype: str, stage: int | None, offloads: bool, expected: int
+) -> None:
+    """Issue 13, line 10: the plan said 2,000 and the error message 3,000 bytes (ZeRO-2, offloaded)."""
+    changes = {"model.dtype": dtype, "train.zero_stage": "null" if stage is None else stage}
+    config = config_of(**changes, **{"train.offload_optimizer": "true"} if offloads else {})
+    assert state_bytes(config, 1000, 0, world_size=4) == expected
+    shape = ModelShape(
+        width=1, ffn=1, queries=1, keys=1, layers=1, vocabulary=1, has_qk_norm=False, is_tied=False,
+        num_parameters=1000, layer_parameters=1,
+    )  # fmt: skip
+    names = {term.name: term.num_bytes for term in state_terms(state_setup(config, world_size=4), 1000, 0)}
+    planned = memory_plan(shape, state_setup(config, world_size=4)).terms
+    assert sum(term.num_bytes for term in planned if term.name in names) == expected
+
+
+def test_an_adapter_keeps_its_base_frozen() -> None:
+    changes = {"model.path": "x", "adapter.rank": 8, "model.dtype": "bfloat16"}
+    config = config_of(**changes)
+    assert state_bytes(config, 1000, 5000, world_size=1) == 1000 * (4 + 4 + 8) + 5000 * 2
+    config = config_of(**changes, **{"train.zero_stage": 3})
+    assert state_bytes(config, 1000, 5000, world_size=4) == (1000 * (2 + 4 + 4 + 8) + 5000 * 2) // 4
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_running_out_of_memory_names_settings_with_numbers(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "idlm.train.planning.memory_advice._gpu_figures", lambda: "139.0 GiB allocated at most"
+    )
+    config = config_of(**{"train.batch_size": 4, "train.zero_stage": 1, "model.dtype": "bfloat16"})
+    with (
+        pytest.raises(UserError, match="IDLM-0517") as caught,
+        explain_out_of_memory(config, nn.Linear(1000, 1000), world_size=8),
+    ):
+        raise error
+    for word in (
+        "train.batch_size=2 train.accumulation=2",
+        "model.gradient_checkpointing=true",
+        "train.zero_stage=2",
+        "train.zero_stage=3",
+        "train.offload_optimizer=true",
+    ):
+        assert word in caught.value.fix
+    with (
+        pytest.raises(RuntimeError, match="something else"),
+        explain_out_of_memory(config, nn.Linear(1, 1), world_size=8),
+    ):
+        raise RuntimeError("something else")
+
+
+def test_the_last_resort_is_a_shorter_sample() -> None:
+    config = config_of(**{"train.zero_stage": 3, "model.gradient_checkpointing": "true"})
+    told = advice(config, num_trained=GIB, num_frozen=0, world_size=8)
+    assert any("train.max_length=2048" in line for line in told)
+    assert not any("batch_size" in line or "zero_stage" in line for line in told)

@@ -1,0 +1,306 @@
+"""The gated LoRA in training: clean rows are the base's bit for bit, MASK rows follow the rule, nothing else
+trains.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from idlm.errors import UserError
+from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, gated_linear, tensor_name
+from idlm.train.data.dataset import collate
+from idlm.train.data.layout import pack_rows
+from idlm.train.model.body_and_head import BodyAndHead
+from idlm.train.model.body_and_head import gated_lora as gated
+from idlm.train.model.compile import decoder_layers
+from idlm.train.model.gated_lora import (
+    GatedLinear,
+    GatedProduct,
+    add_adapter,
+    choose_mask,
+    gate_of,
+    is_trained,
+    peft_tensors,
+)
+from tests.tiny_training import FAMILIES, MASK, random_sample, stage_of, tiny_model, tiny_objective
+
+SPEC = AdapterSpec(rank=3, alpha=6.0)
+WIDTH = 32
+
+
+def batch_of_two(seed: int = 0, *, stride: int = 3, label_shift: int = 0) -> dict[str, Tensor]:
+    """Two packed rows with different numbers of MASK rows, and padding."""
+    objective, stage = tiny_objective(), stage_of(stride)
+    packed = [[(5, 7), (3, 4)], [(4, 9)]]
+    items = []
+    for b, sizes in enumerate(packed):
+        samples = [
+            random_sample(seed + 10 * b + i, prompt=prompt, response=response)
+            for i, (prompt, response) in enumerate(sizes)
+        ]
+        row = pack_rows([objective.rows(sample, stage) for sample in samples], 36, pad_token_id=0)
+        items.append(row | {"item_id": b, "stage": 0})
+    batch = collate(items)
+    batch["labels"] = torch.where(batch["labels"] < 0, -100, (batch["labels"] + label_shift) % MASK)
+    return batch
+
+
+def adapted(
+    family: str, *, dtype: torch.dtype = torch.float32, mask_row: bool = False, attention: str = "idlm_sdpa"
+) -> Any:
+    """A tiny model whose adapter is far from zero."""
+    model = tiny_model(family, attention).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    row_D = torch.randn(WIDTH, generator=generator) if mask_row else None
+    add_adapter(model, SPEC, mask_row_D=row_D, seed=1)
+    for module in model.modules():
+        if isinstance(module, GatedLinear):
+            nn.init.normal_(module.lora_B, std=0.2, generator=generator)
+    return model
+
+
+def hidden_of(model: Any, batch: dict[str, Tensor], attention: str = "idlm_sdpa") -> Tensor:
+    return BodyAndHead(model).hidden(model, batch, attention)
+
+
+def gradients(model: Any, batch: dict[str, Tensor], rows: str) -> dict[str, Tensor]:
+    """Gradients of the summed loss of `rows` (a name of the batch), by name; absent ones as zero."""
+    model.zero_grad()
+    runner = BodyAndHead(model)
+    hidden_MD = runner.hidden(model, batch, "idlm_sdpa").flatten(0, 1)[batch[rows]]
+    labels_M = batch["labels"].flatten()[batch[rows]]
+    loss = nn.functional.cross_entropy(runner.head(hidden_MD).float(), labels_M, reduction="sum")
+    if loss.requires_grad:
+        loss.backward()
+    named = model.named_parameters()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
+
+
+@pytest.mark.parametrize("mask_row", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clean_rows_are_bitwise_the_base(family: str, dtype: torch.dtype, mask_row: bool) -> None:
+    batch = batch_of_two()
+    noisy = batch["is_noisy"]
+    with torch.no_grad():
+        base = hidden_of(tiny_model(family).to(dtype), batch)
+        ours = hidden_of(adapted(family, dtype=dtype, mask_row=mask_row), batch)
+        logits = adapted(family, dtype=dtype).get_output_embeddings()(ours[~noisy])
+        expected = tiny_model(family).to(dtype).get_output_embeddings()(base[~noisy])
+    assert torch.equal(ours[~noisy], base[~noisy])
+    assert torch.equal(logits, expected)
+    assert (ours[noisy] - base[noisy]).abs().amax(dim=-1).min() > 0.05, "some MASK row is not adapted"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_adapter_changes_nothing_yet(family: str) -> None:
+    batch, model = batch_of_two(), tiny_model(family)
+    add_adapter(model, SPEC, seed=3)
+    with torch.no_grad():
+        assert torch.equal(hidden_of(model, batch), hidden_of(tiny_model(family), batch))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_adapted_layer_follows_the_reference(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    gate = gated.Gate()
+    layer = GatedLinear(nn.Linear(6, 4, bias=has_bias), gate, SPEC, torch.Generator().manual_seed(1))
+    nn.init.normal_(layer.lora_B)
+    x_BTD, is_mask_BT = torch.randn(2, 5, 6), torch.rand(2, 5) < 0.5
+    gate.set(is_mask_BT.flatten().nonzero()[:, 0])
+    expected = gated_linear(
+        x_BTD.flatten(0, 1),
+        layer.weight,
+        layer.bias,
+        a_rD=layer.lora_A,
+        b_Er=layer.lora_B,
+        scaling=SPEC.scaling,
+        is_mask_R=is_mask_BT.flatten(),
+    )
+    torch.testing.assert_close(layer(x_BTD).flatten(0, 1), expected, atol=1e-6, rtol=1e-6)
+    gate.set(None)
+    assert torch.equal(layer(x_BTD), nn.functional.linear(x_BTD, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("mask_row", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_mask_rows_give_gradients(family: str, mask_row: bool) -> None:
+    model = adapted(family, mask_row=mask_row)
+    from_noisy = gradients(model, batch_of_two(), "noisy_index")
+    from_clean = gradients(model, batch_of_two(), "clean_index")
+    for name, gradient in from_noisy.items():
+        assert bool(gradient.any()) == is_trained(name), name
+        assert not from_clean[name].any(), name
+    relabelled = batch_of_two(label_shift=1)
+    relabelled["labels"][batch_of_two()["is_noisy"]] = batch_of_two()["labels"][batch_of_two()["is_noisy"]]
+    again = gradients(model, relabelled, "noisy_index")
+    assert all(torch.equal(gradient, again[name]) for name, gradient in from_noisy.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_skipping_clean_rows_in_the_backward_pass_loses_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against autograd through plain products of all rows."""
+    model, batch = adapted(family, mask_row=True), batch_of_two()
+    ours = gradients(model, batch, "noisy_index")
+
+    class Plain:
+        @staticmethod
+        def apply(x: Tensor, _: Tensor, update: Tensor, weight: Tensor, bias: Any, rows: Tensor) -> Tensor:
+            out = nn.functional.linear(x, weight, bias)
+            return out.flatten(0, 1).index_add(0, rows, update).view(out.shape)
+
+    monkeypatch.setattr(gated, "GatedProduct", Plain)
+    plain = gradients(model, batch, "noisy_index")
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, plain[name], atol=1e-5, rtol=1e-4)
+
+
+def test_the_gated_product_has_the_right_derivative() -> None:
+    torch.manual_seed(0)
+    weight, bias, rows = torch.randn(4, 3).double(), torch.randn(4).double(), torch.tensor([1, 2, 5])
+    x = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    update = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def of_mask_rows(x: Tensor, update: Tensor) -> Tensor:
+        x_MD = x.flatten(0, 1)[rows]
+        return GatedProduct.apply(x.detach(), x_MD, update, weight, bias, rows).flatten(0, 1)[rows]
+
+    assert torch.autograd.gradcheck(of_mask_rows, (x, update))
+
+
+def test_checkpointing_and_autocast_keep_the_gate() -> None:
+    batch = batch_of_two()
+    plain = gradients(adapted("qwen3"), batch, "noisy_index")
+    model = adapted("qwen3").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = gradients(model, batch, "noisy_index")
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = gradients(adapted("qwen3"), batch, "noisy_index")
+    for name, gradient in plain.items():
+        assert (rough[name] - gradient).norm() <= 0.1 * gradient.norm(), name
+        assert rough[name].dtype == torch.float32
+
+
+def test_one_compilation_serves_every_number_of_mask_rows() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, batches = adapted("qwen3").train(), [batch_of_two(seed, stride=3) for seed in range(3)]
+    for number, batch in enumerate(batches):
+        batch["gate_index"] = batch["gate_index"][: len(batch["gate_index"]) - 2 * number]
+    eager = [gradients(model, batch, "noisy_index") for batch in batches]
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=False, backend="aot_eager")
+    for batch, expected in zip(batches, eager, strict=True):
+        for name, gradient in gradients(model, batch, "noisy_index").items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    # The first layer's input carries no gradient, that of all others does.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_the_seed_decides_the_start() -> None:
+    def start(seed: int) -> dict[str, Tensor]:
+        model = tiny_model("llama")
+        add_adapter(model, SPEC, seed=seed)
+        return peft_tensors(model.state_dict())
+
+    first, same, other = start(1), start(1), start(2)
+    assert first.keys() == {
+        tensor_name(f"model.layers.{layer}.{part}.{name}", matrix)
+        for layer in range(2)
+        for name in PROJECTIONS
+        for part in ["mlp" if name in PROJECTIONS[4:] else "self_attn"]
+        for matrix in "AB"
+    }
+    assert all(torch.equal(value, same[name]) for name, value in first.items())
+    assert not any(torch.equal(value, other[name]) for name, value in first.items() if "lora_A" in name)
+
+
+def test_targets_are_checked() -> None:
+    with pytest.raises(UserError, match="IDLM-0530") as caught:
+        add_adapter(tiny_model("qwen3"), AdapterSpec(rank=2, alpha=2, targets=("q_proj", "qkv", "lm_head")))
+    assert "lm_head, qkv" in caught.value.message
+    assert "down_proj, gate_proj" in str(caught.value)
+    few = tiny_model("qwen3")
+    add_adapter(few, AdapterSpec(rank=2, alpha=2, targets=("v_proj",)))
+    assert sum(isinstance(module, GatedLinear) for module in few.modules()) == 2
+    assert gate_of(tiny_model("qwen3")) is None
+
+
+class Words:
+    """As much of a tokenizer as choosing a mask token takes."""
+
+    mask_token_id = None
+    bos_token_id = eos_token_id = None
+    all_special_ids = ()
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, num_ids: int) -> None:
+        self.num_ids = num_ids
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self.num_ids)}
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        return str(token_id) if token_id < self.num_ids else None
+
+
+def test_a_usable_row_is_kept_and_any_other_is_learnt_beside_the_table() -> None:
+    model = tiny_model("qwen3")
+    assert choose_mask(model, Words(60), None) == (60, None)
+    table_VD = model.get_input_embeddings().weight
+    mask_token_id, row_D = choose_mask(model, Words(len(table_VD)), None)
+    assert mask_token_id == len(table_VD)
+    torch.testing.assert_close(row_D, table_VD.mean(dim=0))
+    with torch.no_grad():
+        table_VD[61] = 0
+    before = copy.deepcopy(model.state_dict())
+    mask_token_id, row_D = choose_mask(model, Words(61), None)
+    assert mask_token_id == 61
+    torch.testing.assert_close(row_D, table_VD[torch.arange(64) != 61].mean(dim=0))
+    add_adapter(model, SPEC, mask_row_D=row_D)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert torch.equal(peft_tensors(model.state_dict())[MASK_ROW], row_D)
+
+
+def test_a_trained_row_answers_to_any_id_and_leaves_the_table_alone() -> None:
+    """Also an id that the table lacks; and with a tied head, clean logits stay those of the base's rows."""
+    model, batch = adapted("llama", mask_row=True), batch_of_two()
+    with torch.no_grad():
+        inside = hidden_of(model, batch)
+        batch["input_ids"][batch["is_noisy"]] = 10_000
+        outside = hidden_of(model, batch)
+    assert torch.equal(inside, outside)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert not model.get_input_embeddings().weight.requires_grad
+
+
+def test_the_identity_of_a_base_is_that_of_its_weights(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "split", max_shard_size="20KB")
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
+    whole = base_identity(tmp_path / "whole")
+    assert base_identity(tmp_path / "split") == whole
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    model.save_pretrained(tmp_path / "tuned")
+    assert base_identity(tmp_path / "tuned") != whole
+    for broken in (b"", b"\xff" * 64, b"\x05\0\0\0\0\0\0\0{bad}"):
+        (tmp_path / "whole" / "model.safetensors").write_bytes(broken)
+        with pytest.raises(UserError, match="IDLM-0308"):
+            base_identity(tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="IDLM-0308"):
+        base_identity(tmp_path / "whole")

@@ -1,0 +1,332 @@
+"""The training forward against plain causal forwards, and the loss against formulas written out here."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from idlm.masks import RowMeta, dense_mask
+from idlm.train.data.layout import IGNORE_LABEL
+from idlm.train.model.body_and_head import BodyAndHead, prepare_mask_row, window_problem
+from idlm.train.model.load import create_base
+from idlm.train.objectives import base
+from idlm.train.objectives.ar import Autoregressive
+from tests.tiny_training import (
+    FAMILIES,
+    MASK,
+    VOCAB,
+    batch_of,
+    random_sample,
+    stage_of,
+    tiny_config,
+    tiny_model,
+    tiny_objective,
+)
+
+TOLERANCE = 1e-5
+BOTH = torch.ones(2)
+
+
+def all_logits(model, batch, attention="idlm_sdpa"):
+    runner = BodyAndHead(model)
+    return runner.head(runner.hidden(model, batch, attention)[0])
+
+
+def plain_logits(model, token_ids):
+    """What transformers itself computes, with its own causal attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation("idlm_sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("region", ["response", "all"])
+@torch.no_grad()
+def test_every_row_equals_a_plain_causal_forward_on_its_picture(family: str, region: str) -> None:
+    model, objective = tiny_model(family), tiny_objective(region)
+    samples = [random_sample(1, prompt=5, response=11), random_sample(2, prompt=3, response=6)]
+    for stride in (2, 3, 4):
+        batch = batch_of(samples, objective, stage_of(stride), padding=3)
+        logits = all_logits(model, batch)
+        docs, positions = batch["doc_ids"][0], batch["position_ids"][0]
+        starts, noisy = batch["block_starts"][0], batch["is_noisy"][0]
+        for doc, sample in enumerate(samples):
+            tokens = sample.token_ids.tolist()
+            clean = (docs == doc) & ~noisy
+            torch.testing.assert_close(logits[clean], plain_logits(model, tokens), atol=TOLERANCE, rtol=0)
+            for start in starts[(docs == doc) & noisy].unique().tolist():
+                rows = torch.nonzero((docs == doc) & noisy & (starts == start)).squeeze(-1)
+                layout = tokens[:start] + [MASK] * len(rows)
+                expected = plain_logits(model, layout)[start:]
+                assert positions[rows].tolist() == list(range(start, start + len(rows)))
+                torch.testing.assert_close(logits[rows], expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
+    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that nobody sees."""
+    model, objective = tiny_model("qwen3"), tiny_objective()
+    sample = random_sample(3, prompt=6, response=9)
+    batch = batch_of([sample], objective, stage_of(3))
+    lean = all_logits(model, batch)
+    length = len(sample)
+    is_masked = torch.zeros(length, dtype=torch.bool)
+    lean_noisy = batch["is_noisy"][0]
+    masked_positions = batch["position_ids"][0][lean_noisy]
+    is_masked[masked_positions] = True
+    tokens, order = torch.from_numpy(sample.token_ids), torch.arange(length)
+    starts = order.clone()
+    starts[masked_positions] = batch["block_starts"][0][lean_noisy]
+    full = {
+        "input_ids": torch.cat([torch.where(is_masked, MASK, tokens), tokens])[None],
+        "position_ids": torch.cat([order, order])[None],
+        "doc_ids": torch.zeros(1, 2 * length, dtype=torch.int64),
+        "block_starts": torch.cat([starts, torch.zeros_like(starts)])[None],
+        "is_noisy": torch.cat([torch.ones(length), torch.zeros(length)]).bool()[None],
+    }
+    meta = RowMeta(
+        doc_ids=full["doc_ids"],
+        positions=full["position_ids"],
+        block_starts=full["block_starts"],
+        is_noisy=full["is_noisy"],
+    )
+    copies = torch.nonzero(~is_masked).squeeze(-1)
+    others = torch.tensor([row for row in range(2 * length) if row not in copies.tolist()])
+    assert not dense_mask(meta)[0][others][:, copies].any()
+    both = all_logits(model, full)
+    torch.testing.assert_close(both[:length][is_masked], lean[lean_noisy], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(both[length:], lean[~lean_noisy], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("attention", ["idlm_flex", "idlm_documents", "idlm_split"])
+@torch.no_grad()
+def test_every_attention_equals_dense_sdpa(attention: str) -> None:
+    objective = tiny_objective()
+    samples = [random_sample(1, prompt=5, response=11), random_sample(2, prompt=3, response=6)]
+    batch = batch_of(samples, objective, stage_of(4), padding=5)
+    dense = all_logits(tiny_model("qwen3"), batch)
+    other = all_logits(tiny_model("qwen3", attention), batch, attention)
+    is_real = batch["doc_ids"][0] >= 0
+    torch.testing.assert_close(other[is_real], dense[is_real], atol=TOLERANCE, rtol=0)
+    assert other.isfinite().all()
+
+
+@pytest.mark.parametrize("attention", ["idlm_documents", "idlm_split"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_attention_has_the_gradients_of_dense_sdpa(family: str, attention: str) -> None:
+    objective = tiny_objective()
+    samples = [random_sample(seed, prompt=3, response=4 + seed) for seed in range(3)]
+    batch = batch_of(samples, objective, stage_of(3), padding=5)
+    gradients = []
+    for name in ("idlm_sdpa", attention):
+        model = tiny_model(family, name)
+        terms_of(model, batch, objective, stage_of(3), BOTH, attention=name).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for dense, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, dense, atol=1e-4, rtol=1e-4)
+
+
+def terms_of(model, batch, objective, stage, coefficients=None, *, want_overlap=False, attention="idlm_sdpa"):
+    """`objective.terms` inside the model's own forward pass, as the trainer runs it."""
+    arguments = {"stage": stage, "coefficients": coefficients, "want_overlap": want_overlap}
+    return BodyAndHead(model).terms(
+        model, batch, attention, lambda head, hidden: objective.terms(head, hidden, batch, **arguments)
+    )
+
+
+def plain_sums(model, batch):
+    """[L_mask, L_clean] summed, from the full logits of every row, without anything of train/."""
+    meta = RowMeta(
+        doc_ids=batch["doc_ids"],
+        positions=batch["position_ids"],
+        block_starts=batch["block_starts"],
+        is_noisy=batch["is_noisy"],
+    )
+    logits = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        use_cache=False,
+        attention_mask=dense_mask(meta)[:, None],
+    ).logits[0]
+    labels, noisy = batch["labels"][0], batch["is_noisy"][0]
+    halves = (
+        functional.cross_entropy(logits[half], labels[half], ignore_index=IGNORE_LABEL, reduction="sum")
+        for half in (noisy, ~noisy)
+    )
+    return torch.stack(list(halves))
+
+
+def gradients_of(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("clean_weight", [0.0, 0.2, 1.0, None])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+def test_values_and_gradients_are_those_of_the_plain_loss(
+    clean_weight: float | None, is_tied: bool, chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective, stage = tiny_objective(), stage_of(3, clean_weight)
+    model = create_base(
+        tiny_config("qwen3") | {"tie_word_embeddings": is_tied},
+        attention="idlm_sdpa",
+        dtype=torch.float32,
+        seed=0,
+    ).eval()
+    samples = [random_sample(seed, prompt=3 + seed, response=7 + seed) for seed in range(2)]
+    batch = batch_of(samples, objective, stage, padding=2)
+    counts = objective.counts(batch, stage=stage, want_overlap=True)
+    if chunk_rows is not None:
+        monkeypatch.setattr(base, "linear_cross_entropy", in_chunks(base.linear_cross_entropy, chunk_rows))
+        monkeypatch.setattr(base, "token_nll", in_chunks(base.token_nll, chunk_rows))
+        monkeypatch.setattr(base, "linear_overlap", in_chunks(base.linear_overlap, 2 * chunk_rows))
+    expected = plain_sums(model, batch)
+    means = (expected / counts).detach()
+    s = means[0] / means[1] if clean_weight is None else torch.tensor(clean_weight)
+    weights = objective.weights(stage, means)
+    torch.testing.assert_close(weights, torch.stack([torch.tensor(1.0), s]))
+    terms = terms_of(model, batch, objective, stage, weights / counts, want_overlap=True)
+    loss = (expected / counts * weights).sum()
+    torch.testing.assert_close(terms.sums, expected.detach(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(terms.loss, loss, atol=1e-6, rtol=1e-6)
+    for mine, theirs in zip(gradients_of(model, terms.loss), gradients_of(model, loss), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    alone = terms_of(model, batch, objective, stage)
+    assert alone.loss is None
+    torch.testing.assert_close(alone.sums, terms.sums, atol=1e-6, rtol=1e-6)
+
+
+def in_chunks(op, rows):
+    return functools.partial(op, max_logits_bytes=rows * VOCAB * 4)
+
+
+def test_next_token_loss_is_the_plain_loss_too() -> None:
+    objective = Autoregressive(mask_token_id=None, mask_region="all")
+    model, stage = tiny_model("llama"), stage_of(1)
+    samples = [random_sample(seed, prompt=2, response=6 + seed) for seed in range(2)]
+    batch = batch_of(samples, objective, stage, padding=3)
+    terms = terms_of(model, batch, objective, stage, torch.tensor([0.5]))
+    expected = plain_sums(model, batch)[1]
+    torch.testing.assert_close(terms.sums, expected.detach()[None], atol=1e-6, rtol=1e-6)
+    for mine, theirs in zip(
+        gradients_of(model, terms.loss), gradients_of(model, expected * 0.5), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_documents_has_zero_losses_and_gradients() -> None:
+    objective, model = tiny_objective(), tiny_model("qwen3")
+    batch = batch_of([random_sample(0, prompt=4, response=1)], objective, stage_of(2), padding=4)
+    batch |= {name: batch[name][:0] for name in ("noisy_index", "clean_index")}
+    terms = terms_of(model, batch, objective, stage_of(2), BOTH, want_overlap=True)
+    assert terms.sums.tolist() == [0.0, 0.0]
+    assert terms.overlap.counts.tolist() == [0.0]
+    for gradient in gradients_of(model, terms.loss):
+        assert gradient is not None, "DistributedDataParallel waits for every gradient"
+        assert not gradient.any()
+
+
+def test_a_frozen_head_takes_no_gradient() -> None:
+    objective, stage = tiny_objective(), stage_of(3)
+    model = create_base(
+        tiny_config("llama") | {"tie_word_embeddings": False},
+        attention="idlm_sdpa",
+        dtype=torch.float32,
+        seed=0,
+    )
+    batch = batch_of([random_sample(1, prompt=4, response=9)], objective, stage)
+    head = model.get_output_embeddings().weight.requires_grad_(False)
+    terms_of(model, batch, objective, stage, BOTH).loss.backward()
+    assert head.grad is None
+    assert model.get_input_embeddings().weight.grad.any()
+
+
+def test_the_head_is_given_back_even_when_the_loss_fails() -> None:
+    model, objective = tiny_model("qwen3"), tiny_objective()
+    batch = batch_of([random_sample(1, prompt=4, response=3)], objective, stage_of(2))
+    batch["labels"] = batch["labels"] + VOCAB
+    with pytest.raises(AssertionError, match="vocabulary"):
+        terms_of(model, batch, objective, stage_of(2), BOTH)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_packed_documents_give_the_losses_of_the_documents_alone() -> None:
+    model, objective, stage = tiny_model("qwen2"), tiny_objective(), stage_of(4)
+    samples = [random_sample(seed, prompt=2 + seed, response=5 + seed) for seed in range(4)]
+    packed = terms_of(model, batch_of(samples, objective, stage, padding=7), objective, stage).sums
+    alone = sum(
+        terms_of(model, batch_of([sample], objective, stage), objective, stage).sums for sample in samples
+    )
+    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk_rows", [None, 3])
+def test_acceptance_is_the_overlap_of_both_laws_by_draft_position(
+    chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, objective, stage = tiny_model("qwen3"), tiny_objective(), stage_of(4)
+    if chunk_rows is not None:
+        monkeypatch.setattr(base, "linear_overlap", in_chunks(base.linear_overlap, 2 * chunk_rows))
+    batch = batch_of([random_sample(1, prompt=4, response=10)], objective, stage)
+    overlap = terms_of(model, batch, objective, stage, want_overlap=True).overlap
+    probs = torch.softmax(all_logits(model, batch), dim=-1)
+    positions, starts, noisy = batch["position_ids"][0], batch["block_starts"][0], batch["is_noisy"][0]
+    sums, counts = torch.zeros(3), torch.zeros(3)
+    for row in torch.nonzero(noisy).squeeze(-1).tolist():
+        (twin,) = torch.nonzero(~noisy & (positions == positions[row])).squeeze(-1).tolist()
+        place = int(positions[row] - starts[row])
+        sums[place] += torch.minimum(probs[row], probs[twin]).sum()
+        counts[place] += 1
+    torch.testing.assert_close(overlap.sums, sums)
+    assert torch.equal(overlap.counts, counts)
+
+
+def test_clean_weight_is_fixed_or_balances_the_two_losses() -> None:
+    objective = tiny_objective()
+    assert objective.weights(stage_of(2, 0.2), None).tolist() == pytest.approx([1.0, 0.2])
+    means = torch.tensor([3.0, 0.5], requires_grad=True)
+    weights = objective.weights(stage_of(4, None), means)
+    assert not weights.requires_grad
+    terms = weights * means.detach()
+    assert float(terms[0]) == pytest.approx(float(terms[1]))
+
+
+@pytest.mark.parametrize(("fill", "is_replaced"), [(0.0, True), (float("nan"), True), (None, False)])
+def test_only_an_unusable_mask_row_is_replaced(fill: float | None, is_replaced: bool) -> None:
+    model = tiny_model("qwen3")
+    rows = model.get_input_embeddings().weight
+    with torch.no_grad():
+        if fill is not None:
+            rows[MASK].fill_(fill)
+    before = rows[MASK].clone()
+    assert prepare_mask_row(model, MASK) is is_replaced
+    if is_replaced:
+        torch.testing.assert_close(rows[MASK], rows[:MASK].mean(dim=0))
+    else:
+        assert torch.equal(rows[MASK], before)
+
+
+def test_a_sliding_window_shorter_than_the_rows_is_named() -> None:
+    config = tiny_model("qwen3").config
+    assert window_problem(config, 10_000) is None
+    config.sliding_window, config.layer_types = 128, ["full_attention", "sliding_attention"]
+    assert "128" in str(window_problem(config, 129))
+    assert window_problem(config, 128) is None
+
+
+@pytest.mark.parametrize("clean_weight", [0.0, 0.2, None])
+def test_a_clean_loss_that_trains_nothing_is_computed_only_to_be_shown(clean_weight: float | None) -> None:
+    objective, stage = tiny_objective(), stage_of(3, clean_weight)
+    model = tiny_model("qwen3")
+    batch = batch_of([random_sample(1, prompt=3, response=7)], objective, stage)
+    for is_shown in (False, True):
+        counts = objective.counts(batch, stage=stage, want_overlap=is_shown)
+        sums = terms_of(model, batch, objective, stage, BOTH, want_overlap=is_shown).sums
+        assert (sums > 0).tolist() == (counts > 0).tolist() == [True, is_shown or clean_weight != 0.0]

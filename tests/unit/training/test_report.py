@@ -1,0 +1,127 @@
+"""The report of a finished run: without samples, without memory for the engine, and its plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from idlm.train import cli
+from idlm.train.config.schema import ReportConfig, TrainConfig
+from idlm.train.loop import callbacks as control
+from idlm.train.objectives.curriculum import Curriculum, Stage
+from idlm.train.planning import report
+
+LOSSES = [9.0, 5.0, 1.0, 0.2, 0.05, 0.04]
+
+
+def records() -> list[dict[str, Any]]:
+    """A run that logs every 10 steps and at the ends of its stages, 65 and 120."""
+    steps = [10, 60, 65, 70, 120, 130]
+    stages = [0, 0, 0, 1, 1, 2]
+    return [
+        {
+            "step": step,
+            "stage": stage,
+            "mask_loss": loss,
+            "acceptance": [0.5],
+            "seconds": 1.0,
+            "num_tokens": 3,
+        }
+        for step, stage, loss in zip(steps, stages, LOSSES, strict=True)
+    ]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))
+    return drawn
+
+
+def write(directory: Path, samples: report.SampleReport | None, metrics: list[dict[str, Any]]) -> str:
+    path = report.write_report(
+        directory, metrics=metrics, config_yaml="", fingerprint={}, facts={}, samples=samples
+    )
+    return path.read_text()
+
+
+def test_plots_draw_the_boundary_at_the_last_step_of_a_stage(
+    tmp_path: Path, figures: dict[str, Figure]
+) -> None:
+    write(tmp_path, None, records())
+    for figure in figures.values():
+        dotted = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+        assert dotted == [65, 120]
+
+
+def test_the_losses_have_a_logarithmic_axis_so_that_the_first_steps_hide_nothing(
+    tmp_path: Path, figures: dict[str, Figure]
+) -> None:
+    write(tmp_path, None, records())
+    scales = {name: figure.axes[0].get_yscale() for name, figure in figures.items()}
+    assert scales == {"losses.png": "log", "acceptance.png": "linear", "tpf.png": "linear"}
+    write(tmp_path, None, [record | {"mask_loss": 0.0} for record in records()])
+    assert figures["losses.png"].axes[0].get_yscale() == "linear", "a logarithm of 0 shows nothing"
+
+
+@pytest.mark.parametrize("num_samples", [0, 3])
+def test_a_report_of_no_samples_asks_for_none(
+    num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(control, "inspect_data", lambda *_, **__: SimpleNamespace(lines=list))
+    stage = Stage(index=0, stride=2, num_steps=1, clean_weight=0.2)
+    prepared: Any = SimpleNamespace(
+        curriculum=Curriculum(stages=(stage,), global_batch=1), model=torch.nn.Linear(1, 1), adapter=None,
+        mask_token_id=3, tokenizer=None, dataset=None,
+    )  # fmt: skip
+    prepared.model.generation_config = SimpleNamespace(to_dict=dict)
+    config = TrainConfig(output_dir=str(tmp_path), report=ReportConfig(num_samples=num_samples))
+
+    def sampler(directory: Path, number: int) -> report.SampleReport:
+        asked.append(number)
+        return report.SampleReport(samples=(report.SampleText(prompt="a", response="b"),) * number)
+
+    written = control.finish(config, prepared, sampler, seconds=1.0)
+    assert written is not None and asked == [num_samples] * bool(num_samples)
+    assert ("Sample generations" in written.read_text()) == bool(num_samples)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["gpu", "host", "torch on the host"],
+)
+def test_out_of_memory_in_the_engine_of_the_report_fails_no_finished_run(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(*_: Any) -> report.SampleReport:
+        raise error
+
+    monkeypatch.setattr(cli, "_generate", generate)
+    samples = cli.engine_sampler(TrainConfig())(tmp_path, 8)
+    assert "out of memory" in write(tmp_path, samples, [])
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_another_failure_of_the_engine_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def generate(*_: Any) -> report.SampleReport:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(cli, "_generate", generate)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli.engine_sampler(TrainConfig())(tmp_path, 8)
+
+
+def test_requests_that_fail_before_their_first_pass_have_no_tokens_per_forward() -> None:
+    failed = SimpleNamespace(tested_by_position=(), accepted_by_position=(), token_ids=[], num_forwards=0)
+    assert cli._measure("isd", [failed], [None]).tokens_per_forward is None

@@ -1,0 +1,345 @@
+"""A run continues from its own intact checkpoint, configuration and rows per step, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from idlm.checkpoint import clear_stale, publish, translate_disk_errors, verify
+from idlm.config.compose import compose
+from idlm.errors import UserError
+from idlm.train.checkpoint.resume import (
+    SHAPE_FILE,
+    RunShape,
+    choose_checkpoint,
+    config_hash,
+    config_text,
+    store_config,
+)
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig, settle_accumulation
+from idlm.train.data.open import remember_base
+from idlm.train.loop.progress import read_metrics
+from idlm.train.loop.signals import StopOnSignal
+
+SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
+
+
+def config_of(folder: Path, **changes: object) -> TrainConfig:
+    values = {"output_dir": folder / "out", "objective": "ar", "train.steps": 9} | changes
+    return compose("train", TrainConfig, [f"{key}={value}" for key, value in values.items()])
+
+
+def save(folder: Path, step: int, shape: RunShape = SHAPE) -> Path:
+    target = folder / "out" / "run" / f"checkpoint-{step}"
+    with publish(target) as staging:
+        (staging / SHAPE_FILE).write_text(json.dumps(shape.as_dict()))
+        (staging / "global_step").mkdir()
+        (staging / "global_step" / "optim_states.pt").write_bytes(bytes(range(256)) * step)
+    return target
+
+
+def test_the_newest_intact_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, newer = save(tmp_path, 4), save(tmp_path, 10)
+    assert choose_checkpoint(config_of(tmp_path), SHAPE) == newer
+    (newer / "global_step" / "optim_states.pt").write_bytes(b"x")
+    logging.getLogger("idlm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        assert choose_checkpoint(config_of(tmp_path), SHAPE) == older
+    assert "checkpoint-10" in caplog.text and "optim_states.pt" in caplog.text
+    assert not newer.exists() and (newer.parent / "damaged-checkpoint-10-1").is_dir()
+    save(tmp_path, 10)
+    assert choose_checkpoint(config_of(tmp_path), SHAPE) == newer, "its place is free again"
+
+
+def test_a_file_beside_the_manifest_is_refused(tmp_path: Path) -> None:
+    target = save(tmp_path, 4)
+    verify(target, sealed=True)
+    (target / "global_step" / "mp_rank_00x_model_states.pt").write_bytes(b"")
+    verify(target)
+    with pytest.raises(UserError, match="mp_rank_00x_model_states"):
+        verify(target, sealed=True)
+    with pytest.raises(UserError, match="IDLM-0302"):
+        choose_checkpoint(config_of(tmp_path, resume=target), SHAPE)
+
+
+def test_two_hundred_damages_are_refused_by_name(tmp_path: Path) -> None:
+    from benchmarks.training.resume import damaged_checkpoints
+
+    refused, complaints = damaged_checkpoints(save(tmp_path, 3), 200, random.Random(0))
+    assert (refused, complaints) == (200, [])
+
+
+def test_what_dead_publishers_left_is_cleared(tmp_path: Path) -> None:
+    run = save(tmp_path, 4).parent
+    stale = run / ".checkpoint-8.staging-00000000"
+    (stale / "files").mkdir(parents=True)
+    ready = run / ".checkpoint-12.staging-00000000"
+    ready.mkdir()
+    shutil.copytree(run / "checkpoint-4", ready / "ready")
+    with publish(run / "checkpoint-6") as alive:
+        clear_stale(run)
+        assert alive.is_dir(), "a living publisher is left alone"
+        assert not stale.exists() and not ready.exists()
+        (alive / "a").write_text("")
+    verify(run / "checkpoint-12")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"world_size": 4}, "IDLM-0512", ("8 processes x 1 rows x 4", "= 16 rows", "train.accumulation=8")),
+        ({"world_size": 5}, "IDLM-0512", ("5 does not",)),
+        ({"world_size": 4, "accumulation": 8}, "IDLM-0513", ("ZeRO-2", "8 processes", "ds_to_universal")),
+        ({"batch_size": 2, "accumulation": 2}, None, ()),
+    ],
+)
+def test_the_rows_of_a_step_stay(
+    tmp_path: Path, changes: dict[str, int], code: str | None, words: tuple[str, ...]
+) -> None:
+    target = save(tmp_path, 4)
+    now = replace(SHAPE, **changes)
+    if code is None:
+        assert choose_checkpoint(config_of(tmp_path), now) == target
+        return
+    with pytest.raises(UserError) as caught:
+        choose_checkpoint(config_of(tmp_path), now)
+    assert caught.value.code == code
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_without_zero_another_number_of_processes_goes_on(tmp_path: Path) -> None:
+    target = save(tmp_path, 4, replace(SHAPE, zero_stage=None))
+    now = replace(SHAPE, zero_stage=None, world_size=4, accumulation=8)
+    assert choose_checkpoint(config_of(tmp_path), now) == target
+
+
+def test_a_run_begun_anew_moves_the_stages_of_the_old_one_aside_too(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    stage = tmp_path / "out" / "stages" / "1-stride-2"
+    stage.mkdir(parents=True)
+    assert choose_checkpoint(config_of(tmp_path, resume="never"), SHAPE) is None
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run.old-1", "stages.old-1"]
+
+
+def test_the_stored_configuration_is_compared_and_read_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    save(tmp_path, 4)
+    store_config(config)
+    stored = tmp_path / "out" / "run" / "config.yaml"
+    again = compose("train", TrainConfig, [f"config={stored}"])
+    assert again == config and config_hash(again) == config_hash(config)
+    assert choose_checkpoint(config_of(tmp_path, **{"train.log_every": 3}), SHAPE) is not None
+    other = config_of(tmp_path, **{"train.learning_rate": 0.5})
+    assert config_hash(other) != config_hash(config)
+    with pytest.raises(UserError, match=r"learning_rate: 1e-05 -> 0.5"):
+        choose_checkpoint(other, SHAPE)
+    stored.write_text("a: [")
+    with pytest.raises(UserError, match="IDLM-0303"):
+        choose_checkpoint(config, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"1: 2", "IDLM-0507.*1: 2"),
+        (b"a: 2026-13-45", "IDLM-0303.*month"),
+        (b"[" * 3000, "IDLM-0303.*RecursionError"),
+        (b"\xff", "IDLM-0303"),
+    ],
+)
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: bytes, says: str) -> None:
+    config = config_of(tmp_path)
+    save(tmp_path, 4)
+    store_config(config)
+    (tmp_path / "out" / "run" / "config.yaml").write_bytes(text)
+    with pytest.raises(UserError, match=f"(?s){says}"):
+        choose_checkpoint(config, SHAPE)
+
+
+def test_an_adapter_goes_on_with_the_base_that_it_was_started_on(tmp_path: Path) -> None:
+    remember_base(tmp_path, "a", is_continued=False)
+    remember_base(tmp_path, "a", is_continued=True)
+    with pytest.raises(UserError, match="IDLM-0518"):
+        remember_base(tmp_path, "b", is_continued=True)
+    remember_base(tmp_path, "b", is_continued=False)
+    remember_base(tmp_path, "b", is_continued=True)
+
+
+def test_damaged_metrics_do_not_stop_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1}\n{"step": 9}\n'
+    path.write_bytes(b'\xff\n3\n{}\n{"step": "x"}\n' + b"[" * 100_000 + b"\n" + good + b'{"step"')
+    assert read_metrics(path) == [{"step": 1}, {"step": 9}]
+    assert read_metrics(path, up_to_step=4) == [{"step": 1}]
+    assert read_metrics(tmp_path) == []
+
+
+NOT_ALLOWED = (
+    *(f"{key}={value}" for key in ("train.learning_rate", "plan.tflops") for value in ("nan", "inf")),
+    *("train.row_length=0", "train.row_length=-5", "train.epochs=nan", "train.hang_seconds=inf"),
+    *("train.max_grad_norm=nan", "eval.holdout=nan", "output_dir=''"),
+)
+
+
+@pytest.mark.parametrize("argument", NOT_ALLOWED)
+def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, argument: str) -> None:
+    key = argument.partition("=")[0]
+    values = {"output_dir": tmp_path / "out", "objective": "ar", "train.steps": 9}
+    arguments = [f"{name}={value}" for name, value in values.items() if name != key]
+    with pytest.raises(UserError, match=f"(?s)IDLM-0504.*{key}"):
+        check_config(compose("train", TrainConfig, [*arguments, argument]))
+
+
+PATHS = ("output_dir", "model.path", "model.tokenizer", "data.path", "data.cache_dir", "eval.path")
+
+
+@pytest.mark.parametrize("key", [*PATHS, "train.deepspeed"])
+def test_an_empty_path_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "private.jsonl"):
+        Path(name).write_text("{}\n")
+    values = {"output_dir": "out", "objective": "ar", "train.steps": 9} | {key: ""}
+    with pytest.raises(UserError, match=f"(?s)IDLM-0504.*{key} is empty"):
+        check_config(compose("train", TrainConfig, [f"{name}={value}" for name, value in values.items()]))
+
+
+def test_held_out_data_is_looked_for_before_it_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    changes = {"data.source": "jsonl", "data.path": tmp_path / "data.jsonl", "eval.every": 1}
+    with pytest.raises(UserError, match=r"(?s)IDLM-0504.*eval\.path.*/nope"):
+        check_config(config_of(tmp_path, **changes, **{"eval.path": "/nope"}))
+    for path in ("data.jsonl", "*.jsonl"):
+        with pytest.raises(UserError) as caught:
+            check_config(config_of(tmp_path, **changes, **{"eval.path": tmp_path / path}))
+        assert "eval.path" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "idlm_config.json", "generation_config.json", "README.md"]
+)
+def test_files_of_somebody_else_are_refused_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}\n")
+    told = {}
+    for adapter in ("null", "{rank: 2}"):
+        with pytest.raises(UserError, match="IDLM-0504") as caught:
+            check_config(config_of(tmp_path, adapter=adapter))
+        told[adapter] = f"has a {name} of somebody else" in caught.value.message
+    assert told == {"null": name != "README.md", "{rank: 2}": True}
+
+
+def test_a_frozen_configuration_is_whole_and_has_no_unknown_key(tmp_path: Path) -> None:
+    frozen = tmp_path / "frozen.yaml"
+    frozen.write_text(config_text(config_of(tmp_path)))
+    taken = compose("train", TrainConfig, [f"config={frozen}", "resume=never"])
+    assert taken == replace(config_of(tmp_path), resume="never")
+    with pytest.raises(UserError, match="whole configuration"):
+        compose("train", TrainConfig, [f"config={frozen}", "recipe=tiny"])
+    frozen.write_text(config_text(config_of(tmp_path)).replace("accumulation:", "acumulation:"))
+    with pytest.raises(UserError, match="acumulation"):
+        compose("train", TrainConfig, [f"config={frozen}"])
+    for content, code in (("[1]", "IDLM-0105"), ("a: [", "IDLM-0105")):
+        frozen.write_text(content)
+        with pytest.raises(UserError, match=code):
+            compose("train", TrainConfig, [f"config={frozen}"])
+    with pytest.raises(UserError, match="IDLM-0104"):
+        compose("train", TrainConfig, ["config=/nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "accumulation"), [(8, 1, 4), (4, 1, 8), (1, 2, 16), (32, 1, 1)]
+)
+def test_the_rows_of_a_step_settle_the_accumulation(
+    tmp_path: Path, world_size: int, batch_size: int, accumulation: int
+) -> None:
+    config = config_of(tmp_path, **{"train.global_batch": 32, "train.batch_size": batch_size})
+    settled = settle_accumulation(config, world_size=world_size)
+    assert settled.train.accumulation == accumulation
+    assert settle_accumulation(settled, world_size=world_size) == settled
+
+
+def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"train.global_batch": 32})
+    for world_size in (5, 64):
+        with pytest.raises(UserError, match="IDLM-0516") as caught:
+            settle_accumulation(config, world_size=world_size)
+        assert f"{world_size} processes" in caught.value.message
+        assert "1, 2, 4, 8, 16, 32 processes" in caught.value.fix
+    assert "train.global_batch=30" in _fix(config, 5)
+    other = config_of(tmp_path, **{"train.global_batch": 32, "train.accumulation": 3})
+    assert "give one of them" in _fix(other, 8)
+
+
+def test_one_process_is_told_what_fits(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"train.global_batch": 5, "train.batch_size": 2})
+    assert _fix(config, 1) == "set train.batch_size=1, or set train.global_batch=4"
+    config = config_of(tmp_path, **{"train.global_batch": 12, "train.batch_size": 8})
+    assert _fix(config, 2) == "set train.batch_size=6, or set train.global_batch=16"
+
+
+def _fix(config: TrainConfig, world_size: int) -> str:
+    with pytest.raises(UserError, match="IDLM-0516") as caught:
+        settle_accumulation(config, world_size=world_size)
+    return caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed"),
+        OSError(28, "No space left on device"),
+        OSError(27, "File too large"),
+        RuntimeError("I/O error: File too large (os error 27)"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_told_alike_by_every_writer_and_rank(tmp_path: Path, error: Exception) -> None:
+    kept = save(tmp_path, 4)
+    for writing in (publish(kept), translate_disk_errors(kept)):
+        with pytest.raises(UserError, match="IDLM-0301"), writing:
+            raise error
+    verify(kept, sealed=True)
+    assert [path.name for path in kept.parent.iterdir()] == ["checkpoint-4"]
+
+
+def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    """Without job control a shell starts `idlm-train ... &` with SIGINT ignored; SIGTERM still stops it."""
+    stop, before = StopOnSignal(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop.listening():
+            signal.raise_signal(signal.SIGINT)
+            assert stop.received is None
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.received == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop = StopOnSignal()
+        with stop.listening():
+            signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_one_keystroke_that_arrives_twice_saves_and_a_second_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop = StopOnSignal()
+    stop._note(signal.SIGINT, None)
+    now += 0.5
+    stop._note(signal.SIGTERM, None)
+    assert stop.received == signal.SIGINT, "the launcher passed the same keystroke on"
+    now += 5.0
+    with pytest.raises(KeyboardInterrupt):
+        stop._note(signal.SIGINT, None)

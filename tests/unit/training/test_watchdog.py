@@ -1,0 +1,137 @@
+"""Who is named, and when nobody is: the watchdog's judgement on what ranks said, without processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.train.loop import watchdog as watchdog_module
+from idlm.train.loop.watchdog import (
+    SILENT_SECONDS,
+    SLOW_FACTOR,
+    Heartbeat,
+    PeerStatus,
+    Watchdog,
+    _host,
+    watching,
+)
+
+
+def watchdog_that_saw(*beats: Heartbeat, hang_seconds: float = 100.0) -> Watchdog:
+    watchdog = Watchdog(None, rank=0, world_size=1 + len(beats), hang_seconds=hang_seconds)
+    for beat in beats:
+        watchdog.seen[beat.rank] = PeerStatus(beat)
+    return watchdog
+
+
+def beat(rank: int, *, step: int = 0, phase: str = "compute", pid: int = 0, host: str = "far") -> Heartbeat:
+    return Heartbeat(rank=rank, pid=pid or os.getpid(), host=host, step=step, phase=phase)
+
+
+def named(watchdog: Watchdog) -> tuple[str, list[int]] | None:
+    verdict = watchdog._judge()
+    return None if verdict is None else (verdict[0], [culprit.rank for culprit in verdict[1]])
+
+
+def test_nobody_is_named_while_all_is_well() -> None:
+    watchdog = watchdog_that_saw(beat(1), beat(2, host=_host()))
+    assert named(watchdog) is None
+
+
+def test_last_words_are_passed_on() -> None:
+    watchdog = watchdog_that_saw(beat(1), beat(2, step=6))
+    watchdog.seen[2].beat.failure_message = "IDLM-0301: no space"
+    told = named(watchdog)
+    assert told is not None and told[1] == [2]
+    assert "rank 2" in told[0] and "step 7" in told[0] and "IDLM-0301: no space" in told[0]
+
+
+def test_a_process_that_ended_here_is_named_at_once() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    watchdog = watchdog_that_saw(
+        beat(1, pid=gone.pid, host=_host()), beat(2, pid=gone.pid, host="another machine")
+    )
+    told = named(watchdog)
+    assert told is not None and told[1] == [1], "the same number on another machine means nothing"
+    watchdog.seen[1].beat.is_done = True
+    assert named(watchdog) is None, "a rank that finished may go"
+
+
+def test_silence_is_named_after_its_time() -> None:
+    watchdog = watchdog_that_saw(beat(1), beat(2))
+    watchdog.seen[2].alive_at -= SILENT_SECONDS + 1
+    told = named(watchdog)
+    assert told is not None and told[1] == [2] and "silent" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([("compute", 5), ("data", 5), ("compute", 5)], [1]),
+        ([("compute", 5), ("compute", 4), ("data", 5)], [1]),
+        ([("compute", 5), ("compute", 5), ("compute", 5)], [0, 1, 2]),
+        ([("data", 6), ("save", 6), ("data", 6)], [1]),
+    ],
+)
+def test_the_rank_furthest_behind_hangs(places: list[tuple[str, int]], expected: list[int]) -> None:
+    watchdog = watchdog_that_saw(*(beat(rank) for rank in (1, 2)))
+    for rank, (phase, step) in enumerate(places):
+        watchdog.seen[rank].beat.phase, watchdog.seen[rank].beat.step = phase, step
+        watchdog.seen[rank].moved_at -= watchdog.hang_seconds * (SLOW_FACTOR if phase == "save" else 1) + 1
+    told = named(watchdog)
+    assert told is not None and told[1] == expected
+
+
+def test_files_may_take_longer_than_steps() -> None:
+    watchdog = watchdog_that_saw(beat(1, phase="save"))
+    for known in watchdog.seen.values():
+        known.moved_at -= watchdog.hang_seconds + 1
+    assert named(watchdog) is None
+
+
+def test_a_rank_that_hangs_ends_with_its_stack(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    statuses = []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        watchdog._ending.set()
+        ended.set()
+
+    monkeypatch.setattr(watchdog_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(os, "_exit", end)
+
+    def the_place_that_hangs() -> None:
+        assert ended.wait(20)
+
+    with watching(0.05) as watchdog:
+        watchdog.move("compute", 3)
+        the_place_that_hangs()
+    told = capfd.readouterr().err
+    assert statuses == [watchdog.STATUS]
+    assert "rank 0" in told and "step 4, compute hangs" in told
+    assert "the_place_that_hangs" in told
+
+
+def test_errors_pass_through_and_the_thread_ends() -> None:
+    with pytest.raises(UserError, match="IDLM-0503"), watching(100.0) as watchdog:
+        raise UserError("IDLM-0503", "a bad loss", fix="none")
+    assert watchdog.mine.failure_message == "IDLM-0503: a bad loss"
+    with pytest.raises(ZeroDivisionError), watching(100.0) as watchdog:
+        _ = 1 / 0
+    assert "ZeroDivisionError" in watchdog.mine.failure_message
+    with watching(100.0) as watchdog:
+        assert watchdog._thread.is_alive()
+    deadline = time.monotonic() + 5
+    while watchdog._thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not watchdog._thread.is_alive() and watchdog.mine.is_done

@@ -1,0 +1,186 @@
+"""Publishing a trained model as a stock checkpoint of its base architecture, or an adapter as a stock PEFT
+directory, plus `idlm_config.json`.
+
+Any tool that loads the base architecture loads the result. Nothing is published whose files do not read back
+bitwise equal to the weights in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.checkpoint import publish, read_json
+from idlm.lora import WEIGHTS_FILE, AdapterSpec
+from idlm.semantics import Semantics
+from idlm.train.model.gated_lora import peft_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+PROBES = (
+    "Hello world, it's 1234567 o'clock.",
+    "  two  spaces,\n\n\ta tab\r\n",
+    "na\u00efve cafe\u0301 \u65e5\u672c\u8a9e \U0001f44d",
+    "x_1 = 3*(y+0.5);  // WE'LL <b>see</b>",
+)
+ADAPTER_CARD = """# A gated LoRA of idlm
+
+It applies to MASK rows only. `idlm-generate model=<this directory>` does so, and answers with the law of
+the base model. peft and transformers load the files too, but know no gate: they apply it to every row, which
+is another model.
+"""
+
+
+def export(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    semantics: Semantics,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Publish `target` atomically: config, safetensors, tokenizer, generation config and semantics.
+
+    `weights` is the whole state dict where the model holds only parts of it (ZeRO-3). `dtype` is that of the
+    files; None keeps the training dtype. The model is left as it is. Errors as in `idlm.checkpoint.publish`.
+    """
+    weights = _converted(model.state_dict() if weights is None else weights, dtype)
+    model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
+    for name in ("bos_token_id", "pad_token_id"):
+        setattr(model.generation_config, name, getattr(tokenizer, name, None))
+    with publish(target) as staging:
+        model.save_pretrained(staging, state_dict=dict(weights))
+        _complete_config(staging / "config.json", dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+            _warn_of_stock_rules(tokenizer, staging)
+        if semantics.stride > 1:
+            semantics.save(staging)
+        _require_bitwise(weights, staging, type(model))
+    log.info("published %s", target)
+
+
+def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
+    """Warn when transformers' AutoTokenizer gives other ids for the files in `directory` than `tokenizer`.
+
+    For some values of `model_type` (qwen2) it applies that family's rules to files of a generic class.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        stock = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        differing = [text for text in PROBES if stock(text)["input_ids"] != tokenizer(text)["input_ids"]]
+    # Files that it cannot read surface as OSError, ValueError, KeyError or a bare Exception of the Rust side.
+    except Exception as error:
+        log.warning("transformers' AutoTokenizer cannot load the published tokenizer: %s", error)
+        return
+    if differing:
+        log.warning(
+            "transformers' AutoTokenizer (%s) gives other token ids than training used, for example for %r; "
+            "load the tokenizer with PreTrainedTokenizerFast.from_pretrained there, as idlm does",
+            type(stock).__name__,
+            differing[0],
+        )
+
+
+def _converted(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """`weights` in `dtype`, copied to the host where that changes them; tied ones still share one tensor."""
+    if dtype is None:
+        return weights
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    converted = {}
+    for name, value in weights.items():
+        key = (value.data_ptr(), value.shape)
+        if key not in copies:
+            copies[key] = value.to("cpu", dtype) if value.is_floating_point() else value
+        converted[name] = copies[key]
+    return converted
+
+
+def _complete_config(path: Path, dtype: torch.dtype | None) -> None:
+    config = read_json(path)
+    # The Trainer switches the cache off for training; a stock checkpoint generates with it.
+    config["use_cache"] = True
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _require_bitwise(
+    weights: dict[str, torch.Tensor], directory: Path, model_class: type[PreTrainedModel]
+) -> None:
+    """The files hold `weights`, under their own names or, where transformers stores a family under others
+    (experts one by one), as that family loads them.
+    """
+    names: set[str] = set()
+    for name, value in _read_back(directory, weights.keys(), model_class):
+        names.add(name)
+        expected = weights[name].detach().cpu()
+        assert value.dtype == expected.dtype, f"{name=} {value.dtype=} {expected.dtype=}"
+        assert _bits(value).equal(_bits(expected)), f"{name} was not written as it is in memory"
+    tied = {weights[name].data_ptr() for name in names}
+    missing = [name for name in weights if name not in names and weights[name].data_ptr() not in tied]
+    assert names and not missing, f"the export lacks {missing=}"
+
+
+def _read_back(
+    directory: Path, names: Collection[str], model_class: type[PreTrainedModel]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of every tensor, one at a time where the files have the model's own names."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(file, framework="pt"))
+            for file in sorted(directory.glob("*.safetensors"))
+        ]
+        if all(name in names for file in files for name in file.keys()):  # noqa: SIM118  (not a mapping)
+            for file in files:
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            return
+    loaded = model_class.from_pretrained(directory, dtype="auto", local_files_only=True)
+    yield from loaded.state_dict().items()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def export_adapter(
+    weights: dict[str, torch.Tensor],
+    tokenizer: Any,
+    semantics: Semantics,
+    spec: AdapterSpec,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+) -> None:
+    """Publish a gated adapter as `target`, atomically: a stock PEFT directory, tokenizer files and semantics.
+
+    `weights`: the adapter's weights by their names in the model. Errors as in `idlm.checkpoint.publish`.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name: value if dtype is None else value.to(dtype) for name, value in peft_tensors(weights).items()
+    }
+    with publish(target) as staging:
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        spec.save(staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        semantics.save(staging)
+        (staging / "README.md").write_text(ADAPTER_CARD, encoding="utf-8")
+        stored = load_file(staging / WEIGHTS_FILE)
+        wrong = [name for name, value in tensors.items() if not _bits(stored[name]).equal(_bits(value))]
+        assert not wrong and stored.keys() == tensors.keys(), f"{wrong=}"
+    log.info("published adapter %s", target)

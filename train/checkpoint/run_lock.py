@@ -1,0 +1,76 @@
+"""One run per output_dir: rank 0 holds a file lock for the life of the run.
+
+The lock file lies beside output_dir, because publishing replaces output_dir itself. The kernel releases the
+lock when the process ends, in whatever way; a file that a dead process left behind stops nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from idlm.errors import UserError
+from idlm.files.disk import NO_LOCKS, cannot_save, lock_file
+from idlm.log import rank
+from idlm.train.distributed.collectives import from_rank_zero
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def exclusive_output(output_dir: str) -> Iterator[None]:
+    """Inside, no other run may use `output_dir`; UserError IDLM-0525 on all ranks while one does. Collective.
+
+    A file system without locks gets a warning.
+    """
+    path = lock_path(output_dir)
+    held = from_rank_zero(lambda: _lock(path, output_dir))
+    try:
+        yield
+    finally:
+        if rank() == 0 and held is not None:
+            # Before the lock is gone: after it, the file may be another run's.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(held)
+
+
+def lock_path(output_dir: str) -> Path:
+    """The lock file of the runs in `output_dir`."""
+    target = Path(output_dir).resolve()
+    return target.with_name(f".{target.name}.lock")
+
+
+def _lock(path: Path, output_dir: str) -> int | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = lock_file(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise cannot_save(path, error.strerror or str(error)) from error
+        log.warning("%s: %s; see to it that no other run uses this output_dir", path, error.strerror)
+        return None
+    if held is None:
+        raise UserError(
+            "IDLM-0525",
+            f"{_owner(path)} is running in output_dir={output_dir}",
+            fix="wait for its end or stop it, or give another output_dir",
+        )
+    os.ftruncate(held, 0)
+    started = datetime.now().isoformat(sep=" ", timespec="seconds")
+    os.write(held, f"process {os.getpid()} on {socket.gethostname()}, started {started}".encode())
+    return held
+
+
+def _owner(path: Path) -> str:
+    """Who holds the lock, as far as its file tells."""
+    with contextlib.suppress(OSError):
+        told = path.read_text(encoding="utf-8", errors="replace").strip()
+        if told:
+            return f"another idlm-train ({told})"
+    return "another idlm-train"

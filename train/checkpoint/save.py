@@ -1,0 +1,133 @@
+"""Checkpoints of a run: written aside by all ranks, published by rank 0 with a manifest, never with bad
+weights.
+
+Under DeepSpeed every rank writes its shard of the optimizer into the same staging directory; the manifest
+covers all of them. DeepSpeed restores its state by unpickling: that happens only for a checkpoint of the
+run's own directory, after `idlm.checkpoint.verify` found every file as it was published and no other file
+beside them. Nothing else here unpickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from idlm.checkpoint import publish
+from idlm.errors import UserError
+from idlm.files.disk import translate_disk_errors
+from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape
+from idlm.train.distributed.collectives import barrier, from_rank_zero, highest
+from idlm.train.distributed.deepspeed import local_part
+from idlm.train.loop.watchdog import Watchdog
+from idlm.train.model.gated_lora import gate_of, save_trained
+
+# Pickled arguments and scripts that nothing here ever reads: the run's config.yaml says the same in the open.
+LEFT_OUT = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
+
+
+class SavingTrainer(Trainer):
+    """A Trainer whose checkpoints appear whole or not at all; `zero_stage` is noted in them."""
+
+    zero_stage: int | None = None
+    watchdog: Watchdog | None = None
+    _staging: str | None = None
+
+    def refuse_bad_weights(self) -> None:
+        """Raise UserError IDLM-0503 on every rank when a weight of any rank is not finite. Collective."""
+        bad = [name for name, value in self.model.named_parameters() if not _is_finite(local_part(value))]
+        if highest(len(bad)):
+            where = f"{len(bad)} of them, {bad[0]} first" if bad else "on another rank"
+            raise UserError(
+                "IDLM-0503",
+                f"step {self.state.global_step} left weights that are not finite ({where})",
+                fix="checkpoints saved before are intact: lower train.learning_rate and resume=auto",
+            )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """DeepSpeed's own state holds the weights; a second copy would be read by nobody."""
+        if not self.is_deepspeed_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save and output_dir is not None:
+            os.makedirs(output_dir, exist_ok=True)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if gate_of(self.model) is None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            assert output_dir is not None
+            os.makedirs(output_dir, exist_ok=True)
+            save_trained(self.model, Path(output_dir))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled and gate_of(self.model) is not None:
+            whole = self.model_wrapped.save_checkpoint
+            # transformers does this for PeftModel only.
+            self.model_wrapped.save_checkpoint = functools.partial(whole, exclude_frozen_parameters=True)
+            try:
+                super()._save_optimizer_and_scheduler(output_dir)
+            finally:
+                del self.model_wrapped.save_checkpoint
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging if self._staging is not None else super()._get_output_dir(trial)
+
+    def at(self, phase: str) -> None:
+        """Tell the watchdog, if there is one, what this rank does now."""
+        if self.watchdog is not None:
+            self.watchdog.move(phase, self.state.global_step)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.at("save")
+        self.refuse_bad_weights()
+        target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        with contextlib.ExitStack() as stack:
+            staging = from_rank_zero(lambda: str(stack.enter_context(publish(target))))
+            with translate_disk_errors(target, written=Path(staging)):
+                self._write_into(staging, target=target, model=model, trial=trial)
+            from_rank_zero(lambda: stack.pop_all().close())
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=self.args.output_dir,
+                save_total_limit=self.args.save_total_limit,
+                use_mtime=False,
+            )
+        self.at("data")
+
+    def _write_into(self, staging: str, *, target: Path, model: nn.Module, trial: Any) -> None:
+        self._staging = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        barrier()
+        if not self.args.should_save:
+            return
+        written = Path(staging) / target.name
+        for entry in sorted(written.iterdir()):
+            os.rename(entry, Path(staging) / entry.name)
+        shutil.rmtree(written)
+        for name in LEFT_OUT:
+            (Path(staging) / name).unlink(missing_ok=True)
+        shape = RunShape(
+            world_size=self.args.world_size,
+            batch_size=self.args.per_device_train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            zero_stage=self.zero_stage,
+        )
+        (Path(staging) / SHAPE_FILE).write_text(json.dumps(shape.as_dict()) + "\n")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return not tensor.numel() or bool(tensor.isfinite().all())

@@ -1,0 +1,42 @@
+"""`python -m idlm.train.config.freeze [overrides]`: compose a training configuration once, for all ranks.
+
+Checks it, writes `<output_dir>/launch/config-<hash>.yaml` and prints that path, which the launcher hands to
+all ranks as `config=PATH`. Ranks that composed for themselves could differ by a file of their machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from idlm.cli import command
+from idlm.config.compose import compose
+from idlm.files.disk import translate_disk_errors
+from idlm.train.checkpoint.resume import config_hash, config_text
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig
+
+LAUNCH_FOLDER = "launch"
+
+
+def freeze(overrides: list[str]) -> Path:
+    """The file that was written; the same configuration gives the same file."""
+    config = compose("train", TrainConfig, overrides)
+    check_config(config)
+    path = Path(config.output_dir).absolute() / LAUNCH_FOLDER / f"config-{config_hash(config)}.yaml"
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    with translate_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(config_text(config), encoding="utf-8")
+        os.replace(aside, path)
+    return path
+
+
+def main(arguments: list[str]) -> int:
+    print(freeze(arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,102 @@
+"""The part of our configuration that transformers' Trainer and accelerate read, the process group that they
+open, and how a run is spread over its processes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from idlm.errors import UserError
+from idlm.train.checkpoint.resume import RUN_FOLDER, RunShape, config_hash
+from idlm.train.config.schema import TrainConfig
+from idlm.train.distributed.collectives import gather_objects
+from idlm.train.distributed.deepspeed import (
+    deepspeed_config,
+    keeps_fp32_masters,
+    open_communication,
+    prepare_environment,
+    zero_stage,
+)
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def training_arguments(config: TrainConfig) -> TrainingArguments:
+    """Arguments of the Trainer; opens the process group of a distributed run.
+
+    Keep them alive as long as the model: under ZeRO-3 loading asks them how to shard.
+    """
+    from transformers import TrainingArguments
+    from transformers.utils.logging import disable_progress_bar
+
+    loop = config.train
+    # Bars for reading and writing weight files would break the line of ours.
+    disable_progress_bar()
+    prepare_environment(config)
+    on_gpu = loop.device != "cpu" and torch.cuda.is_available()
+    args = TrainingArguments(
+        output_dir=str(Path(config.output_dir) / RUN_FOLDER),
+        per_device_train_batch_size=loop.batch_size,
+        gradient_accumulation_steps=loop.accumulation,
+        learning_rate=loop.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=loop.warmup,
+        weight_decay=loop.weight_decay,
+        adam_beta2=loop.adam_beta2,
+        max_grad_norm=loop.max_grad_norm,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        bf16=loop.bf16 or keeps_fp32_masters(config),
+        seed=loop.seed,
+        use_cpu=loop.device == "cpu" or not torch.cuda.is_available(),
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=loop.save_every,
+        save_total_limit=loop.save_total_limit,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+        deepspeed=deepspeed_config(config, "cuda" if on_gpu else "cpu"),
+        ddp_find_unused_parameters=False,
+        dataloader_num_workers=loop.workers,
+    )
+    if args.n_gpu > 1:
+        raise UserError(
+            "IDLM-0508",
+            f"{args.n_gpu} GPUs are visible to one process",
+            fix="start with `torchrun --nproc-per-node N -m idlm.train.cli` or set CUDA_VISIBLE_DEVICES=0",
+        )
+    open_communication(config)
+    return args
+
+
+def shape(config: TrainConfig) -> RunShape:
+    """How this run spreads a step, by its configuration and its launcher."""
+    return RunShape(
+        world_size=num_processes(),
+        batch_size=config.train.batch_size,
+        accumulation=config.train.accumulation,
+        zero_stage=zero_stage(config),
+    )
+
+
+def num_processes() -> int:
+    """Processes of this run as its launcher set them (torchrun, DeepSpeed); 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def require_same_config_everywhere(config: TrainConfig) -> None:
+    """Raise UserError IDLM-0514 on every rank when one was started with other values. Collective."""
+    hashes = gather_objects(config_hash(config))
+    odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    if odd:
+        raise UserError(
+            "IDLM-0514",
+            f"ranks {odd} were started with another configuration than rank 0 (hashes {hashes})",
+            fix="compose once and give every rank that file, as recipes/launch/*.sh do (config=FILE)",
+        )

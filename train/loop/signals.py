@@ -1,0 +1,78 @@
+"""Stopping on SIGINT and SIGTERM: the step in progress is finished and saved, a second signal ends the
+process at once.
+
+One keystroke can arrive twice, from the terminal and from the launcher, so a second one counts only
+`ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed's after 30 s,
+torchrun after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and newer). A step and its save must fit into that,
+or the run goes on from the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from idlm.cli.command import Terminated
+from idlm.train.distributed.collectives import highest
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO_SECONDS = 2.0
+
+
+def ignore_stop_signals() -> None:
+    """Ignore them in this process. Data workers call this: launchers and terminals signal the whole process
+    group, and a run whose workers have died cannot finish its step and save.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopOnSignal(TrainerCallback):
+    """Inside `listening()`, turns a signal into "save and stop" after the current step; `received` says which
+    one.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._heard_at = 0.0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handlers are process-wide and Python allows them on the main thread only; elsewhere this does
+        nothing. A signal that is ignored stays ignored: a shell starts background jobs with SIGINT ignored,
+        so that a Ctrl-C at the terminal does not stop them.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._heard_at = number, now
+        elif now - self._heard_at > ECHO_SECONDS:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        # Ranks may hear a signal on different sides of a step; one that stops alone hangs the others.
+        self.received = highest(self.received or 0) or None
+        if self.received is not None:
+            control.should_save = True
+            control.should_training_stop = True
+        return control

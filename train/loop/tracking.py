@@ -1,0 +1,103 @@
+"""Metrics mirrored to Weights & Biases. A service that fails costs its curves, never the run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from idlm.errors import UserError
+from idlm.train.config.monitoring import WandbConfig
+
+log = logging.getLogger(__name__)
+NOT_CURVES = ("first_item", "last_item", "step")
+
+
+class Tracker(Protocol):
+    """Where records go beside `metrics.jsonl`."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> Tracker | None:
+    """The tracker of a run, None where `mode` is disabled. For rank 0 alone. `values`: the configuration.
+
+    Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained.
+    """
+    if config.mode == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            "IDLM-0551",
+            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
+            fix="pip install wandb, or wandb.mode=disabled",
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run = wandb.init(
+            project=config.project,
+            name=config.name,
+            mode=cast(Literal["offline", "online"], config.mode),
+            dir=str(folder),
+            config=values,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    # A missing key, a refused one and no network have no common base.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0551",
+            f"wandb.mode={config.mode}: Weights & Biases does not start: {error}",
+            fix="run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
+        ) from error
+    return WandbTracker(run)
+
+
+class WandbTracker:
+    """One run of Weights & Biases; stops talking to it after the first failure."""
+
+    def __init__(self, run: Any) -> None:
+        self._run: Any = run
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(curves(record), step=record["step"])
+        # Whatever the service or its client does, training goes on.
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self, *, failed: bool) -> None:
+        """Finish the run; safe to call again."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.finish(exit_code=int(failed))
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning(
+            "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)", error
+        )
+        self._run = None
+
+
+def curves(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a metrics record under flat names."""
+    prefix = "held_out/" if "held_out" in record else ""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if name in NOT_CURVES or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float):
+            flat[prefix + name] = value
+        elif isinstance(value, list):
+            flat |= {f"{prefix}{name}/{place}": one for place, one in enumerate(value, start=1)}
+    return flat

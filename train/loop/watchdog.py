@@ -1,0 +1,290 @@
+"""Names the rank that died, failed or hangs, and ends the others, so that no run waits for a dead peer.
+
+Every rank tells a small store (torch's TCPStore, held by rank 0) each second that it lives and where it is; a
+thread on every rank reads the others. A process that ended is seen within seconds on its own host, a stopped
+one or a lost host after `SILENT_SECONDS`; a rank without progress for `train.hang_seconds` (`SLOW_FACTOR`
+times as long where files are read or written) is a hang: the rank furthest behind is named with its stack.
+Tokenising counts as progress (train/loop/liveness.py), also on the ranks that wait for it.
+torchrun and deepspeed, too, end all ranks when one exits, but cannot say why. Exit status: `STATUS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed import TCPStore
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from idlm.errors import UserError
+from idlm.train.distributed.collectives import barrier, from_rank_zero, gather_objects, is_distributed
+from idlm.train.loop.liveness import progress_count
+
+log = logging.getLogger(__name__)
+STATUS = 75
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 40.0
+STORE_SECONDS = 10.0
+LINGER_SECONDS = 3.0
+SLOW_FACTOR = 6
+# In order of the loop: a rank in an earlier phase of the same step is further behind.
+PHASES = ("start", "save", "export", "data", "compute", "finish")
+SLOW_PHASES = ("start", "save", "export", "finish")
+VERDICT = "verdict"
+
+
+@dataclass(slots=True, kw_only=True)
+class Heartbeat:
+    """What a rank says of itself. `count` grows while the process lives, `progress_count` with every progress."""
+
+    rank: int
+    pid: int
+    host: str
+    count: int = 0
+    progress_count: int = 0
+    step: int = 0
+    phase: str = PHASES[0]
+    failure_message: str = ""
+    is_done: bool = False
+
+    def place(self) -> tuple[int, int]:
+        """Sorts ranks by how far they got."""
+        return self.step, PHASES.index(self.phase)
+
+    def where(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host}) in step {self.step + 1}, {self.phase}"
+
+
+@dataclass(slots=True)
+class PeerStatus:
+    """A rank's newest beat, and when (monotonic seconds) its count and its moves last changed."""
+
+    beat: Heartbeat
+    alive_at: float = field(default_factory=time.monotonic)
+    moved_at: float = field(default_factory=time.monotonic)
+
+
+class Watchdog(TrainerCallback):
+    """`move` and the callbacks are for the main thread; the store is touched by the watching thread alone."""
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        hang_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store, self.world_size, self.hang_seconds, self.clock = store, world_size, hang_seconds, clock
+        self.mine = Heartbeat(rank=rank, pid=os.getpid(), host=_host())
+        self.seen = {rank: PeerStatus(self.mine, clock(), clock())}
+        self._num_noted = progress_count()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch, once every rank has told the store about itself. Collective."""
+        if self.store is not None:
+            self._tell()
+        barrier()
+        self._thread.start()
+
+    def move(self, phase: str, step: int | None = None) -> None:
+        """This rank is now in `phase` of the step after `step` finished ones."""
+        assert phase in PHASES, f"{phase=}"
+        self.mine.phase = phase
+        self.mine.step = self.mine.step if step is None else step
+        self.mine.progress_count += 1
+
+    def end(self, failure_message: str = "") -> None:
+        """Stop watching; `failure_message` tell the others why this rank ends early."""
+        self.mine.failure_message, self.mine.is_done = failure_message, not failure_message
+        self._ending.set()
+        self._thread.join(timeout=STORE_SECONDS)
+
+    def wait_for_verdict(self, seconds: float) -> None:
+        """Give the thread time to find out whether another rank is the cause; then it ends the process."""
+        self._thread.join(timeout=seconds)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.move("compute", state.global_step)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.move("compute", state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.move("data", state.global_step)
+
+    def _watch(self) -> None:
+        while not self._ending.wait(BEAT_SECONDS):
+            self.mine.count += 1
+            with contextlib.suppress(RuntimeError):
+                self._exchange()
+            if self._ending.is_set():
+                break
+            verdict = self._judge()
+            if verdict is not None:
+                self._execute(*verdict)
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                self._tell()
+
+    def _tell(self) -> None:
+        self.store.set(f"beat/{self.mine.rank}", json.dumps(asdict(self.mine)))
+
+    def _exchange(self) -> None:
+        now, num_noted = self.clock(), progress_count()
+        self.mine.progress_count += num_noted - self._num_noted
+        self._num_noted = num_noted
+        beats = [self.mine]
+        if self.store is not None:
+            self._tell()
+            told = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+            beats = [Heartbeat(**json.loads(text)) for text in told]
+        for beat in beats:
+            known = self.seen.setdefault(beat.rank, PeerStatus(beat, now, now))
+            if beat.count != known.beat.count or beat.rank == self.mine.rank:
+                known.alive_at = now
+            if beat.progress_count != known.beat.progress_count:
+                known.moved_at = now
+            # A copy: this rank's own beat changes under the main thread's hands.
+            known.beat = Heartbeat(**asdict(beat))
+
+    def _judge(self) -> tuple[str, list[Heartbeat]] | None:
+        """(what happened, the ranks that caused it), or None while all is well."""
+        now = self.clock()
+        running = [known for known in self.seen.values() if not known.beat.is_done]
+        others = [known for known in running if known.beat.rank != self.mine.rank]
+        for known in others:
+            if known.beat.failure_message:
+                return f"{known.beat.where()} failed: {known.beat.failure_message}", [known.beat]
+        for known in others:
+            if known.beat.host == self.mine.host and _has_ended(known.beat.pid):
+                return f"{known.beat.where()} died without a word (killed?)", [known.beat]
+        silent = [known.beat for known in others if now - known.alive_at > SILENT_SECONDS]
+        if silent:
+            return (
+                f"{'; '.join(beat.where() for beat in silent)}: silent for {SILENT_SECONDS:.0f} s (stopped, "
+                "host or network lost)",
+                silent,
+            )
+        stuck = [
+            known
+            for known in running
+            if now - known.moved_at
+            > self.hang_seconds * (SLOW_FACTOR if known.beat.phase in SLOW_PHASES else 1)
+        ]
+        if not stuck:
+            return None
+        least = min(known.beat.place() for known in running)
+        behind = [known.beat for known in running if known.beat.place() == least]
+        places = "; ".join(known.beat.where() for known in running)
+        named = "; ".join(beat.where() for beat in behind)
+        seconds = now - min(known.moved_at for known in stuck)
+        if len(behind) == len(running) > 1:
+            return f"no rank moved for {seconds:.0f} s, and all are in the same place: {places}", behind
+        return f"{named} hangs: no progress for {seconds:.0f} s (all: {places})", behind
+
+    def _execute(self, what: str, culprits: list[Heartbeat]) -> None:
+        """Agree with the others on the first verdict, say it, and end this process."""
+        names = {beat.rank for beat in culprits}
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                what = self.store.compare_set(VERDICT, "", what).decode()
+        if any(beat.failure_message for beat in culprits) and self._ending.wait(LINGER_SECONDS):
+            # The main thread met the same failure and is ending by itself, with its own message.
+            return
+        text = f"watchdog on rank {self.mine.rank}: {what}; all ranks end with status {STATUS}"
+        print(text, file=sys.stderr, flush=True)
+        if self.mine.rank in names:
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        for beat in culprits:
+            if beat.host == self.mine.host and beat.rank != self.mine.rank and not beat.failure_message:
+                # A stopped or stuck process would outlive the run and keep its memory.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(beat.pid, signal.SIGKILL)
+        if self.mine.rank == 0 and self.store is not None:
+            # The others still read the verdict from this process.
+            time.sleep(LINGER_SECONDS)
+        os._exit(STATUS)
+
+
+@contextlib.contextmanager
+def watching(hang_seconds: float) -> Iterator[Watchdog]:
+    """A watchdog over the ranks of the open process group; an exception inside is told to the others."""
+    watchdog = Watchdog(
+        _open_store() if is_distributed() else None,
+        rank=dist.get_rank() if is_distributed() else 0,
+        world_size=dist.get_world_size() if is_distributed() else 1,
+        hang_seconds=hang_seconds,
+    )
+    watchdog.start()
+    try:
+        yield watchdog
+    except UserError as error:
+        watchdog.end(failure_message=str(error).splitlines()[0])
+        raise
+    except BaseException as error:
+        if is_distributed():
+            # A peer that died makes collectives fail here; then its name matters, not this exception.
+            watchdog.wait_for_verdict(LINGER_SECONDS)
+        watchdog.end(failure_message=f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    watchdog.end()
+
+
+def _open_store() -> TCPStore | None:
+    """This rank's store; None on all ranks where one cannot reach the port of rank 0. Collective."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    timeout = datetime.timedelta(seconds=STORE_SECONDS)
+    held: list[TCPStore] = []
+
+    def hold() -> int:
+        held.append(TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout))
+        return held[0].port
+
+    port = from_rank_zero(hold)
+    store = held[0] if held else None
+    with contextlib.suppress(RuntimeError):
+        store = store or TCPStore(host, port, is_master=False, timeout=timeout)
+    deaf = [rank for rank, reached in enumerate(gather_objects(store is not None)) if not reached]
+    if deaf:
+        log.warning("ranks %s cannot reach %s:%d: a rank that dies or hangs is not named", deaf, host, port)
+    return None if deaf else store
+
+
+def _host() -> str:
+    """Tells processes that see each other's ids from those that do not."""
+    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return f"{socket.gethostname()} {space}".strip()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the process is gone or a zombie; False where that cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except FileNotFoundError:
+        return os.path.exists("/proc/self/stat")
+    except OSError:
+        return False

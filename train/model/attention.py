@@ -1,0 +1,279 @@
+"""Our attention functions, registered with transformers, so that any of its causal models trains on `[x_t |
+x_0]`.
+
+`idlm_sdpa` takes a dense bool mask [B, 1, T, T], the plain reference; `idlm_documents` runs each document of
+a packed row by itself, since a dense kernel would compute all pairs across documents only to mask them;
+`idlm_split` is our Triton kernel (GPU, 16 bits); `idlm_flex` and `idlm_flash` are FlexAttention (GPU) with
+its Triton and its FlashAttention-4 back end. transformers hands a prepared mask with four dimensions to every
+layer as it is, sliding-window layers included: `idlm.train.model.body_and_head` refuses rows longer than such a window.
+
+B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from idlm.errors import UserError
+from idlm.kernels.split_attention import Visibility, split_attention_ranges, visibility
+from idlm.masks import PADDING_DOC, RowMeta, dense_mask
+from idlm.train.model.flex_mask import flex_block_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+ATTENTIONS = ("idlm_sdpa", "idlm_documents", "idlm_split", "idlm_flex", "idlm_flash")
+GPU_ONLY = ("idlm_split", "idlm_flex", "idlm_flash")
+"""FlexAttention has no backward pass on a CPU, the Triton kernel does not run there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentMasks:
+    """`rows`: flat indices into B*T, document after document; `masks`: bool [1, 1, m, m] per document."""
+
+    rows: Tensor
+    masks: tuple[Tensor, ...]
+
+
+def register_attention() -> None:
+    """Make the functions known to transformers by name; safe to call again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("idlm_sdpa", sdpa_attention)
+    AttentionInterface.register("idlm_documents", document_attention)
+    AttentionInterface.register("idlm_split", split_attention)
+    AttentionInterface.register("idlm_flex", flex_attention)
+    AttentionInterface.register("idlm_flash", functools.partial(flex_attention, backend="FLASH"))
+
+
+def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = False) -> str:
+    """`auto` is what measured fastest (kernels/split_attention/README.md): by document on a CPU; on a GPU the
+    Triton kernel in 16 bits and FlexAttention in float32. UserError IDLM-0542 for what cannot run.
+    """
+    if requested == "auto":
+        if device.type != "cuda":
+            return "idlm_documents"
+        return "idlm_split" if is_16_bit and _is_installed("triton") else "idlm_flex"
+    problem = _problem(requested, device, is_16_bit)
+    if problem is not None:
+        raise UserError("IDLM-0542", f"model.attention={requested} {problem[0]}", fix=problem[1])
+    return requested
+
+
+def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str, str] | None:
+    """What is wrong with a choice, and the remedy."""
+    if requested in GPU_ONLY and device.type != "cuda":
+        return f"has no backward pass on a {device.type.upper()}", "set model.attention=auto"
+    if requested in ("idlm_split", "idlm_flash") and not is_16_bit:
+        return (
+            "computes in 16 bits, and this run in float32",
+            "set train.bf16=true or model.dtype=bfloat16, or model.attention=idlm_flex",
+        )
+    if requested == "idlm_split" and not _is_installed("triton"):
+        return "needs Triton", "pip install 'idlm[gpu]', or set model.attention=idlm_flex"
+    return flash_problem() if requested == "idlm_flash" else None
+
+
+def flash_problem() -> tuple[str, str] | None:
+    """What `idlm_flash` lacks on this machine, and the remedy."""
+    if _is_installed("flash_attn.cute"):
+        return None
+    return "needs FlashAttention 4", "pip install 'idlm[flash-attn]', or set model.attention=auto"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def mask_arguments(meta: RowMeta, attention: str) -> dict[str, Any]:
+    """Keyword arguments that give a forward pass the visibility of `meta` ([B, T]); once for all layers."""
+    if attention in ("idlm_flex", "idlm_flash"):
+        return {"attention_mask": flex_block_mask(row_ranges(meta))}
+    if attention == "idlm_sdpa":
+        return {"attention_mask": dense_mask(meta)[:, None]}
+    # Any tensor with four dimensions keeps transformers from building a mask of its own.
+    placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=meta.doc_ids.device)
+    if attention == "idlm_split":
+        return {"attention_mask": placeholder, "row_ranges": row_ranges(meta).tensors()}
+    return {"attention_mask": placeholder, "document_masks": document_masks(meta)}
+
+
+def row_ranges(meta: RowMeta) -> Visibility:
+    """The visibility of `meta` ([B, T]) as ranges of rows; nothing waits for the device."""
+    return visibility(meta.doc_ids, meta.positions, meta.block_starts, meta.is_noisy, meta.reach)
+
+
+def document_masks(meta: RowMeta) -> DocumentMasks:
+    """The dense masks of all documents of the packed rows, one by one; padding belongs to none."""
+    rows, masks = [], []
+    num_rows = meta.doc_ids.shape[1]
+    for b, doc_ids_T in enumerate(meta.doc_ids):
+        for doc in doc_ids_T.unique().tolist():
+            if doc == PADDING_DOC:
+                continue
+            (rows_m,) = torch.nonzero(doc_ids_T == doc, as_tuple=True)
+            own = RowMeta(
+                doc_ids=doc_ids_T[rows_m],
+                positions=meta.positions[b, rows_m],
+                block_starts=meta.block_starts[b, rows_m],
+                is_noisy=meta.is_noisy[b, rows_m],
+                reach=None if meta.reach is None else meta.reach[b, rows_m],
+            )
+            rows.append(rows_m + b * num_rows)
+            masks.append(dense_mask(own)[None, None])
+    return DocumentMasks(rows=torch.cat(rows), masks=tuple(masks))
+
+
+UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "attention sinks"}
+"""What transformers hands to the attention of some families, and none of ours computes."""
+
+
+def _refuse_further(module: nn.Module, further: dict[str, Any]) -> None:
+    """An argument that changes the result, and that nobody would miss if it were dropped."""
+    for name, what in UNSUPPORTED.items():
+        if further.get(name) is not None:
+            raise UserError(
+                "IDLM-0505",
+                f"{type(module).__name__} has {what} ({name}), which idlm's attention does not compute",
+                fix="use a model without it: trained without, it would be another model",
+            )
+
+
+def sdpa_attention(
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention under a bool mask; returns [B, T, N, H]. Without a mask it is plain
+    causal.
+    """
+    _refuse_further(module, further)
+    output = functional.scaled_dot_product_attention(
+        query_BNTH,
+        key_BKTH,
+        value_BKTH,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=attention_mask is None,
+        enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
+    )
+    return output.transpose(1, 2), None
+
+
+def document_attention(
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    document_masks: DocumentMasks | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention document by document; returns [B, T, N, H], zero for padding rows."""
+    _refuse_further(module, further)
+    assert document_masks is not None, "the model does not hand keyword arguments on to its attention"
+    rows_M = document_masks.rows
+    sizes = [mask.shape[-1] for mask in document_masks.masks]
+    parts = [
+        tensor.transpose(1, 2).flatten(0, 1)[rows_M].split(sizes)
+        for tensor in (query_BNTH, key_BKTH, value_BKTH)
+    ]
+    outputs = [
+        functional.scaled_dot_product_attention(
+            query_mNH.transpose(0, 1)[None],
+            key_mKH.transpose(0, 1)[None],
+            value_mKH.transpose(0, 1)[None],
+            attn_mask=mask,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query_BNTH.shape[1] != key_BKTH.shape[1],
+        )[0].transpose(0, 1)
+        for mask, query_mNH, key_mKH, value_mKH in zip(document_masks.masks, *parts, strict=True)
+    ]
+    num_seqs, num_heads, num_rows, head_dim = query_BNTH.shape
+    flat = query_BNTH.new_zeros(num_seqs * num_rows, num_heads, head_dim)
+    return flat.index_copy(0, rows_M, torch.cat(outputs)).unflatten(0, (num_seqs, num_rows)), None
+
+
+def split_attention(
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_ranges: tuple[Tensor, ...] | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """The kernel of `idlm.kernels.split_attention`; returns [B, T, N, H], zero for padding rows."""
+    _refuse_further(module, further)
+    assert row_ranges is not None, "the model does not hand keyword arguments on to its attention"
+    assert dropout == 0.0, f"{dropout=}"
+    scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
+    return split_attention_ranges(query, key, value, row_ranges, scale=scale), None
+
+
+def _computed_in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast a normalised query may be float32 beside a bfloat16 value."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+
+
+def flex_attention(
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BKTH: Tensor,
+    value_BKTH: Tensor,
+    attention_mask: BlockMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """FlexAttention under a BlockMask; returns [B, T, N, H]. Attention dropout is not supported."""
+    _refuse_further(module, further)
+    assert attention_mask is not None and dropout == 0.0, f"{attention_mask is None=} {dropout=}"
+    query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
+    output = _flex_kernel(query.device.type)(
+        query,
+        key,
+        value,
+        block_mask=attention_mask,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=None if backend is None else {"BACKEND": backend},
+    )
+    return output.transpose(1, 2), None
+
+
+@functools.cache
+def _flex_kernel(device_type: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention as kernel
+
+    return torch.compile(kernel, dynamic=False) if device_type == "cuda" else kernel

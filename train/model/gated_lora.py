@@ -1,0 +1,247 @@
+"""Gated LoRA while training: MASK rows of a batch gain the low-rank update, all other rows stay the base's,
+bitwise.
+
+Which rows are MASK rows is carried by the batch (`gate_index`), never read off token ids. The adapted
+modules are `nn.Linear`s that own the base's weight next to A and B, so that whatever gathers, shards or
+casts the weights of a module that is called (DDP, ZeRO, autocast, compiled layers) finds all three. Knows
+no objective and no trainer.
+
+Shape letters: B packed rows, T rows of one packed row, M MASK rows of the batch, D input width, E output
+width.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from idlm.errors import UserError
+from idlm.lora import MASK_ROW, AdapterSpec, low_rank, tensor_name
+from idlm.text.tokenizer import num_token_ids, resolve_mask_token_id
+from idlm.train.distributed.deepspeed import gathered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Gate:
+    """The MASK rows of the batch under way, shared by all adapted modules of one model.
+
+    It stays as it is until the next batch, because checkpointed layers run again in the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.rows_M: Tensor | None = None
+
+    def set(self, rows_M: Tensor | None) -> None:
+        """Flat indices into B*T, on the model's device; None: the base model, nothing is gated."""
+        if rows_M is not None and len(rows_M) > 1 and "torch._dynamo" in sys.modules:
+            # Compiled layers have static shapes, but the number of MASK rows changes with every batch. Where
+            # nothing is compiled the compiler, seconds to import, is not loaded.
+            torch._dynamo.mark_dynamic(rows_M, 0)
+        self.rows_M = rows_M
+
+
+class GatedProduct(torch.autograd.Function):
+    """`linear` of all rows by a frozen weight, plus `update_ME` on the MASK rows.
+
+    Gradients flow to `x_MD`, the MASK rows of `x`, and to the update. Nothing that trains lies behind any
+    other row, so the product that would carry their gradient, half of the backward pass, is left out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_MD: Tensor,
+        update_ME: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        rows_M: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(weight_ED, rows_M)
+        ctx.dtypes = x_MD.dtype, update_ME.dtype
+        out = functional.linear(x, weight_ED, bias_E)
+        out.flatten(0, -2).index_add_(0, rows_M, update_ME.to(out.dtype))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight_ED, rows_M = ctx.saved_tensors
+        of_input, of_update = ctx.dtypes
+        grad_ME = grads[0].flatten(0, -2).index_select(0, rows_M)
+        grad_MD = None
+        if ctx.needs_input_grad[1]:
+            grad_MD = (grad_ME @ weight_ED.to(grad_ME.dtype)).to(of_input)
+        return None, grad_MD, grad_ME.to(of_update), None, None, None
+
+
+class GatedLinear(nn.Linear):
+    """Takes the place of a linear layer and its weight; A and B are float32, whatever the base's dtype."""
+
+    def __init__(self, base: nn.Linear, gate: Gate, spec: AdapterSpec, generator: torch.Generator) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = base.weight
+        self.register_parameter("bias", base.bias)
+        bound = 1 / math.sqrt(self.in_features)
+        a_rD = torch.empty(spec.rank, self.in_features).uniform_(-bound, bound, generator=generator)
+        device = base.weight.device
+        self.lora_A = nn.Parameter(a_rD.to(device))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, spec.rank, device=device))
+        self.scaling, self.gate = spec.scaling, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., D] to [..., E]; the leading axes are those of the batch while a gate is set."""
+        rows_M = self.gate.rows_M
+        if rows_M is None:
+            return functional.linear(x, self.weight, self.bias)
+        x_MD = x.flatten(0, -2).index_select(0, rows_M)
+        as_trained = x_MD if torch.is_autocast_enabled(x.device.type) else x_MD.to(self.lora_A.dtype)
+        update_ME = low_rank(as_trained, self.lora_A, self.lora_B, self.scaling)
+        out: Tensor = GatedProduct.apply(x, x_MD, update_ME, self.weight, self.bias, rows_M)
+        return out
+
+
+class GatedEmbedding(nn.Embedding):
+    """An embedding whose MASK rows are one trained vector, whatever id they carry, even one the table
+    lacks.
+
+    The table itself stays the base's: where it is tied to the head, a row trained in place, or added, would
+    change the logits of clean rows.
+    """
+
+    def __init__(self, base: nn.Embedding, gate: Gate, mask_row_D: Tensor) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = base.num_embeddings, base.embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = base.padding_idx, None, base.norm_type
+        self.scale_grad_by_freq, self.sparse = False, False
+        self.weight = base.weight
+        self.mask_row = nn.Parameter(mask_row_D.to(device=base.weight.device, dtype=torch.float32))
+        self.gate = gate
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Embeddings [..., D] of `input` [...]."""
+        rows_M = self.gate.rows_M
+        if rows_M is None:
+            return functional.embedding(input, self.weight, self.padding_idx)
+        ids = input.flatten().index_fill(0, rows_M, 0)
+        x = functional.embedding(ids, self.weight, self.padding_idx)
+        mask_MD = self.mask_row.to(x.dtype).expand(len(rows_M), -1)
+        return x.index_copy(0, rows_M, mask_MD).view(*input.shape, -1)
+
+
+def add_adapter(
+    model: PreTrainedModel, spec: AdapterSpec, *, mask_row_D: Tensor | None = None, seed: int = 0
+) -> Gate:
+    """Freeze `model` and adapt the linear layers named in `spec.targets`, in place.
+
+    A is drawn as PEFT draws it (Kaiming uniform) from `seed`, the same on every device; B is zero.
+    `mask_row_D`: start of a trained input embedding for MASK rows, None where the base's own row serves.
+    Raises UserError IDLM-0530.
+    """
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    known = sorted({name.rpartition(".")[2] for name in linears})
+    unknown = sorted(set(spec.targets) - set(known))
+    if unknown:
+        raise UserError(
+            "IDLM-0530",
+            f"adapter.targets: {type(model).__name__} has no linear layer named {', '.join(unknown)}",
+            fix=f"choose from {', '.join(known)}",
+        )
+    gate, generator = Gate(), torch.Generator().manual_seed(seed)
+    for name, linear in linears.items():
+        if name.rpartition(".")[2] in spec.targets:
+            _replace(model, name, GatedLinear(linear, gate, spec, generator))
+    if mask_row_D is not None:
+        embedding = model.get_input_embeddings()
+        if type(embedding) is not nn.Embedding:
+            raise UserError(
+                "IDLM-0530",
+                f"the base has no usable row for the mask token, and its {type(embedding).__name__} cannot "
+                "take a trained one",
+                fix="set model.mask_token_id to an unused token whose embedding is not zero",
+            )
+        model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
+    model.register_load_state_dict_post_hook(_expect_trained_only)
+    return gate
+
+
+def gate_of(model: nn.Module) -> Gate | None:
+    """The gate of an adapted model, None of any other."""
+    gates = {module.gate for module in model.modules() if isinstance(module, GatedLinear)}
+    assert len(gates) <= 1, f"{len(gates)} adapters in one model"
+    return gates.pop() if gates else None
+
+
+@torch.no_grad()
+def choose_mask(model: PreTrainedModel, tokenizer: Any, explicit: int | None) -> tuple[int, Tensor | None]:
+    """(mask token id, start of a trained embedding [D] or None) of an adapter on `model`, which is not
+    changed.
+
+    Without a spare row the id is the first behind the tokenizer's, and no row is added for it. A row that
+    is missing, zero or not finite is replaced by a vector of the adapter's own that starts at the mean
+    embedding.
+    """
+    embedding = model.get_input_embeddings()
+    with gathered([embedding.weight]):
+        rows_VD = embedding.weight
+        num_rows, spare = rows_VD.shape[0], num_token_ids(tokenizer)
+        is_full = explicit is None and tokenizer.mask_token_id is None and spare >= num_rows
+        mask_token_id = spare if is_full else resolve_mask_token_id(tokenizer, num_rows, explicit)
+        if not is_full:
+            norm = rows_VD[mask_token_id].float().norm()
+            if bool(torch.isfinite(norm)) and float(norm) > 0.0:
+                return mask_token_id, None
+        others_VD = rows_VD[torch.arange(num_rows, device=rows_VD.device) != mask_token_id]
+        return mask_token_id, others_VD.float().mean(dim=0)
+
+
+def is_trained(name: str) -> bool:
+    """Whether a weight of an adapted model, by its name in `state_dict`, belongs to the adapter."""
+    return name.rpartition(".")[2] in ("lora_A", "lora_B", "mask_row")
+
+
+def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The adapter's weights under the names that PEFT gives them, and `MASK_ROW` where one is trained."""
+    tensors = {}
+    for name, value in weights.items():
+        module, _, kind = name.rpartition(".")
+        if is_trained(name):
+            target = MASK_ROW if kind == "mask_row" else tensor_name(module, kind.removeprefix("lora_"))
+            tensors[target] = value.detach().cpu().contiguous()
+    return tensors
+
+
+def save_trained(model: nn.Module, directory: Path) -> None:
+    """Write what trains as `model.safetensors` of a training checkpoint; the frozen base is where it was."""
+    from safetensors.torch import save_file
+
+    trained = {
+        name: value.detach().cpu().contiguous()
+        for name, value in model.state_dict().items()
+        if is_trained(name)
+    }
+    save_file(trained, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _expect_trained_only(model: nn.Module, incompatible: Any) -> None:
+    """Checkpoints of an adapter hold no frozen weights, so those are not missing."""
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if is_trained(name)]
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,149 @@
+"""The model that training starts from: read from a checkpoint directory, completely or not at all, or new.
+
+transformers fills tensors that a checkpoint lacks with random numbers and goes on; nothing here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.checkpoint import read_json, verify
+from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
+from idlm.errors import UserError
+from idlm.log import rank
+from idlm.train.model.attention import register_attention
+from idlm.train.model.generation_config import settled
+from idlm.train.model.weights_check import num_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MAX_NAMED = 8
+
+
+def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a local checkpoint directory, in training dtype.
+
+    UserError IDLM-0302 and 0303: damaged files, 0501: no checkpoint, 0541: unreadable, or its tensors are not
+    those of its config.json, and those of `check_base_config`. Only safetensors are read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            "IDLM-0501",
+            f"model.path={path} is not a checkpoint directory: it has no config.json",
+            fix="give the directory with config.json and the safetensors files; hub names are not downloaded",
+        )
+    check_base_config(directory)
+    if rank() == 0:
+        verify(directory, required=False)
+    register_attention()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    # What a damaged directory makes transformers, its validators and safetensors raise has no common base.
+    except Exception as error:
+        if attention in str(error):
+            raise UserError(
+                "IDLM-0505",
+                f"the architecture of model.path={path} lets nobody choose its attention ({error})",
+                fix="use a causal model of transformers with standard attention layers",
+            ) from error
+        raise UserError(
+            "IDLM-0541",
+            f"model.path={path} cannot be loaded: {type(error).__name__}: {error}",
+            fix="restore config.json and the safetensors files from their source; the architecture must be a "
+            "causal language model that transformers knows",
+        ) from error
+    _require_complete(path, report)
+    if model.generation_config is not None:
+        model.generation_config = settled(model.generation_config, directory)
+    return model
+
+
+def check_base_config(directory: Path) -> None:
+    """Refuse a config.json of which transformers would ignore a key that changes the arithmetic (UserError
+    IDLM-0618), or whose layers cannot be in the weight files (IDLM-0603). Reads no weights.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config, source = read_json(directory / "config.json"), f"{directory}/config.json"
+    held = num_tensors(directory)
+    if held is not None:
+        refuse_impossible_counts(config, held, keys=("num_hidden_layers",), source=source)
+    model_type = config.get("model_type")
+    # Of a model type that transformers does not know it says so itself.
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        kind = CONFIG_MAPPING[model_type]
+        known = {*kind().to_dict(), *kind.attribute_map, "quantization_config"}
+        refuse_unknown_keys(config, known, source=source)
+
+
+def _require_complete(path: str, report: Mapping[str, Any]) -> None:
+    problems = [
+        f"{len(names)} {what}: {_some(names)}"
+        for what, names in (
+            ("missing", report["missing_keys"]),
+            ("not used", report["unexpected_keys"]),
+            ("of the wrong shape", report["mismatched_keys"]),
+        )
+        if names
+    ]
+    if problems:
+        raise UserError(
+            "IDLM-0541",
+            f"the tensors of model.path={path} do not fit its config.json; {'; '.join(problems)}",
+            fix="use the config.json that belongs to these weights, and download all weight files",
+        )
+
+
+def _some(names: Any) -> str:
+    listed = sorted(str(name) for name in names)
+    return ", ".join(listed[:MAX_NAMED]) + (
+        f" and {len(listed) - MAX_NAMED} more" * (len(listed) > MAX_NAMED)
+    )
+
+
+def create_base(
+    config_values: dict[str, Any],
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """A randomly initialised model from `model.config` (`model_type` and the fields of that family).
+
+    On `device` its weights are drawn there: a model of billions takes minutes on a CPU.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(config_values)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise UserError(
+            "IDLM-0502", "model.config has no model_type", fix="add it, for example model_type: qwen3"
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError) as error:
+        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
+    register_attention()
+    torch.manual_seed(seed)
+    try:
+        with torch.device(device or "cpu"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except ValueError as error:
+        raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error

@@ -1,0 +1,322 @@
+"""`dry_run=true`: everything that can be said and checked about a run before a GPU or a weight is touched.
+
+The model is built on the meta device, weight files are looked at by their headers. Every problem is found
+before any is reported; then the command ends with status 2. Nothing is written but the data cache, which the
+run itself would build.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.errors import UserError
+from idlm.lora import AdapterSpec
+from idlm.text.tokenizer import num_token_ids, resolve_mask_token_id, stop_token_ids
+from idlm.train.checkpoint.resume import config_text, named_checkpoint
+from idlm.train.config.check import check_config
+from idlm.train.config.schema import TrainConfig, settle_accumulation
+from idlm.train.data.checks import inspect_data
+from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.prepare import make_objective, prepare_data
+from idlm.train.model.gated_lora import add_adapter
+from idlm.train.model.generation_config import read_generation_config
+from idlm.train.model.load import check_base_config, create_base
+from idlm.train.model.weights_check import embedding_norm, is_renamed, weight_problems
+from idlm.train.objectives.base import OBJECTIVES
+from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, plan_disk, remedies
+from idlm.train.planning.memory import DEVICE_BYTES, GIB
+from idlm.train.planning.preview import LEGEND, coloured, pieces_of, plain
+from idlm.train.planning.time import DISK_FIX, DiskPlan, size_text, span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Findings:
+    """Sections in order of printing, a line being text or something that rich prints; and the problems.
+
+    `is_sound`: no value of the configuration was refused.
+    """
+
+    sections: list[tuple[str, list[Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    is_sound: bool = False
+
+    def add(self, title: str, lines: Sequence[Any]) -> None:
+        self.sections.append((title, list(lines)))
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Inside, a UserError becomes a problem; what was told is not told again.
+
+        Values that were refused may break the plan anywhere: then what it would still have shown is left out.
+        """
+        try:
+            yield
+        except UserError as error:
+            if not any(error.message in problem for problem in self.problems):
+                self.problems.append(f"{error.code}: {error.message}\n    fix: {error.fix}")
+        except Exception:
+            if self.is_sound:
+                raise
+            log.debug("the plan ends here, with values that were refused", exc_info=True)
+
+
+def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ()) -> None:
+    """Print the plan; raises UserError IDLM-0550 with every problem when there is one."""
+    found = Findings()
+    with found.guarding():
+        check_config(config)
+        config = settle_accumulation(config, world_size=num_gpus(config))
+        found.is_sound = True
+    if config.resume not in ("auto", "never"):
+        with found.guarding():
+            named_checkpoint(config)
+    tokenizer: Any = None
+    with found.guarding():
+        tokenizer = _prepare("prepare_tokenizer")(config)
+    model: PreTrainedModel | None = None
+    if tokenizer is not None:
+        with found.guarding():
+            model = meta_model(config, tokenizer)
+    if model is not None:
+        with found.guarding():
+            _plan(config, model, tokenizer, found, colours=console.is_terminal)
+    found.add("Launch", [launch_command(num_gpus(config), arguments)])
+    # Last, since it is the longest and says what the user gave.
+    found.add("Configuration", config_text(config).rstrip().splitlines())
+    if found.problems:
+        found.sections.insert(0, ("Problems", "\n".join(found.problems).splitlines()))
+    _print(found, console)
+    if found.problems:
+        listed = "".join(f"\n  - {problem}" for problem in found.problems)
+        plural = "s" if len(found.problems) > 1 else ""
+        raise UserError(
+            "IDLM-0550",
+            f"the dry run found {len(found.problems)} problem{plural}:{listed}",
+            fix="correct them and run it again; nothing was trained",
+        )
+
+
+def _prepare(name: str) -> Callable[..., Any]:
+    """A step of `idlm.train.pipeline`, which imports much that a refusal at the start does not need."""
+    from idlm.train import pipeline
+
+    step: Callable[..., Any] = getattr(pipeline, name)
+    return step
+
+
+def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
+    """The model of the run without any weights, with its adapter, and with the rows that it will have."""
+    from transformers import AutoConfig
+
+    dtype, meta = getattr(torch, config.model.dtype), torch.device("meta")
+    if config.model.path is not None:
+        check_base_config(Path(config.model.path))
+        try:
+            values = AutoConfig.from_pretrained(
+                config.model.path, local_files_only=True, trust_remote_code=False
+            ).to_dict()
+        # What a damaged config.json makes transformers raise has no common base.
+        except Exception as error:
+            raise UserError(
+                "IDLM-0541",
+                f"{config.model.path}/config.json cannot be read: {type(error).__name__}: {error}",
+                fix="restore config.json; the architecture must be one that transformers knows",
+            ) from error
+        model = create_base(values, attention="eager", dtype=dtype, seed=0, device=meta)
+        read = read_generation_config(Path(config.model.path))
+        model.generation_config = model.generation_config if read is None else read
+    else:
+        model = _prepare("prepare_model")(config, tokenizer, "eager", meta)
+    return model
+
+
+def _plan(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings, *, colours: bool
+) -> None:
+    """Everything that needs the model's shape."""
+    num_base = sum(value.numel() for value in model.parameters())
+    name = type(model).__name__
+    if config.model.path is not None:
+        expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        for names in getattr(model, "_tied_weights_keys", None) or ():
+            if model.config.tie_word_embeddings:
+                expected.pop(names, None)
+        found.problems += weight_problems(Path(config.model.path), expected, is_renamed=is_renamed(model))
+    mask_token_id = None
+    with found.guarding():
+        mask_token_id, lines = mask_choice(config, model, tokenizer)
+        found.add("Model", [f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines])
+    if mask_token_id is None and config.objective != "ar":
+        return
+    _adapt(config, model)
+    objective = make_objective(config, model, tokenizer, mask_token_id)
+    gpus = num_gpus(config)
+    data = prepare_data(config, tokenizer, objective, mask_token_id, gpus)
+    dataset, curriculum = data.dataset, data.curriculum
+    stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
+    with found.guarding():
+        report = inspect_data(config, dataset, tokenizer, stop_token_ids=stops)
+        found.add("Data", report.lines())
+    found.add(f"Samples: {LEGEND}", _samples(dataset, tokenizer, colours=colours))
+    stages = [
+        f"{stage.index + 1}. {stage.name}" if stage.stride > 1 else f"{stage.num_steps} steps"
+        for stage in curriculum.stages
+    ]
+    rows = f"{curriculum.global_batch} rows of {dataset.row_length} per step, {curriculum.num_steps} steps"
+    found.add("Stages", [*stages, rows])
+    estimate = estimate_run(config, model, dataset, curriculum, gpus=gpus)
+    if estimate is None:
+        found.add("Memory", ["no estimate: the architecture's shape is not that of a dense decoder"])
+        return
+    device, how_to_change = planned_device(config)
+    found.add(f"Plan for {device}", [how_to_change])
+    share = "the CPU" if gpu_name(config) is None else f"one of {gpus} GPUs"
+    found.add(f"Memory of {share}, at the peak", _memory_lines(estimate, config, found))
+    found.add(f"Time on {device}", _time_lines(estimate, config))
+    _add_disk(plan_disk(config, model, curriculum), found)
+
+
+def planned_device(config: TrainConfig) -> tuple[str, str]:
+    """(the device that memory and time are planned for, how to plan for another)."""
+    gpu = gpu_name(config)
+    if gpu is None:
+        return "the CPU of this machine", "for train.device=cpu; train.device=auto plans for GPUs"
+    device, other = f"{num_gpus(config)} x {gpu}", "plan.gpu=... and plan.num_gpus=... plan for others"
+    if config.plan.gpu is None and not torch.cuda.is_available():
+        device += ", assumed"
+        here = ": train.device=auto takes its CPU here" if config.train.device == "auto" else ""
+        other = f"this machine has no GPU{here}. {other}, train.device=cpu for this CPU"
+    return device, other
+
+
+def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
+    """(mask token id, what to say about it); the rules of `pipeline.prepare_mask` without weights."""
+    if not OBJECTIVES.get(config.objective).places_masks:
+        return None, ["no mask token: objective=ar"]
+    rows_VD = model.get_input_embeddings().weight
+    num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
+    lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows"]
+    if explicit is None and tokenizer.mask_token_id is None and spare >= num_rows:
+        kept = "an embedding of the adapter's own" if config.adapter is not None else "new rows are added"
+        return spare, [*lines, f"mask token {spare}: no row is spare, so that {kept}"]
+    mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
+    if explicit is not None:
+        why = "model.mask_token_id"
+    elif tokenizer.mask_token_id is not None:
+        why = f"the tokenizer's mask token {tokenizer.mask_token!r}"
+    else:
+        why = "the first spare row behind the tokenizer's ids"
+    kind = "spare" if mask_token_id >= spare else "a special token of the tokenizer"
+    lines.append(f"mask token {mask_token_id}: {why}; its row exists and is {kind}")
+    if config.model.path is not None:
+        name = next(name for name, value in model.named_parameters() if value is rows_VD)
+        norm = embedding_norm(Path(config.model.path), name, mask_token_id)
+        if norm is not None:
+            use = "kept" if 0 < norm < float("inf") else "replaced by the mean embedding"
+            lines.append(f"norm of its embedding {norm:.3g}: {use}")
+    return mask_token_id, lines
+
+
+def _adapt(config: TrainConfig, model: PreTrainedModel) -> None:
+    """Put the adapter on the meta model."""
+    if config.adapter is not None:
+        spec = AdapterSpec(
+            rank=config.adapter.rank, alpha=config.adapter.alpha, targets=tuple(config.adapter.targets)
+        )
+        add_adapter(model, spec)
+
+
+def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[Any]:
+    """The first sample of the run and the first of its last stage."""
+    shown: list[Any] = []
+    last = dataset.curriculum.stages[-1]
+    shift = int(dataset.objective.semantics(last.stride).logit_shift)
+    for item in (0, len(dataset) - last.num_steps * dataset.curriculum.global_batch):
+        row = dataset[item]
+        pieces = pieces_of(row, tokenizer, 0, shift=shift)
+        stride = dataset.curriculum.stages[row["stage"]].stride
+        shown.append(f"stride {stride}:" if stride > 1 else "next token:")
+        shown.append(coloured(pieces) if colours else plain(pieces))
+    return shown
+
+
+def _memory_lines(estimate: Estimate, config: TrainConfig, found: Findings) -> list[str]:
+    memory = estimate.memory
+    lines = [f"{size_text(term.num_bytes):>10}  {term.name} = {term.formula}" for term in memory.terms]
+    lines.append(f"{size_text(memory.peak_allocated):>10}  allocated by torch at the peak")
+    gpu = gpu_name(config)
+    if gpu is None:
+        return lines
+    lines += [f"{size_text(term.num_bytes):>10}  {term.name}, {term.formula}" for term in memory.outside]
+    available = DEVICE_BYTES.get(gpu)
+    if available is not None:
+        lines.append(f"{size_text(memory.device_bytes):>10}  of the {available / GIB:.0f} GiB of one {gpu}")
+        if memory.device_bytes > available:
+            largest = max(memory.terms, key=lambda term: term.num_bytes)
+            found.problems.append(
+                f"a {gpu} has {available / GIB:.0f} GiB, the run needs {memory.device_bytes / GIB:.1f}, of "
+                f"which {largest.num_bytes / GIB:.1f} are {largest.name}\n    fix: "
+                f"{' or '.join(remedies(config, estimate)) or 'a GPU with more memory'}"
+            )
+    return lines
+
+
+def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
+    plan, gpu = estimate.time, gpu_name(config)
+    if plan is None:
+        why = "set plan.tflops" if estimate.is_counted else "this architecture's FLOPs are not counted"
+        return [f"no estimate: {why}"]
+    extra = f", {plan.extra_flops / 1e12:,.1f} more by recomputing" if plan.extra_flops else ""
+    return [
+        f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
+        f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products, of which steps "
+        f"reach {plan.efficiency:.0%}",
+        f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
+        f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
+    ]
+
+
+def _add_disk(plan: DiskPlan, found: Findings) -> None:
+    found.add(
+        "Disk",
+        [
+            f"{plan.num_checkpoints} checkpoints (train.save_total_limit, and one being written) of "
+            f"{size_text(plan.checkpoint_bytes)}",
+            f"{plan.num_exports} published checkpoints of {size_text(plan.export_bytes)}",
+            f"{size_text(plan.needed_bytes)} of {size_text(plan.free_bytes)} free in {plan.place}",
+        ],
+    )
+    if plan.problem is not None:
+        found.problems.append(f"{plan.problem}\n    fix: {DISK_FIX}")
+
+
+def launch_command(num_gpus: int, arguments: Sequence[str]) -> str:
+    """The command line that trains what was planned."""
+    kept = [one for one in arguments if not one.startswith(("dry_run=", "plan."))]
+    if num_gpus == 1:
+        return shlex.join(["idlm-train", *kept])
+    return f"GPUS={num_gpus} " + shlex.join(["recipes/launch/one_node.sh", *kept])
+
+
+def _print(found: Findings, console: Any) -> None:
+    from rich.text import Text
+
+    for title, lines in found.sections:
+        console.print(Text(f"# {title}" if not console.is_terminal else title, style="bold"))
+        for line in lines:
+            text = Text("  ").append_text(line) if isinstance(line, Text) else Text(f"  {line}")
+            console.print(text, soft_wrap=True)

@@ -1,0 +1,125 @@
+"""Running out of memory, told as settings to change: by how much, and what that frees."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from idlm.errors import UserError
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, num_parameters, zero_stage
+from idlm.train.planning.estimate import state_setup
+from idlm.train.planning.memory import state_terms
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from idlm.train.config.schema import TrainConfig
+
+GIB = 2**30
+HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the GPU or the host refused memory."""
+    is_typed = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_typed or (isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_TEXTS))
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(config: TrainConfig, model: nn.Module, *, world_size: int) -> Iterator[None]:
+    """Inside, running out of GPU or host memory raises UserError IDLM-0517: what was used, what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        figures = _gpu_figures()
+        raise _explained("GPU", figures, config, model, world_size=world_size) from error
+    except MemoryError as error:
+        raise _explained("host", _host_figures(), config, model, world_size=world_size) from error
+    except RuntimeError as error:
+        if not any(text in str(error) for text in HOST_TEXTS):
+            raise
+        raise _explained("host", _host_figures(), config, model, world_size=world_size) from error
+
+
+def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
+    """Bytes per process of weights, gradients and AdamW's state, by the plan's formula."""
+    terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
+    return sum(term.num_bytes for term in terms)
+
+
+def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:
+    """Settings that lower memory, the cheapest first, each with its value for this run."""
+    loop, told = config.train, []
+    if loop.batch_size > 1:
+        half = loop.batch_size // 2
+        rows = loop.batch_size * loop.accumulation
+        keeps = rows % half == 0
+        told.append(
+            f"train.batch_size={half} train.accumulation={rows // half}"
+            + (" (same rows per step, half the activations)" if keeps else " (half the activations)")
+        )
+    if not config.model.gradient_checkpointing:
+        told.append(
+            "model.gradient_checkpointing=true (activations of one layer at a time, 1/3 more compute)"
+        )
+    stage = zero_stage(config) or 0
+    before = state_bytes(config, num_trained, num_frozen, world_size=world_size)
+    if loop.deepspeed is None and world_size > 1 and stage < SHARDS_WEIGHTS:
+        for higher in range(stage + 1, SHARDS_WEIGHTS + 1):
+            after = _with_stage(config, higher, num_trained, num_frozen, world_size=world_size)
+            told.append(
+                f"train.zero_stage={higher} (weights, gradients and optimizer take {after / GIB:.1f} GiB per "
+                f"process instead of {before / GIB:.1f})"
+            )
+    if loop.zero_stage and not loop.offload_optimizer:
+        offloaded = replace(config, train=replace(loop, offload_optimizer=True))
+        after = state_bytes(offloaded, num_trained, num_frozen, world_size=world_size)
+        told.append(f"train.offload_optimizer=true ({(before - after) / GIB:.1f} GiB less per process, slow)")
+    if loop.batch_size == 1:
+        length = loop.max_length // 2
+        told.append(f"train.max_length={length} with train.overlong=truncate or drop (half the activations)")
+    return told
+
+
+def _with_stage(
+    config: TrainConfig, stage: int, num_trained: int, num_frozen: int, *, world_size: int
+) -> int:
+    other = replace(config, train=replace(config.train, zero_stage=stage))
+    return state_bytes(other, num_trained, num_frozen, world_size=world_size)
+
+
+def _explained(
+    where: str, figures: str, config: TrainConfig, model: nn.Module, *, world_size: int
+) -> UserError:
+    num_trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    num_frozen = num_parameters(model) - num_trained
+    states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
+    told = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
+    return UserError(
+        "IDLM-0517",
+        f"out of {where} memory: {figures}; weights, gradients and optimizer take {states / GIB:.1f} GiB of "
+        f"it, activations of {config.train.batch_size} x {config.train.max_length} tokens the rest",
+        fix="then resume=auto with one of: " + "; ".join(told),
+    )
+
+
+def _gpu_figures() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB allocated at most, "
+        f"{torch.cuda.memory_reserved() / GIB:.1f} GiB reserved, {free / GIB:.1f} of {total / GIB:.1f} GiB "
+        "free"
+    )
+
+
+def _host_figures() -> str:
+    page = os.sysconf("SC_PAGE_SIZE")
+    statm = Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) * page if statm.exists() else 0
+    return f"{resident / GIB:.1f} GiB resident of {os.sysconf('SC_PHYS_PAGES') * page / GIB:.1f} GiB"

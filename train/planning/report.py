@@ -1,0 +1,277 @@
+"""`report.md` beside the checkpoint: what was trained, how it went (plots), what it writes now.
+
+Generations come from a `Sampler` that the command line passes in, because training never imports the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.files.disk import replace_text
+from idlm.train.planning.time import size_text, span
+
+PLOT_FOLDER = "report"
+LOSS_PLOT = "losses.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleText:
+    """One generation; `verdict` is free text, such as the checker's reason, and empty where nothing judged
+    it.
+    """
+
+    prompt: str
+    response: str
+    verdict: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one decoder reached on the sampled prompts; None where it does not apply. Rates are in [0, 1]."""
+
+    decoder: str
+    exact_match: float | None = None
+    acceptance_rate: float | None = None
+    tokens_per_forward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReport:
+    """Samples of the finished checkpoint and what was measured while drawing them; `problem` says why there
+    are none.
+    """
+
+    samples: tuple[SampleText, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the run's own files say: `evaluations` are the held-out records of `metrics.jsonl`, `plan` is what
+    was estimated before (`idlm.train.planning.estimate.Estimate.as_dict`).
+    """
+
+    evaluations: tuple[dict[str, Any], ...] = ()
+    running_samples: tuple[dict[str, Any], ...] = ()
+    data_lines: tuple[str, ...] = ()
+    exports: tuple[str, ...] = ()
+    plan: dict[str, Any] | None = None
+
+
+Sampler = Callable[[Path, int], SampleReport]
+"""`(checkpoint directory, number of samples) -> SampleReport`."""
+
+
+def write_report(
+    directory: Path,
+    *,
+    metrics: Sequence[dict[str, Any]],
+    config_yaml: str,
+    fingerprint: dict[str, Any],
+    facts: dict[str, str],
+    samples: SampleReport | None,
+    run: RunFacts | None = None,
+) -> Path:
+    """Write `report.md` and its plots into `directory`; `facts` are lines of the summary."""
+    run = run or RunFacts()
+    plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
+    summary = [*facts.items(), *_measured(metrics, run.plan)]
+    if run.exports:
+        summary.append(("stage checkpoints", ", ".join(run.exports)))
+    parts = ["# Training report", _table(("what", "value"), summary), *_held_out_parts(run.evaluations)]
+    for title, name in plots:
+        parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
+    if samples is not None:
+        parts += _sample_parts(samples)
+    parts += _running_parts(run.running_samples)
+    if run.data_lines:
+        parts += ["## Data", "\n".join(f"- {line}" for line in run.data_lines)]
+    parts += ["## Configuration", f"```yaml\n{config_yaml.rstrip()}\n```"]
+    parts += ["## Environment", f"```json\n{json.dumps(fingerprint, indent=2)}\n```"]
+    path = directory / "report.md"
+    replace_text(path, "\n\n".join(parts) + "\n")
+    return path
+
+
+def expected_tpf(acceptance_J: Sequence[float]) -> dict[str, float]:
+    """Tokens per forward that the acceptance by draft position predicts, per rejection strategy."""
+    return {"cold": tokens_per_forward_cold(acceptance_J), "branch": tokens_per_forward_branch(acceptance_J)}
+
+
+def _measured(metrics: Sequence[dict[str, Any]], plan: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Speed and memory of the run, beside what was estimated. The first record, in which things are compiled
+    and warmed up, does not count for speed where there are others.
+    """
+    rows: list[tuple[str, str]] = []
+    steady = metrics[1:] or metrics
+    seconds = sum(record["seconds"] for record in steady)
+    per_gpu = sum(record.get("tokens_per_second_per_gpu", 0) * record["seconds"] for record in steady)
+    expected = plan or {}
+    if seconds and per_gpu:
+        rate = f"{per_gpu / seconds:,.0f} document tokens per second and process"
+        if expected.get("tokens_per_second_per_gpu"):
+            rate += f" (estimated {expected['tokens_per_second_per_gpu']:,.0f})"
+        rows.append(("speed", rate))
+    shares = [(record["mfu"], record["seconds"]) for record in steady if "mfu" in record]
+    if shares:
+        mean = sum(share * weight for share, weight in shares) / sum(weight for _, weight in shares)
+        rows.append(("MFU", f"{mean:.1%} of the data sheet's bf16 rate, recomputation not counted"))
+    if expected.get("seconds"):
+        taken = sum(record["seconds"] for record in metrics)
+        rows.append(("time of the steps", f"{span(taken)} (estimated {span(expected['seconds'])})"))
+    peaks = [record["peak_memory"] for record in metrics if "peak_memory" in record]
+    if peaks:
+        text = size_text(max(peaks))
+        if expected.get("peak_allocated"):
+            ratio = expected["peak_allocated"] / max(peaks) - 1
+            text += f" (estimated {size_text(expected['peak_allocated'])}, {ratio:+.1%})"
+        rows.append(("peak memory of a GPU", text))
+    return rows
+
+
+def _held_out_parts(evaluations: Sequence[dict[str, Any]]) -> list[str]:
+    """The last evaluation of every stage: losses, and acceptance by draft position."""
+    if not evaluations:
+        return []
+    last = {record["stage"]: record for record in evaluations}
+    names = [key for key in evaluations[0] if key.endswith("_loss")]
+    positions = max(len(record["acceptance"]) for record in evaluations)
+    header = ["stage", "stride", "step", *(name.replace("_", " ") for name in names)]
+    header += [f"draft {position + 1}" for position in range(positions)]
+    rows = []
+    for stage, record in sorted(last.items()):
+        accepted = [f"{value:.3f}" for value in record["acceptance"]]
+        losses = [f"{record[name]:.3f}" for name in names]
+        row = [str(stage + 1), str(record["stride"]), str(record["step"]), *losses, *accepted]
+        rows.append(row + ["-"] * (len(header) - len(row)))
+    note = "Losses in nats per token; acceptance is the expected overlap of drafted and verified laws."
+    return ["## Held-out data at the end of each stage", _table(header, rows), note]
+
+
+def _running_parts(samples: Sequence[dict[str, Any]]) -> list[str]:
+    """How the answer to the first prompt changed, and all answers of the last time."""
+    if not samples:
+        return []
+    first = [one for one in samples if one["prompt"] == samples[0]["prompt"]]
+    shown = [*first, *(one for one in samples if one["step"] == samples[-1]["step"] and one not in first)]
+    parts = ["## Samples while training (greedy, next token by next token)"]
+    for one in shown:
+        parts.append(
+            f"Step {one['step']}\n\n{_quoted(one['prompt'])}\n\nResponse\n\n{_quoted(one['response'])}"
+        )
+    return parts
+
+
+def _sample_parts(report: SampleReport) -> list[str]:
+    parts = []
+    if report.measurements:
+        header = ("decoder", "exact match", "acceptance", "tokens per forward")
+        rows = [
+            (
+                item.decoder,
+                _percent(item.exact_match),
+                _percent(item.acceptance_rate),
+                "-" if item.tokens_per_forward is None else f"{item.tokens_per_forward:.2f}",
+            )
+            for item in report.measurements
+        ]
+        parts += ["## Measured on held-out prompts", _table(header, rows)]
+    if report.samples or report.problem:
+        parts.append("## Sample generations")
+    if report.problem:
+        parts.append(f"None: {report.problem}")
+    for number, sample in enumerate(report.samples, start=1):
+        verdict = f"\n\n{sample.verdict}" if sample.verdict else ""
+        parts.append(
+            f"{number}. Prompt\n\n{_quoted(sample.prompt)}\n\nResponse\n\n{_quoted(sample.response)}{verdict}"
+        )
+    return parts
+
+
+def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(title, file name) of every plot that the metrics have something for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [record["step"] for record in metrics]
+    loss_names = [key for key in metrics[0] if key.endswith("_loss")]
+    losses = {key[:-5]: (steps, [record[key] for record in metrics]) for key in loss_names}
+    plots = [("Loss of both paths" if len(losses) > 1 else "Loss", LOSS_PLOT, losses, "nats per token")]
+    drafted = [record for record in metrics if record["acceptance"]]
+    if drafted:
+        num_positions = max(len(record["acceptance"]) for record in drafted)
+        by_position = {}
+        for position in range(num_positions):
+            known = [record for record in drafted if len(record["acceptance"]) > position]
+            by_position[f"draft {position + 1}"] = (
+                [record["step"] for record in known],
+                [record["acceptance"][position] for record in known],
+            )
+        plots.append(("Acceptance by draft position", "acceptance.png", by_position, "expected acceptance"))
+        forwards = {
+            name: ([r["step"] for r in drafted], [expected_tpf(r["acceptance"])[name] for r in drafted])
+            for name in ("cold", "branch")
+        }
+        plots.append(
+            ("Tokens per forward that the acceptance predicts", "tpf.png", forwards, "tokens per forward")
+        )
+    # Every stage ends with a record, so the boundary is the last step of a stage, not the next logged step.
+    boundaries = [a["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
+    for title, name, lines, unit in plots:
+        # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
+        is_log = name == LOSS_PLOT and all(value > 0 for _, values in lines.values() for value in values)
+        _plot(folder / name, lines, title=title, unit=unit, boundaries=boundaries, is_log=is_log)
+    return [(title, name) for title, name, _, _ in plots]
+
+
+def _plot(
+    path: Path,
+    lines: dict[str, tuple[list[int], list[float]]],
+    *,
+    title: str,
+    unit: str,
+    boundaries: Sequence[int],
+    is_log: bool,
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, (steps, values) in lines.items():
+        axes.plot(steps, values, label=label, marker="." if len(steps) < 20 else None)
+    for step in boundaries:
+        axes.axvline(step, color="grey", linestyle=":", linewidth=1)
+    axes.set(
+        title=title,
+        xlabel="optimizer step (dotted: next stage)" if boundaries else "optimizer step",
+        ylabel=unit,
+    )
+    if is_log:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(
+        [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
+    )
+
+
+def _quoted(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
