@@ -57,7 +57,7 @@ def bound_of(q_QH: Tensor, page_FH: Tensor) -> float:
     return float(torch.maximum(q_QH * least_H, q_QH * largest_H).sum(dim=1).mean())
 
 
-def top(scores: list[float], num: int, dtype: torch.dtype) -> list[int]:
+def top(scores: list[float], num: int, dtype: torch.dtype = torch.float32) -> list[int]:
     """Places of the largest."""
     assert_gap(scores, num, margin=SLOT_MARGINS[dtype])
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:num])

@@ -77,6 +77,19 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
             dry_run(config, console=console, arguments=argv)
         return 0
 
+    from idlm.train.arguments import num_processes
+
+    if num_processes() == 1:
+        # Before training is imported, which takes ten seconds.
+        from idlm.train.checkpoint.resume import finished_text
+        from idlm.train.config.check import check_config
+
+        check_config(config)
+        finished = finished_text(config)
+        if finished is not None:
+            console.print(finished, highlight=False, soft_wrap=True, markup=False)
+            return 0
+
     from idlm.train.pipeline import run_training
 
     outcome = run_training(config, console=console, sampler=sampler or engine_sampler(config))

@@ -26,10 +26,9 @@ from idlm.text.tokenizer import (
     stop_token_ids,
 )
 from idlm.train.checkpoint.resume import (
-    REPORT_FILE,
     RUN_FOLDER,
     choose_checkpoint,
-    finished_steps,
+    finished_text,
     store_config,
     store_finished,
 )
@@ -51,7 +50,7 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.open import remember_base, remember_data
 from idlm.train.data.prepare import make_objective, prepare_data
-from idlm.train.distributed.collectives import from_rank_zero
+from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
 from idlm.train.loop.callbacks import Callbacks, finish
 from idlm.train.loop.signals import StopOnSignal
@@ -136,9 +135,12 @@ def _run(
     start: float,
 ) -> Outcome:
     require_same_config_everywhere(config)
-    num_steps = from_rank_zero(lambda: finished_steps(config))
-    if num_steps is not None:
-        return _nothing_to_do(config, num_steps, console, start=start)
+    finished = from_rank_zero(lambda: finished_text(config)) if is_distributed() else None
+    if finished is not None:
+        # A run of one process is told so by the command line, before it imports all this.
+        if rank() == 0:
+            console.print(finished, highlight=False, soft_wrap=True, markup=False)
+        return Outcome(signal=None, last_step=0, seconds=time.perf_counter() - start)
     checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
@@ -159,20 +161,6 @@ def _run(
         report = finish(config, prepared, sampler, seconds=time.perf_counter() - start)
         store_finished(config, num_steps=last_step)
     return Outcome(signal=None, last_step=last_step, seconds=time.perf_counter() - start, report=report)
-
-
-def _nothing_to_do(config: TrainConfig, num_steps: int, console: Any, *, start: float) -> Outcome:
-    """Say that the run is finished, and where its results are."""
-    if rank() == 0:
-        console.print(
-            f"this run finished {num_steps} steps, and its checkpoint in {config.output_dir} is intact: "
-            "nothing is left to do. resume=never trains it anew",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
-    report = Path(config.output_dir) / REPORT_FILE if config.report.enabled else None
-    return Outcome(signal=None, last_step=num_steps, seconds=time.perf_counter() - start, report=report)
 
 
 def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Prepared:

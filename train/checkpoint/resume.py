@@ -121,8 +121,8 @@ def store_finished(config: TrainConfig, *, num_steps: int) -> None:
     replace_text(_finished_file(config), json.dumps({"num_steps": num_steps, **_published(config)}))
 
 
-def finished_steps(config: TrainConfig) -> int | None:
-    """Steps of the run in `output_dir` if nothing of it is left to do, else None.
+def finished_text(config: TrainConfig) -> str | None:
+    """What to tell of the run in `output_dir` if nothing of it is left to do, else None.
 
     Something is left where the published checkpoint or the report is missing or damaged, or is wanted with
     other `export` or `report` settings, and where `resume` does not say auto.
@@ -132,16 +132,21 @@ def finished_steps(config: TrainConfig) -> int | None:
         return None
     _require_same_config(config, stored.parent)
     target = Path(config.output_dir)
+    report = target / REPORT_FILE if config.report.enabled else None
     try:
         known = read_json(stored)
         verify(target)
     except UserError as error:
         log.warning("the run is finished, but what it published is not intact: %s", error.message)
         return None
-    if config.report.enabled and not (target / REPORT_FILE).is_file():
-        return None
     num_steps = known.pop("num_steps", None)
-    return num_steps if known == _published(config) else None
+    if known != _published(config) or not (report is None or report.is_file()):
+        return None
+    told = (
+        f"this run finished {num_steps} steps, and its checkpoint in {target} is intact: nothing is left to "
+        "do. resume=never trains it anew"
+    )
+    return told if report is None else f"{told}\nreport: {report}"
 
 
 def _finished_file(config: TrainConfig) -> Path:

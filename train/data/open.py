@@ -120,12 +120,12 @@ def _while_others_wait(work: Callable[[], None] | None) -> None:
 
     thread = threading.Thread(target=guarded, name="open data", daemon=True)
     thread.start()
-    told = -1
-    while told:
+    heard = -1
+    while heard:
         thread.join(timeout=SECONDS_BETWEEN_SIGNS if work is not None else 0.0)
         is_working = work is not None and thread.is_alive()
-        before, told = told, highest(1 + progress_count() if is_working else 0)
-        if work is None and told > before:
+        before, heard = heard, highest(1 + progress_count() if is_working else 0)
+        if work is None and heard > before:
             # The work of another rank is what this one waits for: as long as it goes on, this is no hang.
             note_progress()
     unexpected = [error for error in failures if not isinstance(error, UserError)]

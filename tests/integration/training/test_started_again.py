@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from idlm.checkpoint import verify
+from idlm.config.compose import compose
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli, pipeline
 from idlm.train.checkpoint.run_lock import exclusive_output
+from idlm.train.config.schema import TrainConfig
 from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
 from tests.integration.training.test_train_tiny import arguments
@@ -57,6 +60,19 @@ def test_a_finished_run_says_so_and_does_nothing(
     assert files_of(output) == before
 
 
+def test_a_finished_run_of_several_processes_does_nothing_either(
+    given: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 looks and tells the others; a single process looks before it imports the training."""
+    base, output = given
+    config = compose("train", TrainConfig, arguments(base, output, **CHANGES))
+    monkeypatch.setattr(pipeline, "is_distributed", lambda: True)
+    monkeypatch.setattr(pipeline, "prepare", refused)
+    outcome = pipeline.run_training(config, console=Console(), sampler=refused)
+    assert outcome.signal is None and outcome.report is None
+    assert f"report: {output / 'report.md'}" in capsys.readouterr().out
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -97,7 +113,7 @@ def test_a_second_run_in_one_output_dir_ends_at_once_and_a_dry_run_does_not(
     before = files_of(output)
     with exclusive_output(str(output)):
         monkeypatch.setattr(pipeline, "prepare", refused)
-        assert cli.main(arguments(base, output, **CHANGES)) == 2
+        assert cli.main(arguments(base, output, **CHANGES, resume="never")) == 2
         assert "IDLM-0525" in capsys.readouterr().err
         assert cli.main(arguments(base, output, **CHANGES, dry_run="true")) == 0
     assert files_of(output) == before
