@@ -77,7 +77,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
             dry_run(config, console=console, arguments=argv)
         return 0
 
-    from idlm.train.arguments import num_processes
+    from idlm.train.config.trainer_arguments import num_processes
 
     if num_processes() == 1:
         # Before training is imported, which takes ten seconds.
