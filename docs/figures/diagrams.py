@@ -162,7 +162,7 @@ def life(theme: Theme) -> Figure:
     arrow(axes, (830, top + 25), (360, top + 25), line, curve=0.12)
     say(595, 316, "the next pass, until the answer is complete")
     arrow(axes, (80 + half, low + 12), (350 - half, top - 4), line, curve=0.25)
-    say(214, 62, "admit: a lane, KV pages,\nwhat the prefix\ncache has")
+    say(215, 66, "admit: a lane,\nKV pages, what the\nprefix cache has")
     arrow(axes, (350 - half, top + 10), (80 + half - 20, low + 25), theme.bad, curve=0.3)
     say(190, 278, "preempt, when\npages run out", theme.bad)
     return figure
