@@ -1,6 +1,7 @@
-# The two commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
+# The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
 #   make test   lint, types, import rules and every test that needs no GPU
+#   make docs   the documentation as a site, in site/
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ export PYTHONPATH := $(CURDIR)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test format clean
+.PHONY: demo test docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -32,12 +33,15 @@ test: $(VENV)/.test-$(KEY)
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -n 2
 
+docs: $(VENV)/.docs-$(KEY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 format: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -53,6 +57,11 @@ $(VENV)/.demo-$(KEY): | $(VENV)/bin/python
 $(VENV)/.test-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."
 	@$(PIP) $(call cpu_index) -e '.[dev]'
+	@touch $(VENV)/.demo-$(KEY) $@
+
+$(VENV)/.docs-$(KEY): | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once, one to two minutes) ..."
+	@$(PIP) $(call cpu_index) -e '.[docs]'
 	@touch $(VENV)/.demo-$(KEY) $@
 
 # Linux without a GPU: PyTorch's CPU wheels (200 MB instead of several GB) where their index can be reached. A CPU

@@ -28,8 +28,8 @@ AREAS = {
 }
 HEAD = """# Errors
 
-Every mistake in input or configuration ends with a code, a message and a fix, without a traceback. In Python it is an
-`idlm.errors.UserError`. A code is stable and names one cause. `...` stands for your own values.
+A mistake in input or configuration ends with a code, a message and a fix, without a traceback. In Python it
+is an `idlm.errors.UserError`. A code is stable and names one cause. `...` stands for your own values.
 
 This page is generated from the source: `python -m docs.errors`.
 """

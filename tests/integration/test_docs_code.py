@@ -1,4 +1,4 @@
-"""Code in README.md and docs/ runs as it stands there: plug-ins of extending.md, and what users type first."""
+"""Code in README.md and docs/ runs as it stands: the plug-ins of extending.md, what users type first."""
 
 from __future__ import annotations
 
