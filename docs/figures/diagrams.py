@@ -27,8 +27,8 @@ def one_pass(theme: Theme) -> Figure:
         305: (0, ["Mia", "has", "5", "nuts", "MASK", "MASK", "MASK"]),
         125: (4, [".", "Mia", "earns", "6", "MASK", "MASK", "MASK"]),
     }
-    for y, (first, words) in fed.items():
-        for offset, word in enumerate(words):
+    for y, (first, tokens) in fed.items():
+        for offset, word in enumerate(tokens):
             kind = theme.known if offset == 0 else theme.mask if word == "MASK" else theme.draft
             size = 9.5 if word == "MASK" else 11
             box(axes, theme, (at(first + offset), y), CELL, word, fill=kind, fontsize=size)
@@ -46,8 +46,8 @@ def one_pass(theme: Theme) -> Figure:
             mark = {"yes": "\u2713", "no": "\u2717", "new": "+", "next": ""}[verdict]
             axes.text(at(column) + 20, y + 9, mark, ha="center", va="center", fontsize=9, color=line)
             arrow(axes, (at(column - 1) + 8, y + 84 - 18), (at(column) - 8, y + 18), theme.muted)
-    for column in range(4, 8):
-        arrow(axes, (at(column), 221 - 18), (at(column), 125 + 18), theme.muted)
+    for place in range(4, 8):
+        arrow(axes, (at(place), 221 - 18), (at(place), 125 + 18), theme.muted)
     for y, text in (
         (305, "pass 1 is fed"),
         (221, "pass 1 says"),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from idlm.compose import compose, recipes
+from idlm.compose import compose, describe, recipes
 from idlm.infer.cli import generate
 from idlm.infer.evaluate_cli import run_evaluation
 from idlm.semantics import Semantics
@@ -37,6 +37,13 @@ BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<body>.*?)^``
 MARKS = ("needs: ", "run by hand: ")
 PLACEHOLDER = re.compile(r"<[\w .-]+>")
 PROGRAM = re.compile(r"(?:\.venv/bin/)?([\w.-]+)")
+
+
+GENERATE_OPTION = re.compile(r"`((?:decoder|sampling|accelerators)\.[a-z_.]*[a-z_])")
+TRAIN_OPTION = re.compile(
+    r"`((?:model|adapter|data|train|export|report|eval|wandb|plan)\.[a-z_.]*[a-z_])[=` ]"
+)
+NAME = re.compile(r"`([a-z_]+)(?:=[^`]*)?`")
 
 
 class Command(NamedTuple):
@@ -174,3 +181,27 @@ def test_modules_exist_and_know_their_arguments(command: Command) -> None:
 def test_lines_of_files_are_json(command: Command) -> None:
     assert set(json.loads(command.words[1])) <= {"prompt", "prompt_ids", "messages", "id", "sampling"}
     assert command.words[2] == ">"
+
+
+def table_names(text: str) -> list[str]:
+    """Option names in the first column of tables; `x=a`, `b` or `c` is one option with its values."""
+    cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in NAME.findall(cell)[: 1 if " or " in cell else None]]
+
+
+def is_key(name: str, help_text: str) -> bool:
+    return re.search(rf"(?:^|, |    ){re.escape(name)}\b", help_text, re.MULTILINE) is not None
+
+
+def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    generate(["-h"])
+    told = capsys.readouterr().out
+    wanted = {*GENERATE_OPTION.findall(pages)}
+    options = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+    _, engine, sampling = re.split(r"^\| (?:sampling )?option \|", options, flags=re.MULTILINE)
+    wanted |= {*table_names(engine)} - {"decoder"}
+    wanted |= {f"sampling.{name}" for name in table_names(sampling.partition("\n\n")[0])}
+    assert len(wanted) > 30 and not sorted(name for name in wanted if not is_key(name, told))
+    train = describe(TrainConfig)
+    assert not sorted(name for name in {*TRAIN_OPTION.findall(pages)} if not is_key(name, train))
