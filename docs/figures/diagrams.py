@@ -118,7 +118,7 @@ def layouts(theme: Theme) -> Figure:
     notes = {
         "cold": "drop all drafts; draft anew",
         "tree": "keep drafts from the\nrejected pass, masks beside",
-        "branch": "masks wait behind every\npossible rejection",
+        "branch": "masks after every\npossible rejection",
     }
     for column, (name, pair) in enumerate(stocks.items()):
         left = 135 + 270 * column
@@ -161,8 +161,10 @@ def life(theme: Theme) -> Figure:
     arrow(axes, (830, top - 62), (670 + half, low), line, curve=-0.35)
     arrow(axes, (830, top + 25), (360, top + 25), line, curve=0.12)
     say(595, 316, "the next pass, until the answer is complete")
-    arrow(axes, (80 + half, low + 12), (350 - half, top - 4), line, curve=0.25)
+    arrow(axes, (80 + half, low + 12), (350 - half, top - 14), line, curve=0.3)
     say(215, 66, "admit: a lane,\nKV pages, what the\nprefix cache has")
-    arrow(axes, (350 - half, top + 10), (80 + half - 20, low + 25), theme.bad, curve=0.3)
-    say(190, 278, "preempt, when\npages run out", theme.bad)
+    box(axes, theme, (212, top), (96, 40), "preempted", fill="none", line=theme.bad, dashed=True, fontsize=10)
+    say(212, top + 36, "no pages, keeps its lane", theme.bad)
+    arrow(axes, (350 - half, top + 14), (262, top + 14), theme.bad)
+    arrow(axes, (262, top + 3), (350 - half, top + 3), theme.bad)
     return figure
