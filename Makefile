@@ -1,6 +1,7 @@
-# The two commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
+# The commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
 #   make test   lint, types, import rules and every test that needs no GPU
+#   make docs   the documentation as a site, in site/
 # For who has a GPU: make gpu-test PART=engine, and the other parts below.
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
@@ -27,7 +28,7 @@ TWO_CPUS := tests/contracts/block/test_block_traps.py tests/contracts/block/test
 # tests/gpu has a folder for each part, of at most eight minutes on an H200.
 GPU_WORKERS ?= 8
 
-.PHONY: demo test gpu-test format clean
+.PHONY: demo test gpu-test docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -46,12 +47,15 @@ gpu-test:
 	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block or PART=kernels"; exit 1; }
 	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) tests/gpu/$(PART)
 
+docs: $(VENV)/.docs-$(KEY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 format: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -67,6 +71,11 @@ $(VENV)/.demo-$(KEY): | $(VENV)/bin/python
 $(VENV)/.test-$(KEY): | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once, one to two minutes) ..."
 	@$(PIP) $(call cpu_index) -e '.[dev]'
+	@touch $(VENV)/.demo-$(KEY) $@
+
+$(VENV)/.docs-$(KEY): | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once, one to two minutes) ..."
+	@$(PIP) $(call cpu_index) -e '.[docs]'
 	@touch $(VENV)/.demo-$(KEY) $@
 
 # Linux without a GPU: PyTorch's CPU wheels (200 MB instead of several GB) where their index can be reached. A CPU

@@ -1,9 +1,10 @@
-"""Tables of README.md and RESULTS.md from result rows: `python -m benchmarks.table` writes them; with
+"""Tables of README.md, docs/ and RESULTS.md from result rows: `python -m benchmarks.table` writes them; with
 `--check` it only compares.
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one
-column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column. Rows
-whose parity gate failed are never printed.
+column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column, or
+BENCH:METRIC:caption for the line under a chart of that column. Rows whose parity gate failed are never
+printed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.results import RESULTS, read_rows
 
 SPEEDS = ("tokens/s",)
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md")
 _OPEN = r"(?P<open><!-- results:(?P<name>[\w:-]+) -->\n)"
 _SECTION = re.compile(_OPEN + r"(?P<body>.*?)(?P<close><!-- /results:)", re.DOTALL)
 Row = dict[str, Any]
@@ -56,9 +57,10 @@ def main(
 def section(name: str, results: Path) -> str:
     """The Markdown of one bench, or of one of its metrics: a table per machine and command, newest rows.
 
-    Empty without rows.
+    Empty without rows. With `:caption` behind the metric, the lines under the tables alone.
     """
-    bench, _, metric = name.partition(":")
+    bench, _, rest = name.partition(":")
+    metric, _, part = rest.partition(":")
     newest: dict[tuple[str, ...], Row] = {}
     for row in read_rows(bench, results=results):
         if row["gate_passed"] is not False and metric in ("", row["metric"]):
@@ -67,7 +69,8 @@ def section(name: str, results: Path) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in newest.values():
         groups.setdefault((_machine(row), row["command"]), []).append(row)
-    return "\n".join(_tables(rows) for rows in groups.values())
+    made = _caption if part == "caption" else _tables
+    return "\n".join(made(rows) for rows in groups.values())
 
 
 def _tables(rows: list[Row]) -> str:
@@ -76,11 +79,14 @@ def _tables(rows: list[Row]) -> str:
     for row in rows:
         if row["case"]:
             kinds.setdefault(tuple(row["case"]), []).append(row)
+    return "\n".join([*map(_table, kinds.values()), _caption(rows)])
+
+
+def _caption(rows: list[Row]) -> str:
     last = max(rows, key=lambda row: row["date"])
     single = "".join(f", {_words(row['metric'])} {_cell(row)}" for row in rows if not row["case"])
     commits = ", ".join(dict.fromkeys(_commit(row) for row in rows))
-    caption = f"`{last['command']}` on {_machine(last)}, commit {commits}, {last['date'][:10]}{single}.\n"
-    return "\n".join([*map(_table, kinds.values()), caption])
+    return f"`{last['command']}` on {_machine(last)}, commit {commits}, {last['date'][:10]}{single}.\n"
 
 
 def _table(rows: list[Row]) -> str:

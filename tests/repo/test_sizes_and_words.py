@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("idlm", "train", "infer", "kernels", "benchmarks", "conf", "tests")
+CODE = ("idlm", "train", "infer", "kernels", "benchmarks", "conf", "docs", "tests")
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 60, 150
 FORBIDDEN_NAMES = {"NotImplementedError", "NotImplemented", "eval", "exec", "pickle", "dill", "cloudpickle"}
 SAFE_VALUES = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}

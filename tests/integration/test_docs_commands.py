@@ -1,0 +1,207 @@
+"""Every command of README.md, CONTRIBUTING.md and docs/ is one that the programs understand.
+
+They are composed (`idlm-train`), described on a small checkpoint (`idlm-generate`) or run on one prompt
+(`idlm-eval`), so every option exists. A block whose commands need more than this repository says so in a
+comment before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from idlm.compose import compose, describe, recipes
+from idlm.infer.cli import generate
+from idlm.infer.evaluate_cli import run_evaluation
+from idlm.semantics import Semantics
+from idlm.train.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "recipes" / "assets" / "tiny_ar"
+SPARE_ROW = 170
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
+BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
+MARKS = ("needs: ", "run by hand: ")
+PLACEHOLDER = re.compile(r"<[\w .-]+>")
+PROGRAM = re.compile(r"(?:\.venv/bin/)?([\w.-]+)")
+
+
+GENERATE_OPTION = re.compile(r"`((?:decoder|sampling|accelerators)\.[a-z_.]*[a-z_])")
+TRAIN_OPTION = re.compile(
+    r"`((?:model|adapter|data|train|export|report|eval|wandb|plan)\.[a-z_.]*[a-z_])[=` ]"
+)
+NAME = re.compile(r"`([a-z_]+)(?:=[^`]*)?`")
+
+
+class Command(NamedTuple):
+    """One command: where it stands, its words, and the comment before its block."""
+
+    page: str
+    words: list[str]
+    mark: str | None
+
+
+def commands(page: str) -> Iterator[Command]:
+    """The commands of a page, continued lines joined, without comments and variables."""
+    for block in BLOCK.finditer((ROOT / page).read_text(encoding="utf-8")):
+        for line in block["body"].replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words = words[1:]
+            if words:
+                yield Command(page, words, block["mark"])
+
+
+EVERY = [command for page in PAGES for command in commands(page)]
+LAUNCHES = [command for command in EVERY if command.words[0].startswith("recipes/launch/")]
+
+
+def program(command: Command) -> str:
+    found = PROGRAM.fullmatch(command.words[0])
+    return found[1] if found else command.words[0]
+
+
+def named(*names: str) -> list[Command]:
+    return [command for command in EVERY if program(command) in names]
+
+
+def shown(command: Command) -> str:
+    return f"{command.page}: {' '.join(command.words)[:60]}"
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small checkpoints where commands look for the demo's."""
+    place = tmp_path_factory.mktemp("workplace")
+    block = Semantics(causality="block", logit_shift=False, block_size=4, mask_token_id=SPARE_ROW)
+    for name, meaning in (("tiny", Semantics(mask_token_id=SPARE_ROW, stride=4)), ("tiny_block", block)):
+        shutil.copytree(TINY, place / "outputs" / name)
+        meaning.save(place / "outputs" / name)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def quiet_place(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(workplace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def with_small_model(words: list[str]) -> list[str]:
+    """The arguments with a checkpoint that is there in place of another one's."""
+    small = "outputs/tiny_block" if "decoder=block" in words else "outputs/tiny"
+    return [re.sub(r"^model=.*", f"model={small}", word) for word in words]
+
+
+def test_every_program_is_known_to_these_tests() -> None:
+    known = {"idlm-train", "idlm-generate", "idlm-eval", "make", "pip", "python", "echo"}
+    assert not [shown(each) for each in EVERY if each not in LAUNCHES and program(each) not in known]
+    assert len(named("idlm-train")) > 5 and len(named("idlm-generate")) > 5 and len(named("idlm-eval")) > 2
+
+
+@pytest.mark.parametrize("command", EVERY, ids=shown)
+def test_what_cannot_run_here_is_marked(command: Command) -> None:
+    is_marked = command.mark is not None and command.mark.startswith(MARKS)
+    has_gap = any(PLACEHOLDER.search(word) for word in command.words)
+    assert is_marked or not has_gap, "a block with a placeholder says `<!-- needs: ... -->`"
+    models = [word.removeprefix("model=") for word in command.words if word.startswith("model=")]
+    from_here = all(model.startswith("outputs/") and model[8:] in recipes() for model in models)
+    assert is_marked or from_here
+    assert is_marked or command not in LAUNCHES
+
+
+@pytest.mark.parametrize("command", named("idlm-train"), ids=shown)
+def test_idlm_train_composes(command: Command) -> None:
+    compose("train", TrainConfig, command.words[1:])
+
+
+@pytest.mark.parametrize("command", LAUNCHES, ids=shown)
+def test_launchers_exist_and_their_options_compose(command: Command) -> None:
+    script, arguments = ROOT / command.words[0], command.words[1:]
+    assert script.is_file()
+    recipe = script.stem.removesuffix("_multinode")
+    assert any(word.startswith("recipe=") for word in arguments) == (recipe not in recipes())
+    compose("train", TrainConfig, [f"recipe={recipe}"] * (recipe in recipes()) + arguments)
+
+
+@pytest.mark.parametrize("command", named("idlm-generate"), ids=shown)
+def test_idlm_generate_understands(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = with_small_model(command.words[1:])
+    assert any(word.startswith("model=") for word in arguments)
+    assert generate([*arguments, "describe=true"]) == 0
+    decoder = next((word[8:] for word in arguments if word.startswith("decoder=")), "isd")
+    assert f"decoder     {decoder}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", named("idlm-eval"), ids=shown)
+def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [word for word in with_small_model(command.words[1:]) if not word.startswith("num=")]
+    assert run_evaluation([*arguments, "num=1", "sampling.max_tokens=2", "device=cpu"]) == 0
+    assert "exact-match" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", named("make", "pip"), ids=shown)
+def test_targets_and_extras_exist(command: Command) -> None:
+    if program(command) == "make":
+        assert re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [wanted] = re.findall(r"\.\[([\w,]+)\]", " ".join(command.words))
+    assert set(wanted.split(",")) <= set(extras)
+
+
+@pytest.mark.parametrize("command", named("python"), ids=shown)
+def test_modules_exist_and_know_their_arguments(command: Command) -> None:
+    flag, module, *arguments = command.words[1:]
+    assert flag == "-m"
+    if module == "pytest":
+        assert all((ROOT / word).exists() for word in arguments if "/" in word)
+        return
+    base = ROOT / module.replace(".", "/")
+    file = next(path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file())
+    text = file.read_text(encoding="utf-8")
+    assert all(f'"{word.partition("=")[0]}"' in text for word in arguments)
+
+
+@pytest.mark.parametrize("command", named("echo"), ids=shown)
+def test_lines_of_files_are_json(command: Command) -> None:
+    assert set(json.loads(command.words[1])) <= {"prompt", "prompt_ids", "messages", "id", "sampling"}
+    assert command.words[2] == ">"
+
+
+def table_names(text: str) -> list[str]:
+    """Option names in the first column of tables; `x=a`, `b` or `c` is one option with its values."""
+    cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in NAME.findall(cell)[: 1 if " or " in cell else None]]
+
+
+def is_key(name: str, help_text: str) -> bool:
+    return re.search(rf"(?:^|, |    ){re.escape(name)}\b", help_text, re.MULTILINE) is not None
+
+
+def test_options_in_the_text_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    generate(["-h"])
+    told = capsys.readouterr().out
+    wanted = {*GENERATE_OPTION.findall(pages)}
+    options = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+    _, engine, sampling = re.split(r"^\| (?:sampling )?option \|", options, flags=re.MULTILINE)
+    wanted |= {*table_names(engine)} - {"decoder"}
+    wanted |= {f"sampling.{name}" for name in table_names(sampling.partition("\n\n")[0])}
+    assert len(wanted) > 30 and not sorted(name for name in wanted if not is_key(name, told))
+    train = describe(TrainConfig)
+    assert not sorted(name for name in {*TRAIN_OPTION.findall(pages)} if not is_key(name, train))
