@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from docs.figures.style import Theme, arrow, box, canvas
-from idlm.infer.decoders.layout import RowLayout, Stock
+from idlm.infer.decoders.layout import DraftBuffer, RowLayout
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.kernels.step_rows import MASK
 
@@ -111,9 +111,9 @@ def layouts(theme: Theme) -> Figure:
     figure, axes = canvas(920, 545)
     cell = 21.0
     stocks = {
-        "cold": (Stock(2), Stock(0)),
-        "tree": (Stock(2), Stock(2, True)),
-        "branch": (Stock(2), Stock(2)),
+        "cold": (DraftBuffer(2), DraftBuffer(0)),
+        "tree": (DraftBuffer(2), DraftBuffer(2, True)),
+        "branch": (DraftBuffer(2), DraftBuffer(2)),
     }
     notes = {
         "cold": "drop all drafts; draft anew",

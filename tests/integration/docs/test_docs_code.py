@@ -20,7 +20,7 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.infer.accelerators.base import ACCELERATORS
-from idlm.infer.cli import generate
+from idlm.infer.cli.generate import generate
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
 from idlm.infer.memory.base import MEMORY_MANAGERS
@@ -28,14 +28,14 @@ from idlm.infer.models.base import FAMILIES
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
-from idlm.tokens import load_tokenizer
+from idlm.text.tokenizer import load_tokenizer
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.settings import DataConfig
-from idlm.train.objectives.base import OBJECTIVES, Given, Head
+from idlm.train.objectives.base import OBJECTIVES, Head, ObjectiveArgs
 from tests.tiny_training import VOCAB, batch_of, random_sample, stage_of
 from tests.toy import write_toy_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 PLUG_IN = re.compile(r"<!-- plug-in: ([\w ]+) -->\n```python\n(.*?)```", re.DOTALL)
 PLUG_INS = dict(PLUG_IN.findall(EXTENDING))
@@ -137,8 +137,10 @@ def test_the_memory_manager(install: Install, tmp_path: Path) -> None:
 
 
 def test_the_objective(install: Install) -> None:
-    made = install("objective").get("ar_late").create(Given(mask_token_id=None, mask_region="response"))
-    plain = OBJECTIVES.get("ar").create(Given(mask_token_id=None, mask_region="response"))
+    made = (
+        install("objective").get("ar_late").create(ObjectiveArgs(mask_token_id=None, mask_region="response"))
+    )
+    plain = OBJECTIVES.get("ar").create(ObjectiveArgs(mask_token_id=None, mask_region="response"))
     stage, sample = stage_of(1), random_sample(3, prompt=4, response=9)
     torch.manual_seed(0)
     batch, head = batch_of([sample], plain, stage), Head(weight_VD=torch.randn(VOCAB, 16))

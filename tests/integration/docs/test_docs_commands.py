@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import pytest
 
-from idlm.compose import compose, describe, recipes
-from idlm.infer.cli import generate
-from idlm.infer.evaluate_cli import run_evaluation
+from idlm.config.compose import compose, describe, recipes
+from idlm.infer.cli.evaluate import run_evaluation
+from idlm.infer.cli.generate import generate
 from idlm.semantics import Semantics
-from idlm.train.config import TrainConfig
+from idlm.train.config.schema import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "recipes" / "assets" / "tiny_ar"
 SPARE_ROW = 170
 PAGES = [
