@@ -13,8 +13,8 @@ from typing import Any
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
 from idlm.train.config.monitoring import EvalConfig, PlanConfig, ReportConfig, WandbConfig
+from idlm.train.data.files import SUFFIXES
 from idlm.train.data.settings import DataConfig
-from idlm.train.data.sources.files import SUFFIXES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
 
 TASK_TOKENIZER = "task"

@@ -12,7 +12,7 @@ from functools import reduce
 from typing import Any
 
 from idlm.train.config.schema import TrainConfig
-from idlm.train.data.sources.files import SUFFIXES
+from idlm.train.data.files import SUFFIXES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED
 

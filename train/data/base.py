@@ -64,7 +64,7 @@ class JudgedSource(Protocol):
     def verdict(self, index: int, answer: str) -> str: ...
 
 
-SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data")
+SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data.sources")
 """Factories `(config: DataConfig, encoder: Encoder) -> Source`; what `is_endless` and `has_splits` say of
 one must be known before it opens anything, so it is an attribute of the factory.
 """

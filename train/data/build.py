@@ -25,10 +25,10 @@ from idlm.errors import UserError
 from idlm.files.disk import DISK_CODE
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import CachedSource, CacheWriter, cache_key, open_cache, pack
+from idlm.train.data.files import Reader, Row, reading
 from idlm.train.data.settings import MAX_DEFAULT_WORKERS
+from idlm.train.data.shapes import KEYS, SHAPES, check_same_shape, detect_shape, samples_of
 from idlm.train.data.shards import Encoded, Shards
-from idlm.train.data.sources.files import Reader, Row, reading
-from idlm.train.data.sources.shapes import KEYS, SHAPES, check_same_shape, detect_shape, samples_of
 from idlm.train.loop.liveness import note_progress
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.train.data.sources.files import SUFFIXES, find_files
+from idlm.train.data.files import SUFFIXES, find_files
 
 MAX_DEFAULT_WORKERS = 8
 """Processes that tokenise when `data.workers` is not given, on a machine with more cores."""
@@ -61,7 +61,7 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     # Not above: the readers import torch, which help and refusals of keys do not wait for.
     from idlm.train.data.base import SOURCES, THINKING, TURNS
     from idlm.train.data.build import ON_BAD_RECORD
-    from idlm.train.data.sources.shapes import SHAPE_CHOICES
+    from idlm.train.data.shapes import SHAPE_CHOICES
 
     choices = {
         "source": (data.source, tuple(SOURCES.names())),

@@ -19,7 +19,7 @@ from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.config.schema import DataConfig
 from idlm.train.data.base import SOURCES, Encoder, without_thinking
-from idlm.train.data.sources.files import SUFFIXES, find_files
+from idlm.train.data.files import SUFFIXES, find_files
 
 MASK = 190
 USER, ASSISTANT = "Sam has 1 keys.", "Sam has 2."

@@ -16,7 +16,7 @@ from idlm.errors import UserError
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.sources.files import Row, identity_of
+from idlm.train.data.files import Row, identity_of
 from idlm.train.data.sources.parquet import BATCH_ROWS, wanted_columns, without_nulls
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from idlm.files.json_lines import DAMAGE, unpacked
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.sources.files import SUFFIXES, Row, find_files, identity_of, reading, shown
+from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of, reading, shown
 
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig

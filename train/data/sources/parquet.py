@@ -11,8 +11,8 @@ from idlm.errors import UserError
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.sources.files import SUFFIXES, Row, find_files, identity_of, shown
-from idlm.train.data.sources.shapes import KEYS
+from idlm.train.data.files import SUFFIXES, Row, find_files, identity_of, shown
+from idlm.train.data.shapes import KEYS
 
 if TYPE_CHECKING:
     from idlm.train.data.settings import DataConfig
