@@ -1,4 +1,4 @@
-"""Everything that is wrong with a configuration of `idlm-train`, found before anything heavy is loaded."""
+"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 
 from idlm.checkpoint import foreign_files
 from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
+from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import control_problems
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, missing_keys, refuse_problems
 from idlm.train.config.unused_options import unused_options
-from idlm.train.data.base import is_endless
-from idlm.train.data.dataset import OVERLONG_POLICIES
-from idlm.train.data.settings import data_problems
+from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
+from idlm.train.data.build import ON_BAD_RECORD
+from idlm.train.data.files import SUFFIXES, find_files
+from idlm.train.data.packing import OVERLONG_POLICIES
+from idlm.train.data.shapes import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.compile import CHOICES as COMPILE_CHOICES
@@ -47,7 +51,7 @@ RANGES = (
 
 
 def check_config(config: TrainConfig) -> None:
-    """Raise UserError IDLM-0504 with every problem at once; reads no file but asks which ones exist."""
+    """Raise UserError IDLM-0504 that lists all problems; looks which files exist but reads none."""
     problems = [
         *missing_keys(config),
         *_not_numbers(asdict(config)),
@@ -70,15 +74,13 @@ def check_config(config: TrainConfig) -> None:
         target, (*PUBLISHED_FILES, *(() if config.adapter is None else ("README.md",)))
     ):
         problems.append(
-            f"output_dir={config.output_dir} has a {name} of somebody else, which would be replaced"
+            f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
         )
     refuse_problems(problems)
 
 
 def _empty_paths(config: TrainConfig) -> list[str]:
-    """Paths that are given but blank, as an unset shell variable leaves them: pathlib takes those for the
-    current folder.
-    """
+    """Paths that are given but blank, as by an unset shell variable: pathlib takes them for the current folder."""
     paths = {
         "output_dir": (config.output_dir, "name a folder"),
         "model.path": (config.model.path, "name a checkpoint directory"),
@@ -96,7 +98,7 @@ def _empty_paths(config: TrainConfig) -> list[str]:
 
 
 def _not_numbers(values: Any, key: str = "") -> list[str]:
-    """Settings anywhere in `values` that are nan or infinite, which pass most comparisons."""
+    """Numbers anywhere in `values` that are nan or infinite, which most comparisons do not find."""
     if isinstance(values, float) and not math.isfinite(values):
         return [f"{key}={values} must be a finite number"]
     if isinstance(values, dict):
@@ -110,16 +112,10 @@ def _not_numbers(values: Any, key: str = "") -> list[str]:
     return []
 
 
-def _places_masks(config: TrainConfig) -> bool:
-    """Whether the objective does; an unknown one, which is told elsewhere, is taken for one that does."""
+def _objective_has(config: TrainConfig, flag: str) -> bool:
+    """A flag of the objective's class; true for an unknown objective, which is reported by its name alone."""
     known = config.objective in OBJECTIVES.names()
-    return not known or OBJECTIVES.get(config.objective).places_masks
-
-
-def _predicts_next(config: TrainConfig) -> bool:
-    """Likewise."""
-    known = config.objective in OBJECTIVES.names()
-    return not known or OBJECTIVES.get(config.objective).predicts_next
+    return not known or bool(getattr(OBJECTIVES.get(config.objective), flag))
 
 
 def _choices(config: TrainConfig) -> list[str]:
@@ -132,6 +128,11 @@ def _choices(config: TrainConfig) -> list[str]:
         ("train.overlong", config.train.overlong, OVERLONG_POLICIES),
         ("train.balance", config.train.balance, BALANCES),
         ("train.device", config.train.device, DEVICES),
+        ("data.source", config.data.source, tuple(SOURCES.names())),
+        ("data.shape", config.data.shape, SHAPE_CHOICES),
+        ("data.thinking", config.data.thinking, THINKING),
+        ("data.turns", config.data.turns, TURNS),
+        ("data.on_bad_record", config.data.on_bad_record, ON_BAD_RECORD),
     ]
     if config.export.dtype is not None:
         allowed.append(("export.dtype", config.export.dtype, DTYPES))
@@ -146,8 +147,8 @@ def _model_problems(config: TrainConfig) -> list[str]:
     model, problems = config.model, []
     if model.dtype == "bfloat16" and not uses_deepspeed(config) and config.adapter is None:
         problems.append(
-            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, where AdamW's small "
-            "steps are rounded away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
+            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's small "
+            "steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
             "model.dtype=float32 train.bf16=true"
         )
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
@@ -167,8 +168,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
     problems = []
     if config.export.merge:
         problems.append(
-            "export.merge=true: merging W + BA would change the clean rows, so that the result would no "
-            "longer decode with the base model's law; the adapter is published beside its base instead"
+            "export.merge=true: merging W + BA would change the clean rows, and with them the distribution of "
+            "the answers; leave it out: the adapter is published next to its base"
         )
     if adapter.rank < 1:
         problems.append(f"adapter.rank={adapter.rank} must be at least 1")
@@ -176,9 +177,9 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
         problems.append(f"adapter.alpha={adapter.alpha} must be above 0")
     if not adapter.targets:
         problems.append("adapter.targets is empty: name at least one linear layer")
-    if not _places_masks(config):
+    if not _objective_has(config, "places_masks"):
         problems.append("objective=ar has no MASK rows for an adapter to train on")
-    if not _predicts_next(config):
+    if not _objective_has(config, "predicts_next"):
         problems.append(
             f"objective={config.objective} takes no adapter: its clean rows see their block both ways, "
             "so that they are not those of the base; remove adapter"
@@ -193,12 +194,26 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
 
 
 def _sample_problems(config: TrainConfig) -> list[str]:
-    if config.report.sample_every is None or _predicts_next(config):
+    if config.report.sample_every is None or _objective_has(config, "predicts_next"):
         return []
     return [
-        f"report.sample_every={config.report.sample_every}: samples while training are written next token by "
-        f"next token, which objective={config.objective} does not train; leave it out"
+        f"report.sample_every={config.report.sample_every}: samples while training are decoded token by token, "
+        f"which objective={config.objective} does not train; leave it out"
     ]
+
+
+def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
+    """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
+    problems = []
+    if data.workers is not None and data.workers < 0:
+        problems.append(f"data.workers={data.workers} must be at least 0")
+    for key, path in (("data.path", data.path), ("eval.path", held_out)):
+        if data.source in SUFFIXES and path is not None and path.strip():
+            try:
+                find_files(path, SUFFIXES[data.source])
+            except UserError as error:
+                problems.append(f"{key}: {error.message}")
+    return problems
 
 
 def _loop_problems(config: TrainConfig) -> list[str]:
@@ -243,7 +258,7 @@ def _loop_problems(config: TrainConfig) -> list[str]:
 
 def _stage_problems(config: TrainConfig) -> list[str]:
     loop, problems = config.train, []
-    if not _places_masks(config):
+    if not _objective_has(config, "places_masks"):
         if loop.stages:
             problems.append("objective=ar has no strides: remove train.stages and give train.steps")
         return problems if loop.steps or loop.epochs else [*problems, "train.steps is missing"]
@@ -261,7 +276,7 @@ def _stage_problems(config: TrainConfig) -> list[str]:
             problems.append(f"{where} has no steps")
         weight = stage.clean_weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
-        if weight not in (None, 0) and not _predicts_next(config):
+        if weight not in (None, 0) and not _objective_has(config, "predicts_next"):
             problems.append(
                 f"{where}.clean_weight={weight!r}: objective={config.objective} has no clean loss, "
                 "leave it out"

@@ -1,4 +1,4 @@
-"""Files of records: which ones a path means, what identifies their content, and what a reader of them is."""
+"""Files of records: which ones a path means, what identifies their content, and what a reader of them provides."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from idlm.errors import UserError
 
 SAMPLED_BYTES = 65_536
 NUM_SAMPLED = 16
-GLOB_MARKS = "*?["
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json", ".json.gz"), "parquet": (".parquet", ".pq")}
 """Endings of the files that a source takes from a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A record, or what is wrong with it, with its file (an index into `Reader.names`) and 1-based line
-    or row.
-    """
+    """One record, or the error that it gave. `file` is an index into `Reader.names`, `place` a 1-based number."""
 
     file: int
     place: int
@@ -41,12 +38,12 @@ class Reader(Protocol):
         """Plain data that differs whenever the records may differ."""
 
     def rows(self) -> Iterator[Row]:
-        """All records, in order; a file that breaks off in the middle raises UserError."""
+        """All records, in order; a damaged file raises UserError IDLM-0231."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Inside, an OSError becomes UserError IDLM-0237 naming its file, or `path` where it names none."""
+    """Turn an OSError into UserError IDLM-0237 that names its file, or `path` where it names none."""
     try:
         yield
     except OSError as error:
@@ -57,58 +54,51 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
+def damaged(origin: str, error: Exception | str) -> UserError:
+    """The error about a file that ends too early or cannot be decoded."""
+    return UserError(
+        "IDLM-0231", f"{origin} breaks off or is damaged: {error}", fix="copy or download the file again"
+    )
+
+
 def shown(path: Any) -> str:
-    """The path as text that can be printed, also where its name is not UTF-8."""
+    """The path as printable text, also where its name is not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
-    """The files that `path` means: a file, a pattern (`data/*.jsonl`), or all of a folder with one of
-    `suffixes`.
+def find_files(path: str | None, suffixes: Sequence[str]) -> tuple[Path, ...]:
+    """The files that `path` names: one file, a pattern (`data/*.jsonl`), or a folder with its subfolders.
 
-    A folder is searched with its subfolders, for the first suffixes that it has any files of; order is
-    that of the names. Raises UserError IDLM-0209 where nothing is found, IDLM-0237 where nobody may look.
+    Of a folder, all files with the first of `suffixes` that any file has; the order is that of the names.
+    Raises UserError IDLM-0209 where nothing is found, IDLM-0237 without permission.
     """
-    with reading(Path(path)):
-        return _find_files(path, suffixes)
-
-
-def _find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, ...]:
-    if not path.strip():
-        # pathlib takes it for the current folder.
-        raise UserError("IDLM-0209", "the data path is empty", fix="name a file, a folder or a pattern")
+    fix = "name a file, a folder or a pattern in data.path"
+    if path is None or not path.strip():
+        # pathlib takes an empty path for the current folder.
+        raise UserError("IDLM-0209", "the data path is empty", fix=fix)
     given = Path(path).expanduser()
-    if any(mark in path for mark in GLOB_MARKS) and not given.exists():
-        found = [Path(name) for name in glob.glob(str(given), recursive=True)]
-        found = sorted(name for name in found if name.is_file())
-        if not found:
-            raise UserError("IDLM-0209", f"no file matches {path}", fix="correct the pattern")
-        return tuple(found)
-    if given.is_dir():
-        for suffix in suffixes:
-            found = sorted(name for name in given.rglob(f"*{suffix}") if name.is_file())
-            if found:
-                return tuple(found)
-        raise UserError(
-            "IDLM-0209",
-            f"the folder {path} has no file that ends in {' or '.join(suffixes)}",
-            fix="give another folder, or name the files by a pattern",
-        )
-    if not given.is_file():
-        raise UserError(
-            "IDLM-0209",
-            f"the data file {path} does not exist",
-            fix="name a file, a folder or a pattern",
-        )
-    return (given,)
+    with reading(given):
+        if given.is_file():
+            return (given,)
+        if given.is_dir():
+            groups = ([name for name in given.rglob(f"*{suffix}") if name.is_file()] for suffix in suffixes)
+            problem = f"the folder {path} has no file that ends in {' or '.join(suffixes)}"
+        else:
+            groups = iter(
+                [[Path(name) for name in glob.glob(str(given), recursive=True) if Path(name).is_file()]]
+            )
+            problem = f"{path} does not exist" if glob.escape(path) == path else f"no file matches {path}"
+        found = next(filter(None, groups), [])
+    if not found:
+        raise UserError("IDLM-0209", problem, fix=fix)
+    return tuple(sorted(found))
 
 
 def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
     """Name, size, time of change and a hash of sampled blocks of every file.
 
-    Hashing all of a large corpus would take longer than opening its cache is worth. A change that keeps
-    size, time and the sampled blocks is not noticed; a mere copy with a new time costs a second
-    tokenisation, never a wrong one.
+    Hashing a large corpus whole would take longer than reading its cache. A change that keeps size, time and the
+    sampled blocks is not noticed; a copy with a new time is tokenised again.
     """
     facts: list[list[Any]] = []
     for path in paths:

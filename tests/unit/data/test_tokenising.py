@@ -17,13 +17,14 @@ import pytest
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.schema import DataConfig, LoopConfig
+from idlm.train.config.check import data_problems
+from idlm.train.config.data import DataConfig
+from idlm.train.config.schema import LoopConfig
 from idlm.train.data import build, shards
 from idlm.train.data import open as opening
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource, pack
 from idlm.train.data.layout import Sample
-from idlm.train.data.settings import data_problems
 from idlm.train.loop.liveness import note_progress, progress_count
 from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
 
