@@ -14,9 +14,9 @@ from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.config.data import DataConfig
-from idlm.train.config.monitoring import control_problems
+from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, missing_keys, refuse_problems
-from idlm.train.config.unused_options import unused_options
+from idlm.train.config.unused_options import unused_options, value_of
 from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
@@ -30,7 +30,6 @@ from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-INFINITE = float("inf")
 PUBLISHED_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "idlm_config.json"),
@@ -38,78 +37,79 @@ PUBLISHED_FILES = (
 )
 FRACTION_TOLERANCE = 0.02
 """Thirds may be written as 0.33."""
-RANGES = (
-    ("warmup", 0, 1),
-    ("weight_decay", 0, INFINITE),
-    ("adam_beta2", 0, 1),
-    ("max_grad_norm", 0, INFINITE),
-    ("threads", 1, INFINITE),
-    ("workers", 0, INFINITE),
-    ("seed", 0, 2**32),
+AT_LEAST_ONE = (
+    *("train.global_batch", "train.batch_size", "train.accumulation", "train.max_length", "train.row_length"),
+    *("train.log_every", "train.save_every", "train.save_total_limit", "train.threads"),
+    *("plan.num_gpus", "eval.every", "eval.num_items", "report.sample_every", "report.sample_tokens"),
+    "adapter.rank",
 )
-"""Settings of the loop with the values they may take, the last one excluded."""
+NOT_NEGATIVE = (
+    *("train.weight_decay", "train.max_grad_norm", "train.workers", "train.seed"),
+    *("data.workers", "report.num_samples"),
+)
+ABOVE_ZERO = ("train.learning_rate", "train.epochs", "train.hang_seconds", "plan.tflops", "adapter.alpha")
+PATHS = {
+    "output_dir": "name a folder",
+    "model.path": "name a checkpoint directory",
+    "model.tokenizer": "name a directory, or leave it out",
+    "data.path": "name a file, a folder or a pattern",
+    "data.cache_dir": "name a folder, or leave it out",
+    "eval.path": "name a file, or leave it out",
+    "train.deepspeed": "name a file, or leave it out",
+}
 
 
 def check_config(config: TrainConfig) -> None:
     """Raise UserError IDLM-0504 that lists all problems; looks which files exist but reads none."""
+    refuse_problems(
+        [
+            *missing_keys(config),
+            *_not_finite(asdict(config)),
+            *_choices(config),
+            *_ranges(config),
+            *_model_problems(config),
+            *_adapter_problems(config),
+            *_loop_problems(config),
+            *_stage_problems(config),
+            *data_problems(config.data, config.eval.path),
+            *deepspeed_problems(config),
+            *unused_options(config),
+            *_path_problems(config),
+        ]
+    )
+
+
+def _path_problems(config: TrainConfig) -> list[str]:
+    # pathlib takes a blank path, such as an unset shell variable leaves, for the current folder.
+    paths = {key: value_of(config, key) for key in PATHS}
     problems = [
-        *missing_keys(config),
-        *_not_numbers(asdict(config)),
-        *_choices(config),
-        *_model_problems(config),
-        *_adapter_problems(config),
-        *_loop_problems(config),
-        *_stage_problems(config),
-        *_sample_problems(config),
-        *data_problems(config.data, config.eval.path),
-        *control_problems(config.plan, config.eval, config.wandb, config.report),
-        *unused_options(config),
+        f"{key} is empty: {PATHS[key]}"
+        for key, path in paths.items()
+        if path is not None and not path.strip()
     ]
-    problems += _empty_paths(config)
     target = Path(config.output_dir).absolute()
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
-    for name in foreign_files(
-        target, (*PUBLISHED_FILES, *(() if config.adapter is None else ("README.md",)))
-    ):
-        problems.append(
-            f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
-        )
-    refuse_problems(problems)
-
-
-def _empty_paths(config: TrainConfig) -> list[str]:
-    """Paths that are given but blank, as by an unset shell variable: pathlib takes them for the current folder."""
-    paths = {
-        "output_dir": (config.output_dir, "name a folder"),
-        "model.path": (config.model.path, "name a checkpoint directory"),
-        "model.tokenizer": (config.model.tokenizer, "name a directory, or leave it out"),
-        "data.path": (config.data.path, "name a file, a folder or a pattern"),
-        "data.cache_dir": (config.data.cache_dir, "name a folder, or leave it out"),
-        "eval.path": (config.eval.path, "name a file, or leave it out"),
-        "train.deepspeed": (config.train.deepspeed, "name a file, or leave it out"),
-    }
-    return [
-        f"{key} is empty: {fix}"
-        for key, (path, fix) in paths.items()
-        if path is not None and not path.strip()
+    names = PUBLISHED_FILES if config.adapter is None else (*PUBLISHED_FILES, "README.md")
+    foreign = foreign_files(target, names)
+    return problems + [
+        f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
+        for name in foreign
     ]
 
 
-def _not_numbers(values: Any, key: str = "") -> list[str]:
+def _not_finite(values: Any, key: str = "") -> list[str]:
     """Numbers anywhere in `values` that are nan or infinite, which most comparisons do not find."""
     if isinstance(values, float) and not math.isfinite(values):
         return [f"{key}={values} must be a finite number"]
     if isinstance(values, dict):
-        return [
-            line
-            for name, value in values.items()
-            for line in _not_numbers(value, f"{key}.{name}" if key else str(name))
-        ]
-    if isinstance(values, list):
-        return [line for place, value in enumerate(values) for line in _not_numbers(value, f"{key}[{place}]")]
-    return []
+        items = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
+    elif isinstance(values, list):
+        items = [(f"{key}[{place}]", value) for place, value in enumerate(values)]
+    else:
+        return []
+    return [line for name, value in items for line in _not_finite(value, name)]
 
 
 def _objective_has(config: TrainConfig, flag: str) -> bool:
@@ -119,28 +119,55 @@ def _objective_has(config: TrainConfig, flag: str) -> bool:
 
 
 def _choices(config: TrainConfig) -> list[str]:
-    allowed: list[tuple[str, str | None, tuple[str, ...]]] = [
-        ("objective", config.objective, tuple(OBJECTIVES.names())),
-        ("mask_region", config.mask_region, MASK_REGIONS),
-        ("model.dtype", config.model.dtype, DTYPES),
-        ("model.attention", config.model.attention, ("auto", *ATTENTIONS)),
-        ("model.compile", config.model.compile, COMPILE_CHOICES),
-        ("train.overlong", config.train.overlong, OVERLONG_POLICIES),
-        ("train.balance", config.train.balance, BALANCES),
-        ("train.device", config.train.device, DEVICES),
-        ("data.source", config.data.source, tuple(SOURCES.names())),
-        ("data.shape", config.data.shape, SHAPE_CHOICES),
-        ("data.thinking", config.data.thinking, THINKING),
-        ("data.turns", config.data.turns, TURNS),
-        ("data.on_bad_record", config.data.on_bad_record, ON_BAD_RECORD),
-    ]
-    if config.export.dtype is not None:
-        allowed.append(("export.dtype", config.export.dtype, DTYPES))
+    allowed: dict[str, tuple[str, ...]] = {
+        "objective": tuple(OBJECTIVES.names()),
+        "mask_region": MASK_REGIONS,
+        "model.dtype": DTYPES,
+        "model.attention": ("auto", *ATTENTIONS),
+        "model.compile": COMPILE_CHOICES,
+        "train.overlong": OVERLONG_POLICIES,
+        "train.balance": BALANCES,
+        "train.device": DEVICES,
+        "data.source": tuple(SOURCES.names()),
+        "data.shape": SHAPE_CHOICES,
+        "data.thinking": THINKING,
+        "data.turns": TURNS,
+        "data.on_bad_record": ON_BAD_RECORD,
+        "export.dtype": DTYPES,
+        "wandb.mode": WANDB_MODES,
+        "plan.gpu": tuple(MATMUL_TFLOPS),
+    }
+    given = {key: value_of(config, key) for key in allowed}
+    if config.plan.tflops is not None:
+        del given["plan.gpu"]
     return [
-        f"{key}={value!r} is not one of {', '.join(values)}{did_you_mean(str(value), values)}"
-        for key, value, values in allowed
-        if value not in values
+        f"{key}={value!r} is not one of {', '.join(allowed[key])}{did_you_mean(str(value), allowed[key])}"
+        f"{'; for another GPU give plan.tflops too' if key == 'plan.gpu' else ''}"
+        for key, value in given.items()
+        if value not in allowed[key] and not (value is None and key in ("export.dtype", "plan.gpu"))
     ]
+
+
+def _ranges(config: TrainConfig) -> list[str]:
+    """Numbers outside of their range; options that are null have none."""
+    found = []
+    for keys, text, low in (
+        (AT_LEAST_ONE, "at least 1", 1),
+        (NOT_NEGATIVE, "at least 0", 0),
+        (ABOVE_ZERO, "above 0", 0),
+    ):
+        for key in keys:
+            value = value_of(config, key)
+            if value is not None and (value < low or (value == 0 and text == "above 0")):
+                found.append(f"{key}={value} must be {text}")
+    for key in ("train.warmup", "train.adam_beta2"):
+        if not 0 <= value_of(config, key) < 1:
+            found.append(f"{key}={value_of(config, key)} must be in [0, 1)")
+    if not 0 < config.eval.holdout < 1:
+        found.append(f"eval.holdout={config.eval.holdout} must be in (0, 1)")
+    if config.train.seed >= 2**32:
+        found.append(f"train.seed={config.train.seed} must be below 2**32")
+    return found
 
 
 def _model_problems(config: TrainConfig) -> list[str]:
@@ -171,10 +198,6 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
             "export.merge=true: merging W + BA would change the clean rows, and with them the distribution of "
             "the answers; leave it out: the adapter is published next to its base"
         )
-    if adapter.rank < 1:
-        problems.append(f"adapter.rank={adapter.rank} must be at least 1")
-    if adapter.alpha <= 0:
-        problems.append(f"adapter.alpha={adapter.alpha} must be above 0")
     if not adapter.targets:
         problems.append("adapter.targets is empty: name at least one linear layer")
     if not _objective_has(config, "places_masks"):
@@ -193,20 +216,9 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
     return problems
 
 
-def _sample_problems(config: TrainConfig) -> list[str]:
-    if config.report.sample_every is None or _objective_has(config, "predicts_next"):
-        return []
-    return [
-        f"report.sample_every={config.report.sample_every}: samples while training are decoded token by token, "
-        f"which objective={config.objective} does not train; leave it out"
-    ]
-
-
 def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
     """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
     problems = []
-    if data.workers is not None and data.workers < 0:
-        problems.append(f"data.workers={data.workers} must be at least 0")
     for key, path in (("data.path", data.path), ("eval.path", held_out)):
         if data.source in SUFFIXES and path is not None and path.strip():
             try:
@@ -217,43 +229,39 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
 
 
 def _loop_problems(config: TrainConfig) -> list[str]:
-    loop, problems = config.train, []
-    endless = is_endless(config.data.source)
-    if loop.global_batch is not None and loop.global_batch < 1:
-        problems.append(f"train.global_batch={loop.global_batch} must be at least 1")
-    positive = ("batch_size", "accumulation", "max_length", "log_every", "save_every", "save_total_limit")
-    for name in positive:
-        if getattr(loop, name) < 1:
-            problems.append(f"train.{name}={getattr(loop, name)} must be at least 1")
-    for name, low, high in RANGES:
-        value = getattr(loop, name)
-        if value is not None and not low <= value < high:
-            problems.append(f"train.{name}={value} must be in [{low}, {high:g})")
-    if loop.learning_rate <= 0:
-        problems.append(f"train.learning_rate={loop.learning_rate} must be above 0")
-    if loop.row_length is not None and loop.row_length < 1:
-        problems.append(f"train.row_length={loop.row_length} must be at least 1, or null")
-    if loop.max_length < 2:
-        problems.append(f"train.max_length={loop.max_length} leaves no token to predict")
-    if loop.steps is not None and loop.steps < max(1, len(loop.stages)):
-        problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
-    if loop.epochs is not None and loop.epochs <= 0:
-        problems.append(f"train.epochs={loop.epochs} must be above 0")
+    loop, source = config.train, config.data.source
+    endless = is_endless(source)
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
-    if config.model.attention in GPU_ONLY and not has_gpu:
-        problems.append(f"model.attention={config.model.attention} has no backward pass on a CPU: use auto")
-    if loop.steps is not None and loop.epochs is not None:
-        problems.append("train.steps and train.epochs exclude each other")
-    if loop.epochs is not None and endless:
-        problems.append(
-            f"train.epochs={loop.epochs} has no meaning for data.source={config.data.source}, which never "
-            "ends: use train.steps"
-        )
-    if loop.overlong == "split" and endless:
-        problems.append(f"train.overlong=split is for files, not for data.source={config.data.source}")
-    if loop.hang_seconds <= 0:
-        problems.append(f"train.hang_seconds={loop.hang_seconds} must be above 0")
-    return [*problems, *deepspeed_problems(config)]
+    is_sampled = config.report.sample_every is not None
+    found = (
+        (loop.max_length == 1, "train.max_length=1 leaves no token to predict"),
+        (
+            loop.steps is not None and loop.steps < max(1, len(loop.stages)),
+            f"train.steps={loop.steps} must be at least 1, and 1 for every stage",
+        ),
+        (
+            config.model.attention in GPU_ONLY and not has_gpu,
+            f"model.attention={config.model.attention} has no backward pass on a CPU: use auto",
+        ),
+        (
+            loop.steps is not None and loop.epochs is not None,
+            "train.steps and train.epochs exclude each other",
+        ),
+        (
+            loop.epochs is not None and endless,
+            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which never ends: use train.steps",
+        ),
+        (
+            loop.overlong == "split" and endless,
+            f"train.overlong=split is for files, not for data.source={source}",
+        ),
+        (
+            is_sampled and not _objective_has(config, "predicts_next"),
+            f"report.sample_every={config.report.sample_every}: samples while training are decoded token by token, "
+            f"which objective={config.objective} does not train; leave it out",
+        ),
+    )
+    return [sentence for is_wrong, sentence in found if is_wrong]
 
 
 def _stage_problems(config: TrainConfig) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from idlm.config.suggest import did_you_mean
 from idlm.train.config.data import setting
 
 MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 700.0, "A100": 265.0}
@@ -59,38 +58,3 @@ class ReportConfig:
         None, "optimizer steps between greedy samples of the running weights; null: none"
     )
     sample_tokens: int = setting(64, "most tokens of such a sample")
-
-
-def control_problems(
-    plan: PlanConfig, evaluation: EvalConfig, wandb: WandbConfig, report: ReportConfig
-) -> list[str]:
-    """Return what is wrong with these sections, as sentences."""
-    at_least_one = {
-        "plan.num_gpus": plan.num_gpus,
-        "eval.every": evaluation.every,
-        "eval.num_items": evaluation.num_items,
-        "report.sample_every": report.sample_every,
-        "report.sample_tokens": report.sample_tokens,
-    }
-    problems = [
-        f"{key}={value} must be at least 1"
-        for key, value in at_least_one.items()
-        if value is not None and value < 1
-    ]
-    if report.num_samples < 0:
-        problems.append(f"report.num_samples={report.num_samples} must be at least 0")
-    if plan.tflops is not None and plan.tflops <= 0:
-        problems.append(f"plan.tflops={plan.tflops} must be above 0")
-    if plan.gpu is not None and plan.gpu not in MATMUL_TFLOPS and plan.tflops is None:
-        problems.append(
-            f"plan.gpu={plan.gpu!r} is not one of {', '.join(MATMUL_TFLOPS)}"
-            f"{did_you_mean(plan.gpu, tuple(MATMUL_TFLOPS))}; for another one give plan.tflops too"
-        )
-    if wandb.mode not in WANDB_MODES:
-        problems.append(
-            f"wandb.mode={wandb.mode!r} is not one of {', '.join(WANDB_MODES)}"
-            f"{did_you_mean(wandb.mode, WANDB_MODES)}"
-        )
-    if not 0 < evaluation.holdout < 1:
-        problems.append(f"eval.holdout={evaluation.holdout} must be in (0, 1)")
-    return problems

@@ -1,7 +1,7 @@
-"""Options of `idlm-train` that do nothing because of another option; a run does not ignore them in silence.
+"""Options of `idlm-train` that have no effect because of another option, which a run refuses.
 
-An option belongs here when no code reads it in that combination. One that is read and changes nothing, such
-as `data.turns` for answers of one turn, is honoured and not listed.
+An option is listed where no code reads it in that combination; one that is read but changes nothing, such as
+`data.turns` for answers of one turn, is not.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ RULES = (
 
 
 def value_of(config: TrainConfig, key: str) -> Any:
-    """Return the value of the dotted `key`."""
-    return reduce(getattr, key.split("."), config)
+    """Return the value of the dotted `key`, None where its section is null."""
+    return reduce(lambda section, name: getattr(section, name, None), key.split("."), config)
 
 
 def unused_options(config: TrainConfig) -> list[str]:
-    """Return a sentence about every option that is set and not read; blank paths are refused elsewhere."""
+    """Return a sentence about each option that is set and not read; blank paths are refused in `check`."""
     defaults, found = TrainConfig(), {}
     for rule in RULES:
         for key in rule.keys:
