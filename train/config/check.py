@@ -174,8 +174,8 @@ def _model_problems(config: TrainConfig) -> list[str]:
     model, problems = config.model, []
     if model.dtype == "bfloat16" and not uses_deepspeed(config) and config.adapter is None:
         problems.append(
-            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's small "
-            "steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
+            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
+            "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
             "model.dtype=float32 train.bf16=true"
         )
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
@@ -195,8 +195,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
     problems = []
     if config.export.merge:
         problems.append(
-            "export.merge=true: merging W + BA would change the clean rows, and with them the distribution of "
-            "the answers; leave it out: the adapter is published next to its base"
+            "export.merge=true: merging W + BA would change the clean rows, and with them the distribution "
+            "of the answers; leave it out: the adapter is published next to its base"
         )
     if not adapter.targets:
         problems.append("adapter.targets is empty: name at least one linear layer")
@@ -249,7 +249,7 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         ),
         (
             loop.epochs is not None and endless,
-            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which never ends: use train.steps",
+            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which has no end: use steps",
         ),
         (
             loop.overlong == "split" and endless,
@@ -257,8 +257,8 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         ),
         (
             is_sampled and not _objective_has(config, "predicts_next"),
-            f"report.sample_every={config.report.sample_every}: samples while training are decoded token by token, "
-            f"which objective={config.objective} does not train; leave it out",
+            f"report.sample_every={config.report.sample_every}: samples while training are decoded token by "
+            f"token, which objective={config.objective} does not train; leave it out",
         ),
     )
     return [sentence for is_wrong, sentence in found if is_wrong]

@@ -26,7 +26,7 @@ class DataConfig:
     split: str = setting("train", "split of an hf dataset")
     shape: str = setting(
         "auto",
-        "shape of the records: messages, sharegpt, pair, alpaca, text, answers; auto: that of the first record",
+        "shape of the records: messages, sharegpt, pair, alpaca, text, answers; auto: as the first record",
     )
     task: str = setting("ledger", "generated task of the task source")
     level: str = setting("tiny", "level of the task")

@@ -50,7 +50,7 @@ class WandbConfig:
 
 @dataclass(kw_only=True)
 class ReportConfig:
-    """The report beside the checkpoint."""
+    """The report next to the checkpoint."""
 
     enabled: bool = setting(True, "write report.md with plots")
     num_samples: int = setting(8, "sample generations shown")

@@ -62,7 +62,7 @@ class StageConfig:
     fraction: float | None = setting(None, "share of the run, in place of steps; fractions add up to 1")
     clean_weight: Any = setting(
         None,
-        "s in L_mask + s * L_clean: a number, or auto (s = L_mask / L_clean); null: 0.2, and 0 with an adapter",
+        "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, and 0 with an adapter",
     )
 
 
@@ -108,7 +108,7 @@ class LoopConfig:
     save_total_limit: int = setting(2, "checkpoints kept")
     zero_stage: int | None = setting(
         None,
-        "DeepSpeed ZeRO: 1 shards the optimizer, 2 also gradients, 3 also weights, 0 nothing; null: no DeepSpeed",
+        "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: no DeepSpeed",
     )
     offload_optimizer: bool = setting(False, "keep the ZeRO optimizer in host memory (slow)")
     deepspeed: str | None = setting(None, "DeepSpeed configuration file, in place of zero_stage")
@@ -172,7 +172,9 @@ def missing_keys(config: TrainConfig) -> list[str]:
 
 
 def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
-    """Return the stage's s, None for automatic balance; 0 by default with an adapter, which changes no clean row."""
+    """Return the stage's s, None for automatic balance; 0 by default with an adapter, which changes no clean
+    row.
+    """
     if stage.clean_weight is None:
         # Imported here, because objectives import torch, which `--help` and missing keys need not wait for.
         from idlm.train.objectives.base import OBJECTIVES

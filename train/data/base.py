@@ -41,7 +41,8 @@ class Source(Protocol):
 class MeasuredSource(Protocol):
     """A finite source that knows the sizes of its samples without reading them.
 
-    `lengths` [num_samples] counts tokens, `num_targets` [num_samples] supervised tokens after the first token.
+    `lengths` [num_samples] counts tokens, `num_targets` [num_samples] supervised tokens after the first
+    token.
     """
 
     num_samples: int | None
@@ -65,8 +66,8 @@ class JudgedSource(Protocol):
 
 
 SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data.sources")
-"""Factories `(config: DataConfig, encoder: Encoder) -> Source`. `is_endless` and `has_splits` are attributes of the
-factory, because they must be known before it opens anything.
+"""Factories `(config: DataConfig, encoder: Encoder) -> Source`. `is_endless` and `has_splits` are attributes
+of the factory, because they must be known before it opens anything.
 """
 
 
@@ -94,9 +95,9 @@ def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) 
 class Encoder:
     """Turns text into token ids with supervision flags; refuses the mask token, which only objectives place.
 
-    `thinking`: `keep` leaves `<think>` blocks to the template, `strip` removes them from assistant turns, `off`
-    also renders with enable_thinking=False. `turns`: supervise `all` assistant turns of a conversation, the
-    `last` one, or `each` in a sample of its own that ends with it.
+    `thinking`: `keep` leaves `<think>` blocks to the template, `strip` removes them from assistant turns,
+    `off` also renders with enable_thinking=False. `turns`: supervise `all` assistant turns of a conversation,
+    the `last` one, or `each` in a sample of its own that ends with it.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class Encoder:
         """A record of `idlm-generate`: the prompt as it was fed, then the tokens that were generated.
 
         The record's token ids are used where this tokenizer decodes them to the record's text and thinking is
-        kept; otherwise the text is rendered like any other. An answer that a limit cut off gets no end-of-turn
-        token. Raises UserError IDLM-0227 where the record comes from another tokenizer or template.
+        kept; otherwise the text is rendered like any other. An answer that a limit cut off gets no
+        end-of-turn token. Raises UserError IDLM-0227 where the record comes from another tokenizer or
+        template.
         """
         prompt_ids = self._prompt_ids(prompt)
         highest = max([*prompt_ids, *answer["token_ids"]], default=0)

@@ -1,7 +1,9 @@
-"""From records to a cache: every record is checked and tokenised once, before training, in one or more processes.
+"""From records to a cache: every record is checked and tokenised once, before training, in one or more
+processes.
 
-A bad record ends the run with an error that names it, or is skipped and counted (`data.on_bad_record`). The cache
-depends neither on the number of processes nor on how often the build was stopped: finished shards are kept.
+A bad record ends the run with an error that names it, or is skipped and counted (`data.on_bad_record`). The
+cache depends neither on the number of processes nor on how often the build was stopped: finished shards are
+kept.
 """
 
 from __future__ import annotations
@@ -70,8 +72,9 @@ def cache_folder(config: DataConfig) -> Path:
 def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> CachedSource:
     """Return the samples of `reader` from the cache, which is built where it is missing or damaged.
 
-    The key covers the content of the files, the tokenizer, the template and each setting that changes a sample;
-    the mask token is not part of it, so UserError IDLM-0206 is raised here where the data contains it.
+    The key covers the content of the files, the tokenizer, the template and each setting that changes a
+    sample; the mask token is not part of it, so UserError IDLM-0206 is raised here where the data contains
+    it.
     """
     settings = [config.source, config.shape, config.on_bad_record, encoder.use_chat_template]
     key = cache_key([reader.identity(), encoder.fingerprint(), *settings])

@@ -8,8 +8,8 @@ A cache is a folder published by `idlm.checkpoint.publish`, and may be deleted a
     used_ids.bin  int32, sorted: token ids that occur
     blocks.bin    sha256 of each block of tokens.bin
     data.json     counts and names
-All files but `tokens.bin` are hashed when the cache is opened, and its blocks when they are first read: a large
-cache opens quickly and a damaged one is never trained on.
+All files but `tokens.bin` are hashed when the cache is opened, and its blocks when they are first read: a
+large cache opens quickly and a damaged one is never trained on.
 """
 
 from __future__ import annotations

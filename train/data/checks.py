@@ -1,7 +1,7 @@
 """Figures and warnings about the training data, for the announcement of a run and the dry run.
 
-Most figures were counted while the cache was built; of an endless source the first samples are counted. Checks of
-a single record are in `base.Encoder`, where the record's file and line are known.
+Most figures were counted while the cache was built; of an endless source the first samples are counted.
+Checks of a single record are in `base.Encoder`, where the record's file and line are known.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MAX_LOST = 0.05
 class DataReport:
     """Figures over all samples, or over the first ones of an endless source (`num_samples` None).
 
-    `header`: what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are those
-    before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated" or "split").
-    `open_ends`: count and example of last supervised tokens that do not stop the model. `padding_share`: padding
-    in the rows of an epoch. `warnings` are sentences for the user.
+    `header`: what the cache counted, {} without one. `lengths` [samples] in tokens and `num_supervised` are
+    those before `train.overlong` is applied, which changes `num_overlong`: (samples, "dropped", "truncated"
+    or "split"). `open_ends`: count and example of last supervised tokens that do not stop the model.
+    `padding_share`: padding in the rows of an epoch. `warnings` are sentences for the user.
     """
 
     config: DataConfig
@@ -94,7 +94,8 @@ class DataReport:
 def inspect_data(
     config: DataConfig, dataset: PackedDataset, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()
 ) -> DataReport:
-    """Report on the data of a prepared run; `stop_token_ids` stop the model in addition to the tokenizer's eos.
+    """Report on the data of a prepared run; `stop_token_ids` stop the model in addition to the tokenizer's
+    eos.
 
     Raises UserError IDLM-0234 when no sample ends in a token that stops the model.
     """
@@ -162,8 +163,8 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
     if report.open_ends:
         token_id, (_, example) = max(report.open_ends.items(), key=lambda item: item[1][0])
         yield (
-            f"{report.num_open:,} of {len(report.lengths):,} samples do not end in a token that stops the model: "
-            f"{example} ({tokenizer.convert_ids_to_tokens(token_id)!r} most often)"
+            f"{report.num_open:,} of {len(report.lengths):,} samples do not end in a token that stops the model, "
+            f"such as {example} (most often {tokenizer.convert_ids_to_tokens(token_id)!r})"
         )
     is_off = report.uses_template and report.config.thinking == "off"
     if is_off and "enable_thinking" not in tokenizer.chat_template:

@@ -1,7 +1,7 @@
 """The training set as the trainer sees it: item k, one packed row, is a pure function of (configuration, k).
 
-Order, curriculum and resuming need no state: item k holds the samples that the packing plan puts into row k, laid
-out for the stage of the curriculum that k belongs to.
+Order, curriculum and resuming need no state: item k holds the samples that the packing plan puts into row k,
+laid out for the stage of the curriculum that k belongs to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from idlm.train.planning.flops import count_fed
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
-    """`len` counts the items of the whole run. `left_out`, bool [num_samples], marks samples that are not used."""
+    """`len` counts the items of the whole run.
+
+    `left_out`, bool [num_samples], marks samples that are not used.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,8 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     Adds indices into the flattened B*T rows, found here so that no device waits for them: `noisy_index` and
     `clean_index` (supervised rows of either half), `open_index` (supervised noisy rows that show their token,
     in neither of those), `gate_index` (all noisy rows, for a gated adapter). Adds `item_ids` [B], `fed` [6]
-    (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the document tokens of the micro-batch.
+    (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the document tokens of the
+    micro-batch.
     """
     stages = {item["stage"] for item in items}
     assert len(stages) == 1, f"a micro-batch mixes {stages=}"

@@ -1,4 +1,6 @@
-"""Files of records: which ones a path means, what identifies their content, and what a reader of them provides."""
+"""Files of records: which ones a path means, what identifies their content, and what a reader of them
+provides.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json", ".json.gz"), "parquet": ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record, or the error that it gave. `file` is an index into `Reader.names`, `place` a 1-based number."""
+    """One record, or the error that it gave.
+
+    `file` is an index into `Reader.names`, `place` a 1-based number.
+    """
 
     file: int
     place: int
@@ -97,8 +102,8 @@ def find_files(path: str | None, suffixes: Sequence[str]) -> tuple[Path, ...]:
 def identity_of(paths: Sequence[Path]) -> list[list[Any]]:
     """Name, size, time of change and a hash of sampled blocks of every file.
 
-    Hashing a large corpus whole would take longer than reading its cache. A change that keeps size, time and the
-    sampled blocks is not noticed; a copy with a new time is tokenised again.
+    Hashing a large corpus whole would take longer than reading its cache. A change that keeps size, time and
+    the sampled blocks is not noticed; a copy with a new time is tokenised again.
     """
     facts: list[list[Any]] = []
     for path in paths:

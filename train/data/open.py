@@ -1,7 +1,7 @@
 """Opens the source of a run: where its cache is, and which rank builds it while the others wait.
 
-Rank 0 builds first; then one rank of each node, which finds that cache on a shared file system and else builds its
-own; then the rest. Each rank plans rows from its own data, so digests of the data are compared.
+Rank 0 builds first; then one rank of each node, which finds that cache on a shared file system and else
+builds its own; then the rest. Each rank plans rows from its own data, so digests of the data are compared.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
 
 
 def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
-    """Store the identity of a run's data in its folder `run`; UserError IDLM-0235 where a resumed run has other data.
+    """Store the identity of a run's data in its folder `run`; UserError IDLM-0235 where a resumed run has
+    other data.
 
-    Item k of a run is a pure function of its data: with other data, a resumed run would see some samples twice and
-    others never.
+    Item k of a run is a pure function of its data: with other data, a resumed run would see some samples
+    twice and others never.
     """
     if isinstance(source, CachedSource):
         now = {"digest": source.digest(), "num_samples": source.num_samples}
@@ -81,7 +82,8 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
-    """Store which base an adapter is trained on in `run`; UserError IDLM-0518 where a resumed run has another.
+    """Store which base an adapter is trained on in `run`; UserError IDLM-0518 where a resumed run has
+    another.
 
     A checkpoint of such a run holds the adapter only; the frozen base is read again from model.path.
     """
@@ -105,7 +107,8 @@ def _remembered(path: Path, now: dict[str, Any], *, is_continued: bool) -> dict[
 def _while_others_wait(work: Callable[[], None] | None) -> None:
     """Do `work` (None: wait for ranks that have some), in step with all ranks.
 
-    Collective calls at short intervals keep the process group from timing out. UserErrors are raised on all ranks.
+    Collective calls at short intervals keep the process group from timing out. UserErrors are raised on all
+    ranks.
     """
     failures: list[Exception] = []
 

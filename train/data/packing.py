@@ -1,9 +1,10 @@
 """Which samples share a packed row, and what happens to samples that are too long.
 
-Rows are filled best-fit-decreasing inside pools, which are small enough to be planned in milliseconds and large
-enough to leave little padding. A file is planned once, from lengths alone, and each epoch visits its rows in
-another order: samples of one row do not see each other, so packing them again would gain nothing. An endless
-source fills a fixed number of rows per pool. Both are pure functions of (data, seed, item), without state to save.
+Rows are filled best-fit-decreasing inside pools, which are small enough to be planned in milliseconds and
+large enough to leave little padding. A file is planned once, from lengths alone, and each epoch visits its
+rows in another order: samples of one row do not see each other, so packing them again would gain nothing. An
+endless source fills a fixed number of rows per pool. Both are pure functions of (data, seed, item), without
+state to save.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Recent(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """A sample has at most `max_length` tokens in `row_length` rows; `overlong` says what happens to others."""
+    """Samples have at most `max_length` tokens in `row_length` rows; `overlong` decides about others."""
 
     objective: Objective
     max_length: int
@@ -87,8 +88,8 @@ class LengthLimits:
             "IDLM-0205",
             f"{sample.origin} is too long: {length} tokens in {num_rows} rows, but "
             + ", ".join(f"{key}={limit}" for key, _, limit in exceeded),
-            fix=f"raise {raised} (row_length may be null: as needed), or set train.overlong=drop, truncate or "
-            "(for texts) split",
+            fix=f"raise {raised} (row_length may be null: as needed), or set train.overlong=drop, truncate "
+            "or (for texts) split",
         )
 
 
@@ -114,7 +115,9 @@ def split(sample: Sample, fits: Callable[[Sample], bool], *, max_length: int) ->
 def best_fit_decreasing(
     costs: Sequence[int], capacity: int, *, max_bins: int | None = None
 ) -> list[list[int]]:
-    """Bins of indices into `costs`, each of total cost <= capacity; what fits no bin of `max_bins` is left out."""
+    """Bins of indices into `costs`, each of total cost <= capacity; what fits no bin of `max_bins` is left
+    out.
+    """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []
@@ -150,7 +153,7 @@ class FilePlan:
 
 
 def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
-    """Shuffle a file, cut it into pools and pack each, in O(n log n); `costs` int64 [n] are rows per sample."""
+    """Shuffle a file, cut it into pools and pack each in O(n log n); `costs` int64 [n]: rows of each sample."""
     order = np.random.default_rng(seed).permutation(len(costs))
     members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):
@@ -168,7 +171,8 @@ def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
 
 
 class FileRows:
-    """Packed rows of a finite source, `len` per epoch, planned before data workers start, so that they share it.
+    """Packed rows of a finite source, `len` per epoch, planned before data workers start, so that they share
+    it.
 
     A unit is what is packed: a whole sample or a part of one. `left_out`, bool [num_samples], marks samples
     that are not used; raises UserError IDLM-0205 where no sample fits.
@@ -297,7 +301,7 @@ class StreamRows:
 
 
 def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, supervised tokens after the first) of all samples; reads them where the source has no counts."""
+    """(tokens, supervised tokens after the first) of all samples, which are read if the source has no counts."""
     if isinstance(source, MeasuredSource):
         return source.lengths, source.num_targets
     assert source.num_samples is not None, "an endless source has no lengths"

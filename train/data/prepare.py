@@ -51,7 +51,10 @@ def make_objective(
 def prepare_data(
     config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
 ) -> RunData:
-    """Return the packed datasets and the curriculum, whose steps follow from the rows where `epochs` is set. Collective."""
+    """Return the packed datasets and the curriculum, whose steps follow from the rows where `epochs` is set.
+
+    Collective.
+    """
     loop = config.train
     encoder = make_encoder(config.data, tokenizer, mask_token_id)
     source = open_source_on_all_ranks(config.data, encoder, output_dir=config.output_dir)
@@ -84,8 +87,8 @@ def prepare_data(
 def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
     """Return which samples of a file are held out, bool [num_samples]; None where none are.
 
-    Whole records are held out, so that turns of one conversation stay together. Raises UserError IDLM-0552 where
-    no sample is left to train on.
+    Whole records are held out, so that turns of one conversation stay together. Raises UserError IDLM-0552
+    where no sample is left to train on.
     """
     if config.every is None or config.path is not None or source.num_samples is None:
         return None

@@ -1,4 +1,5 @@
-"""The shapes that a record of a file may have, how they are told apart, and the samples that a record becomes.
+"""The shapes that a record of a file may have, how they are told apart, and the samples that a record
+becomes.
 
 All records of one source have one shape: a file of several shapes is a mistake far more often than intended.
 """
@@ -164,7 +165,7 @@ KEYS = frozenset(
 
 
 def wanted_columns(names: Sequence[str]) -> list[str]:
-    """Return the columns that a shape may have, or all where there is none, so that an error can name them."""
+    """Return the columns that a shape may have; all where there are none, so that an error can name them."""
     return [name for name in names if name in KEYS] or list(names)
 
 
@@ -210,7 +211,7 @@ def _malformed(origin: str, found: str, shape: str) -> UserError:
 
 
 def _unknown(record: Record, origin: str, problem: str) -> UserError:
-    """The error about a record without a known shape; names the shape whose keys are most like the record's."""
+    """The error about a record without a known shape; names the shape with the most similar keys."""
     candidates = [(name, keys) for name, shape in SHAPES.items() for keys in shape.keys if name != "answers"]
 
     def likeness(candidate: tuple[str, tuple[str, ...]]) -> float:

@@ -1,8 +1,9 @@
 """Finished parts of a build of the data cache, from which an interrupted build continues.
 
-A shard holds the results (`Encoded`) of consecutive records. `idlm.checkpoint.publish` writes it whole or not at
-all, and its manifest is verified before use, so that half-written or damaged shards are never used. Its content
-follows from the key of the cache alone: two processes that build the same cache may write the same shards.
+A shard holds the results (`Encoded`) of consecutive records. `idlm.checkpoint.publish` writes it whole or not
+at all, and its manifest is verified before use, so that half-written or damaged shards are never used. Its
+content follows from the key of the cache alone: two processes that build the same cache may write the same
+shards.
 """
 
 from __future__ import annotations

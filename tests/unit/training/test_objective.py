@@ -69,7 +69,7 @@ def test_every_row_equals_a_plain_causal_forward_on_its_picture(family: str, reg
 
 @torch.no_grad()
 def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
-    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that nobody sees."""
+    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that no row sees."""
     model, objective = tiny_model("qwen3"), tiny_objective()
     sample = random_sample(3, prompt=6, response=9)
     batch = batch_of([sample], objective, stage_of(3))

@@ -1,7 +1,8 @@
 """A dataset of the Hugging Face `datasets` library as a data source.
 
-`data.path` is a folder written by `save_to_disk`, an `.arrow` file, a folder of data files or a name of the hub.
-Code of a dataset is never run. Data files are converted under the run's data cache, a hub dataset in the library's.
+`data.path` is a folder written by `save_to_disk`, an `.arrow` file, a folder of data files or a name of the
+hub. Code of a dataset is never run. Data files are converted under the run's data cache, a hub dataset in the
+library's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class DatasetReader:
         dataset = self.dataset.with_format(None).select_columns(wanted_columns(self.dataset.column_names))
         place = 0
         for batch in dataset.iter(BATCH_ROWS):
-            for place, values in enumerate(zip(*batch.values(), strict=True), start=place + 1):
+            for values in zip(*batch.values(), strict=True):
+                place += 1
                 yield Row(file=0, place=place, value=without_nulls(dict(zip(batch, values, strict=True))))
             self.share_read = place / len(dataset)
 

@@ -1,4 +1,7 @@
-"""Parquet files as a data source: one file, a folder of shards or a pattern. Only columns of the shapes are read."""
+"""Parquet files as a data source: one file, a folder of shards or a pattern.
+
+Only columns of the shapes are read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ class ParquetReader:
                 table = parquet.ParquetFile(path)
                 columns = wanted_columns(table.schema_arrow.names)
                 for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                    for place, record in enumerate(batch.to_pylist(), start=place + 1):
+                    for record in batch.to_pylist():
+                        place += 1
                         yield Row(file=file, place=place, value=without_nulls(record))
                     self.share_read = (file + place / max(1, table.metadata.num_rows)) / len(self.paths)
             except (pyarrow.ArrowException, OSError) as error:

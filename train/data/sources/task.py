@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @SOURCES.register("task")
 class TaskSource:
-    """A split of the task `data.task` at `data.level`, with `data.task_args` in place of the level's values."""
+    """A split of the task `data.task` at `data.level`, changed by `data.task_args`."""
 
     is_endless: ClassVar[bool] = True
     has_splits: ClassVar[bool] = True
