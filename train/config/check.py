@@ -249,7 +249,7 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         ),
         (
             loop.epochs is not None and endless,
-            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which has no end: use steps",
+            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless",
         ),
         (
             loop.overlong == "split" and endless,

@@ -108,7 +108,7 @@ class LoopConfig:
     save_total_limit: int = setting(2, "checkpoints kept")
     zero_stage: int | None = setting(
         None,
-        "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: no DeepSpeed",
+        "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",
     )
     offload_optimizer: bool = setting(False, "keep the ZeRO optimizer in host memory (slow)")
     deepspeed: str | None = setting(None, "DeepSpeed configuration file, in place of zero_stage")

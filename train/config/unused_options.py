@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from idlm.train.config.schema import TrainConfig
@@ -104,7 +103,10 @@ RULES = (
 
 def value_of(config: TrainConfig, key: str) -> Any:
     """Return the value of the dotted `key`, None where its section is null."""
-    return reduce(lambda section, name: getattr(section, name, None), key.split("."), config)
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def unused_options(config: TrainConfig) -> list[str]:

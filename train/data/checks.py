@@ -163,7 +163,7 @@ def _warnings(report: DataReport, tokenizer: Any) -> Iterator[str]:
     if report.open_ends:
         token_id, (_, example) = max(report.open_ends.items(), key=lambda item: item[1][0])
         yield (
-            f"{report.num_open:,} of {len(report.lengths):,} samples do not end in a token that stops the model, "
+            f"{report.num_open:,} of {len(report.lengths):,} samples end in no token that stops the model, "
             f"such as {example} (most often {tokenizer.convert_ids_to_tokens(token_id)!r})"
         )
     is_off = report.uses_template and report.config.thinking == "off"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,18 +85,17 @@ def find_files(path: str | None, suffixes: Sequence[str]) -> tuple[Path, ...]:
     with reading(given):
         if given.is_file():
             return (given,)
+        matches: list[Iterable[Path]]
         if given.is_dir():
-            groups = ([name for name in given.rglob(f"*{suffix}") if name.is_file()] for suffix in suffixes)
+            matches = [given.rglob(f"*{suffix}") for suffix in suffixes]
             problem = f"the folder {path} has no file that ends in {' or '.join(suffixes)}"
         else:
-            groups = iter(
-                [[Path(name) for name in glob.glob(str(given), recursive=True) if Path(name).is_file()]]
-            )
-            problem = f"{path} does not exist" if glob.escape(path) == path else f"no file matches {path}"
-        found = next(filter(None, groups), [])
+            matches = [map(Path, glob.glob(str(given), recursive=True))]
+            problem = f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
+        found = next(filter(None, (sorted(filter(Path.is_file, paths)) for paths in matches)), [])
     if not found:
         raise UserError("IDLM-0209", problem, fix=fix)
-    return tuple(sorted(found))
+    return tuple(found)
 
 
 def identity_of(paths: Sequence[Path]) -> list[list[Any]]:

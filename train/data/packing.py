@@ -153,7 +153,7 @@ class FilePlan:
 
 
 def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
-    """Shuffle a file, cut it into pools and pack each in O(n log n); `costs` int64 [n]: rows of each sample."""
+    """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample."""
     order = np.random.default_rng(seed).permutation(len(costs))
     members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):
@@ -301,7 +301,7 @@ class StreamRows:
 
 
 def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, supervised tokens after the first) of all samples, which are read if the source has no counts."""
+    """(tokens, supervised tokens after the first) of all samples, read where the source has no counts."""
     if isinstance(source, MeasuredSource):
         return source.lengths, source.num_targets
     assert source.num_samples is not None, "an endless source has no lengths"
