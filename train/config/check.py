@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -171,49 +172,51 @@ def _ranges(config: TrainConfig) -> list[str]:
 
 
 def _model_problems(config: TrainConfig) -> list[str]:
-    model, problems = config.model, []
-    if model.dtype == "bfloat16" and not uses_deepspeed(config) and config.adapter is None:
-        problems.append(
-            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
-            "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
-            "model.dtype=float32 train.bf16=true"
-        )
-    if model.path is not None and not (Path(model.path) / "config.json").is_file():
-        hint = "the directory does not exist" if not Path(model.path).exists() else "it has no config.json"
-        problems.append(
-            f"model.path={model.path} is not a checkpoint directory: {hint}; hub names are not downloaded"
-        )
-    if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
-        problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
-    return problems
+    model = config.model
+    has_one_copy = not uses_deepspeed(config) and config.adapter is None
+    path = None if model.path is None else Path(model.path)
+    hint = (
+        "the directory does not exist" if path is not None and not path.exists() else "it has no config.json"
+    )
+    found = {
+        "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
+        "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give model.dtype=float32 "
+        "train.bf16=true": model.dtype == "bfloat16" and has_one_copy,
+        f"model.path={path} is not a checkpoint directory: {hint}; hub names are not downloaded": (
+            path is not None and not (path / "config.json").is_file()
+        ),
+        f"model.tokenizer={model.tokenizer} is not a directory": (
+            model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir()
+        ),
+    }
+    return _sentences(found)
 
 
 def _adapter_problems(config: TrainConfig) -> list[str]:
-    adapter = config.adapter
-    if adapter is None:
+    if config.adapter is None:
         return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
-    problems = []
-    if config.export.merge:
-        problems.append(
-            "export.merge=true: merging W + BA would change the clean rows, and with them the distribution "
-            "of the answers; leave it out: the adapter is published next to its base"
-        )
-    if not adapter.targets:
-        problems.append("adapter.targets is empty: name at least one linear layer")
-    if not _objective_has(config, "places_masks"):
-        problems.append("objective=ar has no MASK rows for an adapter to train on")
-    if not _objective_has(config, "predicts_next"):
-        problems.append(
-            f"objective={config.objective} takes no adapter: its clean rows see their block both ways, "
-            "so that they are not those of the base; remove adapter"
-        )
+    found = {
+        "export.merge=true: merging W + BA would change the clean rows, and with them the distribution of "
+        "the answers; leave it out: the adapter is published next to its base": config.export.merge,
+        "adapter.targets is empty: name at least one linear layer": not config.adapter.targets,
+        f"objective={config.objective} has no mask rows for an adapter to train on": (
+            not _objective_has(config, "places_masks")
+        ),
+        f"objective={config.objective} takes no adapter: its clean rows see their block both ways, so that "
+        "they are not those of the base; remove adapter": not _objective_has(config, "predicts_next"),
+    }
     for index, stage in enumerate(config.train.stages):
-        if stage.clean_weight not in (None, 0):
-            problems.append(
-                f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are "
-                "the base model's and their loss is constant; leave clean_weight out or set it to 0"
-            )
-    return problems
+        sentence = (
+            f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the "
+            "base model's and their loss is constant; leave clean_weight out or set it to 0"
+        )
+        found[sentence] = stage.clean_weight not in (None, 0)
+    return _sentences(found)
+
+
+def _sentences(found: Mapping[str, bool]) -> list[str]:
+    """The sentences that hold."""
+    return [sentence for sentence, holds in found.items() if holds]
 
 
 def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
@@ -229,77 +232,71 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
 
 
 def _loop_problems(config: TrainConfig) -> list[str]:
-    loop, source = config.train, config.data.source
+    loop, source, attention = config.train, config.data.source, config.model.attention
     endless = is_endless(source)
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
-    is_sampled = config.report.sample_every is not None
-    found = (
-        (loop.max_length == 1, "train.max_length=1 leaves no token to predict"),
-        (
-            loop.steps is not None and loop.steps < max(1, len(loop.stages)),
-            f"train.steps={loop.steps} must be at least 1, and 1 for every stage",
+    every = config.report.sample_every
+    found = {
+        "train.max_length=1 leaves no token to predict": loop.max_length == 1,
+        f"train.steps={loop.steps} must be at least 1, and 1 for every stage": (
+            loop.steps is not None and loop.steps < max(1, len(loop.stages))
         ),
-        (
-            config.model.attention in GPU_ONLY and not has_gpu,
-            f"model.attention={config.model.attention} has no backward pass on a CPU: use auto",
+        f"model.attention={attention} has no backward pass on a CPU: use auto": (
+            attention in GPU_ONLY and not has_gpu
         ),
-        (
-            loop.steps is not None and loop.epochs is not None,
-            "train.steps and train.epochs exclude each other",
+        "train.steps and train.epochs exclude each other": None not in (loop.steps, loop.epochs),
+        f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless": (
+            loop.epochs is not None and endless
         ),
-        (
-            loop.epochs is not None and endless,
-            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless",
+        f"train.overlong=split is for files, not for data.source={source}": loop.overlong == "split"
+        and endless,
+        f"report.sample_every={every}: samples while training are decoded token by token, which "
+        f"objective={config.objective} does not train; leave it out": (
+            every is not None and not _objective_has(config, "predicts_next")
         ),
-        (
-            loop.overlong == "split" and endless,
-            f"train.overlong=split is for files, not for data.source={source}",
-        ),
-        (
-            is_sampled and not _objective_has(config, "predicts_next"),
-            f"report.sample_every={config.report.sample_every}: samples while training are decoded token by "
-            f"token, which objective={config.objective} does not train; leave it out",
-        ),
-    )
-    return [sentence for is_wrong, sentence in found if is_wrong]
+    }
+    return _sentences(found)
 
 
 def _stage_problems(config: TrainConfig) -> list[str]:
-    loop, problems = config.train, []
+    loop, has_length = config.train, config.train.steps is not None or config.train.epochs is not None
     if not _objective_has(config, "places_masks"):
-        if loop.stages:
-            problems.append("objective=ar has no strides: remove train.stages and give train.steps")
-        return problems if loop.steps or loop.epochs else [*problems, "train.steps is missing"]
+        found = {
+            f"objective={config.objective} has no strides: remove train.stages and give train.steps": bool(
+                loop.stages
+            ),
+            "train.steps is missing": not has_length,
+        }
+        return _sentences(found)
     if not loop.stages:
         return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
+    found = {}
     for index, stage in enumerate(loop.stages):
-        where = f"train.stages[{index}]"
-        if not 2 <= stage.stride <= MAX_STRIDE:
-            problems.append(f"{where}.stride={stage.stride} must be in [2, {MAX_STRIDE}]")
-        if (stage.steps is None) == (stage.fraction is None):
-            problems.append(f"{where} needs exactly one of steps and fraction")
-        if (stage.steps is not None and stage.steps < 1) or (
-            stage.fraction is not None and stage.fraction <= 0
-        ):
-            problems.append(f"{where} has no steps")
-        weight = stage.clean_weight
+        where, weight = f"train.stages[{index}]", stage.clean_weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
-        if weight not in (None, 0) and not _objective_has(config, "predicts_next"):
-            problems.append(
-                f"{where}.clean_weight={weight!r}: objective={config.objective} has no clean loss, "
-                "leave it out"
-            )
-        elif weight is not None and not is_number and weight != AUTO_BALANCED:
-            problems.append(f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}")
-    if len({stage.steps is None for stage in loop.stages}) > 1:
-        problems.append("train.stages mixes steps and fractions")
-    elif loop.stages[0].steps is None:
-        if loop.steps is None and loop.epochs is None:
-            problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
-        total = sum(stage.fraction or 0 for stage in loop.stages)
-        if abs(total - 1) > FRACTION_TOLERANCE:
-            problems.append(
-                f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and "
-                "must add up to 1; give fewer train.steps (or epochs) for a shorter run"
-            )
-    return problems
+        has_no_clean_loss = weight not in (None, 0) and not _objective_has(config, "predicts_next")
+        found |= {
+            f"{where}.stride={stage.stride} must be in [2, {MAX_STRIDE}]": not 2
+            <= stage.stride
+            <= MAX_STRIDE,
+            f"{where} needs exactly one of steps and fraction": (stage.steps is None)
+            == (stage.fraction is None),
+            f"{where} has no steps": any(
+                num is not None and num <= 0 for num in (stage.steps, stage.fraction)
+            ),
+            f"{where}.clean_weight={weight!r}: the objective has no clean loss, leave it out": has_no_clean_loss,
+            f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}": (
+                not has_no_clean_loss and weight not in (None, AUTO_BALANCED) and not is_number
+            ),
+        }
+    is_mixed = len({stage.steps is None for stage in loop.stages}) > 1
+    has_fractions = loop.stages[0].steps is None and not is_mixed
+    total = sum(stage.fraction or 0 for stage in loop.stages)
+    found |= {
+        "train.stages mixes steps and fractions": is_mixed,
+        "train.stages gives fractions: train.steps (or epochs) is missing": has_fractions and not has_length,
+        f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and must add "
+        "up to 1; give fewer train.steps (or epochs) for a shorter run": has_fractions
+        and abs(total - 1) > FRACTION_TOLERANCE,
+    }
+    return _sentences(found)
