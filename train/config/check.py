@@ -180,8 +180,8 @@ def _model_problems(config: TrainConfig) -> list[str]:
     )
     found = {
         "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
-        "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give model.dtype=float32 "
-        "train.bf16=true": model.dtype == "bfloat16" and has_one_copy,
+        "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
+        "model.dtype=float32 train.bf16=true": model.dtype == "bfloat16" and has_one_copy,
         f"model.path={path} is not a checkpoint directory: {hint}; hub names are not downloaded": (
             path is not None and not (path / "config.json").is_file()
         ),
@@ -284,7 +284,7 @@ def _stage_problems(config: TrainConfig) -> list[str]:
             f"{where} has no steps": any(
                 num is not None and num <= 0 for num in (stage.steps, stage.fraction)
             ),
-            f"{where}.clean_weight={weight!r}: the objective has no clean loss, leave it out": has_no_clean_loss,
+            f"{where}.clean_weight={weight!r}: the objective has no clean loss": has_no_clean_loss,
             f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}": (
                 not has_no_clean_loss and weight not in (None, AUTO_BALANCED) and not is_number
             ),

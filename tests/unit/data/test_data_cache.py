@@ -283,7 +283,7 @@ def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     assert "samples are dropped or truncated" in text
 
 
-def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, tokenizer) -> None:
+def test_a_run_does_not_continue_with_other_data(tmp_path: Path, tokenizer) -> None:
     path, run = write(tmp_path / "a.jsonl", 10), tmp_path / "run"
     run.mkdir()
     first = read(config_of(path), encoder_of(tokenizer))
@@ -330,9 +330,9 @@ def dataset_of_endless(source: Any) -> PackedDataset:
 
 
 def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokenizer) -> None:
-    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}] * 3
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}] * 3
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": said}) for _ in range(40)))
+    path.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(40)))
     source = read(config_of(path), encoder_of(tokenizer, turns="each", use_chat_template=True))
     assert source.num_samples == 120
     flags = held_out_flags(EvalConfig(every=1, holdout=0.2), source, seed=0)
@@ -342,7 +342,7 @@ def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokeniz
     assert 0 < by_record.any(axis=1).sum() < 40
 
 
-def test_few_rows_that_make_many_epochs_are_told() -> None:
+def test_few_rows_that_make_many_epochs_are_warned_about() -> None:
     stages = [StageConfig(stride=stride, fraction=1 / 3) for stride in (2, 3, 4)]
     config = TrainConfig(train=LoopConfig(stages=stages, epochs=2, batch_size=32))
     with pytest.warns(UserWarning, match="the 3 steps are 96 epochs"):

@@ -97,7 +97,7 @@ def test_every_chat_shape_becomes_the_same_sample(
     assert source.header["shapes"] == {"pair" if shape == "completion" else shape: 1}
 
 
-def test_texts_are_supervised_whole_and_alpaca_puts_the_input_behind(
+def test_texts_are_supervised_whole_and_alpaca_appends_the_input(
     tmp_path: Path, tokenizer, encoder: Encoder
 ) -> None:
     text = read(jsonl(tmp_path, {"text": "Sam has 7."}, "", {"text": "Sam has 8."}), encoder)
