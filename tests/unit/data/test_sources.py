@@ -18,6 +18,7 @@ from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.config.data import DataConfig
+from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder, without_thinking
 from idlm.train.data.files import SUFFIXES, find_files
 
@@ -154,6 +155,28 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path, encoder: Encod
     assert len(found["one.jsonl"]) == 10
     for name, samples in found.items():
         assert samples == found["one.jsonl"], name
+
+
+def test_each_file_of_the_folder_is_one_source() -> None:
+    files = Path(sources.__file__).parent.glob("*.py")
+    assert sorted(path.stem for path in files if path.stem != "__init__") == SOURCES.names()
+
+
+def test_a_folder_of_data_files_is_converted_under_the_data_cache(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    home = tmp_path / "home"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Sam has {i}."}) for i in range(3)))
+    config = DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache"))
+    first = read(config, encoder)
+    assert first.num_samples == 3 and first.sample(2).origin.endswith("[train]:3)")
+    assert (tmp_path / "cache" / "datasets").is_dir() and not home.exists()
+    assert read(config, encoder).directory == first.directory
 
 
 def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder) -> None:

@@ -7,6 +7,7 @@ infers one schema for all records and cannot name the line of a bad one.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,8 @@ class JsonlReader:
                 try:
                     for place, value in _values(unpacked(raw, path), path):
                         yield Row(file=file, place=place, value=_record(value, f"{name}:{place}"))
-                        self.share_read = (sum(sizes[:file]) + raw.tell()) / max(1, sum(sizes))
+                        num_bytes = sum(sizes[:file]) + raw.seek(0, os.SEEK_CUR)
+                        self.share_read = num_bytes / max(1, sum(sizes))
                 except (*DAMAGE, json.JSONDecodeError) as error:
                     raise damaged(name, error) from error
 
