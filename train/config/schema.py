@@ -237,15 +237,8 @@ def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int
                     stacklevel=2,
                 )
         steps = split_steps(total, [stage.fraction or 0.0 for stage in stages])
-    return Curriculum(
-        stages=tuple(
-            Stage(
-                index=index,
-                stride=stage.stride,
-                num_steps=num_steps,
-                clean_weight=clean_weight(stage, config),
-            )
-            for index, (stage, num_steps) in enumerate(zip(stages, steps, strict=True))
-        ),
-        global_batch=global_batch,
+    made = tuple(
+        Stage(index=index, stride=stage.stride, num_steps=num, clean_weight=clean_weight(stage, config))
+        for index, (stage, num) in enumerate(zip(stages, steps, strict=True))
     )
+    return Curriculum(stages=made, global_batch=global_batch)
