@@ -160,8 +160,9 @@ def _prompts(
 
     data = config.data
     if has_splits(data.source):
-        config = replace(config, data=replace(data, split="validation"))
-    source = open_source(config, make_encoder(data, engine.tokenizer, None))
+        data = replace(data, split="validation")
+    encoder = make_encoder(data, engine.tokenizer, None)
+    source = open_source(data, encoder, output_dir=config.output_dir)
     places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
     if isinstance(source, JudgedSource):
         return [source.question(place) for place in places], source.verdict

@@ -295,7 +295,7 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
-    lines += inspect_data(config, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
+    lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:

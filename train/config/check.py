@@ -1,8 +1,9 @@
-"""Everything that is wrong with a configuration of `idlm-train`, found before anything heavy is loaded."""
+"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import torch
 
 from idlm.checkpoint import foreign_files
 from idlm.config.suggest import did_you_mean
+from idlm.errors import UserError
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
-from idlm.train.config.monitoring import control_problems
+from idlm.train.config.data import DataConfig
+from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
 from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, missing_keys, refuse_problems
-from idlm.train.config.unused_options import unused_options
-from idlm.train.data.base import is_endless
-from idlm.train.data.dataset import OVERLONG_POLICIES
-from idlm.train.data.settings import data_problems
+from idlm.train.config.unused_options import unused_options, value_of
+from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
+from idlm.train.data.build import ON_BAD_RECORD
+from idlm.train.data.files import SUFFIXES, find_files
+from idlm.train.data.packing import OVERLONG_POLICIES
+from idlm.train.data.shapes import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.compile import CHOICES as COMPILE_CHOICES
@@ -26,7 +31,6 @@ from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-INFINITE = float("inf")
 PUBLISHED_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "idlm_config.json"),
@@ -34,249 +38,265 @@ PUBLISHED_FILES = (
 )
 FRACTION_TOLERANCE = 0.02
 """Thirds may be written as 0.33."""
-RANGES = (
-    ("warmup", 0, 1),
-    ("weight_decay", 0, INFINITE),
-    ("adam_beta2", 0, 1),
-    ("max_grad_norm", 0, INFINITE),
-    ("threads", 1, INFINITE),
-    ("workers", 0, INFINITE),
-    ("seed", 0, 2**32),
+AT_LEAST_ONE = (
+    *("train.global_batch", "train.batch_size", "train.accumulation", "train.max_length", "train.row_length"),
+    *("train.log_every", "train.save_every", "train.save_total_limit", "train.threads"),
+    *("plan.num_gpus", "eval.every", "eval.num_items", "report.sample_every", "report.sample_tokens"),
+    "adapter.rank",
 )
-"""Settings of the loop with the values they may take, the last one excluded."""
+NOT_NEGATIVE = (
+    *("train.weight_decay", "train.max_grad_norm", "train.workers", "train.seed"),
+    *("data.workers", "report.num_samples"),
+)
+ABOVE_ZERO = ("train.learning_rate", "train.epochs", "train.hang_seconds", "plan.tflops", "adapter.alpha")
+PATHS = {
+    "output_dir": "name a folder",
+    "model.path": "name a checkpoint directory",
+    "model.tokenizer": "name a directory, or leave it out",
+    "data.path": "name a file, a folder or a pattern",
+    "data.cache_dir": "name a folder, or leave it out",
+    "eval.path": "name a file, or leave it out",
+    "train.deepspeed": "name a file, or leave it out",
+}
 
 
 def check_config(config: TrainConfig) -> None:
-    """Raise UserError IDLM-0504 with every problem at once; reads no file but asks which ones exist."""
+    """Raise UserError IDLM-0504 that lists all problems; looks which files exist but reads none."""
+    refuse_problems(
+        [
+            *missing_keys(config),
+            *_not_finite(asdict(config)),
+            *_choices(config),
+            *_ranges(config),
+            *_model_problems(config),
+            *_adapter_problems(config),
+            *_loop_problems(config),
+            *_stage_problems(config),
+            *data_problems(config.data, config.eval.path),
+            *deepspeed_problems(config),
+            *unused_options(config),
+            *_path_problems(config),
+        ]
+    )
+
+
+def _path_problems(config: TrainConfig) -> list[str]:
+    # pathlib takes a blank path, such as an unset shell variable leaves, for the current folder.
+    paths = {key: value_of(config, key) for key in PATHS}
     problems = [
-        *missing_keys(config),
-        *_not_numbers(asdict(config)),
-        *_choices(config),
-        *_model_problems(config),
-        *_adapter_problems(config),
-        *_loop_problems(config),
-        *_stage_problems(config),
-        *_sample_problems(config),
-        *data_problems(config.data, config.eval.path),
-        *control_problems(config.plan, config.eval, config.wandb, config.report),
-        *unused_options(config),
+        f"{key} is empty: {PATHS[key]}"
+        for key, path in paths.items()
+        if path is not None and not path.strip()
     ]
-    problems += _empty_paths(config)
     target = Path(config.output_dir).absolute()
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
         problems.append(f"output_dir={config.output_dir}: {place} is a file")
-    for name in foreign_files(
-        target, (*PUBLISHED_FILES, *(() if config.adapter is None else ("README.md",)))
-    ):
-        problems.append(
-            f"output_dir={config.output_dir} has a {name} of somebody else, which would be replaced"
-        )
-    refuse_problems(problems)
-
-
-def _empty_paths(config: TrainConfig) -> list[str]:
-    """Paths that are given but blank, as an unset shell variable leaves them: pathlib takes those for the
-    current folder.
-    """
-    paths = {
-        "output_dir": (config.output_dir, "name a folder"),
-        "model.path": (config.model.path, "name a checkpoint directory"),
-        "model.tokenizer": (config.model.tokenizer, "name a directory, or leave it out"),
-        "data.path": (config.data.path, "name a file, a folder or a pattern"),
-        "data.cache_dir": (config.data.cache_dir, "name a folder, or leave it out"),
-        "eval.path": (config.eval.path, "name a file, or leave it out"),
-        "train.deepspeed": (config.train.deepspeed, "name a file, or leave it out"),
-    }
-    return [
-        f"{key} is empty: {fix}"
-        for key, (path, fix) in paths.items()
-        if path is not None and not path.strip()
+    names = PUBLISHED_FILES if config.adapter is None else (*PUBLISHED_FILES, "README.md")
+    foreign = foreign_files(target, names)
+    return problems + [
+        f"output_dir={config.output_dir} has a {name} that idlm did not write and would replace"
+        for name in foreign
     ]
 
 
-def _not_numbers(values: Any, key: str = "") -> list[str]:
-    """Settings anywhere in `values` that are nan or infinite, which pass most comparisons."""
+def _not_finite(values: Any, key: str = "") -> list[str]:
+    """Numbers anywhere in `values` that are nan or infinite, which most comparisons do not find."""
     if isinstance(values, float) and not math.isfinite(values):
         return [f"{key}={values} must be a finite number"]
     if isinstance(values, dict):
-        return [
-            line
-            for name, value in values.items()
-            for line in _not_numbers(value, f"{key}.{name}" if key else str(name))
-        ]
-    if isinstance(values, list):
-        return [line for place, value in enumerate(values) for line in _not_numbers(value, f"{key}[{place}]")]
-    return []
+        items = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
+    elif isinstance(values, list):
+        items = [(f"{key}[{place}]", value) for place, value in enumerate(values)]
+    else:
+        return []
+    return [line for name, value in items for line in _not_finite(value, name)]
 
 
-def _places_masks(config: TrainConfig) -> bool:
-    """Whether the objective does; an unknown one, which is told elsewhere, is taken for one that does."""
+def _objective_has(config: TrainConfig, flag: str) -> bool:
+    """A flag of the objective's class; true for an unknown objective, which is reported by its name alone."""
     known = config.objective in OBJECTIVES.names()
-    return not known or OBJECTIVES.get(config.objective).places_masks
-
-
-def _predicts_next(config: TrainConfig) -> bool:
-    """Likewise."""
-    known = config.objective in OBJECTIVES.names()
-    return not known or OBJECTIVES.get(config.objective).predicts_next
+    return not known or bool(getattr(OBJECTIVES.get(config.objective), flag))
 
 
 def _choices(config: TrainConfig) -> list[str]:
-    allowed: list[tuple[str, str | None, tuple[str, ...]]] = [
-        ("objective", config.objective, tuple(OBJECTIVES.names())),
-        ("mask_region", config.mask_region, MASK_REGIONS),
-        ("model.dtype", config.model.dtype, DTYPES),
-        ("model.attention", config.model.attention, ("auto", *ATTENTIONS)),
-        ("model.compile", config.model.compile, COMPILE_CHOICES),
-        ("train.overlong", config.train.overlong, OVERLONG_POLICIES),
-        ("train.balance", config.train.balance, BALANCES),
-        ("train.device", config.train.device, DEVICES),
-    ]
-    if config.export.dtype is not None:
-        allowed.append(("export.dtype", config.export.dtype, DTYPES))
+    allowed: dict[str, tuple[str, ...]] = {
+        "objective": tuple(OBJECTIVES.names()),
+        "mask_region": MASK_REGIONS,
+        "model.dtype": DTYPES,
+        "model.attention": ("auto", *ATTENTIONS),
+        "model.compile": COMPILE_CHOICES,
+        "train.overlong": OVERLONG_POLICIES,
+        "train.balance": BALANCES,
+        "train.device": DEVICES,
+        "data.source": tuple(SOURCES.names()),
+        "data.shape": SHAPE_CHOICES,
+        "data.thinking": THINKING,
+        "data.turns": TURNS,
+        "data.on_bad_record": ON_BAD_RECORD,
+        "export.dtype": DTYPES,
+        "wandb.mode": WANDB_MODES,
+        "plan.gpu": tuple(MATMUL_TFLOPS),
+    }
+    given = {key: value_of(config, key) for key in allowed}
+    if config.plan.tflops is not None:
+        del given["plan.gpu"]
     return [
-        f"{key}={value!r} is not one of {', '.join(values)}{did_you_mean(str(value), values)}"
-        for key, value, values in allowed
-        if value not in values
+        f"{key}={value!r} is not one of {', '.join(allowed[key])}{did_you_mean(str(value), allowed[key])}"
+        f"{'; for another GPU give plan.tflops too' if key == 'plan.gpu' else ''}"
+        for key, value in given.items()
+        if value not in allowed[key] and not (value is None and key in ("export.dtype", "plan.gpu"))
     ]
+
+
+def _ranges(config: TrainConfig) -> list[str]:
+    """Numbers outside of their range; options that are null have none."""
+    found = []
+    for keys, text, low in (
+        (AT_LEAST_ONE, "at least 1", 1),
+        (NOT_NEGATIVE, "at least 0", 0),
+        (ABOVE_ZERO, "above 0", 0),
+    ):
+        for key in keys:
+            value = value_of(config, key)
+            if value is not None and (value < low or (value == 0 and text == "above 0")):
+                found.append(f"{key}={value} must be {text}")
+    for key in ("train.warmup", "train.adam_beta2"):
+        if not 0 <= value_of(config, key) < 1:
+            found.append(f"{key}={value_of(config, key)} must be in [0, 1)")
+    if not 0 < config.eval.holdout < 1:
+        found.append(f"eval.holdout={config.eval.holdout} must be in (0, 1)")
+    if config.train.seed >= 2**32:
+        found.append(f"train.seed={config.train.seed} must be below 2**32")
+    return found
 
 
 def _model_problems(config: TrainConfig) -> list[str]:
-    model, problems = config.model, []
-    if model.dtype == "bfloat16" and not uses_deepspeed(config) and config.adapter is None:
-        problems.append(
-            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, where AdamW's small "
-            "steps are rounded away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
-            "model.dtype=float32 train.bf16=true"
-        )
-    if model.path is not None and not (Path(model.path) / "config.json").is_file():
-        hint = "the directory does not exist" if not Path(model.path).exists() else "it has no config.json"
-        problems.append(
-            f"model.path={model.path} is not a checkpoint directory: {hint}; hub names are not downloaded"
-        )
-    if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
-        problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
-    return problems
+    model = config.model
+    has_one_copy = not uses_deepspeed(config) and config.adapter is None
+    path = None if model.path is None else Path(model.path)
+    hint = (
+        "the directory does not exist" if path is not None and not path.exists() else "it has no config.json"
+    )
+    found = {
+        "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
+        "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
+        "model.dtype=float32 train.bf16=true": model.dtype == "bfloat16" and has_one_copy,
+        f"model.path={path} is not a checkpoint directory: {hint}; hub names are not downloaded": (
+            path is not None and not (path / "config.json").is_file()
+        ),
+        f"model.tokenizer={model.tokenizer} is not a directory": (
+            model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir()
+        ),
+    }
+    return _sentences(found)
 
 
 def _adapter_problems(config: TrainConfig) -> list[str]:
-    adapter = config.adapter
-    if adapter is None:
+    if config.adapter is None:
         return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
-    problems = []
-    if config.export.merge:
-        problems.append(
-            "export.merge=true: merging W + BA would change the clean rows, so that the result would no "
-            "longer decode with the base model's law; the adapter is published beside its base instead"
-        )
-    if adapter.rank < 1:
-        problems.append(f"adapter.rank={adapter.rank} must be at least 1")
-    if adapter.alpha <= 0:
-        problems.append(f"adapter.alpha={adapter.alpha} must be above 0")
-    if not adapter.targets:
-        problems.append("adapter.targets is empty: name at least one linear layer")
-    if not _places_masks(config):
-        problems.append("objective=ar has no MASK rows for an adapter to train on")
-    if not _predicts_next(config):
-        problems.append(
-            f"objective={config.objective} takes no adapter: its clean rows see their block both ways, "
-            "so that they are not those of the base; remove adapter"
-        )
+    found = {
+        "export.merge=true: merging W + BA would change the clean rows, and with them the distribution of "
+        "the answers; leave it out: the adapter is published next to its base": config.export.merge,
+        "adapter.targets is empty: name at least one linear layer": not config.adapter.targets,
+        f"objective={config.objective} has no mask rows for an adapter to train on": (
+            not _objective_has(config, "places_masks")
+        ),
+        f"objective={config.objective} takes no adapter: its clean rows see their block both ways, so that "
+        "they are not those of the base; remove adapter": not _objective_has(config, "predicts_next"),
+    }
     for index, stage in enumerate(config.train.stages):
-        if stage.clean_weight not in (None, 0):
-            problems.append(
-                f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are "
-                "the base model's and their loss is constant; leave clean_weight out or set it to 0"
-            )
+        sentence = (
+            f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the "
+            "base model's and their loss is constant; leave clean_weight out or set it to 0"
+        )
+        found[sentence] = stage.clean_weight not in (None, 0)
+    return _sentences(found)
+
+
+def _sentences(found: Mapping[str, bool]) -> list[str]:
+    """The sentences that hold."""
+    return [sentence for sentence, holds in found.items() if holds]
+
+
+def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
+    """Return what is wrong with `data` and with `held_out` (eval.path); looks for files but opens none."""
+    problems = []
+    for key, path in (("data.path", data.path), ("eval.path", held_out)):
+        if data.source in SUFFIXES and path is not None and path.strip():
+            try:
+                find_files(path, SUFFIXES[data.source])
+            except UserError as error:
+                problems.append(f"{key}: {error.message}")
     return problems
-
-
-def _sample_problems(config: TrainConfig) -> list[str]:
-    if config.report.sample_every is None or _predicts_next(config):
-        return []
-    return [
-        f"report.sample_every={config.report.sample_every}: samples while training are written next token by "
-        f"next token, which objective={config.objective} does not train; leave it out"
-    ]
 
 
 def _loop_problems(config: TrainConfig) -> list[str]:
-    loop, problems = config.train, []
-    endless = is_endless(config.data.source)
-    if loop.global_batch is not None and loop.global_batch < 1:
-        problems.append(f"train.global_batch={loop.global_batch} must be at least 1")
-    positive = ("batch_size", "accumulation", "max_length", "log_every", "save_every", "save_total_limit")
-    for name in positive:
-        if getattr(loop, name) < 1:
-            problems.append(f"train.{name}={getattr(loop, name)} must be at least 1")
-    for name, low, high in RANGES:
-        value = getattr(loop, name)
-        if value is not None and not low <= value < high:
-            problems.append(f"train.{name}={value} must be in [{low}, {high:g})")
-    if loop.learning_rate <= 0:
-        problems.append(f"train.learning_rate={loop.learning_rate} must be above 0")
-    if loop.row_length is not None and loop.row_length < 1:
-        problems.append(f"train.row_length={loop.row_length} must be at least 1, or null")
-    if loop.max_length < 2:
-        problems.append(f"train.max_length={loop.max_length} leaves no token to predict")
-    if loop.steps is not None and loop.steps < max(1, len(loop.stages)):
-        problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
-    if loop.epochs is not None and loop.epochs <= 0:
-        problems.append(f"train.epochs={loop.epochs} must be above 0")
+    loop, source, attention = config.train, config.data.source, config.model.attention
+    endless = is_endless(source)
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
-    if config.model.attention in GPU_ONLY and not has_gpu:
-        problems.append(f"model.attention={config.model.attention} has no backward pass on a CPU: use auto")
-    if loop.steps is not None and loop.epochs is not None:
-        problems.append("train.steps and train.epochs exclude each other")
-    if loop.epochs is not None and endless:
-        problems.append(
-            f"train.epochs={loop.epochs} has no meaning for data.source={config.data.source}, which never "
-            "ends: use train.steps"
-        )
-    if loop.overlong == "split" and endless:
-        problems.append(f"train.overlong=split is for files, not for data.source={config.data.source}")
-    if loop.hang_seconds <= 0:
-        problems.append(f"train.hang_seconds={loop.hang_seconds} must be above 0")
-    return [*problems, *deepspeed_problems(config)]
+    every = config.report.sample_every
+    found = {
+        "train.max_length=1 leaves no token to predict": loop.max_length == 1,
+        f"train.steps={loop.steps} must be at least 1, and 1 for every stage": (
+            loop.steps is not None and loop.steps < max(1, len(loop.stages))
+        ),
+        f"model.attention={attention} has no backward pass on a CPU: use auto": (
+            attention in GPU_ONLY and not has_gpu
+        ),
+        "train.steps and train.epochs exclude each other": None not in (loop.steps, loop.epochs),
+        f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless": (
+            loop.epochs is not None and endless
+        ),
+        f"train.overlong=split is for files, not for data.source={source}": loop.overlong == "split"
+        and endless,
+        f"report.sample_every={every}: samples while training are decoded token by token, which "
+        f"objective={config.objective} does not train; leave it out": (
+            every is not None and not _objective_has(config, "predicts_next")
+        ),
+    }
+    return _sentences(found)
 
 
 def _stage_problems(config: TrainConfig) -> list[str]:
-    loop, problems = config.train, []
-    if not _places_masks(config):
-        if loop.stages:
-            problems.append("objective=ar has no strides: remove train.stages and give train.steps")
-        return problems if loop.steps or loop.epochs else [*problems, "train.steps is missing"]
+    loop, has_length = config.train, config.train.steps is not None or config.train.epochs is not None
+    if not _objective_has(config, "places_masks"):
+        found = {
+            f"objective={config.objective} has no strides: remove train.stages and give train.steps": bool(
+                loop.stages
+            ),
+            "train.steps is missing": not has_length,
+        }
+        return _sentences(found)
     if not loop.stages:
         return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
+    found = {}
     for index, stage in enumerate(loop.stages):
-        where = f"train.stages[{index}]"
-        if not 2 <= stage.stride <= MAX_STRIDE:
-            problems.append(f"{where}.stride={stage.stride} must be in [2, {MAX_STRIDE}]")
-        if (stage.steps is None) == (stage.fraction is None):
-            problems.append(f"{where} needs exactly one of steps and fraction")
-        if (stage.steps is not None and stage.steps < 1) or (
-            stage.fraction is not None and stage.fraction <= 0
-        ):
-            problems.append(f"{where} has no steps")
-        weight = stage.clean_weight
+        where, weight = f"train.stages[{index}]", stage.clean_weight
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
-        if weight not in (None, 0) and not _predicts_next(config):
-            problems.append(
-                f"{where}.clean_weight={weight!r}: objective={config.objective} has no clean loss, "
-                "leave it out"
-            )
-        elif weight is not None and not is_number and weight != AUTO_BALANCED:
-            problems.append(f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}")
-    if len({stage.steps is None for stage in loop.stages}) > 1:
-        problems.append("train.stages mixes steps and fractions")
-    elif loop.stages[0].steps is None:
-        if loop.steps is None and loop.epochs is None:
-            problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
-        total = sum(stage.fraction or 0 for stage in loop.stages)
-        if abs(total - 1) > FRACTION_TOLERANCE:
-            problems.append(
-                f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and "
-                "must add up to 1; give fewer train.steps (or epochs) for a shorter run"
-            )
-    return problems
+        has_no_clean_loss = weight not in (None, 0) and not _objective_has(config, "predicts_next")
+        found |= {
+            f"{where}.stride={stage.stride} must be in [2, {MAX_STRIDE}]": not 2
+            <= stage.stride
+            <= MAX_STRIDE,
+            f"{where} needs exactly one of steps and fraction": (stage.steps is None)
+            == (stage.fraction is None),
+            f"{where} has no steps": any(
+                num is not None and num <= 0 for num in (stage.steps, stage.fraction)
+            ),
+            f"{where}.clean_weight={weight!r}: the objective has no clean loss": has_no_clean_loss,
+            f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}": (
+                not has_no_clean_loss and weight not in (None, AUTO_BALANCED) and not is_number
+            ),
+        }
+    is_mixed = len({stage.steps is None for stage in loop.stages}) > 1
+    has_fractions = loop.stages[0].steps is None and not is_mixed
+    total = sum(stage.fraction or 0 for stage in loop.stages)
+    found |= {
+        "train.stages mixes steps and fractions": is_mixed,
+        "train.stages gives fractions: train.steps (or epochs) is missing": has_fractions and not has_length,
+        f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and must add "
+        "up to 1; give fewer train.steps (or epochs) for a shorter run": has_fractions
+        and abs(total - 1) > FRACTION_TOLERANCE,
+    }
+    return _sentences(found)

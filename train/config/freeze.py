@@ -1,7 +1,8 @@
-"""`python -m idlm.train.config.freeze [overrides]`: compose a training configuration once, for all ranks.
+"""`python -m idlm.train.config.freeze [overrides]`: compose and check a training configuration once for all
+ranks.
 
-Checks it, writes `<output_dir>/launch/config-<hash>.yaml` and prints that path, which the launcher hands to
-all ranks as `config=PATH`. Ranks that composed for themselves could differ by a file of their machine.
+Writes `<output_dir>/launch/config-<hash>.yaml` and prints that path, which the launcher passes to all ranks
+as `config=PATH`. Ranks that compose on their own could differ by a file of their machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LAUNCH_FOLDER = "launch"
 
 
 def freeze(overrides: list[str]) -> Path:
-    """The file that was written; the same configuration gives the same file."""
+    """Write the configuration and return its path; the same configuration gives the same file."""
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     path = Path(config.output_dir).absolute() / LAUNCH_FOLDER / f"config-{config_hash(config)}.yaml"

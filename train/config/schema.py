@@ -1,7 +1,7 @@
-"""The configuration of `idlm-train`, typed and documented; `conf/train.yaml` and recipes give values, never
-logic.
+"""The configuration of `idlm-train`: typed sections with help, and what follows from them (steps, stages).
 
-What may be wrong with it: idlm/train/config_check.py. Not frozen: OmegaConf fills them.
+`conf/train.yaml` and recipes give values only; `train/config/check.py` checks them. Sections are not frozen,
+because composition fills them.
 """
 
 from __future__ import annotations
@@ -12,137 +12,132 @@ from typing import Any
 
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
+from idlm.train.config.data import DataConfig, setting
 from idlm.train.config.monitoring import EvalConfig, PlanConfig, ReportConfig, WandbConfig
-from idlm.train.data.settings import DataConfig
-from idlm.train.data.sources.files import SUFFIXES
+from idlm.train.data.files import SUFFIXES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
 
 TASK_TOKENIZER = "task"
 DEFAULT_CLEAN_WEIGHT = 0.2
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What is trained."""
+    """The model that is trained."""
 
-    path: str | None = _setting(None, "directory of the base checkpoint; null to start from `config`")
-    config: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "model_type and fields of a new transformers model, used when path is null"},
+    path: str | None = setting(None, "directory of the base checkpoint; null: new weights by `config`")
+    config: dict[str, Any] = setting(
+        {}, "model_type and fields of a new transformers model, used when path is null"
     )
-    tokenizer: str | None = _setting(
-        None, "tokenizer directory; null: the one in path; `task`: that of the tasks"
+    tokenizer: str | None = setting(
+        None, "tokenizer directory; null: that of path; `task`: the tokenizer of the generated tasks"
     )
-    dtype: str = _setting("float32", "parameter dtype while training: float32 or bfloat16")
-    mask_token_id: int | None = _setting(None, "null: the tokenizer's mask token, else its first spare row")
-    attention: str = _setting(
+    dtype: str = setting("float32", "parameter dtype while training: float32 or bfloat16")
+    mask_token_id: int | None = setting(None, "null: the tokenizer's mask token, else the first unused row")
+    attention: str = setting(
         "auto",
         "auto; idlm_split (our kernel), idlm_flex, idlm_flash (GPU); idlm_documents, idlm_sdpa (dense mask)",
     )
-    gradient_checkpointing: bool = _setting(False, "recompute activations in the backward pass")
-    compile: str = _setting("auto", "on, off, or auto: torch.compile of the decoder layers on a GPU")
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    compile: str = setting("auto", "on, off, or auto: torch.compile of the decoder layers on a GPU")
 
 
 @dataclass(kw_only=True)
 class AdapterConfig:
-    """A gated LoRA: the base stays as it is, MASK rows alone learn (R-ISD)."""
+    """A gated LoRA (R-ISD): it changes mask rows only, so that the base model stays as it is."""
 
-    rank: int = _setting(128, "rank r of the low-rank update")
-    alpha: float = _setting(256.0, "the update is scaled by alpha / rank")
-    targets: list[str] = field(
-        default_factory=lambda: list(PROJECTIONS),
-        metadata={"help": "last names of the adapted linear layers"},
-    )
+    rank: int = setting(128, "rank r of the low-rank update")
+    alpha: float = setting(256.0, "the update is scaled by alpha / rank")
+    targets: list[str] = setting(list(PROJECTIONS), "last name parts of the adapted linear layers")
 
 
 @dataclass(kw_only=True)
 class StageConfig:
     """One stage of the curriculum."""
 
-    stride: int = _setting(
-        2, "tokens one forward can finalise: blocks of stride-1 masks, with objective=block of stride tokens"
+    stride: int = setting(
+        2, "tokens that one pass can decide: blocks of stride-1 masks; with objective=block, of stride tokens"
     )
-    steps: int | None = _setting(None, "optimizer steps of this stage")
-    fraction: float | None = _setting(None, "instead of steps: share of the run; all add up to 1")
-    clean_weight: Any = field(
-        default=None,
-        metadata={"help": "s in L_mask + s * L_clean: a number, or auto; null: 0.2, and 0 with an adapter"},
+    steps: int | None = setting(None, "optimizer steps of this stage")
+    fraction: float | None = setting(None, "share of the run, in place of steps; fractions add up to 1")
+    clean_weight: Any = setting(
+        None,
+        "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, and 0 with an adapter",
     )
 
 
 @dataclass(kw_only=True)
 class LoopConfig:
-    """How long, how fast, how much at once."""
+    """Length, optimizer, batches and devices of the training loop."""
 
-    stages: list[StageConfig] = field(
-        default_factory=list, metadata={"help": "curriculum; empty for objectives without strides"}
+    stages: list[StageConfig] = setting([], "curriculum; empty for objectives without strides")
+    steps: int | None = setting(
+        None, "optimizer steps of the run, where stages give fractions or there are no stages"
     )
-    steps: int | None = _setting(
-        None, "optimizer steps of the run, where stages give fractions or there are none"
+    epochs: float | None = setting(None, "passes over the files, in place of steps")
+    balance: str = setting(
+        "step", "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)"
     )
-    epochs: float | None = _setting(None, "instead of steps: passes over a file")
-    balance: str = _setting(
-        "step", "which losses an auto clean_weight balances: this step's, or for less time the previous one's"
-    )
-    batch_size: int = _setting(1, "packed rows per device and micro-batch")
-    accumulation: int = _setting(1, "micro-batches per optimizer step")
-    global_batch: int | None = _setting(
+    batch_size: int = setting(1, "packed rows per device and micro-batch")
+    accumulation: int = setting(1, "micro-batches per optimizer step")
+    global_batch: int | None = setting(
         None, "packed rows per optimizer step over all processes; accumulation then follows"
     )
-    max_length: int = _setting(4096, "longest sample in tokens")
-    row_length: int | None = _setting(None, "rows of a packed row; null: what the longest sample needs")
-    overlong: str = _setting("error", "samples above max_length: error, drop, truncate, or split into pieces")
-    learning_rate: float = _setting(1e-5, "peak learning rate")
-    warmup: float = _setting(
-        0.03, "share of the steps that warms up; a cosine to zero follows, over all stages"
+    max_length: int = setting(4096, "longest sample in tokens")
+    row_length: int | None = setting(None, "rows of a packed row; null: what the longest sample needs")
+    overlong: str = setting(
+        "error", "samples longer than max_length: error, drop, truncate, or split into parts"
     )
-    weight_decay: float = _setting(0.0, "AdamW weight decay")
-    adam_beta2: float = _setting(0.999, "AdamW beta2")
-    max_grad_norm: float = _setting(1.0, "gradient clipping; 0 switches it off")
-    bf16: bool = _setting(
-        False, "bfloat16: autocast over float32 parameters; with DeepSpeed weights, with float32 masters"
+    learning_rate: float = setting(1e-5, "peak learning rate")
+    warmup: float = setting(
+        0.03, "share of the steps with a rising rate; a cosine to zero follows, over all stages"
     )
-    seed: int = _setting(0, "seed of new weights and dropout")
-    device: str = _setting("auto", "auto, cpu or cuda")
-    threads: int | None = _setting(None, "CPU threads; null leaves torch's choice")
-    workers: int = _setting(0, "processes that prepare rows; 0 prepares them in the training process")
-    log_every: int = _setting(10, "steps between metrics, which every stage ends with too")
-    save_every: int = _setting(500, "steps between checkpoints")
-    save_total_limit: int = _setting(2, "checkpoints kept")
-    zero_stage: int | None = _setting(
+    weight_decay: float = setting(0.0, "AdamW weight decay")
+    adam_beta2: float = setting(0.999, "AdamW beta2")
+    max_grad_norm: float = setting(1.0, "norm at which gradients are clipped; 0: not")
+    bf16: bool = setting(
+        False,
+        "autocast to bfloat16 over float32 parameters; with DeepSpeed, bfloat16 weights with float32 masters",
+    )
+    seed: int = setting(0, "seed of new weights and dropout")
+    device: str = setting("auto", "auto, cpu or cuda")
+    threads: int | None = setting(None, "CPU threads; null: torch's default")
+    workers: int = setting(0, "processes that prepare rows; 0 prepares them in the training process")
+    log_every: int = setting(10, "steps between metrics; each stage also ends with them")
+    save_every: int = setting(500, "steps between checkpoints")
+    save_total_limit: int = setting(2, "checkpoints kept")
+    zero_stage: int | None = setting(
         None,
         "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",
     )
-    offload_optimizer: bool = _setting(False, "keep the ZeRO optimizer in host memory (slow)")
-    deepspeed: str | None = _setting(None, "instead of zero_stage: your own DeepSpeed configuration file")
-    hang_seconds: float = _setting(600.0, "a rank that makes no progress for so long ends the run, by name")
+    offload_optimizer: bool = setting(False, "keep the ZeRO optimizer in host memory (slow)")
+    deepspeed: str | None = setting(None, "DeepSpeed configuration file, in place of zero_stage")
+    hang_seconds: float = setting(
+        600.0, "seconds without progress of a rank after which the run ends, naming the rank"
+    )
 
 
 @dataclass(kw_only=True)
 class ExportConfig:
     """The published checkpoint."""
 
-    dtype: str | None = _setting(None, "float32 or bfloat16; null: as trained")
-    merge: bool = _setting(False, "always false: a gated adapter cannot be merged into its base")
+    dtype: str | None = setting(None, "float32 or bfloat16; null: the dtype of training")
+    merge: bool = setting(False, "false: a gated adapter cannot be merged into its base")
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Everything `idlm-train` knows."""
+    """The configuration of `idlm-train`."""
 
-    output_dir: str = _setting(
-        "outputs/train", "the checkpoint appears here; the run's own files in its folder `run`"
+    output_dir: str = setting(
+        "outputs/train", "folder of the checkpoint; the run's own files are in its folder `run`"
     )
-    objective: str = _setting("idlm", "a registered objective: idlm, ar, or block (block diffusion)")
-    mask_region: str = _setting("response", "response or all: which tokens are supervised")
-    resume: str = _setting("auto", "auto, never, or a checkpoint directory of this very run")
-    dry_run: bool = _setting(False, "check and print the plan, train nothing")
+    objective: str = setting("idlm", "a registered objective: idlm, ar, or block (block diffusion)")
+    mask_region: str = setting("response", "response or all: which tokens are supervised")
+    resume: str = setting("auto", "auto, never, or a checkpoint directory of this run")
+    dry_run: bool = setting(False, "check everything and print the plan without training")
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig | None = _setting(None, "a gated LoRA (R-ISD); null trains all weights")
+    adapter: AdapterConfig | None = setting(None, "a gated LoRA (R-ISD); null: train all weights")
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -153,7 +148,7 @@ class TrainConfig:
 
 
 def refuse_problems(problems: list[str]) -> None:
-    """Raise UserError IDLM-0504 with every problem at once, if there is one."""
+    """Raise UserError IDLM-0504 that lists all problems, if there are any."""
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         plural = "s" if len(problems) > 1 else ""
@@ -165,7 +160,7 @@ def refuse_problems(problems: list[str]) -> None:
 
 
 def missing_keys(config: TrainConfig) -> list[str]:
-    """Keys that a run needs and this one lacks, as sentences. Imports nothing slow."""
+    """Return sentences about required keys without a value. Imports nothing slow."""
     model, source, problems = config.model, config.data.source, []
     if model.path is None and not model.config:
         problems.append("model.path is missing (or give model.config to start from random weights)")
@@ -177,9 +172,11 @@ def missing_keys(config: TrainConfig) -> list[str]:
 
 
 def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
-    """The stage's s, None where it is balanced automatically. An adapter leaves clean rows as they are."""
+    """Return the stage's s, None for automatic balance; 0 by default with an adapter, which changes no clean
+    row.
+    """
     if stage.clean_weight is None:
-        # The objectives import torch, which help and refusals of keys do not wait for.
+        # Imported here, because objectives import torch, which `--help` and missing keys need not wait for.
         from idlm.train.objectives.base import OBJECTIVES
 
         has_clean_loss = config.adapter is None and OBJECTIVES.get(config.objective).predicts_next
@@ -188,9 +185,9 @@ def clean_weight(stage: StageConfig, config: TrainConfig) -> float | None:
 
 
 def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
-    """`config` with the accumulation that `train.global_batch` asks of `world_size` processes.
+    """Return `config` with the accumulation that gives `train.global_batch` on `world_size` processes.
 
-    UserError IDLM-0516 when no whole number of micro-batches makes it, or another one was asked for.
+    Raises UserError IDLM-0516 when no whole number of micro-batches does, or `train.accumulation` differs.
     """
     loop = config.train
     if loop.global_batch is None:
@@ -221,7 +218,7 @@ def settle_accumulation(config: TrainConfig, *, world_size: int) -> TrainConfig:
 
 
 def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int | None) -> Curriculum:
-    """Stages with absolute steps; `rows_per_epoch` is None for an endless source."""
+    """Return the stages with absolute steps; `rows_per_epoch` is None for an endless source."""
     loop = config.train
     global_batch = loop.batch_size * loop.accumulation * world_size
     stages = loop.stages or [StageConfig(stride=1, fraction=1.0, clean_weight=1.0)]
@@ -240,15 +237,8 @@ def make_curriculum(config: TrainConfig, *, world_size: int, rows_per_epoch: int
                     stacklevel=2,
                 )
         steps = split_steps(total, [stage.fraction or 0.0 for stage in stages])
-    return Curriculum(
-        stages=tuple(
-            Stage(
-                index=index,
-                stride=stage.stride,
-                num_steps=num_steps,
-                clean_weight=clean_weight(stage, config),
-            )
-            for index, (stage, num_steps) in enumerate(zip(stages, steps, strict=True))
-        ),
-        global_batch=global_batch,
+    made = tuple(
+        Stage(index=index, stride=stage.stride, num_steps=num, clean_weight=clean_weight(stage, config))
+        for index, (stage, num) in enumerate(zip(stages, steps, strict=True))
     )
+    return Curriculum(stages=made, global_batch=global_batch)

@@ -1,5 +1,5 @@
-"""The part of our configuration that transformers' Trainer and accelerate read, the process group that they
-open, and how a run is spread over its processes.
+"""Arguments of transformers' Trainer, which open the process group, and how a run is spread over its
+processes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """Arguments of the Trainer; opens the process group of a distributed run.
+    """Return the arguments of the Trainer; opens the process group of a distributed run.
 
-    Keep them alive as long as the model: under ZeRO-3 loading asks them how to shard.
+    Keep them alive as long as the model: under ZeRO-3, loading weights reads from them how to shard.
     """
     from transformers import TrainingArguments
     from transformers.utils.logging import disable_progress_bar
 
     loop = config.train
-    # Bars for reading and writing weight files would break the line of ours.
+    # Progress bars of weight files would break our own progress line.
     disable_progress_bar()
     prepare_environment(config)
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()
@@ -76,7 +76,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
 
 
 def shape(config: TrainConfig) -> RunShape:
-    """How this run spreads a step, by its configuration and its launcher."""
+    """Return how this run spreads a step, from its configuration and launcher."""
     return RunShape(
         world_size=num_processes(),
         batch_size=config.train.batch_size,
@@ -86,12 +86,12 @@ def shape(config: TrainConfig) -> RunShape:
 
 
 def num_processes() -> int:
-    """Processes of this run as its launcher set them (torchrun, DeepSpeed); 1 without a launcher."""
+    """Return the number of processes that torchrun or DeepSpeed started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def require_same_config_everywhere(config: TrainConfig) -> None:
-    """Raise UserError IDLM-0514 on every rank when one was started with other values. Collective."""
+    """Raise UserError IDLM-0514 on all ranks when one was started with another configuration. Collective."""
     hashes = gather_objects(config_hash(config))
     odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
     if odd:

@@ -1,18 +1,17 @@
-"""Options of `idlm-train` that do nothing because of another option; a run does not ignore them in silence.
+"""Options of `idlm-train` that have no effect because of another option, which a run refuses.
 
-An option belongs here when no code reads it in that combination. One that is read and changes nothing, such
-as `data.turns` for answers of one turn, is honoured and not listed.
+An option is listed where no code reads it in that combination; one that is read but changes nothing, such as
+`data.turns` for answers of one turn, is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from idlm.train.config.schema import TrainConfig
-from idlm.train.data.sources.files import SUFFIXES
+from idlm.train.data.files import SUFFIXES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED
 
@@ -36,79 +35,68 @@ def _places_no_masks(config: TrainConfig) -> bool:
 RULES = (
     Rule(
         ("data.path", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
-        lambda config: config.data.source == "task",
+        lambda c: c.data.source == "task",
         "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
     ),
     Rule(
         ("eval.path", "eval.holdout"),
-        lambda config: config.data.source == "task",
+        lambda c: c.data.source == "task",
         "data.source=task is evaluated on its own validation split",
     ),
     Rule(
         ("data.task", "data.level", "data.task_args"),
-        lambda config: config.data.source in FILE_SOURCES,
+        lambda c: c.data.source in FILE_SOURCES,
         "only data.source=task generates samples",
     ),
-    Rule(("data.split",), lambda config: config.data.source in SUFFIXES, "its files have no splits"),
+    Rule(("data.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits"),
     Rule(
         ("data.thinking",),
-        lambda config: config.data.shape == "text",
+        lambda c: c.data.shape == "text",
         "records of data.shape=text are trained on as they are",
     ),
     Rule(
         ("eval.num_items", "eval.path", "eval.holdout"),
-        lambda config: config.eval.every is None,
+        lambda c: c.eval.every is None,
         "nothing is evaluated without eval.every",
     ),
-    Rule(
-        ("eval.holdout",),
-        lambda config: config.eval.path is not None,
-        "eval.path gives the held-out data",
-    ),
-    Rule(
-        ("report.num_samples",),
-        lambda config: not config.report.enabled,
-        "report.enabled=false writes no report",
-    ),
+    Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
+    Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
     Rule(
         ("report.sample_tokens",),
-        lambda config: config.report.sample_every is None,
+        lambda c: c.report.sample_every is None,
         "no samples are drawn while training without report.sample_every",
     ),
     Rule(
         ("wandb.project", "wandb.name"),
-        lambda config: config.wandb.mode == "disabled",
+        lambda c: c.wandb.mode == "disabled",
         "wandb.mode=disabled sends nothing",
     ),
-    Rule(
-        ("model.config",), lambda config: config.model.path is not None, "model.path has its own config.json"
-    ),
+    Rule(("model.config",), lambda c: c.model.path is not None, "model.path has its own config.json"),
     Rule(("model.mask_token_id",), _places_no_masks, "the objective places no masks"),
     Rule(
         ("train.steps", "train.epochs"),
-        lambda config: any(stage.steps is not None for stage in config.train.stages),
+        lambda c: any(stage.steps is not None for stage in c.train.stages),
         "train.stages give steps, whose sum is the length of the run; give fractions instead",
     ),
     Rule(
         ("train.balance",),
-        lambda config: all(stage.clean_weight != AUTO_BALANCED for stage in config.train.stages),
+        lambda c: all(stage.clean_weight != AUTO_BALANCED for stage in c.train.stages),
         "no stage has clean_weight=auto",
     ),
-    Rule(
-        ("plan.num_gpus",),
-        lambda config: not config.dry_run,
-        "a run counts its processes; dry_run=true plans",
-    ),
+    Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
 )
 
 
 def value_of(config: TrainConfig, key: str) -> Any:
-    """Return the value of the dotted `key`."""
-    return reduce(getattr, key.split("."), config)
+    """Return the value of the dotted `key`, None where its section is null."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def unused_options(config: TrainConfig) -> list[str]:
-    """Return a sentence about every option that is set and not read; blank paths are refused elsewhere."""
+    """Return a sentence about each option that is set and not read; blank paths are refused in `check`."""
     defaults, found = TrainConfig(), {}
     for rule in RULES:
         for key in rule.keys:

@@ -1,1 +1,1 @@
-"""Data sources, one file each, found by name in the registry `SOURCES`."""
+"""Training data: from files or generated tasks to packed rows. Data sources are in `sources`."""

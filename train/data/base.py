@@ -1,7 +1,7 @@
-"""What a data source is, and how text becomes samples: one encoding for every source.
+"""The contract of a data source, and the encoding of text into samples that all sources share.
 
-A source is map-style and pure: sample i never depends on what was read before it. It does not pack and does
-not know the objective.
+A source is map-style and pure: sample i does not depend on what was read before. It neither packs samples nor
+knows the objective. A new source is one new file in `train/data/sources` that registers itself in `SOURCES`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from idlm.text.tokenizer import Message, encode_messages, encode_prompt, num_tok
 from idlm.train.data.layout import Sample
 
 if TYPE_CHECKING:
-    from idlm.train.data.settings import DataConfig
+    from idlm.train.config.data import DataConfig
 
 CORRECT = "correct"
 THINKING = ("keep", "strip", "off")
@@ -41,7 +41,8 @@ class Source(Protocol):
 class MeasuredSource(Protocol):
     """A finite source that knows the sizes of its samples without reading them.
 
-    `lengths` [num_samples] tokens; `num_targets` [num_samples] supervised tokens behind the first token.
+    `lengths` [num_samples] counts tokens, `num_targets` [num_samples] supervised tokens after the first
+    token.
     """
 
     num_samples: int | None
@@ -53,7 +54,7 @@ class MeasuredSource(Protocol):
 
 @runtime_checkable
 class JudgedSource(Protocol):
-    """A source that can tell whether a model's answer to one of its prompts is right."""
+    """A source that checks a model's answers to its prompts."""
 
     num_samples: int | None
 
@@ -64,24 +65,24 @@ class JudgedSource(Protocol):
     def verdict(self, index: int, answer: str) -> str: ...
 
 
-SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data")
-"""Factories `(config: DataConfig, encoder: Encoder) -> Source`; what `is_endless` and `has_splits` say of
-one must be known before it opens anything, so it is an attribute of the factory.
+SOURCES: Registry[Callable[..., Source]] = Registry("source", "idlm.train.data.sources")
+"""Factories `(config: DataConfig, encoder: Encoder) -> Source`. `is_endless` and `has_splits` are attributes
+of the factory, because they must be known before it opens anything.
 """
 
 
 def is_endless(source: str) -> bool:
-    """Whether the source called `source` makes samples without end; by default it reads a finite file."""
+    """Return whether the source generates samples without end; by default a source is finite."""
     return source in SOURCES.names() and bool(getattr(SOURCES.get(source), "is_endless", False))
 
 
 def has_splits(source: str) -> bool:
-    """Whether the source called `source` has a validation split of its own without another path."""
+    """Return whether the source has a validation split of its own, without `eval.path`."""
     return bool(getattr(SOURCES.get(source), "has_splits", False))
 
 
 def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) -> Encoder:
-    """The encoder that a run's data settings ask for; `mask_token_id` None allows every token."""
+    """Return the encoder for a run's data settings; `mask_token_id` None allows every token."""
     return Encoder(
         tokenizer,
         mask_token_id=mask_token_id,
@@ -92,11 +93,11 @@ def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) 
 
 
 class Encoder:
-    """Text to token ids with supervision flags; refuses the mask token: only objectives place it.
+    """Turns text into token ids with supervision flags; refuses the mask token, which only objectives place.
 
-    `thinking`: `keep` leaves the text of `<think>` blocks to the template, `strip` removes the blocks from
-    what the assistant says, `off` also renders with enable_thinking=False. `turns`: all assistant turns of a
-    conversation are supervised, the last one only, or each in a sample of its own, which ends with it.
+    `thinking`: `keep` leaves `<think>` blocks to the template, `strip` removes them from assistant turns,
+    `off` also renders with enable_thinking=False. `turns`: supervise `all` assistant turns of a conversation,
+    the `last` one, or `each` in a sample of its own that ends with it.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Encoder:
             )
 
     def fingerprint(self) -> str:
-        """Sha256 of everything that decides which ids a text becomes; the mask token does not."""
+        """Return the sha256 of everything that decides which ids a text becomes (not of the mask token)."""
         import tokenizers
         import transformers
 
@@ -139,8 +140,8 @@ class Encoder:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def pair(self, prompt: str, response: str, *, origin: str) -> Sample:
-        """Prompt as context, response and eos as targets; through the chat template where there is one."""
-        response = self._said(response, origin)
+        """Prompt as context, response and eos as targets; uses the chat template where there is one."""
+        response = self._response(response, origin)
         if self.use_chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return self._conversation(turns, origin=origin)
@@ -148,26 +149,27 @@ class Encoder:
         return self._checked(Sample.from_pair(prompt_ids, self._with_eos(response), origin=origin))
 
     def text(self, text: str, *, origin: str) -> Sample:
-        """Every token a target, closed by eos."""
+        """Every token is a target; eos is added at the end."""
         prefix = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
         return self._checked(Sample.from_pair(prefix, self._with_eos(text), origin=origin))
 
     def messages(self, messages: Sequence[Mapping[str, Any]], *, origin: str) -> list[Sample]:
-        """The assistant turns are targets, the rest is context; one sample, or one per turn (`each`)."""
-        said = [self._turn(message, origin) for message in messages]
+        """Assistant turns are targets, other turns are context; one sample, or one per turn (`each`)."""
+        rendered = [self._turn(message, origin) for message in messages]
         if self.turns != "each":
-            return [self._conversation(said, origin=origin)]
-        ends = [place + 1 for place, message in enumerate(said) if message["role"] == "assistant"]
+            return [self._conversation(rendered, origin=origin)]
+        ends = [place + 1 for place, message in enumerate(rendered) if message["role"] == "assistant"]
         if not ends:
             raise _nothing_to_predict(origin, "no assistant turn")
-        return [self._conversation(said[:end], origin=origin) for end in ends]
+        return [self._conversation(rendered[:end], origin=origin) for end in ends]
 
     def answer(self, prompt: Any, answer: Mapping[str, Any], *, origin: str) -> list[Sample]:
-        """A record of `idlm-generate`: the very tokens that were generated, behind the prompt as it was fed.
+        """A record of `idlm-generate`: the prompt as it was fed, then the tokens that were generated.
 
-        Its token ids are used where they are those of this tokenizer and the thinking stays; otherwise its
-        text is rendered like any other. An answer that was cut off by a limit is not closed by an end-of-turn
-        token.
+        The record's token ids are used where this tokenizer decodes them to the record's text and thinking is
+        kept; otherwise the text is rendered like any other. An answer that a limit cut off gets no
+        end-of-turn token. Raises UserError IDLM-0227 where the record comes from another tokenizer or
+        template.
         """
         prompt_ids = self._prompt_ids(prompt)
         highest = max([*prompt_ids, *answer["token_ids"]], default=0)
@@ -197,14 +199,14 @@ class Encoder:
         if isinstance(prompt, str):
             return self.pair(prompt, text, origin=origin)
         if prompt and isinstance(prompt[0], int):
-            response = self._said(text, origin)
-            return self._checked(Sample.from_pair(prompt, self._with_eos(response), origin=origin))
-        said = [self._turn(message, origin) for message in prompt]
-        said.append({"role": "assistant", "content": self._said(text, origin)})
-        return self._conversation(said, origin=origin, turns="last")
+            token_ids = self._with_eos(self._response(text, origin))
+            return self._checked(Sample.from_pair(prompt, token_ids, origin=origin))
+        messages = [self._turn(message, origin) for message in prompt]
+        messages.append({"role": "assistant", "content": self._response(text, origin)})
+        return self._conversation(messages, origin=origin, turns="last")
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
-        """The ids that `idlm-generate` feeds for a text, a conversation or ids."""
+        """Return the ids that `idlm-generate` feeds for a text, a conversation or ids."""
         if isinstance(prompt, str):
             template: Literal["auto", "none"] = "auto" if self.use_chat_template else "none"
             return encode_prompt(self.tokenizer, prompt, template=template)
@@ -213,45 +215,33 @@ class Encoder:
         return encode_messages(self.tokenizer, prompt)
 
     def _conversation(self, messages: Sequence[Message], *, origin: str, turns: str | None = None) -> Sample:
-        which = "all" if (turns or self.turns) == "all" else "last"
+        which: Literal["all", "last"] = "all" if (turns or self.turns) == "all" else "last"
         token_ids, supervised = render_conversation(
-            self.tokenizer,
-            messages,
-            enable_thinking=self._enable_thinking,
-            turns=cast(Literal["all", "last"], which),
+            self.tokenizer, messages, enable_thinking=self._enable_thinking, turns=which
         )
-        return self._checked(
-            Sample(
-                token_ids=np.asarray(token_ids, dtype=np.int64),
-                supervised=np.asarray(supervised, dtype=bool),
-                origin=origin,
-            )
-        )
+        ids, flags = np.asarray(token_ids, dtype=np.int64), np.asarray(supervised, dtype=bool)
+        return self._checked(Sample(token_ids=ids, supervised=flags, origin=origin))
 
     def _turn(self, message: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if message["role"] != "assistant":
             return dict(message)
-        kept = {
-            key: value
-            for key, value in message.items()
-            if self.thinking == "keep" or key not in REASONING_KEYS
-        }
-        return kept | {"content": self._said(message["content"], origin)}
+        dropped = () if self.thinking == "keep" else REASONING_KEYS
+        kept = {key: value for key, value in message.items() if key not in dropped}
+        return kept | {"content": self._response(message["content"], origin)}
 
-    def _said(self, text: str, origin: str) -> str:
-        said = text if self.thinking == "keep" else without_thinking(text, origin=origin)
-        if not said.strip():
+    def _response(self, text: str, origin: str) -> str:
+        """Return the assistant's text, without its thinking unless that is kept."""
+        response = text if self.thinking == "keep" else without_thinking(text, origin=origin)
+        if not response.strip():
             raise _nothing_to_predict(origin, "an empty response")
-        return said
+        return response
 
     def _with_eos(self, text: str) -> list[int]:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*token_ids, self.tokenizer.eos_token_id]
 
     def _without_end(self, sample: Sample) -> Sample:
-        """The sample up to its last supervised token, and without that: it would teach to stop in
-        mid-sentence.
-        """
+        """Cut the sample before its last supervised token, which would teach to stop in mid-sentence."""
         end = int(np.flatnonzero(sample.supervised)[-1])
         return self._checked(sample.truncated(end))
 
@@ -275,7 +265,7 @@ class Encoder:
 
 
 def without_thinking(text: str, *, origin: str) -> str:
-    """The text behind its leading `<think>` block, or behind one whose opening tag stood in the prompt."""
+    """Return the text after its leading `<think>` block, whose opening tag may be in the prompt."""
     head, closing, rest = text.partition(THINK_CLOSE)
     is_opened = head.lstrip().startswith(THINK_OPEN)
     if closing and (is_opened or THINK_OPEN not in head):
@@ -283,7 +273,7 @@ def without_thinking(text: str, *, origin: str) -> str:
     if is_opened:
         raise UserError(
             "IDLM-0229",
-            f"{origin} opens a {THINK_OPEN} block that it never closes",
+            f"{origin} opens a {THINK_OPEN} block and does not close it",
             fix="close it, delete the record, or set data.thinking=keep",
         )
     return text

@@ -1,11 +1,15 @@
 """Tokenised samples on disk: written once, verified when opened, read through a memory map.
 
-A cache is a folder published by `idlm.checkpoint.publish`: `tokens.bin` (uint32: token id, the highest
-bit says supervised), `offsets.bin` (int64 [num_samples + 1]), `targets.bin` (int32 [num_samples],
-supervised tokens behind the first), `places.bin` (int64 [num_samples, 2], file and line), `used_ids.bin`
-(int32, sorted), `blocks.bin` (sha256 of every block of `tokens.bin`) and `data.json`. Caches may be deleted
-at any time. At opening everything but `tokens.bin` is hashed; its blocks are when they are first read, so
-that a large cache opens at once and a damaged one is never trained on.
+A cache is a folder published by `idlm.checkpoint.publish`, and may be deleted at any time:
+    tokens.bin    uint32: token id; the highest bit marks supervised tokens
+    offsets.bin   int64 [num_samples + 1]
+    targets.bin   int32 [num_samples]: supervised tokens after the first token
+    places.bin    int64 [num_samples, 2]: file and line
+    used_ids.bin  int32, sorted: token ids that occur
+    blocks.bin    sha256 of each block of tokens.bin
+    data.json     counts and names
+All files but `tokens.bin` are hashed when the cache is opened, and its blocks when they are first read: a
+large cache opens quickly and a damaged one is never trained on.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ SCANNED_TOKENS = 1 << 24
 
 
 class CacheWriter:
-    """Appends samples to the files of a cache; memory does not grow with them. A context manager."""
+    """Appends samples to the files of a cache, in constant memory. A context manager."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -56,7 +60,7 @@ class CacheWriter:
             file.close()
 
     def append(self, packed: np.ndarray, *, file: int, place: int, origin: str) -> None:
-        """Add the sample `packed` (see `pack`), which comes from line `place` of file number `file`."""
+        """Add the sample `packed` (see `pack`) of line `place` in file number `file`."""
         supervised = packed >= SUPERVISED_BIT
         token_ids = packed & ~SUPERVISED_BIT
         if token_ids.max() >= len(self._used):
@@ -73,7 +77,7 @@ class CacheWriter:
         self.endings.setdefault(last, [0, origin])[0] += 1
 
     def finish(self, header: dict[str, Any]) -> None:
-        """Write what is known only at the end."""
+        """Write the header and the hashes, which are known only at the end."""
         used_ids = np.flatnonzero(self._used).astype(np.int32)
         (self.directory / USED_IDS).write_bytes(used_ids.tobytes())
         self._files[TOKENS].flush()
@@ -92,14 +96,12 @@ class CacheWriter:
 
 
 def pack(sample: Sample) -> np.ndarray:
-    """Ids and flags of a sample in one uint32 array."""
+    """Return ids and supervision flags of a sample in one uint32 array."""
     return sample.token_ids.astype(np.uint32) | np.where(sample.supervised, SUPERVISED_BIT, np.uint32(0))
 
 
 class CachedSource:
-    """The samples of a cache. `header` is its `data.json`; lengths and offsets are in memory, tokens are
-    not.
-    """
+    """The samples of a cache; `header` is its `data.json`. Tokens stay on disk, lengths are in memory."""
 
     def __init__(self, directory: Path, header: dict[str, Any]) -> None:
         self.directory, self.header = directory, header
@@ -114,11 +116,11 @@ class CachedSource:
         self._is_checked = np.zeros(len(self._block_digests) // DIGEST_BYTES, dtype=bool)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps: a process that gets a copy opens the files itself."""
+        """Leave out the memory maps: another process opens the files itself."""
         return self.__dict__ | {"_tokens": None, "_places": None}
 
     def sample(self, index: int) -> Sample:
-        """Sample `index`, read from the map; UserError IDLM-0236 where the file is damaged there."""
+        """Read sample `index`; UserError IDLM-0236 where the file is damaged there."""
         if self._tokens is None:
             self._tokens = np.memmap(self.directory / TOKENS, dtype=np.uint32, mode="r")
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
@@ -141,30 +143,28 @@ class CachedSource:
                 raise UserError(
                     "IDLM-0236",
                     f"the data cache is damaged: {self.directory / TOKENS}, block {block} of "
-                    f"{BLOCK_TOKENS} tokens, is not what was written",
+                    f"{BLOCK_TOKENS} tokens, differs from its hash",
                     fix=f"delete the folder {self.directory}; the next start builds it again from the data",
                 )
             self._is_checked[block] = True
 
     def records(self) -> np.ndarray:
-        """Number [num_samples] of the record that each sample was made of: turns of a conversation share
-        one.
-        """
+        """Return the number of each sample's record, [num_samples]: turns of a conversation share one."""
         return np.unique(self._where(), axis=0, return_inverse=True)[1].reshape(-1)
 
     def _where(self) -> np.ndarray:
-        """File and line of all samples, int64 [num_samples, 2]."""
+        """Return file and line of all samples, int64 [num_samples, 2]."""
         if self._places is None:
             self._places = np.memmap(self.directory / PLACES, dtype=np.int64, mode="r").reshape(-1, 2)
         return self._places
 
     def origin(self, index: int) -> str:
-        """`file:line` of a sample."""
+        """Return `file:line` of a sample."""
         file, place = self._where()[index]
         return f"{self.names[file]}:{place}"
 
     def digest(self) -> str:
-        """Sha256 of all tokens and flags, from the manifest."""
+        """Return the sha256 of all tokens and flags, from the manifest."""
         files: dict[str, Any] = read_json(self.directory / MANIFEST)["files"]
         return str(files[TOKENS]["sha256"])
 
@@ -187,7 +187,7 @@ class CachedSource:
 
 
 def open_cache(directory: Path, key: str) -> CachedSource | None:
-    """The cache in `directory`; None where there is none. Raises ValueError saying what is damaged."""
+    """Return the cache in `directory`, None where there is none; ValueError says what is damaged."""
     if not directory.is_dir():
         return None
     try:
@@ -197,11 +197,13 @@ def open_cache(directory: Path, key: str) -> CachedSource | None:
             _check_file(
                 directory / name, size=entry["size"], sha256=None if name == TOKENS else entry["sha256"]
             )
-        num_blocks = -(-header["num_tokens"] // BLOCK_TOKENS)
+        num_tokens, num_samples = header["num_tokens"], header["num_samples"]
         expected = {
-            TOKENS: 4 * header["num_tokens"],
-            BLOCKS: DIGEST_BYTES * num_blocks,
-            **_index_sizes(header["num_samples"]),
+            TOKENS: 4 * num_tokens,
+            BLOCKS: DIGEST_BYTES * -(-num_tokens // BLOCK_TOKENS),
+            OFFSETS: 8 * (num_samples + 1),
+            TARGETS: 4 * num_samples,
+            PLACES: 16 * num_samples,
         }
         wrong = [name for name, size in expected.items() if files[name]["size"] != size]
         if wrong or header["format"] != FORMAT or header["key"] != key:
@@ -212,12 +214,8 @@ def open_cache(directory: Path, key: str) -> CachedSource | None:
 
 
 def cache_key(facts: Iterable[Any]) -> str:
-    """Sha256 of plain data."""
+    """Return the sha256 of plain data."""
     return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
-
-
-def _index_sizes(num_samples: int) -> dict[str, int]:
-    return {OFFSETS: 8 * (num_samples + 1), TARGETS: 4 * num_samples, PLACES: 16 * num_samples}
 
 
 def _check_file(path: Path, *, size: int, sha256: str | None) -> None:

@@ -1,9 +1,9 @@
-"""From a tokenised sample to the rows of one packed training row `[noisy rows of all docs | clean rows of all
-docs]`.
+"""From tokenised samples to one packed training row `[noisy rows of all documents | clean rows of all
+documents]`.
 
-Noisy (x_t) rows exist only where they carry a loss: a clean copy inside x_t is seen by nobody and trains
-nothing, so leaving it out changes no logit and no loss (tests/unit/data/test_layout.py proves it against the full
-2L layout). Knows nothing about objectives, models or files. Paper arXiv 2604.11035, section 3.1.
+Noisy rows (x_t) exist only where they carry a loss: an unmasked token in x_t is seen by no row and has no
+loss, so leaving it out changes neither logits nor loss (tests/unit/data/test_layout.py compares with the full
+2L layout). Knows neither objectives, models nor files. Paper arXiv 2604.11035, section 3.1.
 
 Shape letters: L tokens of one sample, T rows of one packed training row.
 """
@@ -29,12 +29,15 @@ ROW_FIELDS = (
     "is_noisy",
 )
 CERTAIN = 1 << 20
-"""A mask rate of 1. Rates are integers, which no trainer casts to 16 bits on their way to the device."""
+"""A mask rate of 1.
+
+Rates are integers, because trainers cast floats to 16 bits on their way to the device.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`token_ids` int64 [L]; `supervised` bool [L], true where the token itself is a target; `origin` for
+    """`token_ids` int64 [L]; `supervised` bool [L], true where the token is a target; `origin` is for
     messages.
     """
 
@@ -52,28 +55,29 @@ class Sample:
 
     @staticmethod
     def from_pair(prompt_ids: Sequence[int], response_ids: Sequence[int], *, origin: str = "") -> Sample:
-        """Prompt tokens are context, response tokens (the final eos among them) are targets."""
+        """Prompt tokens are context, response tokens (with the final eos) are targets."""
         token_ids = np.asarray([*prompt_ids, *response_ids], dtype=np.int64)
         return Sample(
             token_ids=token_ids, supervised=np.arange(len(token_ids)) >= len(prompt_ids), origin=origin
         )
 
     def piece(self, start: int, stop: int) -> Sample:
-        """Tokens `start` to `stop`, without `stop`."""
+        """Return tokens [start, stop)."""
         span = slice(start, stop)
         return Sample(token_ids=self.token_ids[span], supervised=self.supervised[span], origin=self.origin)
 
     def truncated(self, limit: int) -> Sample:
-        """The first `limit` tokens."""
+        """Return the first `limit` tokens."""
         return self.piece(0, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of one document, all arrays of one length; `labels` is -100 where there is no target.
+    """One half of a document, int64 arrays [rows]; `labels` is -100 where there is no target.
 
-    `reach`: the last position that a row sees of its own half; None: its own. `mask_rates`: the chance, in
-    parts of `CERTAIN`, at which a noisy row was masked, 0 where it was left open; None: all were masked.
+    `reach`: the last position of its own half that a row sees; None: its own position. `mask_rates`:
+    probability, in parts of `CERTAIN`, with which a noisy row was masked, 0 where it shows its token; None:
+    all are masks.
     """
 
     input_ids: np.ndarray
@@ -99,14 +103,14 @@ class SampleRows:
 
 
 def target_flags(sample: Sample, mask_region: str) -> np.ndarray:
-    """Bool [L]: whether position i has a supervised label, the token i+1; the last position never has one."""
+    """Return bool [L], true where the next token is supervised; the last position has no next token."""
     flags = np.zeros(len(sample), dtype=bool)
     flags[:-1] = True if mask_region == "all" else sample.supervised[1:]
     return flags
 
 
 def clean_rows(sample: Sample, mask_region: str) -> Rows:
-    """All L tokens in place; labels are shifted by one."""
+    """Return all L tokens in place; the label of row i is token i+1."""
     flags = target_flags(sample, mask_region)
     labels = np.full(len(sample), IGNORE_LABEL, dtype=np.int64)
     labels[:-1] = np.where(flags[:-1], sample.token_ids[1:], IGNORE_LABEL)
@@ -117,10 +121,10 @@ def clean_rows(sample: Sample, mask_region: str) -> Rows:
 
 
 def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: int) -> Rows:
-    """One mask per supervised position; every maximal run of them is cut into blocks of `stride - 1` from its
-    start.
+    """Return one mask per supervised position; each run of positions is cut into blocks of `stride - 1`
+    masks.
 
-    The first response token is therefore predicted on the masked path too: its mask sits on the last prompt
+    A mask at position i predicts token i+1, so the first response token has its mask at the last prompt
     position.
     """
     assert stride >= 2, f"{stride=}"
@@ -139,13 +143,13 @@ def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: 
 
 
 def no_rows() -> Rows:
-    """The noisy half of an objective that has none."""
+    """Return the empty noisy half, for objectives without masks."""
     empty = np.zeros(0, dtype=np.int64)
     return Rows(input_ids=empty, positions=empty, block_starts=empty, labels=empty)
 
 
 def pack_rows(documents: Sequence[SampleRows], num_rows: int, *, pad_token_id: int) -> dict[str, np.ndarray]:
-    """One packed training row: arrays [T] named as in ROW_FIELDS, padded at the end, noisy halves first."""
+    """Return one packed training row: ROW_FIELDS as arrays [num_rows], noisy halves first, padding last."""
     used = sum(len(document) for document in documents)
     assert used <= num_rows, f"{used=} {num_rows=}"
     packed = {name: np.zeros(num_rows, dtype=np.int64) for name in ROW_FIELDS}

@@ -1,9 +1,7 @@
-"""Opening the source of a run: where its cache lies, and which rank builds it while the others wait.
+"""Opens the source of a run: where its cache is, and which rank builds it while the others wait.
 
-Every rank calls `open_source_on_all_ranks`. Rank 0 builds first; then one rank of every node, which finds
-the cache where nodes share a file system and builds its own where they do not; then the rest. Plans are
-made from the data by every rank for itself, so that different data would go unnoticed: digests are
-compared.
+Rank 0 builds first; then one rank of each node, which finds that cache on a shared file system and else
+builds its own; then the rest. Each rank plans rows from its own data, so digests of the data are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from idlm.checkpoint import read_json
 from idlm.errors import UserError
@@ -26,7 +24,7 @@ from idlm.train.distributed.collectives import gather_objects, highest, is_distr
 from idlm.train.loop.liveness import note_progress, progress_count
 
 if TYPE_CHECKING:
-    from idlm.train.config.schema import TrainConfig
+    from idlm.train.config.data import DataConfig
 
 CACHE_FOLDER = "data_cache"
 DATA_FILE = "data.json"
@@ -34,48 +32,46 @@ BASE_FILE = "base.json"
 SECONDS_BETWEEN_SIGNS = 5.0
 
 
-def open_source(config: TrainConfig, encoder: Encoder) -> Source:
-    """The source of `config.data`, built by this process where it is not cached."""
-    data = config.data
-    beside = Path(config.output_dir).absolute().parent / CACHE_FOLDER
-    data = dataclasses.replace(data, cache_dir=data.cache_dir or str(beside))
-    return SOURCES.get(data.source)(data, encoder)
+def open_source(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
+    """Return the source of `data`; this process tokenises it where it is not cached."""
+    folder = data.cache_dir or str(Path(output_dir).absolute().parent / CACHE_FOLDER)
+    return SOURCES.get(data.source)(dataclasses.replace(data, cache_dir=folder), encoder)
 
 
-def open_source_on_all_ranks(config: TrainConfig, encoder: Encoder) -> Source:
-    """The same source on every rank; a UserError of one rank is raised on all. Collective."""
+def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
+    """Return the same source on each rank; a UserError of one rank is raised on all. Collective."""
     if not is_distributed():
-        return open_source(config, encoder)
+        return open_source(data, encoder, output_dir=output_dir)
     is_first_of_node = int(os.environ.get("LOCAL_RANK", rank())) == 0
     sources: list[Source] = []
+
+    def work() -> None:
+        sources.append(open_source(data, encoder, output_dir=output_dir))
+
     for is_my_turn in (rank() == 0, is_first_of_node, True):
-        is_needed = is_my_turn and not sources
-        _while_others_wait((lambda: sources.append(open_source(config, encoder))) if is_needed else None)
+        _while_others_wait(work if is_my_turn and not sources else None)
     (source,) = sources
-    digest = source.digest() if isinstance(source, CachedSource) else ""
-    digests = gather_objects(digest)
+    digests = gather_objects(source.digest() if isinstance(source, CachedSource) else "")
     if len(set(digests)) > 1:
         other = next(place for place, found in enumerate(digests) if found != digests[0])
         raise UserError(
             "IDLM-0233",
-            f"ranks 0 and {other} have different data under {config.data.path}",
+            f"ranks 0 and {other} have different data under {data.path}",
             fix="give every node the same files, tokenizer and template, or a data.cache_dir that they share",
         )
     return source
 
 
 def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
-    """Write what a run trains on into its folder `run`; refuse to continue it on other data (IDLM-0235).
+    """Store the identity of a run's data in its folder `run`; UserError IDLM-0235 where a resumed run has
+    other data.
 
-    Item k of a run is a pure function of its data, so that with other data a resumed run would see some
-    samples twice and others never, in silence.
+    Item k of a run is a pure function of its data: with other data, a resumed run would see some samples
+    twice and others never.
     """
-    if not isinstance(source, CachedSource):
-        return
-    now = {"digest": source.digest(), "num_samples": source.num_samples}
-    known = run / DATA_FILE
-    if is_continued and known.is_file():
-        before = read_json(known)
+    if isinstance(source, CachedSource):
+        now = {"digest": source.digest(), "num_samples": source.num_samples}
+        before = _remembered(run / DATA_FILE, now, is_continued=is_continued)
         if before != now:
             raise UserError(
                 "IDLM-0235",
@@ -83,32 +79,37 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
                 f"{now['num_samples']} of its data now",
                 fix="restore the data files, or start a new run: another output_dir, or resume=never",
             )
-        return
-    replace_text(known, json.dumps(now))
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
-    """Write which base an adapter is trained on into `run`; refuse to continue it on another (IDLM-0518).
+    """Store which base an adapter is trained on in `run`; UserError IDLM-0518 where a resumed run has
+    another.
 
-    A checkpoint of such a run holds the adapter alone; the frozen base is read again from model.path.
+    A checkpoint of such a run holds the adapter only; the frozen base is read again from model.path.
     """
-    known = run / BASE_FILE
-    if identity is None:
-        return
-    if is_continued and known.is_file():
-        before = read_json(known).get("base_identity")
-        if before != identity:
-            raise UserError(
-                "IDLM-0518",
-                f"the weights in model.path are not those that the adapter in {run} was started on",
-                fix="restore them, or start a new run: another output_dir, or resume=never",
-            )
-        return
-    replace_text(known, json.dumps({"base_identity": identity}))
+    now = {"base_identity": identity}
+    if identity is not None and _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
+        raise UserError(
+            "IDLM-0518",
+            f"the weights in model.path are not those that the adapter in {run} was started on",
+            fix="restore them, or start a new run: another output_dir, or resume=never",
+        )
+
+
+def _remembered(path: Path, now: dict[str, Any], *, is_continued: bool) -> dict[str, Any]:
+    """Return what the run was started with according to `path`; a new run writes `now` there."""
+    if is_continued and path.is_file():
+        return read_json(path)
+    replace_text(path, json.dumps(now))
+    return now
 
 
 def _while_others_wait(work: Callable[[], None] | None) -> None:
-    """Do `work` (None: wait for those who have some). Signs of life keep collective calls from timing out."""
+    """Do `work` (None: wait for ranks that have some), in step with all ranks.
+
+    Collective calls at short intervals keep the process group from timing out. UserErrors are raised on all
+    ranks.
+    """
     failures: list[Exception] = []
 
     def guarded() -> None:
@@ -126,13 +127,13 @@ def _while_others_wait(work: Callable[[], None] | None) -> None:
         is_working = work is not None and thread.is_alive()
         before, heard = heard, highest(1 + progress_count() if is_working else 0)
         if work is None and heard > before:
-            # The work of another rank is what this one waits for: as long as it goes on, this is no hang.
+            # Progress of the rank that this one waits for counts as progress here: it is no hang.
             note_progress()
     unexpected = [error for error in failures if not isinstance(error, UserError)]
     if unexpected:
-        # The watchdog tells the other ranks, which wait below.
+        # The other ranks wait below; the watchdog ends them.
         raise unexpected[0]
-    told = [(error.code, error.message, error.fix) for error in failures if isinstance(error, UserError)]
-    for found in gather_objects(told):
+    reported = [(error.code, error.message, error.fix) for error in failures if isinstance(error, UserError)]
+    for found in gather_objects(reported):
         for code, message, fix in found:
             raise UserError(code, message, fix=fix)

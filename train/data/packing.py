@@ -1,29 +1,122 @@
-"""Which samples share a packed row: best-fit-decreasing inside pools, a pure function of (seed, pool index).
+"""Which samples share a packed row, and what happens to samples that are too long.
 
-A pool is small enough to be planned in milliseconds and large enough that rows end up nearly full. Generated
-sources never end, so a pool fills a fixed number of rows. A file is packed once, and every epoch visits its
-rows in another order: samples of one row never see each other, so nothing is gained by packing again, and
-the row of any item is known without the epochs before it.
+Rows are filled best-fit-decreasing inside pools, which are small enough to be planned in milliseconds and
+large enough to leave little padding. A file is planned once, from lengths alone, and each epoch visits its
+rows in another order: samples of one row do not see each other, so packing them again would gain nothing. An
+endless source fills a fixed number of rows per pool. Both are pure functions of (data, seed, item), without
+state to save.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from idlm.errors import UserError
+from idlm.train.data.base import MeasuredSource, Source
+from idlm.train.data.layout import Sample
+from idlm.train.objectives.base import Objective
 
+T = TypeVar("T")
 POOL_SAMPLES = 1024
+ROWS_PER_POOL = 32
+OVERLONG_POLICIES = ("error", "drop", "truncate", "split")
+
+
+class Recent(Generic[T]):
+    """The last `limit` values that were made, by number."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[int, T] = OrderedDict()
+
+    def get(self, number: int, make: Callable[[int], T]) -> T:
+        """Return the value of `number`, made by `make(number)` where it is not kept."""
+        if number not in self._values:
+            self._values[number] = make(number)
+            while len(self._values) > self._limit:
+                self._values.popitem(last=False)
+        return self._values[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimits:
+    """Samples have at most `max_length` tokens in `row_length` rows; `overlong` decides about others."""
+
+    objective: Objective
+    max_length: int
+    row_length: int
+    overlong: str
+
+    def __post_init__(self) -> None:
+        assert self.overlong in OVERLONG_POLICIES, f"{self.overlong=}"
+
+    def fits(self, sample: Sample) -> bool:
+        """Return whether the sample is used whole."""
+        return len(sample) <= self.max_length and self.fits_row(sample)
+
+    def fits_row(self, sample: Sample) -> bool:
+        return self.objective.num_rows(sample) <= self.row_length
+
+    def parts(self, sample: Sample) -> list[tuple[int, int]]:
+        """(start, stop) of what is trained on of a sample that does not fit; UserError IDLM-0205 for `error`.
+
+        Parts without a target are left out.
+        """
+        if self.overlong == "error":
+            raise self._error(sample)
+        if self.overlong == "drop":
+            return []
+        parts = split(sample, self.fits_row, max_length=self.max_length)
+        parts = parts[:1] if self.overlong == "truncate" else parts
+        return [(start, stop) for start, stop in parts if sample.piece(start, stop).supervised[1:].any()]
+
+    def _error(self, sample: Sample) -> UserError:
+        length, num_rows = len(sample), self.objective.num_rows(sample)
+        limits = (
+            ("train.max_length", length, self.max_length),
+            ("train.row_length", num_rows, self.row_length),
+        )
+        exceeded = [(key, needed, limit) for key, needed, limit in limits if needed > limit]
+        raised = " and ".join(f"{key} to {needed} or more" for key, needed, _ in exceeded)
+        return UserError(
+            "IDLM-0205",
+            f"{sample.origin} is too long: {length} tokens in {num_rows} rows, but "
+            + ", ".join(f"{key}={limit}" for key, _, limit in exceeded),
+            fix=f"raise {raised} (row_length may be null: as needed), or set train.overlong=drop, truncate "
+            "or (for texts) split",
+        )
+
+
+def split(sample: Sample, fits: Callable[[Sample], bool], *, max_length: int) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive pieces of at most `max_length` tokens, each as long as `fits` allows.
+
+    The last token of a piece is the first of the next, as context: every token but the first of the sample is
+    predicted once.
+    """
+    pieces = []
+    start = 0
+    while start < len(sample) - 1:
+        stops = range(start + 2, min(len(sample), start + max_length) + 1)
+        stop = stops[-1]
+        if not fits(sample.piece(start, stop)):
+            first_bad = bisect.bisect_left(stops, True, key=lambda end: not fits(sample.piece(start, end)))
+            stop = stops[max(0, first_bad - 1)]
+        pieces.append((start, stop))
+        start = stop - 1
+    return pieces
 
 
 def best_fit_decreasing(
     costs: Sequence[int], capacity: int, *, max_bins: int | None = None
 ) -> list[list[int]]:
-    """Bins of indices into `costs`, each with a total cost <= capacity; what fits no bin of `max_bins` is
-    left out.
+    """Bins of indices into `costs`, each of total cost <= capacity; what fits no bin of `max_bins` is left
+    out.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     bins: list[list[int]] = []
@@ -45,50 +138,8 @@ def best_fit_decreasing(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPlan:
-    """Rows of an endless source. Pool p owns as many sample indices as it has token rows: no two pools share
-    one.
-
-    `cost_of(i)` is the number of rows sample i occupies, 0 for a sample that is dropped.
-    """
-
-    cost_of: Callable[[int], int]
-    capacity: int
-    rows_per_pool: int = 32
-
-    def pool(self, index: int) -> list[list[int]]:
-        """The `rows_per_pool` rows of a pool as lists of sample indices.
-
-        Samples are drawn in order until they fill the rows by volume; the few that then fit nowhere are
-        dropped, which an endless source can afford.
-        """
-        volume = self.rows_per_pool * self.capacity
-        members: list[int] = []
-        costs: list[int] = []
-        total = 0
-        for sample in range(index * volume, (index + 1) * volume):
-            cost = self.cost_of(sample)
-            if cost:
-                members.append(sample)
-                costs.append(cost)
-                total += cost
-            if total >= volume:
-                break
-        if not members:
-            raise UserError(
-                "IDLM-0205",
-                f"each of {volume} samples in turn is too long for train.max_length or train.row_length",
-                fix="raise train.max_length and train.row_length",
-            )
-        rows = best_fit_decreasing(costs, self.capacity, max_bins=self.rows_per_pool)
-        rows.extend([] for _ in range(self.rows_per_pool - len(rows)))
-        order = np.random.default_rng([index, self.capacity]).permutation(self.rows_per_pool)
-        return [sorted(members[place] for place in rows[row]) for row in order]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """The rows of a file: row k holds the indices `members[offsets[k] : offsets[k + 1]]`, all int64."""
+    """Rows of a file: row k holds the indices `members[offsets[k] : offsets[k + 1]]`, all int64."""
 
     members: np.ndarray
     offsets: np.ndarray
@@ -97,15 +148,12 @@ class FilePlan:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> list[int]:
-        """The indices in one row."""
         found: list[int] = self.members[self.offsets[index] : self.offsets[index + 1]].tolist()
         return found
 
 
 def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
-    """Pack all of a file: shuffled, cut into pools, every pool best-fit-decreasing. O(n log n), a few n
-    integers.
-    """
+    """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample."""
     order = np.random.default_rng(seed).permutation(len(costs))
     members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):
@@ -120,3 +168,143 @@ def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
     """The order in which an epoch visits the rows, int64 [num_rows]."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+class FileRows:
+    """Packed rows of a finite source, `len` per epoch, planned before data workers start, so that they share
+    it.
+
+    A unit is what is packed: a whole sample or a part of one. `left_out`, bool [num_samples], marks samples
+    that are not used; raises UserError IDLM-0205 where no sample fits.
+    """
+
+    def __init__(
+        self, source: Source, limits: LengthLimits, *, seed: int, left_out: np.ndarray | None = None
+    ) -> None:
+        self.source, self.limits, self.seed = source, limits, seed
+        self.lengths, self.num_targets = measure(source)
+        costs = limits.objective.num_rows_of(self.lengths, self.num_targets)
+        is_wanted = np.ones(len(costs), dtype=bool) if left_out is None else ~left_out
+        is_overlong = is_wanted & ((self.lengths > limits.max_length) | (costs > limits.row_length))
+        fitting = np.flatnonzero(is_wanted & ~is_overlong)
+        parts = self._parts(np.flatnonzero(is_overlong))
+        self.samples = np.concatenate([fitting, parts[:, 0]])
+        self.starts = np.concatenate([np.zeros_like(fitting), parts[:, 1]])
+        self.stops = np.concatenate([self.lengths[fitting], parts[:, 2]])
+        self.costs = np.concatenate([costs[fitting], parts[:, 3]])
+        self.num_cut = len(np.unique(parts[:, 0]))
+        self.num_dropped = int(is_wanted.sum()) - len(fitting) - self.num_cut
+        if not len(self.samples):
+            raise UserError(
+                "IDLM-0205",
+                f"all {is_wanted.sum()} samples{'' if left_out is None else ' of this part (eval.holdout)'} "
+                f"are longer than train.max_length={limits.max_length} or need more than "
+                f"train.row_length={limits.row_length} rows",
+                fix="raise train.max_length and train.row_length, or set train.overlong=truncate",
+            )
+        self.plan = plan_file(self.costs, limits.row_length, seed=seed)
+        self._orders: Recent[np.ndarray] = Recent(2)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of an epoch's rows that is padding."""
+        return 1 - float(self.costs.sum()) / (len(self.plan) * self.limits.row_length)
+
+    def members(self, item: int) -> list[int]:
+        """Sample indices of the packed row `item` of the run; a split sample may occur several times."""
+        return [int(self.samples[unit]) for unit in self._units(item)]
+
+    def row(self, item: int) -> list[Sample]:
+        """The samples, or parts of samples, in the packed row `item` of the run."""
+        return [
+            self.source.sample(int(self.samples[unit])).piece(int(self.starts[unit]), int(self.stops[unit]))
+            for unit in self._units(item)
+        ]
+
+    def _units(self, item: int) -> list[int]:
+        epoch, place = divmod(item, len(self.plan))
+        order = self._orders.get(epoch, lambda n: epoch_order(len(self.plan), seed=self.seed, epoch=n))
+        return self.plan.row(int(order[place]))
+
+    def _parts(self, overlong: np.ndarray) -> np.ndarray:
+        """Int64 [num_parts, 4]: sample, start, stop and rows of what is used of samples that are too long."""
+        parts = []
+        # Samples that are dropped need not be read.
+        for index in [] if self.limits.overlong == "drop" else overlong.tolist():
+            sample = self.source.sample(index)
+            for start, stop in self.limits.parts(sample):
+                parts.append((index, start, stop, self.limits.objective.num_rows(sample.piece(start, stop))))
+        return np.asarray(parts, dtype=np.int64).reshape(-1, 4)
+
+
+class StreamRows:
+    """Packed rows of an endless source.
+
+    Pool p owns as many sample indices as it has token rows, so that no two pools share one. Samples are drawn
+    in order until they fill the pool's rows by volume; the few that then fit no row are dropped.
+    """
+
+    num_dropped = 0
+
+    def __init__(self, source: Source, limits: LengthLimits) -> None:
+        self.source, self.limits = source, limits
+        self._pools: Recent[list[list[int]]] = Recent(4)
+        # Planning makes the samples that are read right after it.
+        self._samples: Recent[Sample | None] = Recent(4096)
+
+    def members(self, item: int) -> list[int]:
+        """Sample indices of the packed row `item` of the run."""
+        pool, row = divmod(item, ROWS_PER_POOL)
+        return self._pools.get(pool, self._plan)[row]
+
+    def row(self, item: int) -> list[Sample]:
+        """The samples in the packed row `item` of the run."""
+        used = (self._samples.get(index, self._used) for index in self.members(item))
+        return [sample for sample in used if sample is not None]
+
+    def _used(self, index: int) -> Sample | None:
+        """Sample `index` within the limits, None where it is dropped."""
+        sample = self.source.sample(index)
+        if self.limits.fits(sample):
+            return sample
+        parts = self.limits.parts(sample)
+        return sample.piece(*parts[0]) if parts else None
+
+    def _plan(self, pool: int) -> list[list[int]]:
+        """The rows of a pool as lists of sample indices."""
+        capacity = self.limits.row_length
+        volume = ROWS_PER_POOL * capacity
+        members: list[int] = []
+        costs: list[int] = []
+        total = 0
+        for index in range(pool * volume, (pool + 1) * volume):
+            sample = self._samples.get(index, self._used)
+            if sample is not None:
+                members.append(index)
+                costs.append(self.limits.objective.num_rows(sample))
+                total += costs[-1]
+                if total >= volume:
+                    break
+        if not members:
+            raise UserError(
+                "IDLM-0205",
+                f"each of {volume} samples in turn is too long for train.max_length or train.row_length",
+                fix="raise train.max_length and train.row_length",
+            )
+        rows = best_fit_decreasing(costs, capacity, max_bins=ROWS_PER_POOL)
+        rows.extend([] for _ in range(ROWS_PER_POOL - len(rows)))
+        order = np.random.default_rng([pool, capacity]).permutation(ROWS_PER_POOL)
+        return [sorted(members[place] for place in rows[row]) for row in order]
+
+
+def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, supervised tokens after the first) of all samples, read where the source has no counts."""
+    if isinstance(source, MeasuredSource):
+        return source.lengths, source.num_targets
+    assert source.num_samples is not None, "an endless source has no lengths"
+    samples = [source.sample(index) for index in range(source.num_samples)]
+    lengths = np.asarray([len(sample) for sample in samples], dtype=np.int64)
+    return lengths, np.asarray([sample.supervised[1:].sum() for sample in samples], dtype=np.int64)

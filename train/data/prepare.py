@@ -1,4 +1,4 @@
-"""The data of a run: what is trained on, what is held out of it, and the curriculum that the rows make."""
+"""The data of a run: training rows, held-out rows, and the curriculum whose length follows from the rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from idlm.train.objectives.curriculum import Curriculum
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from idlm.train.config.monitoring import EvalConfig
     from idlm.train.config.schema import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """`held_out` is None without `eval.every`."""
+    """What a run trains on and is evaluated on; `held_out` is None without `eval.every`."""
 
     dataset: PackedDataset
     curriculum: Curriculum
@@ -35,7 +36,7 @@ class RunData:
 def make_objective(
     config: TrainConfig, model: PreTrainedModel, tokenizer: Any, mask_token_id: int | None
 ) -> Objective:
-    """The objective of a run; `mask_token_id` is None where it places no masks."""
+    """Return the objective of a run; `mask_token_id` is None where it places no masks."""
     generation = model.generation_config
     return OBJECTIVES.get(config.objective).create(
         ObjectiveArgs(
@@ -50,11 +51,14 @@ def make_objective(
 def prepare_data(
     config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
 ) -> RunData:
-    """The packed datasets, and the curriculum that the rows of the first make in `epochs`. Collective."""
+    """Return the packed datasets and the curriculum, whose steps follow from the rows where `epochs` is set.
+
+    Collective.
+    """
     loop = config.train
     encoder = make_encoder(config.data, tokenizer, mask_token_id)
-    source = open_source_on_all_ranks(config, encoder)
-    is_held_out = held_out_flags(config, source)
+    source = open_source_on_all_ranks(config.data, encoder, output_dir=config.output_dir)
+    is_held_out = held_out_flags(config.eval, source, seed=config.data.seed)
 
     def packed(source: Source, left_out: np.ndarray | None) -> PackedDataset:
         pad_token_id = tokenizer.pad_token_id
@@ -80,29 +84,30 @@ def prepare_data(
     return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out)
 
 
-def held_out_flags(config: TrainConfig, source: Source) -> np.ndarray | None:
-    """Bool [num_samples]: which samples of a file are held out, by `data.seed`; None where other data is.
+def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
+    """Return which samples of a file are held out, bool [num_samples]; None where none are.
 
-    Whole records: turns of one conversation stay on one side.
+    Whole records are held out, so that turns of one conversation stay together. Raises UserError IDLM-0552
+    where no sample is left to train on.
     """
-    if config.eval.every is None or config.eval.path is not None or source.num_samples is None:
+    if config.every is None or config.path is not None or source.num_samples is None:
         return None
     records = source.records() if isinstance(source, CachedSource) else np.arange(source.num_samples)
-    chance = np.random.default_rng([config.data.seed, source.num_samples]).random(source.num_samples)
-    is_held_out = chance < config.eval.holdout
+    chance = np.random.default_rng([seed, source.num_samples]).random(source.num_samples)
+    is_held_out = chance < config.holdout
     is_held_out[chance[: records.max() + 1].argmin()] = True
     flags = is_held_out[records]
     if flags.all():
         raise UserError(
             "IDLM-0552",
-            f"eval.holdout={config.eval.holdout} of {source.num_samples} samples leaves nothing to train on",
+            f"eval.holdout={config.holdout} of {source.num_samples} samples leaves nothing to train on",
             fix="give eval.path with held-out data, or eval.every=null",
         )
     return flags
 
 
 def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
-    """`eval.path` (the validation split of an hf dataset), or the validation split of a task."""
+    """Open `eval.path` (of an hf dataset its validation split), or the validation split of a task."""
     if config.eval.path is None and not has_splits(config.data.source):
         raise UserError(
             "IDLM-0552",
@@ -110,4 +115,4 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
             fix="give eval.path with held-out data, or eval.every=null",
         )
     data = dataclasses.replace(config.data, path=config.eval.path, split="validation")
-    return open_source_on_all_ranks(dataclasses.replace(config, data=data), encoder)
+    return open_source_on_all_ranks(data, encoder, output_dir=config.output_dir)

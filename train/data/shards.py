@@ -1,9 +1,9 @@
-"""Finished parts of a build of the data cache, kept for the next start until the cache is published.
+"""Finished parts of a build of the data cache, from which an interrupted build continues.
 
-A shard holds the results (`Encoded`) of consecutive records. `idlm.checkpoint.publish` writes it whole or
-not at all, and its manifest is verified before it is used, so that a half-written or damaged shard is never
-used. What a shard holds follows from the cache's key alone: two processes that build the same cache may write
-the same shards. A build of fewer tokens than one shard writes none.
+A shard holds the results (`Encoded`) of consecutive records. `idlm.checkpoint.publish` writes it whole or not
+at all, and its manifest is verified before use, so that half-written or damaged shards are never used. Its
+content follows from the key of the cache alone: two processes that build the same cache may write the same
+shards.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from idlm.errors import UserError
 
 log = logging.getLogger(__name__)
 SHARD_TOKENS = 1 << 25
-"""128 MiB of packed tokens: about two minutes of one process."""
+"""128 MiB of packed tokens, about two minutes of one process; a build of fewer tokens writes no shard."""
 RECORDS, LENGTHS, TOKENS = "records.json", "lengths.bin", "tokens.bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """What one record became: its packed samples, or the code, message and fix of its UserError."""
+    """The packed samples of one record, or the code, message and fix of its UserError."""
 
     file: int
     place: int
@@ -40,7 +40,7 @@ class Encoded:
 
 @dataclass(slots=True)
 class Shards:
-    """The shards in `directory`, in order; `num_kept` counts those that are finished."""
+    """The shards in `directory`, in order; `num_kept` counts finished ones."""
 
     directory: Path
     num_kept: int = 0
@@ -48,8 +48,9 @@ class Shards:
     _num_waiting_tokens: int = 0
 
     def kept(self) -> Iterator[Encoded]:
-        """All results of finished shards, each verified first; the first damaged one and all after it are
-        removed. Call `add` only when this has ended.
+        """Yield the results of verified shards; the first damaged one and all after it are removed.
+
+        Call `add` only after this has ended.
         """
         for index in itertools.count():
             shard = self._path(index)
@@ -66,7 +67,7 @@ class Shards:
             shutil.rmtree(later)
 
     def add(self, done: Encoded) -> None:
-        """Remember the next result; a full shard is written."""
+        """Add the next result; a full shard is written."""
         self._waiting.append(done)
         self._num_waiting_tokens += sum(len(sample) for sample in done.samples)
         if self._num_waiting_tokens < SHARD_TOKENS:
@@ -78,7 +79,7 @@ class Shards:
         self._num_waiting_tokens = 0
 
     def remove(self) -> None:
-        """Remove all shards: the cache is published, or its data is refused."""
+        """Remove all shards, once the cache is published or its data refused."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _path(self, index: int) -> Path:

@@ -109,7 +109,7 @@ def finish(
             "rows are the base model's"
         )
     stops = stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict())
-    data = inspect_data(config, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
+    data = inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
     exports = [stage_directory(config.output_dir, stage) for stage in stages[:-1]]
     plan = run / PLAN_FILE
     with translate_disk_errors(target / "report.md"):

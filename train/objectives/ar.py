@@ -1,5 +1,7 @@
-"""Plain next-token training on packed clean rows: the base model, and the control every conversion is
-compared with.
+"""Next-token training on packed clean rows: trains base models, and the control that conversions are compared
+with.
+
+Shape letters: B packed rows, T rows of one packed row, D width.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from idlm.train.objectives.curriculum import Stage
 @OBJECTIVES.register("ar")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoregressive(OneTerm):
-    """`mask_region=response` trains response tokens only, `all` every token."""
+    """The one term is `clean`: response tokens with `mask_region=response`, all tokens with `all`."""
 
     mask_token_id: int | None
     mask_region: str

@@ -1,7 +1,11 @@
-"""What an objective is: which rows a sample becomes, and which summed losses they yield. The trainer knows no
-more.
+"""The contract of a training objective. A new one is one new file in this folder that registers a class.
 
-Adding an objective is one new file in this package that registers a class.
+The trainer asks an objective three questions, in this order:
+    rows     which noisy and clean rows a sample becomes (input ids, labels, what each row sees)
+    terms    which losses these rows give: sums of negative log-likelihoods, one per name in `term_names`
+    weights  how the loss weighs the means of the terms: loss = sum_i weights[i] * sums[i] / counts[i]
+`counts` are summed over all ranks and micro-batches of a step. `Objective` states each method; `ar.py` is the
+shortest example.
 
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised rows.
 """
@@ -27,32 +31,30 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The linear output head, whole on this rank for as long as the model's forward pass is in it.
+    """The linear output head, whole on this rank while the model's forward pass is in it.
 
-    Every method takes rows [M, D] that the caller has chosen and keeps one chunk of logits at a time.
+    Each method takes the rows [M, D] that the caller chose and holds one chunk of logits at a time.
     """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
 
     def loss(self, hidden_MD: Tensor, labels_M: Tensor, coefficients_M: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of coefficient * nll, differentiable; nll [M] in nats, float32, detached)."""
+        """Return (sum of coefficient * nll, differentiable; nll [M] in nats, float32, detached)."""
         return linear_cross_entropy(hidden_MD, self.weight_VD, labels_M, coefficients_M, bias_V=self.bias_V)
 
     def nll(self, hidden_MD: Tensor, labels_M: Tensor) -> Tensor:
-        """nll [M] without gradients, for a third of the cost of `loss`."""
+        """Return nll [M] in nats without gradients, for a third of the cost of `loss`."""
         return token_nll(hidden_MD, self.weight_VD, labels_M, bias_V=self.bias_V)
 
     def overlap(self, draft_MD: Tensor, verify_MD: Tensor) -> Tensor:
-        """Expected acceptance sum_x min(p(x), q(x)) [M] of a sampled draft, float32, detached."""
+        """Return the expected acceptance sum_x min(p(x), q(x)) [M] of sampled drafts, float32, detached."""
         return linear_overlap(draft_MD, verify_MD, self.weight_VD, bias_V=self.bias_V)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Teacher-forced expected acceptance, per draft position: sums [num_masks] and counts [num_masks],
-    detached.
-    """
+    """Teacher-forced expected acceptance by draft position; sums and counts are [num_masks] and detached."""
 
     sums: Tensor
     counts: Tensor
@@ -60,8 +62,10 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of
-    `Objective.term_names`, detached. `loss`: coefficients * sums, a scalar to differentiate; None without
+    """The losses of a micro-batch.
+
+    `sums` [num_terms]: summed negative log-likelihood in nats per term, in the order of
+    `Objective.term_names`, detached. `loss`: the scalar coefficients @ sums to differentiate; None without
     coefficients.
     """
 
@@ -72,8 +76,8 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveArgs:
-    """What a run gives its objective. `mask_token_id`: None where no masks are placed; `max_stride`: of all
-    stages; `stop_token_ids`: tokens that end an answer.
+    """What a run gives its objective. `mask_token_id` is None where no masks are placed; `max_stride` is the
+    largest stride of all stages; `stop_token_ids` end an answer.
     """
 
     mask_token_id: int | None
@@ -83,31 +87,36 @@ class ObjectiveArgs:
 
 
 class Objective(Protocol):
-    """One training objective; stateless."""
+    """One training objective. It has no state: each result follows from the arguments."""
 
     @property
     def term_names(self) -> tuple[str, ...]:
         """Names of the summed losses, in the order of `Terms.sums`."""
 
     def default_row_length(self, max_length: int) -> int:
-        """Rows that hold the longest allowed sample."""
+        """Return how many rows the longest allowed sample needs."""
 
     def num_rows(self, sample: Sample) -> int:
-        """Rows the sample occupies at most, at any stage."""
+        """Return how many rows the sample needs at most, over all stages."""
 
     def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
-        """`num_rows` of many samples, int64, from their tokens and the supervised ones behind the first."""
+        """Return `num_rows` of many samples, int64 [samples], without reading them.
+
+        `lengths` [samples] counts tokens, `num_targets` [samples] supervised tokens after the first token.
+        """
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
-        """The sample's rows at a stage of the curriculum; all that is random follows from `seed`, which a run
-        has for every visit of a sample, so that nothing is drawn that a resumed run would have to remember.
+        """Return the rows of a sample at a stage of the curriculum.
+
+        Everything random follows from `seed`, which differs for each visit of a sample, so that a resumed run
+        draws the same.
         """
 
     def semantics(self, stride: int) -> Semantics:
-        """What a checkpoint trained up to a stage of this stride means."""
+        """Return how to decode a checkpoint that was trained up to a stage of this stride."""
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
-        """Tokens per term whose loss `terms` sums up, int64 [num_terms] on the CPU, from shapes alone."""
+        """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
 
     def terms(
         self,
@@ -119,23 +128,24 @@ class Objective(Protocol):
         coefficients: Tensor | None,
         want_overlap: bool,
     ) -> Terms:
-        """Losses of a micro-batch, where `coefficients` [num_terms] are given with the loss to differentiate.
+        """Return the losses of a micro-batch from the last hidden states [B, T, D].
 
-        `want_overlap`: the step's figures are shown, so that what is only reported is worth its cost.
-        `head` sees supervised rows only. Nothing here may wait for the device.
+        `coefficients` [num_terms], weights / counts, are given where the loss is differentiated.
+        `want_overlap`: this step is logged, so also compute what is only reported. Must not wait for the
+        device.
         """
 
     def needs_means(self, stage: Stage) -> bool:
-        """Whether `weights` looks at the step's own losses, which must then be known before the backward
-        pass.
-        """
+        """Return whether `weights` depends on the step's own losses, which then need a forward pass first."""
 
     def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        """Weight of each term, float32 [num_terms]; `means`: global means, given where `needs_means`."""
+        """Return the weight of each term, float32 [num_terms]; `means` [num_terms], sums / counts over all
+        ranks, are given where `needs_means`.
+        """
 
 
 class OneTerm:
-    """Of an objective with one term: that is the loss, at any stage."""
+    """Base of objectives with one term, whose weight is 1 at all stages."""
 
     __slots__ = ()
 
@@ -155,7 +165,9 @@ def one_term(
     weights_M: Tensor | float = 1.0,
     coefficients: Tensor | None,
 ) -> Terms:
-    """The one term of an objective: weight * nll, summed over rows `index_M` of the flattened batch."""
+    """Return the terms of an objective with one: weight * nll, summed over rows `index_M` of the flattened
+    batch.
+    """
     labels_M = batch["labels"].flatten()[index_M]
     hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
     loss = None
@@ -167,20 +179,20 @@ def one_term(
 
 
 class ObjectiveFactory(Protocol):
-    """The class of an objective, which the configuration is checked against before there is a mask token."""
+    """The class of an objective; its flags decide which options a configuration may set."""
 
     @property
     def places_masks(self) -> bool:
-        """Whether it needs a mask token and stages of strides."""
+        """Whether it needs a mask token and stages with strides."""
 
     @property
     def predicts_next(self) -> bool:
-        """Whether a row predicts the token behind it, as in the base. Without that there is neither a clean
-        loss to weigh nor a gated adapter, whose clean rows stay those of the base.
+        """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to
+        weigh and no gated adapter, which keeps the clean rows of the base.
         """
 
     def create(self, given: ObjectiveArgs) -> Objective:
-        """The objective of a run."""
+        """Return the objective of a run."""
 
 
 OBJECTIVES: Registry[ObjectiveFactory] = Registry("objective", "idlm.train.objectives")

@@ -1,11 +1,11 @@
-"""Block diffusion as SDAR trains it: masked tokens of a block are predicted in place from the block itself,
-seen both ways, and from the clean blocks before it, in one forward pass of `[x_t | x_0]`.
+"""Block diffusion as in SDAR (arXiv 2510.06303): masked tokens of a block are predicted in place, from the
+whole block and the clean blocks before it, in one forward pass of `[x_t | x_0]`.
 
-Every block of `stride` tokens, on the grid of the document's start, draws a mask rate p. The loss of a masked
-token weighs 1/p, and the sum is divided by all targets, masked or not: its expectation is the NELBO.
-Departures from SDAR (arXiv 2510.06303): p is drawn per block, not per sample, for less variance; a block
-without a target has no noisy rows, which nobody would see; the block in which an answer ends is filled with
-its stop token, because a shorter block would tell the end, which decoding never does.
+Blocks have `stride` tokens and start with the document. Each block draws a mask rate p. The loss of a masked
+token weighs 1/p, and the sum is divided by the number of targets, masked or not: its expectation is the
+NELBO. Differences from SDAR: p is drawn per block, not per sample, for less variance; a block without a
+target has no noisy rows, because no row would see them; the block in which an answer ends is filled with its
+stop token, because a shorter block would reveal the end, which decoding does not know.
 
 Shape letters: B packed rows, T rows of one packed row, D width, L tokens of one sample, M masked rows.
 """
@@ -26,7 +26,7 @@ from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, O
 from idlm.train.objectives.curriculum import Stage
 
 LOWEST_RATE = CERTAIN // 1000
-"""Rates are uniform above it: 1/p stays finite."""
+"""Lower end of the uniform mask rates, which keeps 1/p finite."""
 
 
 @OBJECTIVES.register("block")
@@ -91,7 +91,9 @@ class BlockDiffusion(OneTerm):
         *,
         block_size: int,
     ) -> Rows:
-        """The blocks with a target, `is_masked` being hidden at `rates` (in parts of `CERTAIN`); all [L]."""
+        """Return the rows of blocks with a target; tokens of `is_masked` become masks, drawn at `rates` (in
+        parts of `CERTAIN`). All arguments are [L].
+        """
         positions = np.arange(len(token_ids), dtype=np.int64)
         block = positions // block_size
         kept = (np.bincount(block, weights=is_target) > 0)[block]
@@ -106,9 +108,11 @@ class BlockDiffusion(OneTerm):
         )
 
     def _filled(self, sample: Sample, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets up to the last target, and to the end of its block when it ends an answer."""
+        """Return tokens and target flags up to the last target, and up to the end of its block if it ends an
+        answer.
+        """
         is_target = np.zeros(len(sample), dtype=bool)
-        # The same tokens as in every objective: the first of a document is context.
+        # As in all objectives, the first token of a document is context.
         is_target[1:] = target_flags(sample, self.mask_region)[:-1]
         end = int(np.flatnonzero(is_target)[-1]) + 1
         last = int(sample.token_ids[end - 1])
@@ -135,7 +139,7 @@ class BlockDiffusion(OneTerm):
 
 
 def _context_rows(sample: Sample, block_size: int) -> Rows:
-    """The clean half, block-causal and without a loss: a row that sees its own token could only copy it."""
+    """The clean half, block-causal and without labels: a row that sees its own token would only copy it."""
     positions = np.arange(len(sample), dtype=np.int64)
     return Rows(
         input_ids=sample.token_ids,

@@ -1,8 +1,8 @@
-"""Stages of increasing stride in one run; which stage a step or data item belongs to is a pure function of
-its index.
+"""Stages of increasing stride in one run (arXiv 2604.11035, appendix H.1, whose authors run one job per
+stage).
 
-Nothing here is state: a resumed run and a run with other accumulation settings see the same stages at the
-same items. Paper arXiv 2604.11035, appendix H.1 (the authors run one job per stage by hand).
+The stage of a step or data item is a pure function of its index: a resumed run and a run with other
+accumulation see the same stages at the same items.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ BALANCES = ("step", "previous")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """`num_steps` optimizer steps at one stride; `clean_weight` None means s = L_mask / L_clean of the same
-    step.
-    """
+    """`num_steps` optimizer steps at one stride; `clean_weight` is s, None for s = L_mask / L_clean."""
 
     index: int
     stride: int
@@ -33,9 +31,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """The stages of a run in order; `global_batch` packed rows are consumed by one optimizer step over all
-    ranks.
-    """
+    """The stages of a run in order; one optimizer step consumes `global_batch` packed rows over all ranks."""
 
     stages: tuple[Stage, ...]
     global_batch: int
@@ -53,7 +49,7 @@ class Curriculum:
         return max(stage.stride for stage in self.stages)
 
     def stage_of_step(self, step: int) -> Stage:
-        """Stage of the 0-based optimizer step."""
+        """Return the stage of the 0-based optimizer step."""
         assert 0 <= step < self.num_steps, f"{step=} {self.num_steps=}"
         for stage in self.stages:
             if step < stage.num_steps:
@@ -62,17 +58,17 @@ class Curriculum:
         raise AssertionError("unreachable: the stages add up to num_steps")
 
     def ends_stage(self, step: int) -> bool:
-        """Whether the 1-based optimizer step is the last one of a stage."""
+        """Return whether the 1-based optimizer step is the last one of a stage."""
         stage = self.stage_of_step(step - 1)
         return step == self.num_steps or self.stage_of_step(step).index != stage.index
 
     def stage_of_item(self, item: int) -> Stage:
-        """Stage of the 0-based data item (packed row)."""
+        """Return the stage of the 0-based data item (packed row)."""
         return self.stage_of_step(item // self.global_batch)
 
 
 def split_steps(total: int, fractions: Sequence[float]) -> list[int]:
-    """Integer steps per stage that add up to `total`, each at least 1, by largest remainder."""
+    """Return integer steps per stage that add up to `total`, each at least 1, by largest remainder."""
     assert total >= len(fractions) > 0, f"{total=} {fractions=}"
     exact = [total * fraction / sum(fractions) for fraction in fractions]
     steps = [max(1, int(value)) for value in exact]

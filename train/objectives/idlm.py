@@ -1,7 +1,12 @@
-"""Introspective-consistency training: L = L_mask + s * L_clean over one forward pass of `[x_t | x_0]`.
+"""Introspective-consistency training (I-DLM): the loss over one forward pass of `[x_t | x_0]`.
 
-Both halves have labels shifted by one; s is fixed or the detached ratio L_mask / L_clean of the same step's
-global means. Paper arXiv 2604.11035, section 3.1, equations 1 and 2.
+    L       = L_mask + s * L_clean                      arXiv 2604.11035, section 3.1, equations 1 and 2
+    L_mask  = mean of -log p(x_{i+1}) over noisy rows, which see masks of their block and clean rows
+    L_clean = mean of -log p(x_{i+1}) over supervised clean rows, as in next-token training
+    s       = `clean_weight` of the stage, or balanced ("auto"): stop_gradient(L_mask / L_clean)
+
+`rows` makes both halves, `terms` the sums of both losses, `weights` (1, s). The means, also those in s, are
+over all rows of an optimizer step: all ranks and micro-batches.
 
 Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M supervised positions.
 """
@@ -22,13 +27,13 @@ from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, O
 from idlm.train.objectives.curriculum import Stage
 
 SMALLEST_LOSS = 1e-8
-"""Floor of L_clean in the ratio s: a perfectly learnt clean path must not make s infinite."""
+"""Floor of L_clean in the ratio, which keeps s finite when the clean rows are learnt perfectly."""
 
 
 @OBJECTIVES.register("idlm")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntrospectiveConsistency:
-    """Terms are (mask, clean); a noisy row exists exactly where a clean row is supervised."""
+    """The terms are (mask, clean). Each supervised clean row has one noisy row with the same label."""
 
     mask_token_id: int | None
     mask_region: str
@@ -74,16 +79,14 @@ class IntrospectiveConsistency:
         coefficients: Tensor | None,
         want_overlap: bool,
     ) -> Terms:
-        """The k-th noisy and the k-th supervised clean row predict the same token, so their laws are compared
-        too.
-        """
+        """Noisy and clean row k predict the same token: the overlap of the two is the expected acceptance."""
         noisy_M, clean_M = batch["noisy_index"], batch["clean_index"]
         hidden, labels = hidden_BTD.flatten(0, 1), batch["labels"].flatten()
         overlap = None
         if want_overlap:
             overlap_M = head.overlap(*(hidden.detach().index_select(0, rows) for rows in (noisy_M, clean_M)))
             overlap = _by_position(overlap_M, noisy_M, batch, num_masks=stage.stride - 1)
-        # With s = 0 the clean half takes no gradient, and is computed only to be reported.
+        # With s = 0 clean rows need no gradient; their loss is computed only where it is reported.
         trains_clean = stage.clean_weight != 0.0
         index = torch.cat([noisy_M, clean_M]) if trains_clean or coefficients is None else noisy_M
         rows, loss = hidden.index_select(0, index), None
@@ -102,6 +105,7 @@ class IntrospectiveConsistency:
         return stage.clean_weight is None
 
     def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        """Return (1, s); a balanced s is detached, so that no gradient flows through it."""
         if stage.clean_weight is not None:
             return torch.tensor([1.0, stage.clean_weight])
         assert means is not None
@@ -110,6 +114,7 @@ class IntrospectiveConsistency:
 
 
 def _by_position(overlap_M: Tensor, noisy_M: Tensor, batch: Batch, *, num_masks: int) -> Overlap:
+    """Sum the overlaps [M] of noisy rows by their position in the block of masks."""
     position_M = (batch["position_ids"] - batch["block_starts"]).flatten()[noisy_M]
     zeros = overlap_M.new_zeros(num_masks)
     return Overlap(

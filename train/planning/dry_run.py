@@ -169,7 +169,7 @@ def _plan(
     dataset, curriculum = data.dataset, data.curriculum
     stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
     with found.guarding():
-        report = inspect_data(config, dataset, tokenizer, stop_token_ids=stops)
+        report = inspect_data(config.data, dataset, tokenizer, stop_token_ids=stops)
         found.add("Data", report.lines())
     found.add(f"Samples: {LEGEND}", _samples(dataset, tokenizer, colours=colours))
     stages = [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from idlm.errors import UserError
+from idlm.train.config.monitoring import MATMUL_TFLOPS
 from idlm.train.config.schema import TrainConfig
 from idlm.train.config.trainer_arguments import num_processes
 from idlm.train.data.dataset import PackedDataset, collate
@@ -24,7 +25,6 @@ from idlm.train.planning.flops import TokenCounts, fed_of, work_of
 from idlm.train.planning.memory import GIB, MemoryPlan, ModelShape, RunSetup, memory_plan, shape_of
 from idlm.train.planning.time import (
     DISK_FIX,
-    MATMUL_TFLOPS,
     DiskPlan,
     TimePlan,
     disk_plan,

@@ -19,9 +19,6 @@ from idlm.train.planning.memory import GIB
 if TYPE_CHECKING:
     from idlm.train.config.schema import TrainConfig
 
-MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 700.0, "A100": 265.0}
-"""bf16 products that a GPU really reaches: H200 measured (facts: limits.md 7), the others about 0.8 of the
-data sheet."""
 EFFICIENCY = 0.6
 """Share of that rate which whole steps reach; benchmarks/training/train_step.py measures it."""
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}

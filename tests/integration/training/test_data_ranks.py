@@ -1,6 +1,4 @@
-"""Several ranks and one cache: rank 0 builds while the others wait, and no rank trains on other data than
-the rest.
-
+"""Several ranks share one cache: rank 0 builds while the others wait, and all ranks train on the same data.
 
     python -m pytest -m slow tests/integration/training/test_data_ranks.py
 """
@@ -22,7 +20,7 @@ import sys
 from torch import distributed as dist
 from idlm.errors import UserError
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.schema import DataConfig, TrainConfig
+from idlm.train.config.data import DataConfig
 from idlm.train.data import build, open as opening
 from idlm.train.data.base import make_encoder
 
@@ -39,7 +37,7 @@ for number, path in enumerate(paths):
     data = DataConfig(path=path.replace("RANK", str(rank)), cache_dir=f"{path}.cache{one_each}")
     encoder = make_encoder(data, load_tokenizer("recipes/assets/tiny_ar"), None)
     try:
-        source = opening.open_source_on_all_ranks(TrainConfig(data=data), encoder)
+        source = opening.open_source_on_all_ranks(data, encoder, output_dir="unused")
         print(source.digest(), flush=True)
     except UserError as error:
         print(error.code, flush=True)

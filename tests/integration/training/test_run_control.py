@@ -193,7 +193,7 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     config = compose("train", TrainConfig, arguments(base, tmp_path / "out", **changes))
     objective = IntrospectiveConsistency(mask_token_id=165, mask_region="response")
     data = prepare_data(config, prepare_tokenizer(config), objective, 165, 1)
-    flags = held_out_flags(config, data.dataset.source)
+    flags = held_out_flags(config.eval, data.dataset.source, seed=config.data.seed)
     assert flags is not None and 1 <= flags.sum() < 20
     assert data.held_out is not None
     trained = {i for row in range(data.dataset.rows_per_epoch() or 0) for i in data.dataset.members(row)}

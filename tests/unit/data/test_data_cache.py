@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.schema import DataConfig, LoopConfig, StageConfig, TrainConfig, make_curriculum
+from idlm.train.config.data import DataConfig
+from idlm.train.config.monitoring import EvalConfig
+from idlm.train.config.schema import LoopConfig, StageConfig, TrainConfig, make_curriculum
 from idlm.train.data import build, cache
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.finite_source import split
 from idlm.train.data.layout import Sample
 from idlm.train.data.open import remember_data
+from idlm.train.data.packing import split
 from idlm.train.data.prepare import held_out_flags
 from idlm.train.objectives.idlm import IntrospectiveConsistency
 
@@ -206,7 +208,7 @@ def dataset_of(
 def test_rows_are_a_pure_function_and_every_epoch_uses_every_sample_once(tmp_path: Path, tokenizer) -> None:
     source = read(config_of(write(tmp_path / "a.jsonl", 300)), encoder_of(tokenizer))
     datasets = [dataset_of(source) for _ in range(2)]
-    rows = len(datasets[0].file)
+    rows = len(datasets[0].rows)
     items = np.random.default_rng(0).permutation(3 * rows)
     backward = {int(item): datasets[0].members(int(item)) for item in items}
     assert backward == {item: datasets[1].members(item) for item in range(3 * rows)}
@@ -220,7 +222,7 @@ def test_rows_are_a_pure_function_and_every_epoch_uses_every_sample_once(tmp_pat
         sum(datasets[0].objective.num_rows(s) for s in datasets[0].samples(item)) for item in range(rows)
     ]
     assert max(costs) <= 100
-    assert datasets[0].file.padding_share == pytest.approx(1 - sum(costs) / (100 * rows))
+    assert datasets[0].rows.padding_share == pytest.approx(1 - sum(costs) / (100 * rows))
     assert backward != {item: dataset_of(source, seed=2).members(item) for item in range(3 * rows)}
 
 
@@ -250,38 +252,38 @@ def test_a_split_corpus_is_trained_whole(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": "1" * num}) for num in (300, 20, 95)))
     dataset = dataset_of(read(config_of(path), encoder_of(tokenizer)), overlong="split", row_length=80)
-    rows = len(dataset.file)
+    rows = len(dataset.rows)
     targets = [int((dataset[item]["labels"] >= 0).sum()) for item in range(rows)]
     # bos and eos come with each text; every token but bos is predicted on both halves.
     assert sum(targets) == 2 * sum(num + 1 for num in (300, 20, 95))
     assert dataset.num_dropped == 0
-    report = inspect_data(TrainConfig(data=config_of(path)), dataset, tokenizer)
-    assert (report.num_split, report.num_truncated, report.num_dropped) == (2, 0, 0)
+    report = inspect_data(config_of(path), dataset, tokenizer)
+    assert report.num_overlong == {"dropped": 0, "split": 2}
 
 
 def test_the_report_counts_what_is_there(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", 200)
     path.write_text(path.read_text() + '\n{"prompt": 3}')
-    config = TrainConfig(data=config_of(path, on_bad_record="skip"))
-    source = read(config.data, encoder_of(tokenizer))
+    config = config_of(path, on_bad_record="skip")
+    source = read(config, encoder_of(tokenizer))
     dataset = dataset_of(source, overlong="truncate")
     report = inspect_data(config, dataset, tokenizer)
     samples = [source.sample(index) for index in range(200)]
     lengths = np.asarray([len(sample) for sample in samples])
-    assert (report.num_samples, report.num_records, report.num_skipped) == (200, 201, 1)
-    assert report.num_tokens == lengths.sum()
+    assert report.num_samples == 200 and np.array_equal(report.lengths, lengths)
     assert report.num_supervised == sum(int(sample.supervised.sum()) for sample in samples)
-    assert report.longest == lengths.max() and f"sample {lengths.argmax()} " in report.longest_origin
-    assert report.num_truncated == (lengths > 40).sum()
-    assert report.length_percentiles[0] == int(np.median(lengths))
-    assert report.shapes == (("pair", 200),)
+    assert f"sample {lengths.argmax()} " in report.longest_origin
+    assert report.num_overlong == {"dropped": 0, "truncated": (lengths > 40).sum()}
     assert report.num_open == 0
     text = "\n".join(report.lines())
+    assert "1 files, 201 records (200 of pair)" in text and "1 bad records skipped" in text
+    assert f"{lengths.sum():,} tokens" in text and f"50/90/99 %: {int(np.median(lengths))}/" in text
+    assert f"longest {lengths.max()} (" in text
     assert "a.jsonl:201" in text and "thinking=keep" in text and "warning: " in text
     assert "samples are dropped or truncated" in text
 
 
-def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, tokenizer) -> None:
+def test_a_run_does_not_continue_with_other_data(tmp_path: Path, tokenizer) -> None:
     path, run = write(tmp_path / "a.jsonl", 10), tmp_path / "run"
     run.mkdir()
     first = read(config_of(path), encoder_of(tokenizer))
@@ -302,8 +304,8 @@ def test_a_model_that_would_never_stop_is_refused(tmp_path: Path, tokenizer) -> 
     path = write(tmp_path / "a.jsonl", 10)
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", "")
-    config = TrainConfig(data=config_of(path))
-    dataset = dataset_of(read(config.data, encoder_of(endless)))
+    config = config_of(path)
+    dataset = dataset_of(read(config, encoder_of(endless)))
     with pytest.raises(UserError, match=r"IDLM-0234.*would never stop.*a\.jsonl:"):
         inspect_data(config, dataset, endless)
     one = endless.encode("1", add_special_tokens=False)[0]
@@ -311,12 +313,12 @@ def test_a_model_that_would_never_stop_is_refused(tmp_path: Path, tokenizer) -> 
 
 
 def test_the_report_of_an_endless_source_looks_at_its_beginning(tokenizer) -> None:
-    config = TrainConfig(data=DataConfig(source="task", task="ledger", level="tiny"))
-    source = SOURCES.get("task")(config.data, encoder_of(tokenizer))
+    config = DataConfig(source="task", task="ledger", level="tiny")
+    source = SOURCES.get("task")(config, encoder_of(tokenizer))
     dataset = dataset_of_endless(source)
     report = inspect_data(config, dataset, tokenizer)
-    assert (report.num_samples, report.num_seen, report.rows_per_epoch) == (None, 64, None)
-    assert report.num_tokens == sum(len(source.sample(index)) for index in range(64))
+    assert (report.num_samples, len(report.lengths), report.rows_per_epoch) == (None, 64, None)
+    assert report.lengths.sum() == sum(len(source.sample(index)) for index in range(64))
     assert 0.1 < report.supervised_share < 1
 
 
@@ -328,21 +330,19 @@ def dataset_of_endless(source: Any) -> PackedDataset:
 
 
 def test_turns_of_one_conversation_are_held_out_together(tmp_path: Path, tokenizer) -> None:
-    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}] * 3
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}] * 3
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": said}) for _ in range(40)))
+    path.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(40)))
     source = read(config_of(path), encoder_of(tokenizer, turns="each", use_chat_template=True))
     assert source.num_samples == 120
-    config = TrainConfig(data=config_of(path))
-    config.eval.every, config.eval.holdout = 1, 0.2
-    flags = held_out_flags(config, source)
+    flags = held_out_flags(EvalConfig(every=1, holdout=0.2), source, seed=0)
     assert flags is not None
     by_record = flags.reshape(40, 3)
     assert (by_record.any(axis=1) == by_record.all(axis=1)).all()
     assert 0 < by_record.any(axis=1).sum() < 40
 
 
-def test_few_rows_that_make_many_epochs_are_told() -> None:
+def test_few_rows_that_make_many_epochs_are_warned_about() -> None:
     stages = [StageConfig(stride=stride, fraction=1 / 3) for stride in (2, 3, 4)]
     config = TrainConfig(train=LoopConfig(stages=stages, epochs=2, batch_size=32))
     with pytest.warns(UserWarning, match="the 3 steps are 96 epochs"):

@@ -39,7 +39,7 @@ def test_blocks_restart_with_every_supervised_run() -> None:
     st.lists(st.booleans(), min_size=2, max_size=40), st.integers(2, 6), st.sampled_from(["response", "all"])
 )
 @settings(max_examples=200, deadline=None)
-def test_laws_of_the_noisy_half(flags: list[bool], stride: int, region: str) -> None:
+def test_properties_of_the_noisy_half(flags: list[bool], stride: int, region: str) -> None:
     sample = sample_of(flags)
     rows = noisy_rows(sample, mask_region=region, stride=stride, mask_token_id=MASK)
     clean = clean_rows(sample, region)

@@ -17,9 +17,10 @@ from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
-from idlm.train.config.schema import DataConfig
+from idlm.train.config.data import DataConfig
+from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder, without_thinking
-from idlm.train.data.sources.files import SUFFIXES, find_files
+from idlm.train.data.files import SUFFIXES, find_files
 
 MASK = 190
 USER, ASSISTANT = "Sam has 1 keys.", "Sam has 2."
@@ -97,7 +98,7 @@ def test_every_chat_shape_becomes_the_same_sample(
     assert source.header["shapes"] == {"pair" if shape == "completion" else shape: 1}
 
 
-def test_texts_are_supervised_whole_and_alpaca_puts_the_input_behind(
+def test_texts_are_supervised_whole_and_alpaca_appends_the_input(
     tmp_path: Path, tokenizer, encoder: Encoder
 ) -> None:
     text = read(jsonl(tmp_path, {"text": "Sam has 7."}, "", {"text": "Sam has 8."}), encoder)
@@ -156,14 +157,36 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path, encoder: Encod
         assert samples == found["one.jsonl"], name
 
 
+def test_each_file_of_the_folder_is_one_source() -> None:
+    files = Path(sources.__file__).parent.glob("*.py")
+    assert sorted(path.stem for path in files if path.stem != "__init__") == SOURCES.names()
+
+
+def test_a_folder_of_data_files_is_converted_under_the_data_cache(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    home = tmp_path / "home"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Sam has {i}."}) for i in range(3)))
+    config = DataConfig(source="hf", path=str(folder), cache_dir=str(tmp_path / "cache"))
+    first = read(config, encoder)
+    assert first.num_samples == 3 and first.sample(2).origin.endswith("[train]:3)")
+    assert (tmp_path / "cache" / "datasets").is_dir() and not home.exists()
+    assert read(config, encoder).directory == first.directory
+
+
 def test_places_in_arrays_and_shards_are_named(tmp_path: Path, encoder: Encoder) -> None:
     good = {"prompt": "Sam has 1", "response": "2"}
     text = "[\n" + ",\n".join(json.dumps(good) for _ in range(3)) + ",\n\n" + '{"prompt": "Sam"}\n]'
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match=r"a\.json:6"):
+    with pytest.raises(UserError, match=r"a\.json:4 "):
         read(DataConfig(path=str(tmp_path / "a.json"), cache_dir=str(tmp_path / "cache")), encoder)
     (tmp_path / "a.json").write_text(text[:-1].replace('{"prompt": "Sam"}', '{"prompt": "Sa'))
-    with pytest.raises(UserError, match=r"IDLM-0231.*a\.json:6"):
+    with pytest.raises(UserError, match=r"IDLM-0231.*a\.json.*line 6"):
         read(
             DataConfig(
                 path=str(tmp_path / "a.json"), cache_dir=str(tmp_path / "cache"), on_bad_record="skip"
@@ -209,13 +232,6 @@ def test_a_bad_line_is_named_or_skipped_and_counted(
 ANSWER = {"prompt": [2], "text": "a", "token_ids": [2], "finish_reason": "stop"}
 
 
-def deep(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
 @pytest.mark.parametrize(
     ("record", "code", "says"),
     [
@@ -238,7 +254,6 @@ def deep(levels: int) -> list[Any]:
         (ANSWER | {"token_ids": [2**40]}, "IDLM-0202", "token_ids that are not"),
         (ANSWER | {"token_ids": [9999]}, "IDLM-0227", "token id 9999"),
         (ANSWER | {"prompt": [9999]}, "IDLM-0227", "token id 9999"),
-        ({"text": "a", "input": deep(200)}, "IDLM-0202", "nested deeper"),
         ({"conversations": [{"from": "bing", "value": "a"}]}, "IDLM-0202", "from 'bing'"),
         ({"text": "  "}, "IDLM-0204", "an empty text"),
     ],
@@ -348,11 +363,11 @@ def test_a_name_that_is_not_utf8_is_shown_escaped(tmp_path: Path, encoder: Encod
     assert r"a\xff.jsonl:1" in source.sample(0).origin
 
 
-def test_an_array_counts_its_first_lines_and_ends_the_file(tmp_path: Path, encoder: Encoder) -> None:
+def test_an_array_counts_its_items_and_ends_the_file(tmp_path: Path, encoder: Encoder) -> None:
     path = tmp_path / "a.json"
     for text, says in (
-        ('\n\n[\n{"text": "Sam"}, 3]', r"IDLM-0202.*a\.json:4"),
-        ('[{"text": "Sam"}]\n[]', r"IDLM-0231.*text behind"),
+        ('\n\n[\n{"text": "Sam"}, 3]', r"IDLM-0202.*a\.json:2"),
+        ('[{"text": "Sam"}]\n[]', r"IDLM-0231.*Extra data"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=says):

@@ -1,12 +1,11 @@
-"""Tokenising for hours (issue 13, line 4): its progress is no hang to the watchdog, and what is finished
-survives the process.
-"""
+"""Tokenising for hours (issue 13, line 4): the watchdog sees its progress, and finished shards are kept."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import pytest
 from idlm.errors import UserError
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import load_tokenizer
-from idlm.train.config.schema import DataConfig, LoopConfig
+from idlm.train.config.check import data_problems
+from idlm.train.config.data import DataConfig
+from idlm.train.config.schema import LoopConfig
 from idlm.train.data import build, shards
 from idlm.train.data import open as opening
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource, pack
 from idlm.train.data.layout import Sample
-from idlm.train.data.settings import data_problems
 from idlm.train.loop.liveness import note_progress, progress_count
 from idlm.train.loop.watchdog import SLOW_FACTOR, Watchdog
 
@@ -93,7 +93,7 @@ def last_line_of(shard: Path) -> int:
     return json.loads((shard / shards.RECORDS).read_text())["records"][-1][1]
 
 
-def test_a_killed_build_goes_on_behind_its_last_finished_shard(
+def test_a_killed_build_continues_after_its_last_finished_shard(
     stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = shard_folders(stopped)
@@ -109,7 +109,7 @@ def test_a_killed_build_goes_on_behind_its_last_finished_shard(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_a_damaged_shard_and_those_behind_it_are_tokenised_again(
+def test_a_damaged_shard_and_later_ones_are_tokenised_again(
     damage: str, stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = shard_folders(stopped)
@@ -131,7 +131,7 @@ def test_a_damaged_shard_and_those_behind_it_are_tokenised_again(
 def test_a_half_written_shard_is_never_used(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The power goes while the second shard is written: it does not exist under its name."""
+    """The process dies while the second shard is written: it does not exist under its name."""
     monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
     config, written = config_of(tmp_path), []
 
@@ -168,7 +168,7 @@ def test_shards_outlive_a_full_disk_and_not_refused_data(
 def test_tokenising_takes_up_to_eight_cores_by_default(
     cores: int, expected: int, tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few records are not worth the start of processes."""
+    """Few records are encoded without starting processes."""
     started: list[int] = []
 
     def by_workers(tasks: Any, encoder: Encoder, num_workers: int) -> Iterator[build.Encoded]:
@@ -188,7 +188,7 @@ def test_tokenising_takes_up_to_eight_cores_by_default(
 
 
 class Clock:
-    """Seconds that pass only where the test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -210,21 +210,21 @@ def judged(watchdog: Watchdog) -> Any:
 def test_tokenising_for_hours_survives_the_default_watchdog(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a simulated clock: 4.5 B tokens at 296 K tokens/s, in records of 75 M."""
-    clock, told = Clock(), []
+    """Simulate 4.5 B tokens at 296 K tokens/s, in records of 75 M, with a fake clock."""
+    clock, seen = Clock(), []
     watchdog = watching(clock)
 
     def encode(encoder: Encoder, task: build.Task) -> build.Encoded:
         for _ in range(2):
             clock.now += 75e6 / 2 / TOKENS_PER_SECOND
-            told.append(judged(watchdog))
+            seen.append(judged(watchdog))
         sample = pack(Sample.from_pair([1], [2, 3], origin=task[2]))
         return build.Encoded(file=task[0], place=task[1], origin=task[2], samples=(sample,))
 
     monkeypatch.setattr(build, "encode", encode)
     read(config_of(tmp_path), encoder)
     assert clock.now == pytest.approx(4.5e9 / TOKENS_PER_SECOND) and clock.now > SLOW_FACTOR * 600
-    assert len(told) == 2 * NUM_RECORDS and not any(told)
+    assert len(seen) == 2 * NUM_RECORDS and not any(seen)
     clock.now += SLOW_FACTOR * watchdog.hang_seconds + 1
     assert judged(watchdog) is None, "the last record was finished after the last look"
     clock.now += SLOW_FACTOR * watchdog.hang_seconds + 1
@@ -232,46 +232,48 @@ def test_tokenising_for_hours_survives_the_default_watchdog(
 
 
 @pytest.mark.parametrize("is_hanging", [False, True])
-def test_a_rank_that_waits_for_tokenising_moves_as_long_as_that_does(
+def test_a_rank_that_waits_for_tokenising_makes_progress_as_long_as_that_does(
     is_hanging: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What rank 0 tells every five seconds is all that a waiting rank hears for 4.2 hours."""
+    """For 4.2 hours a waiting rank only receives the progress count of rank 0, every five seconds."""
     clock = Clock()
     watchdog = watching(clock)
     num_signs = round(4.2 * 3600 / 5)
     counts = iter([*(1 if is_hanging else 1 + sign for sign in range(num_signs)), 0])
-    told: list[Any] = []
+    seen: list[Any] = []
 
     def highest(value: int) -> int:
-        assert value == 0, "a rank that waits tells of no work of its own"
+        assert value == 0, "a rank that waits reports no work of its own"
         clock.now += opening.SECONDS_BETWEEN_SIGNS
-        told.append(judged(watchdog))
+        seen.append(judged(watchdog))
         return next(counts)
 
     monkeypatch.setattr(opening, "highest", highest)
     opening._while_others_wait(None)
-    assert any(told) is is_hanging
+    assert any(seen) is is_hanging
 
 
-def test_a_rank_that_tokenises_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+def test_a_rank_that_tokenises_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
 
     def highest(value: int) -> int:
-        told.append(value)
+        seen.append(value)
+        while len(seen) < 2 and progress_count() < value:
+            time.sleep(0.001)
         return value
 
     def work() -> None:
-        while len(told) < 2:
+        while len(seen) < 2:
             note_progress()
 
     monkeypatch.setattr(opening, "highest", highest)
     monkeypatch.setattr(opening, "SECONDS_BETWEEN_SIGNS", 0.001)
     before = progress_count()
     opening._while_others_wait(work)
-    assert before < told[0] < told[1] and told[-1] == 0
+    assert before < seen[0] < seen[1] and seen[-1] == 0
 
 
-def test_progress_of_this_process_is_told_to_the_other_ranks() -> None:
+def test_progress_of_this_process_is_sent_to_the_other_ranks() -> None:
     watchdog = watching(Clock())
     watchdog._exchange()
     before = watchdog.seen[0].beat.progress_count

@@ -203,7 +203,7 @@ def test_trap_23_weights_make_the_expected_loss_the_nelbo() -> None:
     assert expected == pytest.approx(nelbo, rel=2e-3)
 
 
-def test_the_draws_are_the_estimators_law() -> None:
+def test_the_draws_have_the_distribution_of_the_estimator() -> None:
     """Weight times frequency of every pattern of a block is the chance that a random order passes through it,
     per token still to reveal; patterns of two blocks are independent.
     """
@@ -227,7 +227,7 @@ def test_the_draws_are_the_estimators_law() -> None:
 
 @pytest.mark.parametrize("block_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("region", ["response", "all"])
-def test_laws_of_the_rows(block_size: int, region: str) -> None:
+def test_properties_of_the_rows(block_size: int, region: str) -> None:
     objective, draw = objective_of(region), np.random.default_rng(block_size)
     for seed in range(60):
         flags = draw.random(int(draw.integers(2, 40))) < 0.4

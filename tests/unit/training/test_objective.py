@@ -47,7 +47,7 @@ def plain_logits(model, token_ids):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("region", ["response", "all"])
 @torch.no_grad()
-def test_every_row_equals_a_plain_causal_forward_on_its_picture(family: str, region: str) -> None:
+def test_every_row_equals_a_plain_causal_forward_on_what_it_sees(family: str, region: str) -> None:
     model, objective = tiny_model(family), tiny_objective(region)
     samples = [random_sample(1, prompt=5, response=11), random_sample(2, prompt=3, response=6)]
     for stride in (2, 3, 4):
@@ -69,7 +69,7 @@ def test_every_row_equals_a_plain_causal_forward_on_its_picture(family: str, reg
 
 @torch.no_grad()
 def test_leaving_out_the_clean_copies_inside_x_t_changes_nothing() -> None:
-    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that nobody sees."""
+    """The full 2L layout: x_t holds the whole document, prompt positions as clean copies that no row sees."""
     model, objective = tiny_model("qwen3"), tiny_objective()
     sample = random_sample(3, prompt=6, response=9)
     batch = batch_of([sample], objective, stage_of(3))
@@ -268,7 +268,7 @@ def test_packed_documents_give_the_losses_of_the_documents_alone() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunk_rows", [None, 3])
-def test_acceptance_is_the_overlap_of_both_laws_by_draft_position(
+def test_acceptance_is_the_overlap_of_both_distributions_by_draft_position(
     chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, objective, stage = tiny_model("qwen3"), tiny_objective(), stage_of(4)

@@ -233,7 +233,7 @@ def test_files_of_somebody_else_are_refused_before_training(tmp_path: Path, name
     for adapter in ("null", "{rank: 2}"):
         with pytest.raises(UserError, match="IDLM-0504") as caught:
             check_config(config_of(tmp_path, adapter=adapter))
-        told[adapter] = f"has a {name} of somebody else" in caught.value.message
+        told[adapter] = f"has a {name} that idlm did not write" in caught.value.message
     assert told == {"null": name != "README.md", "{rank: 2}": True}
 
 

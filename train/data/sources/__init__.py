@@ -1,0 +1,1 @@
+"""Data sources, one file each, which register themselves in `idlm.train.data.base.SOURCES`."""

@@ -1,8 +1,8 @@
-"""A dataset of the Hugging Face `datasets` library as a data source: a saved folder, or a name of the
-hub.
+"""A dataset of the Hugging Face `datasets` library as a data source.
 
-A folder written by `save_to_disk`, an `.arrow` file, or a folder of data files without a script. Code of
-a dataset is never run.
+`data.path` is a folder written by `save_to_disk`, an `.arrow` file, a folder of data files or a name of the
+hub. Code of a dataset is never run. Data files are converted under the run's data cache, a hub dataset in the
+library's.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, Any
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.build import cached_source
+from idlm.train.data.build import cache_folder, cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.sources.files import Row, identity_of
-from idlm.train.data.sources.parquet import BATCH_ROWS, wanted_columns, without_nulls
+from idlm.train.data.files import Row, identity_of
+from idlm.train.data.shapes import wanted_columns, without_nulls
 
 if TYPE_CHECKING:
-    from idlm.train.data.settings import DataConfig
+    from idlm.train.config.data import DataConfig
+
+BATCH_ROWS = 256
 
 
 class DatasetReader:
     """Rows of one split; `place` is the 1-based row."""
 
-    def __init__(self, path: str, split: str) -> None:
+    def __init__(self, path: str, split: str, cache: Path) -> None:
         self.split = split
-        self.dataset = _load(path, split)
+        self.dataset = _load(path, split, cache)
         self.names: tuple[str, ...] = (f"{path}[{split}]",)
         self.share_read = 0.0
 
@@ -38,25 +40,26 @@ class DatasetReader:
 
     def rows(self) -> Iterator[Row]:
         dataset = self.dataset.with_format(None).select_columns(wanted_columns(self.dataset.column_names))
-        for start in range(0, len(dataset), BATCH_ROWS):
-            columns = dataset[start : start + BATCH_ROWS]
-            for offset, values in enumerate(zip(*columns.values(), strict=True)):
-                record = without_nulls(dict(zip(columns, values, strict=True)))
-                yield Row(file=0, place=start + offset + 1, value=record)
-            self.share_read = start / len(dataset)
+        place = 0
+        for batch in dataset.iter(BATCH_ROWS):
+            for values in zip(*batch.values(), strict=True):
+                place += 1
+                yield Row(file=0, place=place, value=without_nulls(dict(zip(batch, values, strict=True))))
+            self.share_read = place / len(dataset)
 
 
-def _load(path: str, split: str) -> Any:
-    """The split as a map-style dataset whose rows lie in files."""
+def _load(path: str, split: str, cache: Path) -> Any:
+    """The split as a map-style dataset whose rows lie in files; UserError IDLM-0232 where that fails."""
     import datasets
 
     place = Path(path).expanduser()
     try:
         if place.suffix == ".arrow" and place.is_file():
             return datasets.Dataset.from_file(str(place))
-        is_saved = (place / "state.json").is_file() or (place / "dataset_dict.json").is_file()
-        if not is_saved:
-            return datasets.load_dataset(str(place) if place.exists() else path, split=split)
+        if not place.exists():
+            return datasets.load_dataset(path, split=split)
+        if not any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return datasets.load_dataset(str(place), split=split, cache_dir=str(cache / "datasets"))
         loaded = datasets.load_from_disk(str(place))
     # Network, hub, cache and format errors come as a dozen types of several libraries.
     except Exception as error:
@@ -79,8 +82,7 @@ def _load(path: str, split: str) -> Any:
 @SOURCES.register("hf")
 def hf_source(config: DataConfig, encoder: Encoder) -> CachedSource:
     """Read the split `data.split` of `data.path`."""
-    if config.path is None:
-        raise UserError(
-            "IDLM-0209", "data.source=hf needs data.path", fix="set data.path to a folder or a hub name"
-        )
-    return cached_source(DatasetReader(config.path, config.split), config, encoder)
+    if not config.path:
+        raise UserError("IDLM-0209", "the data path is empty", fix="set data.path to a folder or a hub name")
+    reader = DatasetReader(config.path, config.split, cache_folder(config))
+    return cached_source(reader, config, encoder)

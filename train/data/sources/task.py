@@ -9,12 +9,12 @@ from idlm.train.data.base import CORRECT, SOURCES, Encoder
 from idlm.train.data.layout import Sample
 
 if TYPE_CHECKING:
-    from idlm.train.data.settings import DataConfig
+    from idlm.train.config.data import DataConfig
 
 
 @SOURCES.register("task")
 class TaskSource:
-    """A split of the task `data.task` at `data.level` with the knobs `data.task_args`."""
+    """A split of the task `data.task` at `data.level`, changed by `data.task_args`."""
 
     is_endless: ClassVar[bool] = True
     has_splits: ClassVar[bool] = True

@@ -1,13 +1,13 @@
-"""The shapes that a record of a file may have, how one is told from another, and the samples it becomes.
+"""The shapes that a record of a file may have, how they are told apart, and the samples that a record
+becomes.
 
-All records of one source have one shape: a file that changes its mind is a mistake far more often than a
-wish.
+All records of one source have one shape: a file of several shapes is a mistake far more often than intended.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,26 +29,26 @@ SHAREGPT_ROLES = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("tools", "functions")
 MAX_ID = 2**31
-"""Caches keep ids in 31 bits."""
+"""Caches store ids in 31 bits."""
 
 Record = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """`keys`: alternatives of what a record must have; `example` is shown to users."""
+    """`keys`: alternative sets of keys, one of which a record must have; `example` is shown to users."""
 
     keys: tuple[tuple[str, ...], ...]
     example: str
     samples: Callable[[Record, Encoder, str], list[Sample]]
 
     def fits(self, record: Record) -> bool:
-        """Whether the record has the keys, whatever they hold."""
+        """Return whether the record has the keys, with any values."""
         return any(all(key in record for key in keys) for keys in self.keys)
 
 
 def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
-    """The name of the record's shape; UserError IDLM-0202 where no shape or more than one fits."""
+    """Return the name of the record's shape; UserError IDLM-0202 where no shape or more than one fits."""
     if wanted != AUTO:
         if not SHAPES[wanted].fits(record):
             raise _unknown(record, origin, f"is not of data.shape={wanted}")
@@ -62,34 +62,34 @@ def detect_shape(record: Record, wanted: str, *, origin: str) -> str:
         raise UserError(
             "IDLM-0202",
             f"{origin} fits several shapes: {', '.join(fitting)}",
-            fix=f"say which one is meant: data.shape={fitting[0]}",
+            fix=f"choose one of them: data.shape={fitting[0]}",
         )
     return fitting[0]
 
 
 def check_same_shape(record: Record, shape: str, *, origin: str, first: str) -> None:
-    """Refuse a record of another shape than the first one's, by UserError IDLM-0230."""
+    """Raise UserError IDLM-0230 where the record does not have the shape of the first record."""
     if not SHAPES[shape].fits(record):
         raise UserError(
             "IDLM-0230",
             f"{origin} has the keys {sorted(record)}, but {first} is of the shape {shape!r}: "
             f"{SHAPES[shape].example}",
-            fix="give each shape a file, and a run, of its own",
+            fix="put each shape into a file of its own and train on one of them",
         )
 
 
 def samples_of(record: Record, shape: str, encoder: Encoder, *, origin: str) -> list[Sample]:
-    """The samples of one record; UserErrors name `origin`."""
+    """Return the samples of one record; UserErrors name `origin`."""
     unsupported = [key for key in UNSUPPORTED if record.get(key)]
     if unsupported:
-        raise _malformed(origin, f"{unsupported[0]!r}, which no template is given here", shape)
+        raise _malformed(origin, f"{unsupported[0]!r}, which is not supported", shape)
     return SHAPES[shape].samples(record, encoder, origin)
 
 
 def _messages(record: Record, encoder: Encoder, origin: str) -> list[Sample]:
     messages = record["messages"]
     _check_messages(messages, origin, "messages")
-    return encoder.messages([_without_nulls(message) for message in messages], origin=origin)
+    return encoder.messages([without_nulls(message) for message in messages], origin=origin)
 
 
 def _sharegpt(record: Record, encoder: Encoder, origin: str) -> list[Sample]:
@@ -141,39 +141,37 @@ def _answers(record: Record, encoder: Encoder, origin: str) -> list[Sample]:
 
 
 SHAPES: dict[str, Shape] = {
-    "messages": Shape(
-        keys=(("messages",),),
-        example='{"messages": [{"role": str, "content": str}, ...]}',
-        samples=_messages,
-    ),
+    "messages": Shape((("messages",),), '{"messages": [{"role": str, "content": str}, ...]}', _messages),
     "sharegpt": Shape(
-        keys=(("conversations",),),
-        example='{"conversations": [{"from": str, "value": str}, ...]}',
-        samples=_sharegpt,
+        (("conversations",),), '{"conversations": [{"from": str, "value": str}, ...]}', _sharegpt
     ),
     "answers": Shape(
-        keys=(("prompt", "text", "token_ids", "finish_reason"),),
-        example="a record of idlm-generate output=",
-        samples=_answers,
+        (("prompt", "text", "token_ids", "finish_reason"),), "a record of idlm-generate output=", _answers
     ),
     "pair": Shape(
-        keys=(("prompt", "response"), ("prompt", "completion")),
-        example='{"prompt": str, "response": str}',
-        samples=_pair,
+        (("prompt", "response"), ("prompt", "completion")), '{"prompt": str, "response": str}', _pair
     ),
     "alpaca": Shape(
-        keys=(("instruction", "output"),),
-        example='{"instruction": str, "input": str, "output": str}',
-        samples=_alpaca,
+        (("instruction", "output"),), '{"instruction": str, "input": str, "output": str}', _alpaca
     ),
-    "text": Shape(keys=(("text",),), example='{"text": str}', samples=_text),
+    "text": Shape((("text",),), '{"text": str}', _text),
 }
 SHAPE_CHOICES = (AUTO, *SHAPES)
 KEYS = frozenset(
     {key for shape in SHAPES.values() for keys in shape.keys for key in keys}
     | {"input", "num_prompt_tokens", *UNSUPPORTED}
 )
-"""All keys that are read: columns beside them need not be loaded."""
+"""All keys that are read; other columns of a table need not be loaded."""
+
+
+def wanted_columns(names: Sequence[str]) -> list[str]:
+    """Return the columns that a shape may have; all where there are none, so that an error can name them."""
+    return [name for name in names if name in KEYS] or list(names)
+
+
+def without_nulls(record: Record) -> dict[str, Any]:
+    """Return a record of a table without its nulls, which stand for keys that the record lacks."""
+    return {key: value for key, value in record.items() if value is not None}
 
 
 def _texts(record: Record, keys: tuple[str, ...], origin: str, shape: str) -> list[str]:
@@ -188,7 +186,7 @@ def _check_messages(messages: Any, origin: str, shape: str) -> None:
         raise _malformed(origin, "messages that are not a list of {role, content} texts", shape)
     strange = [message["role"] for message in messages if message["role"] not in ROLES]
     if strange:
-        # Many templates leave a turn of an unknown role out without a word.
+        # Many templates silently leave out a turn of an unknown role.
         raise UserError(
             "IDLM-0202",
             f"{origin} has a message of the role {strange[0]!r}{did_you_mean(strange[0], ROLES)}",
@@ -197,12 +195,10 @@ def _check_messages(messages: Any, origin: str, shape: str) -> None:
 
 
 def _is_list_of(turns: Any, keys: tuple[str, str]) -> bool:
-    return (
-        isinstance(turns, list)
-        and bool(turns)
-        and all(
-            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in keys) for turn in turns
-        )
+    if not isinstance(turns, list) or not turns:
+        return False
+    return all(
+        isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in keys) for turn in turns
     )
 
 
@@ -210,23 +206,20 @@ def _are_ids(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_ID for value in values)
 
 
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables fill the keys that a message lacks with nulls, which templates would take for values."""
-    return {key: value for key, value in message.items() if value is not None}
-
-
 def _malformed(origin: str, found: str, shape: str) -> UserError:
     return UserError("IDLM-0202", f"{origin} has {found}", fix=f"write it as {SHAPES[shape].example}")
 
 
 def _unknown(record: Record, origin: str, problem: str) -> UserError:
-    """Name the shape that shares most keys with the record, then the one with the likest names."""
+    """The error about a record without a known shape; names the shape with the most similar keys."""
     candidates = [(name, keys) for name, shape in SHAPES.items() for keys in shape.keys if name != "answers"]
 
-    def likeness(candidate: tuple[str, tuple[str, ...]]) -> tuple[float, float]:
-        keys = candidate[1]
-        close = [max((_ratio(key, given) for given in record), default=0.0) for key in keys]
-        return sum(key in record for key in keys) / len(keys), sum(close) / len(keys)
+    def likeness(candidate: tuple[str, tuple[str, ...]]) -> float:
+        ratios = [
+            max((difflib.SequenceMatcher(None, key, given).ratio() for given in record), default=0.0)
+            for key in candidate[1]
+        ]
+        return sum(ratios) / len(ratios)
 
     name, keys = max(candidates, key=likeness)
     missing = [key for key in keys if key not in record]
@@ -236,7 +229,3 @@ def _unknown(record: Record, origin: str, problem: str) -> UserError:
         f"{origin} {problem}: it has the keys {sorted(record)}; the nearest shape is {name!r}{lacks}",
         fix=f"write {SHAPES[name].example}; shapes: {', '.join(SHAPES)}",
     )
-
-
-def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
