@@ -7,7 +7,6 @@ infers one schema for all records and cannot name the line of a bad one.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ class JsonlReader:
                 try:
                     for place, value in _values(unpacked(raw, path), path):
                         yield Row(file=file, place=place, value=_record(value, f"{name}:{place}"))
-                        num_bytes = sum(sizes[:file]) + raw.seek(0, os.SEEK_CUR)
+                        num_bytes = sum(sizes[:file]) + raw.tell()
                         self.share_read = num_bytes / max(1, sum(sizes))
                 except (*DAMAGE, json.JSONDecodeError) as error:
                     raise damaged(name, error) from error
