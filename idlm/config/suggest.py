@@ -79,6 +79,22 @@ ALIASES = {
 keys that it may mean. The first one that a command has counts."""
 
 
+RENAMED = {
+    "accelerator": "accelerators",
+    "max_prompt_rows": "max_num_batched_tokens",
+    "on_rejection": "rejection_strategy",
+    "run_ahead": "num_inflight_steps",
+    "template": "chat_template",
+}
+"""Options that had another name in earlier versions: they are refused with the new one."""
+
+
+def renamed(key: str) -> str | None:
+    """The dotted key with the new names of its segments; None if none of them was renamed."""
+    new = ".".join(RENAMED.get(segment, segment) for segment in key.split("."))
+    return None if new == key else new
+
+
 def edit_distance(a: str, b: str) -> int:
     """Insertions, deletions, substitutions and swaps of two neighbours that turn `a` into `b`."""
     before, row = [0] * (len(b) + 1), list(range(len(b) + 1))

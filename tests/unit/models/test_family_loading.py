@@ -282,13 +282,13 @@ def test_describe_names_decoder_and_accelerators_and_refuses_misspelt_ones(
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM")
     base = [f"model={tmp_path}", "describe=true"]
-    assert generate([*base, "decoder.steps=2", "accelerator=[mage]", "accelerator.mage.k=7"]) == 0
+    assert generate([*base, "decoder.steps=2", "accelerators=[mage]", "accelerators.mage.k=7"]) == 0
     told = capsys.readouterr().out
     assert "decoder     block(strategy='low_confidence_dynamic'" in told
     assert "steps=2" in told
     assert "accelerator mage(k=7, exact_layers=2)" in told
     for code, arguments in (
-        ("IDLM-0102", ["accelerator=[maeg]"]),
+        ("IDLM-0102", ["accelerators=[maeg]"]),
         ("IDLM-0102", ["decoder=blok"]),
         ("IDLM-0416", ["decoder.step=2"]),
         ("IDLM-0451", ["decoder.sub_block_size=5"]),
