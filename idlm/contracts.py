@@ -68,7 +68,7 @@ class SamplingParams:
             object.__setattr__(self, "decoder_options", dict(self.decoder_options))
         problems = [
             f"{name}={getattr(self, name)!r} must be {allowed}"
-            for name, (is_allowed, allowed) in self._checks().items()
+            for name, is_allowed, allowed in self._checks()
             if not is_allowed
         ]
         if problems:
@@ -79,35 +79,29 @@ class SamplingParams:
         """Whether top_k, top_p or min_p may remove tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    def _checks(self) -> dict[str, tuple[bool, str]]:
-        """By field: whether its value is allowed, and what is."""
-        return {
-            "temperature": (
-                is_number(self.temperature) and self.temperature >= 0,
-                "a finite number >= 0 (0 is greedy)",
-            ),
-            "top_p": (is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (_is_int(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
-            "min_p": (is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
-            "seed": (
-                self.seed is None or _is_int(self.seed, 0, 2**63 - 1),
-                "an integer in [0, 2**63)",
-            ),
-            "max_tokens": (_is_int(self.max_tokens, 1), "an integer >= 1"),
-            "stop": (all(map(_is_text, self.stop)), "non-empty strings"),
-            "stop_token_ids": (all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
-            "ignore_eos": (isinstance(self.ignore_eos, bool), "true or false"),
-            "logprobs": (
-                self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS),
+    def _checks(self) -> tuple[tuple[str, bool, str], ...]:
+        """Each field, whether its value is allowed, and what is allowed."""
+        has_seed, has_logprobs = self.seed is not None, self.logprobs is not None
+        options = self.decoder_options
+        return (
+            ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
+            ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
+            ("top_k", _is_int(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
+            ("min_p", is_number(self.min_p, 0, 1), "in [0, 1]"),
+            ("seed", not has_seed or _is_int(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+            ("max_tokens", _is_int(self.max_tokens, 1), "an integer >= 1"),
+            ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
+            ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
+            (
+                "logprobs",
+                not has_logprobs or _is_int(self.logprobs, 0, MAX_LOGPROBS),
                 f"an integer in [0, {MAX_LOGPROBS}]",
             ),
-            "n": (_is_int(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
-            "tau": (is_number(self.tau) and self.tau >= 0, "a finite number >= 0 (0 is exact)"),
-            "decoder_options": (
-                isinstance(self.decoder_options, dict) and all(map(_is_text, self.decoder_options)),
-                "a dict of option names",
-            ),
-        }
+            ("n", _is_int(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
+            ("tau", is_number(self.tau, 0), "a finite number >= 0 (0 is exact)"),
+            ("decoder_options", isinstance(options, dict) and all(map(_is_text, options)), "a dict by name"),
+        )
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same settings with this seed."""
@@ -121,13 +115,13 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return () if value is None else (value,)
 
 
-def is_number(value: object) -> bool:
-    """Whether `value` is an int or float (not a bool) that fp64 can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
+def is_number(value: object, least: float = -LARGEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
+    """Whether `value` is an int or float, not a bool, in [least, most]; the default is all of fp64."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_int(value: object, least: int, most: float = float("inf")) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def _is_int(value: object, least: int, most: float = LARGEST_NUMBER) -> bool:
+    return isinstance(value, int) and is_number(value, least, most)
 
 
 def _is_text(value: object) -> bool:

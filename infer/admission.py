@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import reprlib
 import secrets
-from collections.abc import Mapping, Sequence, Set
-from numbers import Number
-from typing import Any
+from collections.abc import Sequence
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -25,7 +22,13 @@ class Admission:
 
     def samples(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         """The `n` samples of a request. Raises UserError if this engine cannot answer it."""
-        parts, params = self._parts, _checked(request_id, params)
+        parts, params = self._parts, SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(
+                "IDLM-0454",
+                f"request {request_id!r}: params={params!r} is not SamplingParams",
+                fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
+            )
         parts.decoder.kv_policy.check(params)
         parts.decoder.configure(params.decoder_options)
         _check_vocabulary(request_id, params, parts.model.spec.vocab_size)
@@ -91,37 +94,4 @@ def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) ->
             "IDLM-0411",
             f"request {request_id!r}: logprobs={params.logprobs}, but the vocabulary has {num_rows} tokens",
             fix=f"give logprobs <= {num_rows}",
-        )
-
-
-def _checked(request_id: str, params: Any) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise UserError(
-            "IDLM-0454",
-            f"request {request_id!r}: params={params!r} is not SamplingParams",
-            fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
-        )
-    return params
-
-
-def check_list(prompts: Any) -> None:
-    """Raise UserError IDLM-0407 for anything but a sequence of prompts."""
-    is_sequence = hasattr(prompts, "__len__") and not isinstance(prompts, str | Mapping | Set)
-    if not is_sequence or any(isinstance(item, Number) for item in prompts):
-        raise UserError(
-            "IDLM-0407",
-            f"prompts={reprlib.repr(prompts)} is not a list of prompts (each a string or token ids)",
-            fix="give a list: generate([prompt], ...)",
-        )
-
-
-def check_one(prompt: Any) -> None:
-    """Raise UserError IDLM-0407 for a list of prompts."""
-    if isinstance(prompt, list | tuple) and any(isinstance(item, str | list | tuple) for item in prompt):
-        raise UserError(
-            "IDLM-0407",
-            "stream takes one prompt (a string or token ids), not a list of prompts",
-            fix="write stream(prompt, ...), or generate([prompt, ...], ...) for several",
         )

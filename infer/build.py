@@ -18,7 +18,7 @@ from idlm.infer.decoders.base import DECODERS, Decoder, default_decoder
 from idlm.infer.eos import eos_ids
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models import fp8
-from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
+from idlm.infer.models.loader import LoadedModel, load_model
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.runtime.cuda_graphs import StaticStep
@@ -119,7 +119,7 @@ def _load(path: Path, settings: EngineSettings, device: torch.device, shards: Sh
     model = load_model(
         path,
         device=device,
-        dtype=_resolve_dtype(settings.dtype),
+        dtype=settings.dtype,
         mask_token_id=settings.mask_token_id,
         base=settings.base,
         shards=shards,
@@ -396,16 +396,6 @@ def resolve_device(device: str) -> torch.device:
         )
     require_gpu(device, key="device")
     return resolved
-
-
-def _resolve_dtype(dtype: str) -> torch.dtype | str:
-    if dtype == "auto":
-        return dtype
-    if dtype not in DTYPES:
-        raise UserError(
-            "IDLM-0419", f"dtype={dtype!r} is not one of {['auto', *DTYPES]}", fix="use dtype=auto"
-        )
-    return DTYPES[dtype]
 
 
 def _max_length(settings: EngineSettings, model: LoadedModel) -> int:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.admission import Admission, Prompt, check_list, check_one
+from idlm.infer.admission import Admission, Prompt
 from idlm.infer.build import EngineParts
 from idlm.infer.distributed.launcher import create_worker
 from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_logits, out_of_memory
@@ -114,7 +114,6 @@ class Engine:
         The request is checked and queued by this call, before the first event is read. Raises UserError like
         `generate`.
         """
-        check_one(prompt)
         [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
         events = self._events_of(request_id, len(keys))
         # Enter the generator's `try`, so that closing an iterator that was never read aborts its request.
@@ -362,7 +361,12 @@ class Engine:
         streams: bool = False,
     ) -> list[tuple[str, int]]:
         """Queue all prompts, or none if one is refused; returns (request id, index) of every sample."""
-        check_list(prompts)
+        if isinstance(prompts, str):
+            raise UserError(
+                "IDLM-0407",
+                f"prompts={prompts!r} is one prompt, not a list of prompts",
+                fix="give a list: generate([prompt], ...)",
+            )
         if isinstance(params, Sequence):
             settings = list(params)
         else:

@@ -26,7 +26,7 @@ within a second (an H200 at 64 sequences).
 """
 MIN_STEPS_BETWEEN_TRIALS = 32
 EXPLORATION_BUDGET = 0.001
-"""Fraction of the tokens that retrying slower modes may cost: the slower a mode was, the rarer its retries."""
+"""Fraction of the tokens that retrying slower modes may cost: slower modes are retried less."""
 OOM_MEMORY_STEPS = 1000
 """Steps for which an out-of-memory error limits the rows of a step."""
 

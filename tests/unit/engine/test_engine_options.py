@@ -94,7 +94,7 @@ def test_help_says_that_a_seed_does_not_hold_an_adaptive_stride() -> None:
         ("IDLM-0417", "ar", {"device": "mps"}, ("mps",)),
         ("IDLM-0417", "ar", {"device": "meta"}, ("meta",)),
         ("IDLM-0417", "ar", {"device": "xpu:0"}, ("xpu",)),
-        ("IDLM-0419", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
+        ("IDLM-0608", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
         ("IDLM-0420", "ar", {"max_length": 100_000}, ("100000", "512")),
         ("IDLM-0102", "ar", {"memory": "cacheing"}, ("'caching'",)),
         ("IDLM-0606", "isd", {"mask_token_id": VOCAB}, (str(VOCAB),)),

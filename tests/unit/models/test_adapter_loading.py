@@ -138,7 +138,7 @@ def test_the_base_is_found_by_its_path_or_by_the_option(qwen: Path, adapter: Pat
     edit(adapter / CONFIG_FILE, base_model_name_or_path=None)
     refused(adapter, "IDLM-0611", "nowhere")
     refused(adapter, "IDLM-0611", "empty", base=tmp_path / "empty")
-    refused(qwen, "IDLM-0611", "is no adapter", base=qwen)
+    refused(qwen, "IDLM-0611", "is not an adapter", base=qwen)
 
 
 def test_another_base_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
