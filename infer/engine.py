@@ -202,7 +202,7 @@ class Engine:
         """Launch the next step without waiting for its results; False if no request can run."""
         schedule = self.scheduler.next()
         if schedule is None:
-            # Preemption must not depend on results that are still in flight.
+            # Read all results first: preemption must not depend on which steps have finished.
             self._collect(max_inflight=0)
             schedule = self.scheduler.next()
         assert schedule is not None, f"{len(self._inflight)=}"
@@ -223,7 +223,7 @@ class Engine:
             if self._stride_controller is not None and step.only_decodes:
                 self._stride_controller.observe_time(step.mode, len(step.requests), step.seconds())
             for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
-                # Skip requests that finished or were aborted while this step was in flight.
+                # Skip requests that finished or were aborted after this step was launched.
                 if request.finish_reason is None:
                     self._process(request, samples, emission)
 

@@ -206,7 +206,7 @@ def describe_model(
         [
             *description(outline),
             f"decoder     {kind.name}{_values(decoding)}",
-            f"accelerators {accelerators or 'none'}",
+            f"accelerator {accelerators or 'none'}",
         ]
     )
 

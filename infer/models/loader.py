@@ -207,7 +207,7 @@ def checkpoint_directory(path: str | Path) -> Path:
 def _full_diffusion(architecture: Any) -> str:
     """An addition to the error message for the architectures of full-diffusion models."""
     name = FULL_DIFFUSION.get(architecture) if isinstance(architecture, str) else None
-    return "" if name is None else f", which is {name}, a full-diffusion model that no decoder supports yet"
+    return "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
 
 
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:

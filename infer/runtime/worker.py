@@ -37,7 +37,7 @@ class Worker:
         return self.parts.step(schedule)
 
     def check(self) -> None:
-        """Raise UserError if a rank has died, so that steps in flight never finish. Without ranks: never."""
+        """Raise UserError if a rank has died, so that launched steps never finish. Without ranks: never."""
 
     def free_cached_memory(self) -> None:
         """Free captured graphs and the allocator's cache, after a step that ran out of memory."""

@@ -1,4 +1,4 @@
-"""The training forward on packed `[x_t | x_0]` rows against the engine's pass on the same picture, in fp32.
+"""The training forward on packed `[x_t | x_0]` rows against the engine's step on the same layout, in fp32.
 
 Training: noisy row s of a block that starts at b is a mask at position s, sees the clean tokens before b and
 its block's masks up to itself, and predicts token s + 1. Engine: that is mask s - b of a group which hangs on

@@ -43,7 +43,7 @@ def test_old_names_are_refused_with_the_new_one(old: str) -> None:
     """In Python and on the command line, where decoder options are written decoder.NAME."""
     error = _refusal(check_options, "isd", {old: 1})
     assert (error.code, f"{old!r}; it is now called {RENAMED[old]!r}" in error.message) == ("IDLM-0416", True)
-    if old == "on_rejection":
+    if RENAMED[old] == "rejection_strategy":
         _, options, _ = split_plugin_options([f"decoder.{old}=cold"], plugin="decoder", default=None)
         assert RENAMED[old] in _refusal(check_options, "isd", options).message
         return

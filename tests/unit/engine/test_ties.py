@@ -1,6 +1,6 @@
 """Exact ties have one order on every device: lower token ids, left places, lower slots, lower experts first.
 
-tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order; tests/margins.py avoids them.
+tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order; see tests/margins.py.
 """
 
 from __future__ import annotations
