@@ -116,13 +116,9 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
 
 def _load(path: Path, settings: EngineSettings, device: torch.device, shards: Shards) -> LoadedModel:
     fp8.check_device(device, is_wanted=settings.is_lossy)
+    mask_token_id, base = settings.mask_token_id, settings.base
     model = load_model(
-        path,
-        device=device,
-        dtype=settings.dtype,
-        mask_token_id=settings.mask_token_id,
-        base=settings.base,
-        shards=shards,
+        path, device=device, dtype=settings.dtype, mask_token_id=mask_token_id, base=base, shards=shards
     )
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
@@ -383,17 +379,12 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(
-            "IDLM-0417", f"device={device!r} is not a device", fix="use auto, cpu or cuda:0"
-        ) from error
-    if resolved.type not in AUTO:
-        raise UserError(
-            "IDLM-0417",
-            f"device={device!r}: the engine does not run on {resolved.type}",
-            fix="use auto, cpu or cuda:0",
-        )
+        resolved: torch.device | None = torch.device(device)
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in AUTO:
+        problem = f"device={device!r} is not a device that the engine runs on"
+        raise UserError("IDLM-0417", problem, fix="use auto, cpu or cuda:0")
     require_gpu(device, key="device")
     return resolved
 

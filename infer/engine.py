@@ -29,7 +29,7 @@ from idlm.infer.settings import EngineSettings
 from idlm.infer.stop_strings import AnswerText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StreamEvent:
     """New tokens and text of one sample; the last event of a sample carries its `completion`.
 
@@ -299,16 +299,8 @@ class Engine:
         completion: Completion | None,
         error: UserError | None = None,
     ) -> None:
-        self._events.append(
-            StreamEvent(
-                request_id=request.request_id,
-                index=request.index,
-                token_ids=token_ids,
-                text=text,
-                completion=completion,
-                error=error,
-            )
-        )
+        event = StreamEvent(request.request_id, request.index, token_ids, text, completion, error)
+        self._events.append(event)
 
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
         """Run a step and take the events of these requests; others stay for their own reader.
