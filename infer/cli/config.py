@@ -33,8 +33,7 @@ class GenerateConfig(EngineSettings):
         None,
     )
     drop_last_turn: bool = option(
-        "if messages in input= end in an assistant turn, answer that turn again; false refuses them",
-        False,
+        "if messages in input= end in an assistant turn, answer that turn again; false refuses them", False
     )
     carry_keys: bool = option(
         "copy unknown keys of input= to the records of output=; false refuses them", False

@@ -1,4 +1,4 @@
-"""Interfaces of a model: its spec, its trunk, the trunk's access to the KV cache, and a registry of families.
+"""Interfaces of a model: its spec, the trunk's access to the KV cache, and a registry of families.
 
 A family maps `config.json` to a `ModelSpec` and names its tensors; it has no arithmetic and no state.
 A new one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
@@ -125,22 +125,6 @@ class KVAccess(Protocol):
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H] of a layer whose keys and values are stored."""
-        ...
-
-
-class Trunk(Protocol):
-    """A transformer over packed rows. Both calls run under inference mode and keep no state between steps."""
-
-    spec: ModelSpec
-
-    def __call__(
-        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
-    ) -> Tensor:
-        """Return hidden_RD after the final norm. A gated adapter applies to the rows where `is_mask_R`."""
-        ...
-
-    def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits_XV in the dtype of the weights."""
         ...
 
 

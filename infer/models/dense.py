@@ -33,13 +33,7 @@ class LowRank(nn.Module):
     """
 
     def __init__(
-        self,
-        sizes: tuple[int, ...],
-        weight_ED: Tensor,
-        bias_E: Tensor | None,
-        *,
-        rank: int,
-        scaling: float,
+        self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scaling: float
     ) -> None:
         super().__init__()
         num_outputs, width = weight_ED.shape
@@ -130,12 +124,7 @@ class Layer(nn.Module):
         return low
 
     def forward(
-        self,
-        x_RD: Tensor,
-        residual_RD: Tensor | None,
-        number: int,
-        rows: Rows,
-        kv: KVAccess,
+        self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
     ) -> tuple[Tensor, Tensor, Rows]:
         """The output, the residual to add it to (in place of `residual_RD`), and the remaining rows."""
         spec = self.spec

@@ -304,7 +304,7 @@ def _dtype(
     if name == "auto":
         name = config.get("dtype") or config.get("torch_dtype")
         if name is None and embed in files:
-            name = str(weights.tensor_dtype(files, embed)).removeprefix("torch.")
+            name = str(weights.tensor(files, embed).dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise UserError(
             "IDLM-0608",

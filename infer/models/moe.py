@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.dense import (
-    DenseLayer,
-    DenseTrunk,
-    Layer,
-    Rows,
-    WeightTarget,
-    empty_weight,
-    target_of,
-)
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, Rows, WeightTarget, empty_weight, target_of
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.linear import Linears

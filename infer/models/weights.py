@@ -159,11 +159,6 @@ def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
         return torch.equal(one.get_tensor(first), other.get_tensor(second))
 
 
-def tensor_dtype(files: Mapping[str, Path], name: str) -> torch.dtype:
-    """The dtype of a tensor in its file; reads its data."""
-    return tensor(files, name).dtype
-
-
 def tensor(files: Mapping[str, Path], name: str) -> torch.Tensor:
     """One tensor of the checkpoint, on the CPU."""
     with _opened(files[name]) as file:

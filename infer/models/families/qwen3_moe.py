@@ -35,10 +35,7 @@ class Qwen3Moe(Family):
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
-    num_layers, every = (
-        reader.integer("num_hidden_layers"),
-        reader.integer("decoder_sparse_step", 1),
-    )
+    num_layers, every = (reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", 1))
     # transformers 5 writes the field under its second name.
     num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"))
     reader.allow("num_local_experts", num_experts, None)
