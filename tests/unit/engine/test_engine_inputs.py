@@ -1,4 +1,4 @@
-"""What the engine is given and gives back: refusals by code and words, log-probabilities, seeds, streams."""
+"""Inputs and outputs of the engine: refusals by code and words, log-probabilities, seeds, streams."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_request_ids_are_strings(engine: Engine, request_id: Any) -> None:
     assert not engine.has_work
 
 
-def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
+def test_a_bad_request_removes_the_others_of_its_call(engine: Engine) -> None:
     assert _refusal(engine.generate, [[1], [2], []]).code == "IDLM-0410"
     assert not engine._active
     assert not engine.scheduler.waiting
@@ -189,7 +189,7 @@ def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
 
 @pytest.mark.parametrize("decoder", ["ar", "isd"])
 def test_logprobs_are_the_models_own(checkpoint: Path, decoder: str) -> None:
-    """Against log_softmax of one transformers forward, whatever temperature the tokens were drawn at."""
+    """Equal to log_softmax of one transformers forward, at any sampling temperature."""
     import transformers
 
     engine = Engine.from_pretrained(checkpoint, decoder, **OPTIONS)
@@ -211,7 +211,7 @@ def test_logprobs_are_the_models_own(checkpoint: Path, decoder: str) -> None:
 
 
 @pytest.mark.parametrize("decoder", ["ar", "isd"])
-def test_a_seed_names_one_answer_alone_and_in_a_crowd(checkpoint: Path, decoder: str) -> None:
+def test_a_seed_determines_the_answer_in_any_batch(checkpoint: Path, decoder: str) -> None:
     prompts = [[(7 * i + j) % MASK_ID for j in range(1 + 2 * i % 11)] for i in range(16)]
     params = [SamplingParams(max_tokens=12, temperature=1.0 + i / 20, seed=i) for i in range(16)]
     crowd = Engine.from_pretrained(checkpoint, decoder, **OPTIONS).generate(prompts, params)
@@ -232,7 +232,7 @@ def test_samples_of_a_request_differ_and_repeat(engine: Engine) -> None:
     assert [c.index for c in first] == list(range(6))
 
 
-def test_without_a_seed_answers_differ_and_say_their_seed(engine: Engine) -> None:
+def test_without_a_seed_answers_differ_and_report_their_seed(engine: Engine) -> None:
     drawn = engine.generate([[1, 2]] * 6, SamplingParams(max_tokens=10))
     assert len({c.seed for c in drawn}) == 6
     assert len({c.token_ids for c in drawn}) > 3
@@ -240,7 +240,7 @@ def test_without_a_seed_answers_differ_and_say_their_seed(engine: Engine) -> Non
     assert repeated.token_ids == drawn[2].token_ids
 
 
-def test_own_names_do_not_get_in_the_way_of_given_ones(engine: Engine) -> None:
+def test_generated_request_ids_avoid_given_ones(engine: Engine) -> None:
     few = SamplingParams(temperature=0, max_tokens=3)
     given = f"r{engine._num_added + 1}"
     engine.add_request(given, [1], few)
@@ -276,7 +276,7 @@ def test_streamed_pieces_are_the_completion(speaking: Engine, seed: int) -> None
 
 
 def test_stop_strings_that_straddle_tokens_end_text_before_them(speaking: Engine) -> None:
-    """Stops cut from the unstopped answer, over its tokens' borders; the held-back text is never released."""
+    """Stop strings across token borders of the unstopped answer; held-back text is never released."""
     params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     [free] = speaking.generate(["Lea has 9 shells."], params)
     assert len(free.text) > 40

@@ -56,9 +56,7 @@ def run(
             controller.observe_drafts(accepted, min(tested, accepted + 1))
         factor = dice.uniform(1, 1.5) if dice.random() < disturbed else dice.uniform(1, 1 + noise)
         if not mixed or dice.random() >= mixed:
-            controller.observe_time(
-                number, num_sequences, slowness * factor * seconds(number, num_sequences)
-            )
+            controller.observe_time(number, num_sequences, slowness * factor * seconds(number, num_sequences))
     return chosen
 
 
