@@ -41,7 +41,6 @@ ALIASES = {
     "max_length": ("train.max_length",),
     "max_model_len": ("max_length",),
     "max_new_tokens": ("sampling.max_tokens",),
-    "max_num_batched_tokens": ("max_num_batched_tokens",),
     "max_seq_len": ("train.max_length", "max_length"),
     "max_seq_length": ("train.max_length", "max_length"),
     "max_steps": ("train.steps",),

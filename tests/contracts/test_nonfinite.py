@@ -197,5 +197,5 @@ def test_an_answer_that_is_whole_needs_no_further_drafts(
     assert cut.finish_reason == "error"
     assert 0 < len(cut.token_ids) < len(expected.token_ids)
     assert cut.token_ids == expected.token_ids[: len(cut.token_ids)]
-    assert f"behind {len(cut.token_ids)} tokens" in str(cut.error)
+    assert f"after {len(cut.token_ids)} tokens" in str(cut.error)
     assert_idle(engine)
