@@ -1,17 +1,15 @@
-"""Plain data that crosses module borders: what a caller asks for, what a pass is fed, what comes back.
+"""Plain data that crosses module borders: sampling settings, what a step is fed, and what it returns.
 
 Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
 J tokens a pass can emit for one sequence, W places of a block.
 
-This file imports neither torch nor numpy, for the command lines import it before they load a model.
+This file imports neither torch nor numpy, because command lines import it before they load a model.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from idlm.errors import UserError
@@ -21,139 +19,109 @@ if TYPE_CHECKING:
 
 LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
-"""Samples of one request: all of them are queued at once."""
+"""Largest `n`: all samples of a request are queued at once."""
 MAX_LOGPROBS = 1024
-"""Alternatives reported for each token: a pass copies so many for every row to the host."""
-NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "logprobs", "n", "tau")
-"""The sampling settings that are one."""
+"""Largest `logprobs`: each step copies this many alternatives per row to the host."""
+
+
+def option(text: str, default: Any) -> Any:
+    """A dataclass field with the help text that the command line shows. A list or dict default is copied."""
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling settings. The defaults draw from the model's own law; temperature 0 is greedy.
+    """Sampling settings of one request, in Python and on the command line (`sampling.temperature=0`).
 
-    `top_k` 0, `top_p` 1 and `min_p` 0 are off. `tau` relaxes acceptance to min(1, (1+tau) p/q) and makes
-    the answer lossy. `seed` None draws a fresh one. `logprobs` k returns the log-probability (model's own
-    law, before temperature) of each token with those of the k likeliest. `n` samples come back as n
-    completions. `decoder_options`: what this request has otherwise than the engine's decoder, by the names of
-    its options (block: threshold, edit_threshold, entropy_bound, steps; ar, isd: none).
+    The defaults sample from the model's own distribution. Raises UserError IDLM-0401 that names every value
+    out of range.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int = 512
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-    tau: float = 0.0
-    decoder_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    temperature: float = option("0 is greedy, 1 samples the model's own distribution", 1.0)
+    top_p: float = option("keep the most likely tokens up to this total probability; 1 is off", 1.0)
+    top_k: int = option("keep the k most likely tokens; 0 is off", 0)
+    min_p: float = option("drop tokens below this fraction of the highest probability; 0 is off", 0.0)
+    seed: int | None = option("random stream of each prompt; null draws a fresh one", None)
+    max_tokens: int = option("longest answer", 512)
+    stop: tuple[str, ...] = option("strings that end the answer", ())
+    stop_token_ids: tuple[int, ...] = option("token ids that end the answer", ())
+    ignore_eos: bool = option("continue past the end-of-sequence token", False)
+    logprobs: int | None = option(
+        "also return the model's own log-probabilities, with this many alternatives per token", None
+    )
+    n: int = option("answers per prompt", 1)
+    tau: float = option(
+        "relaxed acceptance min(1, (1+tau) p/q) of drafts (decoder=isd, lossy); 0 is exact", 0.0
+    )
+    decoder_options: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": "options of the decoder that a request may set (block: threshold, ...)"},
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(map(own_number, _as_tuple(self.stop_token_ids))))
-        for name in (*NUMBERS, "ignore_eos"):
-            object.__setattr__(self, name, own_number(getattr(self, name)))
-        if isinstance(self.decoder_options, Mapping):
-            options = {name: own_number(value) for name, value in self.decoder_options.items()}
-            object.__setattr__(self, "decoder_options", options)
-        problems = [text for text, is_bad in self._checks() if is_bad]
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        if isinstance(self.decoder_options, dict):
+            object.__setattr__(self, "decoder_options", dict(self.decoder_options))
+        problems = [
+            f"{name}={getattr(self, name)!r} must be {allowed}"
+            for name, is_allowed, allowed in self._checks()
+            if not is_allowed
+        ]
         if problems:
             raise UserError("IDLM-0401", "; ".join(problems), fix="correct the sampling settings named")
 
     @property
     def has_filters(self) -> bool:
-        """Whether tokens may be cut off from the tempered law."""
+        """Whether top_k, top_p or min_p may remove tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    def _checks(self) -> list[tuple[str, bool]]:
-        return [
+    def _checks(self) -> tuple[tuple[str, bool, str], ...]:
+        """Each field, whether its value is allowed, and what is allowed."""
+        has_seed, has_logprobs = self.seed is not None, self.logprobs is not None
+        options = self.decoder_options
+        return (
+            ("temperature", is_number(self.temperature, 0), "a finite number >= 0 (0 is greedy)"),
+            ("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
+            ("top_k", _is_int(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
+            ("min_p", is_number(self.min_p, 0, 1), "in [0, 1]"),
+            ("seed", not has_seed or _is_int(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+            ("max_tokens", _is_int(self.max_tokens, 1), "an integer >= 1"),
+            ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
+            ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             (
-                f"temperature={self.temperature!r} must be a finite number >= 0 (0 is greedy)",
-                not (is_number(self.temperature) and self.temperature >= 0),
+                "logprobs",
+                not has_logprobs or _is_int(self.logprobs, 0, MAX_LOGPROBS),
+                f"an integer in [0, {MAX_LOGPROBS}]",
             ),
-            (f"top_p={self.top_p!r} must be in (0, 1]", not (is_number(self.top_p) and 0 < self.top_p <= 1)),
-            (
-                f"top_k={self.top_k!r} must be an integer in [0, 2**31) (0 is off)",
-                not (_is_int(self.top_k, 0) and self.top_k < 2**31),
-            ),
-            (
-                f"min_p={self.min_p!r} must be in [0, 1]",
-                not (is_number(self.min_p) and 0 <= self.min_p <= 1),
-            ),
-            (
-                f"seed={self.seed!r} must be an integer in [0, 2**63)",
-                self.seed is not None and not (_is_int(self.seed, 0) and self.seed < 2**63),
-            ),
-            (f"max_tokens={self.max_tokens!r} must be an integer >= 1", not _is_int(self.max_tokens, 1)),
-            (f"stop={self.stop!r} must be non-empty strings", not all(_is_text(text) for text in self.stop)),
-            (
-                f"stop_token_ids={self.stop_token_ids!r} must be integers >= 0",
-                not all(_is_int(token, 0) for token in self.stop_token_ids),
-            ),
-            (
-                f"ignore_eos={self.ignore_eos!r} must be true or false",
-                not isinstance(self.ignore_eos, bool),
-            ),
-            (
-                f"logprobs={self.logprobs!r} must be an integer in [0, {MAX_LOGPROBS}]",
-                self.logprobs is not None
-                and not (_is_int(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS),
-            ),
-            (
-                f"n={self.n!r} must be an integer in [1, {MAX_SAMPLES}]",
-                not (_is_int(self.n, 1) and self.n <= MAX_SAMPLES),
-            ),
-            (
-                f"tau={self.tau!r} must be a finite number >= 0 (0 is exact)",
-                not (is_number(self.tau) and self.tau >= 0),
-            ),
-            (
-                f"decoder_options={self.decoder_options!r} must be a dict of names",
-                not (isinstance(self.decoder_options, dict) and all(map(_is_text, self.decoder_options))),
-            ),
-        ]
+            ("n", _is_int(self.n, 1, MAX_SAMPLES), f"an integer in [1, {MAX_SAMPLES}]"),
+            ("tau", is_number(self.tau, 0), "a finite number >= 0 (0 is exact)"),
+            ("decoder_options", isinstance(options, dict) and all(map(_is_text, options)), "a dict by name"),
+        )
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same settings with a definite seed."""
+        """The same settings with this seed."""
         return replace(self, seed=seed)
 
 
-def _as_tuple(value: object) -> tuple[Any, ...]:
-    """One value, several, or None for none; whatever cannot be iterated is left to the checks."""
-    if value is None:
-        return ()
-    try:
-        # Not by the look of it: a tensor without dimensions has __iter__ too.
-        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
-    except TypeError:
-        return (value,)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """The items of a list or tuple, () for None, and one value as a tuple of itself."""
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    return () if value is None else (value,)
 
 
-def own_number(value: object) -> object:
-    """A number of numpy's, or of anybody's, and numpy's true and false, as Python's own; else as it is."""
-    if isinstance(value, int | float):
-        return value
-    # Without numpy nothing can be a number of numpy's; unlike its other numbers, its bool is no `Integral`.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.bool_):
-        return bool(value)
-    if isinstance(value, Integral):
-        return int(value)
-    return float(value) if isinstance(value, Real) else value
+def is_number(value: object, least: float = -LARGEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:
+    """Whether `value` is an int or float, not a bool, in [least, most]; the default is all of fp64."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a number that fp64 can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
-
-
-def _is_int(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+def _is_int(value: object, least: int, most: float = LARGEST_NUMBER) -> bool:
+    return isinstance(value, int) and is_number(value, least, most)
 
 
 def _is_text(value: object) -> bool:
@@ -162,7 +130,10 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (nats) of an emitted token under the model's own law, and of the likeliest ones."""
+    """Log-probability (nats) of an emitted token under the model's own distribution, before temperature.
+
+    `top` holds those of the most likely tokens, as many as `SamplingParams.logprobs` asks for.
+    """
 
     token_id: int
     logprob: float
@@ -173,14 +144,13 @@ class TokenLogprob:
 class Completion:
     """One finished answer.
 
-    `token_ids` holds every emitted token, the stop token included; `text` ends before it, and before a
-    stop string. `finish_reason`: "stop", "length", "abort" or "error" (then `error` says which, code
-    first, and tokens and text are what there was by then). `num_cached_tokens` of the prompt were in the
-    prefix cache. `num_forwards` counts every forward pass that fed rows of this request, prompt included.
-    `tested_by_position[j]` drafts at position j+1 were tested, `accepted_by_position[j]` of them accepted,
-    none behind a stop; `acceptance_rate` is their ratio over all positions, None where nothing was tested.
-    `exactness`: "exact" (the answer has the law that its decoder stands for: the AR model's for ar and isd,
-    that of the unmasking itself for block) or "lossy".
+    `token_ids` holds every emitted token, the stop token included; `text` ends before it and before a stop
+    string. `finish_reason` is "stop", "length", "abort" or "error" (`error` then starts with the code, and
+    tokens and text are those emitted so far). The prefix cache held `num_cached_tokens` of the prompt.
+    `num_forwards` counts the forward passes that fed rows of this request, prompt included.
+    `tested_by_position[j]` drafts at position j+1 were tested and `accepted_by_position[j]` accepted; drafts
+    after a stop do not count. `exactness` is "exact" if the answer follows the distribution that its decoder
+    stands for (ar, isd: the AR model's; block: that of the unmasking procedure), else "lossy".
     """
 
     request_id: str
@@ -205,7 +175,7 @@ class Completion:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the tested drafts that were accepted, or None."""
+        """Share of the tested drafts that were accepted; None if none was tested."""
         tested = sum(self.tested_by_position)
         return sum(self.accepted_by_position) / tested if tested else None
 

@@ -1,12 +1,10 @@
-"""What an engine can answer: every check of a request that needs no forward pass, and its samples."""
+"""Checks requests before they are queued, and makes their samples."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence, Set
-from numbers import Number
-from typing import Any
+from collections.abc import Sequence
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
@@ -17,20 +15,26 @@ Prompt = str | Sequence[int]
 
 
 class Admission:
-    """The checks of one engine. Changes nothing in it."""
+    """The checks of one engine; they do not change it."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
 
     def samples(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
-        """The `n` samples of a request; UserError for whatever this engine cannot answer."""
-        parts, params = self._parts, _checked(request_id, params)
+        """The `n` samples of a request. Raises UserError if this engine cannot answer it."""
+        parts, params = self._parts, SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(
+                "IDLM-0454",
+                f"request {request_id!r}: params={params!r} is not SamplingParams",
+                fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
+            )
         parts.decoder.kv_policy.check(params)
         parts.decoder.configure(params.decoder_options)
         _check_vocabulary(request_id, params, parts.model.spec.vocab_size)
         known = parts.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(known, list):
-            # Before the ids are looked at: a list of millions takes gigabytes to check.
+            # Check the length first, because checking millions of ids takes gigabytes.
             self._check_length(request_id, len(known))
         prompt_ids = token_list(request_id, known, parts.model.spec.vocab_size)
         params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
@@ -51,7 +55,7 @@ class Admission:
         ]
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Longest prompt plus answer that context and pool allow."""
+        """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it."""
         context, page_size = self._check_length(request_id, len(prompt_ids)), self._parts.pool.page_size
         longest = min(context, len(prompt_ids) + params.max_tokens)
         needed, pool = self._parts.scheduler.slots_needed(longest), self._parts.pool.num_pages * page_size
@@ -64,20 +68,20 @@ class Admission:
         return longest
 
     def _check_length(self, request_id: str, num_tokens: int) -> int:
-        """Return the context; UserError IDLM-0412 for a prompt that leaves no room for an answer."""
+        """The context length. Raises UserError IDLM-0412 if the prompt leaves no room for an answer."""
         context = self._parts.settings.max_length
         assert context is not None
         if num_tokens >= context:
             raise UserError(
                 "IDLM-0412",
-                f"request {request_id!r}: the prompt has {num_tokens} tokens, the context {context}",
+                f"request {request_id!r}: the prompt has {num_tokens} tokens and the context {context}",
                 fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
             )
         return context
 
 
 def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) -> None:
-    """UserError IDLM-0411 for settings that speak of more tokens than the model has."""
+    """Raise UserError IDLM-0411 for stop ids, or numbers of logprobs, beyond the vocabulary."""
     outside = [token for token in params.stop_token_ids if token >= num_rows]
     if outside:
         raise UserError(
@@ -88,68 +92,6 @@ def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) ->
     if params.logprobs is not None and params.logprobs > num_rows:
         raise UserError(
             "IDLM-0411",
-            f"request {request_id!r}: logprobs={params.logprobs}, and the vocabulary has {num_rows} tokens",
+            f"request {request_id!r}: logprobs={params.logprobs}, but the vocabulary has {num_rows} tokens",
             fix=f"give logprobs <= {num_rows}",
         )
-
-
-def _checked(request_id: str, params: Any) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise UserError(
-            "IDLM-0454",
-            f"request {request_id!r}: params are {params!r}, not SamplingParams",
-            fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
-        )
-    return params
-
-
-def check_list(prompts: Any) -> None:
-    """UserError IDLM-0407 for anything but several prompts, in order."""
-    items = _items(prompts)
-    if isinstance(prompts, str) or any(map(_is_number, items or ())):
-        raise UserError(
-            "IDLM-0407",
-            "prompts is a single prompt (a string or token ids), a list of prompts is wanted",
-            fix="give a list: generate([prompt], ...)",
-        )
-    if items is None:
-        raise UserError(
-            "IDLM-0407",
-            f"prompts is {prompts!r}, a list of prompts is wanted",
-            fix="give a list: generate([prompt], ...)",
-        )
-
-
-def check_one(prompt: Any) -> None:
-    """UserError IDLM-0407 for a list of prompts where one is wanted."""
-    if not isinstance(prompt, str) and any(map(_is_prompt, _items(prompt) or ())):
-        raise UserError(
-            "IDLM-0407",
-            "stream takes one prompt (a string or token ids), not a list of prompts",
-            fix="write stream(prompt, ...), or generate([prompt, ...], ...) for several",
-        )
-
-
-def _items(prompts: Any) -> list[Any] | None:
-    """What stands in a list, an array or a tensor; None for what has no order, and for an iterator, which a
-    look would use up.
-    """
-    if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping | Set):
-        return None
-    try:
-        # Not by the look of it: an array without dimensions has __len__ too.
-        return list(prompts)
-    except TypeError:
-        return None
-
-
-def _is_number(item: Any) -> bool:
-    """Anybody's number, hence no prompt; numpy's texts have no dimensions either."""
-    return isinstance(item, Number) or (not isinstance(item, str) and getattr(item, "ndim", None) == 0)
-
-
-def _is_prompt(item: Any) -> bool:
-    """Text or a row of token ids, hence no token id."""
-    return isinstance(item, str | list | tuple) or getattr(item, "ndim", 0) > 0

@@ -1,10 +1,10 @@
-"""From a checkpoint directory and keywords to the parts of an engine, with all checks that need no pass."""
+"""Builds the parts of an engine from a checkpoint directory and checked options: start reading at `build`."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,20 @@ import torch
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
-from idlm.infer.cli.prompts import check_text
 from idlm.infer.decoders.base import DECODERS, Decoder, default_decoder
 from idlm.infer.eos import eos_ids
 from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
 from idlm.infer.models import fp8
-from idlm.infer.models.loader import DTYPES, LoadedModel, load_model
+from idlm.infer.models.loader import LoadedModel, load_model
 from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.memory_check import check_memory, translate_memory_errors
 from idlm.infer.runtime.model_runner import Runner, head_shape, set_deterministic
 from idlm.infer.runtime.step import EagerStep, Step, StepResult
-from idlm.infer.runtime.stride_controller import FixedPace, Pace, StrideController
+from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Schedule, Scheduler
-from idlm.infer.settings import EngineSettings, check_options, decoder_config
+from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import NO_ACCELERATORS, AcceleratorStack, stack_of
 from idlm.infer.state.kv_cache import KVCache, PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
@@ -41,12 +41,15 @@ from idlm.text.tokenizer import check_vocabulary, encode_prompt, load_tokenizer
 
 PAGE_SIZE = 16
 MIN_LANE_BYTES = 256
-"""Of a lane's numbers on the device and its entries in the books of the host."""
+"""Estimated bytes of one lane's counters on the device and of its bookkeeping on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What `Engine` is made of. `tokenizer` None: token ids in and out."""
+    """What `Engine` is made of. Without a `tokenizer` (None), prompts and answers are token ids only.
+
+    `stride_controller` is None if the decoder has one mode only.
+    """
 
     settings: EngineSettings
     model: LoadedModel
@@ -56,79 +59,82 @@ class EngineParts:
     table: SequenceState
     pool: PagePool
     scheduler: Scheduler
-    stride_controller: Pace
+    stride_controller: StrideController | None
     runner: Runner
     stack: AcceleratorStack
     step: Callable[[Schedule], StepResult]
 
     @property
     def is_lossy(self) -> bool:
-        """Whether answers have another law than the checkpoint and its decoding stand for."""
+        """Whether answers may follow another distribution than that of the checkpoint and its decoder."""
         return self.settings.is_lossy or self.stack.is_lossy or self.decoder.exactness != "exact"
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text prompt, through the chat template where the tokenizer has one."""
+        """Token ids of a text prompt, through the chat template if the tokenizer has one.
+
+        Raises UserError IDLM-0414 without a tokenizer.
+        """
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="give prompts as token ids"
             )
         if not prompt:
             return []
-        check_text("the prompt", prompt)
-        settings = self.settings
-        return list(
-            encode_prompt(self.tokenizer, prompt, template=settings.template, max_tokens=settings.max_length)
-        )
+        template, max_tokens = self.settings.chat_template, self.settings.max_length
+        return list(encode_prompt(self.tokenizer, prompt, template=template, max_tokens=max_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer; empty without a tokenizer."""
         return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh incremental decoder; its pieces are what `decode` gives."""
+        """A new incremental detokenizer; its pieces add up to what `decode` returns."""
         return Detokenizer(self.tokenizer)
 
 
-def build(
-    path: str | Path, decoder: str | None, options: dict[str, Any], shards: Shards = ALONE
-) -> EngineParts:
-    """Load the model, or what of it one of `shards` holds, and size the engine. See `check_options`.
+def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
+    """Load the model of a checkpoint directory, choose its decoder, and allocate what the engine needs.
 
-    Only rank 0 loads a tokenizer: the others never see text.
+    With tensor parallelism each rank builds its own shard, and rank 0 alone loads a tokenizer.
     """
-    path = Path(path)
-    settings, decoder_options = check_options(decoder, options)
+    path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
-    fp8.check_device(device, is_wanted=settings.is_lossy)
-    model = load_model(
-        path,
-        device=device,
-        dtype=_resolve_dtype(settings.dtype),
-        mask_token_id=settings.mask_token_id,
-        base=settings.base,
-        shards=shards,
-    )
-    if settings.weights == "fp8":
-        fp8.quantise(model.trunk)
-    chosen = DECODERS.get(decoder or default_decoder(model.semantics))
-    config = decoder_config(chosen, decoder_options)
-    decoder_object = chosen(config, model.semantics)
-    _check_mask_row(model, decoder_object)
-    tokenizer = None if shards.rank else load_tokenizer(path) or load_tokenizer(model.directory)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, model.spec.vocab_size)
+    model = _load(path, settings, device, shards)
+    chosen = DECODERS.get(options.decoder or default_decoder(model.semantics))
+    config = options.decoder_config or decoder_config(chosen, options.decoder_options)
+    decoder = chosen(config, model.semantics)
+    _check_mask_row(model, decoder)
+    tokenizer = None if shards.rank else _tokenizer(path, model)
     settings = dataclasses.replace(
         settings,
         max_length=_max_length(settings, model),
-        page_size=_page_size(settings, decoder_object.kv_policy.block_size),
+        page_size=_page_size(settings, decoder.kv_policy.block_size),
     )
-    stack = _stack(settings, model, decoder_object, dataclasses.asdict(config))
-    stop_ids = eos_ids(model, tokenizer)
-    return _assemble(settings, model, tokenizer, decoder_object, stop_ids, shards, stack)
+    stack = _stack(settings, model, decoder, dataclasses.asdict(config), options.accelerators)
+    return _assemble(settings, model, tokenizer, decoder, eos_ids(model, tokenizer), shards, stack)
+
+
+def _load(path: Path, settings: EngineSettings, device: torch.device, shards: Shards) -> LoadedModel:
+    fp8.check_device(device, is_wanted=settings.is_lossy)
+    mask_token_id, base = settings.mask_token_id, settings.base
+    model = load_model(
+        path, device=device, dtype=settings.dtype, mask_token_id=mask_token_id, base=base, shards=shards
+    )
+    if settings.weights == "fp8":
+        fp8.quantise(model.trunk)
+    return model
+
+
+def _tokenizer(path: Path, model: LoadedModel) -> Any:
+    """The tokenizer in `path` (an adapter may bring its own), else the model's; None if there is none."""
+    tokenizer = load_tokenizer(path) or load_tokenizer(model.directory)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.spec.vocab_size)
+    return tokenizer
 
 
 def _check_mask_row(model: LoadedModel, decoder: Decoder) -> None:
-    """UserError IDLM-0606 where MASK rows would be NaN: attention would carry that into rows of text."""
+    """Raise UserError IDLM-0606 if the embedding of MASK is not finite: attention would spread it."""
     mask_token_id = model.semantics.mask_token_id
     if mask_token_id is None or max(decoder.widths) == 1:
         return
@@ -136,8 +142,8 @@ def _check_mask_row(model: LoadedModel, decoder: Decoder) -> None:
     if not bool(row_D.isfinite().all()):
         raise UserError(
             "IDLM-0606",
-            f"the embedding row of mask_token_id={mask_token_id} holds values that are not finite",
-            fix="give the id that the checkpoint was trained with, or decoder=ar, which needs none",
+            f"the embedding row of mask_token_id={mask_token_id} has values that are not finite",
+            fix="give the id that the checkpoint was trained with, or decoder=ar, which needs no mask",
         )
 
 
@@ -190,9 +196,7 @@ def _assemble(
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
         ),
-        stride_controller=FixedPace()
-        if len(decoder.modes) == 1
-        else StrideController(decoder.modes, decoder.widths),
+        stride_controller=StrideController(decoder.modes, decoder.widths) if len(decoder.modes) > 1 else None,
         runner=runner,
         stack=stack,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
@@ -200,12 +204,12 @@ def _assemble(
 
 
 def _num_lanes(settings: EngineSettings) -> int:
-    """One more than anybody sits on: for the padding of passes of static shape."""
+    """Lanes of the device tables: one per running sequence, and one for the padding of static shapes."""
     return settings.max_num_seqs + 1
 
 
 def _check_lanes(settings: EngineSettings, decoder: Decoder, device: torch.device) -> None:
-    """UserError IDLM-0405 where lanes cannot fit: their tokens, page numbers and entries in the books."""
+    """Raise UserError IDLM-0405 if the token ids and page numbers of all lanes cannot fit in memory."""
     assert settings.max_length is not None
     max_pages = -(-_max_slots(settings, decoder) // settings.slots_per_page)
     lane_bytes = MIN_LANE_BYTES + 8 * (settings.max_length + 1 + max_pages)
@@ -223,11 +227,15 @@ def _max_slots(settings: EngineSettings, decoder: Decoder) -> int:
 
 
 def _stack(
-    settings: EngineSettings, model: LoadedModel, decoder: Decoder, options: dict[str, Any]
+    settings: EngineSettings,
+    model: LoadedModel,
+    decoder: Decoder,
+    options: dict[str, Any],
+    configs: Mapping[str, Any],
 ) -> AcceleratorStack:
-    """The accelerators asked for; `options` are those of the decoder."""
+    """The accelerators from their `configs` by name; `options` are those of the decoder."""
     kv_policy, local = decoder.kv_policy, model.local
-    place = EngineSpec(
+    spec = EngineSpec(
         decoder=decoder.name,
         decoder_options=options,
         block_size=None if kv_policy.num_lookahead_tokens else kv_policy.block_size,
@@ -246,13 +254,13 @@ def _stack(
         deterministic=settings.deterministic,
         graphs=settings.graphs,
     )
-    return stack_of(settings.accelerators, place)
+    return stack_of(configs, spec)
 
 
 def _pool(
     settings: EngineSettings, model: LoadedModel, decoder: Decoder, stack: AcceleratorStack, shards: Shards
 ) -> PagePool:
-    """As many pages as the memory manager decides; accelerators make their lanes' state before."""
+    """The pool of KV pages; the memory manager decides how many, after accelerators allocated their state."""
     spec, max_slots = model.local, _max_slots(settings, decoder)
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
     demand = KVDemand(
@@ -274,7 +282,10 @@ def _pool(
 
 
 def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
-    """The back end of paged attention: the one asked for, or the first of "auto" that can serve."""
+    """The back end of paged attention: the one asked for, or for "auto" the first that supports the model.
+
+    Raises UserError IDLM-0422 with the reasons of every back end tried.
+    """
     names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
     reasons = {}
     for name in names:
@@ -287,25 +298,30 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
         )
         if not reasons[name]:
             return name
-    told = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
+    tried = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
     asked = f"attention={settings.attention}, kv_cache={settings.kv_cache}"
     asked += ", deterministic=true" * settings.deterministic
     raise UserError(
-        "IDLM-0422", f"{asked} cannot be had for this model here: {told}", fix="use attention=auto on a GPU"
+        "IDLM-0422",
+        f"{asked} is not available for this model here: {tried}",
+        fix="use attention=auto on a GPU",
     )
 
 
 def _resolve_graphs(
     settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
 ) -> EngineSettings:
-    """`graphs` as "on" or "off", and `num_inflight_steps` as a number. `eager`: accelerators that no graph holds."""
+    """Settings with `graphs` "on" or "off" and a number of `num_inflight_steps`.
+
+    `eager` names the accelerators whose steps have dynamic shapes, which CUDA graphs cannot capture.
+    """
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
     waits = f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
         graphs = "on" if is_cuda and not waits and not eager else "off"
         if is_cuda and not waits and eager:
             get_logger(__name__).info(
-                "graphs=off: no graph can hold passes of accelerator %s", ", ".join(eager)
+                "graphs=off: CUDA graphs cannot capture steps of accelerator %s", ", ".join(eager)
             )
     if graphs == "on" and is_cuda and waits:
         raise UserError(
@@ -322,7 +338,7 @@ def _resolve_graphs(
 
 
 def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
-    """Passes as they come, or of static shape."""
+    """Runs a schedule: with eager shapes, or with static shapes (in CUDA graphs on a GPU)."""
     if settings.graphs == "off":
         return EagerStep(step)
     captures = step.table.device.type == "cuda"
@@ -330,58 +346,47 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
 
 
 def _prefix_cache(settings: EngineSettings, model: LoadedModel, block_size: int) -> PrefixCache | None:
-    """An index of its own for every engine: all that KV depends on beside the tokens is the same in it.
+    """The prefix cache of this engine; None if it is off, or if pages end inside a block.
 
-    None as well where a page ends inside a block: its KV depends on tokens behind it (`_page_size` says so).
+    KV of a block depends on tokens after the end of such a page; `_page_size` warns about it.
     """
     if not settings.prefix_cache or settings.slots_per_page % block_size:
         return None
-    place = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
-    return PrefixCache((*place, settings.weights, settings.kv_cache), page_size=settings.slots_per_page)
+    namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
+    return PrefixCache((*namespace, settings.weights, settings.kv_cache), page_size=settings.slots_per_page)
 
 
 def _page_size(settings: EngineSettings, block_size: int) -> int:
-    """Slots of a page: those asked for, or the fewest whole blocks of `block_size` that make up `PAGE_SIZE`."""
+    """Slots per page: the setting, or the fewest whole blocks of `block_size` that hold `PAGE_SIZE` slots."""
     page_size = settings.page_size
     if page_size is None:
         return -(-PAGE_SIZE // block_size) * block_size
     if settings.prefix_cache and page_size % block_size:
         warnings.warn(
-            f"page_size={page_size} ends inside a block of {block_size}, so that no KV can be shared: the prefix "
-            f"cache is off; give page_size={-(-page_size // block_size) * block_size}, or prefix_cache=false",
+            f"page_size={page_size} ends inside a block of {block_size}, so KV cannot be shared and "
+            f"the prefix cache is off; give page_size={-(-page_size // block_size) * block_size}, or "
+            "prefix_cache=false",
             stacklevel=4,
         )
     return page_size
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device meant: "auto" is the first GPU if there is one."""
+    """The torch device of a name; "auto" is the first GPU if there is one, else the CPU.
+
+    Raises UserError IDLM-0417 for a name that no engine runs on.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(
-            "IDLM-0417", f"device={device!r} is not a device", fix="use auto, cpu or cuda:0"
-        ) from error
-    if resolved.type not in AUTO:
-        raise UserError(
-            "IDLM-0417",
-            f"device={device!r}: no engine runs on {resolved.type}",
-            fix="use auto, cpu or cuda:0",
-        )
+        resolved: torch.device | None = torch.device(device)
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in AUTO:
+        problem = f"device={device!r} is not a device that the engine runs on"
+        raise UserError("IDLM-0417", problem, fix="use auto, cpu or cuda:0")
     require_gpu(device, key="device")
     return resolved
-
-
-def _resolve_dtype(dtype: str) -> torch.dtype | str:
-    if dtype == "auto":
-        return dtype
-    if dtype not in DTYPES:
-        raise UserError(
-            "IDLM-0419", f"dtype={dtype!r} is not one of {['auto', *DTYPES]}", fix="use dtype=auto"
-        )
-    return DTYPES[dtype]
 
 
 def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
@@ -389,7 +394,7 @@ def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
     if settings.max_length is not None and settings.max_length > context:
         raise UserError(
             "IDLM-0420",
-            f"max_length={settings.max_length} is beyond the {context} positions of the model",
+            f"max_length={settings.max_length} is more than the {context} positions of the model",
             fix=f"give max_length <= {context}",
         )
     return settings.max_length or context

@@ -3,8 +3,9 @@
     engine = Engine.from_pretrained("outputs/tiny", decoder="isd", stride=4)
     [answer] = engine.generate(["Lea has 9 shells. ..."], SamplingParams(temperature=0))
 
-Data flows one way: scheduler.next -> worker.launch (decoder.plan -> runner.forward -> decoder.advance) ->
-flight. With tensor parallelism all ranks have a worker, and rank 0 alone has an engine.
+One step is `scheduler.next` -> `worker.launch` (decoder.plan -> runner.forward -> decoder.advance) ->
+`_collect`, which reads the results of steps that have finished. With tensor parallelism every rank has a
+worker, and only rank 0 has an engine.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.files.paths import given_path
-from idlm.infer.admission import Admission, Prompt, check_list, check_one
+from idlm.infer.admission import Admission, Prompt
 from idlm.infer.build import EngineParts
 from idlm.infer.distributed.launcher import create_worker
-from idlm.infer.errors import MIN_CONSECUTIVE_OOM, given_up, is_out_of_memory, not_finite
+from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_logits, out_of_memory
 from idlm.infer.request import Request, fresh_ids, strip_stop_id
 from idlm.infer.runtime.inflight import Emission, InflightStep
 from idlm.infer.runtime.worker import Worker
@@ -29,11 +29,11 @@ from idlm.infer.settings import EngineSettings
 from idlm.infer.stop_strings import AnswerText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """News of one sample after a pass: newly committed tokens, newly readable text, and at the end the
-    completion; `error` where that is not the whole answer (IDLM-0448: memory was short, IDLM-0457: logits
-    were not finite).
+    """New tokens and text of one sample; the last event of a sample carries its `completion`.
+
+    `error` is set if the answer is not complete: IDLM-0448 (out of memory) or IDLM-0457 (nonfinite logits).
     """
 
     request_id: str
@@ -49,45 +49,38 @@ class Engine:
 
     def __init__(self, parts: EngineParts, worker: Worker | None = None) -> None:
         self._parts, self._worker = parts, worker or Worker(parts)
-        self.tokenizer = parts.tokenizer
-        self.semantics = parts.model.semantics
+        self.tokenizer, self.semantics = parts.tokenizer, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
-        self.scheduler, self._step, self._stride_controller = (
-            parts.scheduler,
-            parts.step,
-            parts.stride_controller,
-        )
+        self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
         self._admission = Admission(parts)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
         self._inflight: deque[InflightStep] = deque()
-        self._last_fed: list[Request] = []
-        self._num_shortages = 0
+        self._last_scheduled: list[Request] = []
+        self._num_consecutive_oom = 0
         self._num_added = 0
 
     @classmethod
     def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
-        """Load a checkpoint directory. `decoder` None: "block" where it is block-causal, "isd" where it
-        was converted, else "ar".
+        """Load a checkpoint directory.
 
-        `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, memory, ...) and of the
-        decoder's own Config (for isd: stride, rejection_strategy, acceptance). `accelerators` is one of the former:
-        a name, names, or options by name, {"mage": {"k": 256}}. Raises UserError for anything
-        unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends them, as does
-        the end of this one.
+        `decoder` None chooses "block" for a block-causal checkpoint, "isd" for a converted one, else "ar".
+        `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, ...) and of the decoder's
+        Config (for isd: stride, rejection_strategy, acceptance). `accelerators` may be a name, a list of
+        names, or options by name: {"mage": {"k": 256}}. With `tensor_parallel=n` the engine starts n-1 more
+        processes, which end with `close` or with this process. Raises UserError for any unusable option.
         """
-        directory = given_path("IDLM-0600", path, fix="give the directory of a checkpoint")
-        worker = create_worker(directory, decoder, options)
+        worker = create_worker(Path(path), decoder, options)
         return cls(worker.parts, worker)
 
     def close(self) -> None:
-        """End what was started for this engine; with `tensor_parallel` it is of no use afterwards."""
+        """End the processes of tensor parallelism; the engine cannot be used afterwards."""
         self._worker.close()
 
     @property
     def settings(self) -> EngineSettings:
-        """What the engine was built with."""
+        """The settings of this engine, with defaults resolved."""
         return self._parts.settings
 
     def generate(
@@ -97,18 +90,17 @@ class Engine:
         *,
         request_ids: Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Answers in the order of the prompts; `n` samples of a prompt stand next to each other.
+        """Answers in the order of the prompts; the `n` samples of a prompt are adjacent.
 
-        Raises UserError IDLM-0448, and aborts the rest, when memory is too short for one of them, and
-        IDLM-0457 when its logits are not finite; those who want the other answers call `add_request` and
-        `step`.
+        Raises UserError IDLM-0448 if memory is too short for a request and IDLM-0457 if its logits are not
+        finite, and aborts the others; use `add_request` and `step` to keep their answers.
         """
         keys = self._add_all(prompts, params, request_ids)
         own = {request_id for request_id, _ in keys}
         done: dict[tuple[str, int], Completion] = {}
         try:
             while len(done) < len(keys):
-                for event in self._own_events(own):
+                for event in self._step_for(own):
                     if event.completion is not None:
                         done[event.request_id, event.index] = event.completion
         except BaseException:
@@ -117,24 +109,23 @@ class Engine:
         return [done[key] for key in keys]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Events of one prompt as passes finish; closing the iterator aborts the request.
+        """Events of one prompt as steps finish; closing the iterator aborts the request.
 
-        The request is checked and queued at once, before the first event is asked for. UserError as from
+        The request is checked and queued by this call, before the first event is read. Raises UserError like
         `generate`.
         """
-        check_one(prompt)
         [(request_id, _), *_] = keys = self._add_all([prompt], params, None, streams=True)
         events = self._events_of(request_id, len(keys))
-        # Enter the `try`: only then does closing an iterator that nobody read abort its request.
+        # Enter the generator's `try`, so that closing an iterator that was never read aborts its request.
         next(events)
         return cast(Iterator[StreamEvent], events)
 
-    def _events_of(self, request_id: str, open_samples: int) -> Iterator[StreamEvent | None]:
+    def _events_of(self, request_id: str, num_samples: int) -> Iterator[StreamEvent | None]:
         try:
             yield None
-            while open_samples:
-                for event in self._own_events({request_id}):
-                    open_samples -= event.completion is not None
+            while num_samples:
+                for event in self._step_for({request_id}):
+                    num_samples -= event.completion is not None
                     yield event
         finally:
             self._drop([request_id])
@@ -142,9 +133,7 @@ class Engine:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, streams: bool = False
     ) -> None:
-        """Queue a prompt (text, or token ids as they are). `streams`: decode text in every event, not only at
-        the end.
-        """
+        """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one."""
         self._check_new(request_id)
         for request in self._admission.samples(request_id, prompt, params):
             self._num_added += 1
@@ -155,141 +144,91 @@ class Engine:
             self.scheduler.add(request)
 
     def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Raise the UserError that `add_request` would raise, and queue nothing. Whether the id is free is
-        not looked at.
-        """
+        """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""
         self._admission.samples(request_id, prompt, params)
 
     def abort(self, request_id: str) -> list[Completion]:
-        """Stop a request wherever it is; returns what it had, [] when it is not (or no longer) here."""
+        """Stop a request, queued or running; returns its samples so far, [] for an unknown id."""
         completions = []
-        # What is no text names no request, and need not be hashable.
-        for request in list(self._active.get(request_id, ()) if isinstance(request_id, str) else ()):
+        for request in list(self._active.get(request_id, ())):
             request.finish_reason = "abort"
             completions.append(self._finish(request))
         return completions
 
     def _drop(self, request_ids: Collection[str]) -> None:
-        """Abort requests whose reader is gone; nobody else asks for their events."""
+        """Abort requests and discard their events."""
         for request_id in request_ids:
             self.abort(request_id)
         self._events = [event for event in self._events if event.request_id not in request_ids]
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is not finished, or an event not fetched."""
+        """Whether a request is unfinished or an event unread."""
         return bool(self._active or self._events)
 
     def step(self) -> list[StreamEvent]:
-        """Launch one forward pass for everyone who fits; returns what has come back since the last call.
+        """Launch one forward pass over the running requests; returns the events since the last call.
 
-        That may be nothing: a pass that only stores prompts has no news. `has_work` says when to stop.
+        The list may be empty: a step that only stores prompts emits nothing. Call until `has_work` is False.
         """
-        self._pass()
+        self._run_step()
         events, self._events = self._events, []
         return events
 
-    def _own_events(self, request_ids: set[str]) -> list[StreamEvent]:
-        """One pass; events of other requests wait for their own reader or the next `step`."""
-        self._pass()
-        events = self._events
-        self._events = [event for event in events if event.request_id not in request_ids]
-        own = [event for event in events if event.request_id in request_ids]
-        error = next((event.error for event in own if event.error is not None), None)
-        if error is not None:
-            raise error
-        return own
+    def _run_step(self) -> None:
+        """Launch a step and collect finished ones.
 
-    def _pass(self) -> None:
-        """Launch a pass and book those that are back. A pass that fails is as if it had never begun; where
-        memory was short, the next ones are smaller.
+        A step that raises has no effect: its requests are queued again. After an out-of-memory error the next
+        steps are smaller.
         """
-        shortage = None
+        oom_message = None
         try:
             is_launched = self._launch()
-            self._book((self.settings.num_inflight_steps or 0) if is_launched else 0)
+            self._collect(max_inflight=(self.settings.num_inflight_steps or 0) if is_launched else 0)
         except BaseException as error:
             self._inflight.clear()
             self.scheduler.requeue_all()
             if not is_out_of_memory(error):
                 raise
-            shortage = str(error)
-        # Behind the `except`: its traceback holds the tensors of the pass.
-        if shortage is not None:
-            self._make_room(shortage)
+            oom_message = str(error)
+        # Outside of `except`, because the traceback keeps the tensors of the step alive.
+        if oom_message is not None:
+            self._recover_from_oom(oom_message)
         elif is_launched:
-            self._num_shortages = 0
+            self._num_consecutive_oom = 0
             self.scheduler.restore_budget()
 
-    def _make_room(self, reason: str) -> None:
-        """After a shortage: a smaller pass; from the second in a row on, one request less, the youngest."""
-        self._num_shortages += 1
-        self.scheduler.halve_budget()
-        self._stride_controller.observe_out_of_memory()
-        self._worker.free_cached_memory()
-        youngest = next((one for one in reversed(self._last_fed) if one.finish_reason is None), None)
-        if self._num_shortages < MIN_CONSECUTIVE_OOM or youngest is None:
-            return
-        most_rows = self.settings.max_num_batched_tokens
-        self._give_up(
-            youngest,
-            given_up(youngest.request_id, self._num_shortages, reason, max_num_batched_tokens=most_rows),
-        )
-
-    def _fail_nonfinite(self, request: Request) -> None:
-        """Nothing that it computed may serve others."""
-        num_tokens, dtype = len(request.token_ids), self._parts.model.dtype
-        self._give_up(request, not_finite(request.request_id, num_tokens, dtype=dtype), invalidate=True)
-
-    def _give_up(self, request: Request, error: UserError, *, invalidate: bool = False) -> None:
-        """End a request with what it has. `invalidate`: see `Scheduler.retire`."""
-        request.finish_reason = "error"
-        text = self._texts[request].finish() if request in self._texts else ""
-        self._events.append(
-            StreamEvent(
-                request_id=request.request_id,
-                index=request.index,
-                token_ids=(),
-                text=text,
-                completion=self._finish(request, error, invalidate=invalidate),
-                error=error,
-            )
-        )
-
     def _launch(self) -> bool:
-        """Send the next pass on its way; False when there is none."""
+        """Launch the next step without waiting for its results; False if no request can run."""
         schedule = self.scheduler.next()
         if schedule is None:
-            # Who loses its pages is decided by what is known, not by what may be on its way.
-            self._book(0)
+            # Read all results first: preemption must not depend on which steps have finished.
+            self._collect(max_inflight=0)
             schedule = self.scheduler.next()
         assert schedule is not None, f"{len(self._inflight)=}"
         if not schedule.requests:
             return False
-        self._last_fed = schedule.requests
-        schedule.mode = self._stride_controller.choose(len(schedule.requests))
+        self._last_scheduled = schedule.requests
+        if self._stride_controller is not None:
+            schedule.mode = self._stride_controller.choose(len(schedule.requests))
         self._inflight.append(InflightStep(schedule, self._worker))
         schedule.launched()
         return True
 
-    def _book(self, num_left: int) -> None:
-        """Read results, oldest first: all that are back, then more until `num_left` are on their way."""
-        while self._inflight and (len(self._inflight) > num_left or self._inflight[0].is_ready()):
-            inflight_step = self._inflight.popleft()
-            emissions = inflight_step.emissions()
-            if inflight_step.only_decodes:
-                self._stride_controller.observe_time(
-                    inflight_step.mode, len(inflight_step.requests), inflight_step.seconds()
-                )
-            for request, samples, emission in zip(
-                inflight_step.requests, inflight_step.samples, emissions, strict=True
-            ):
-                # A request that was found complete, or was aborted, while this pass was on its way.
+    def _collect(self, *, max_inflight: int) -> None:
+        """Process finished steps, oldest first, and wait for more until `max_inflight` remain."""
+        while self._inflight and (len(self._inflight) > max_inflight or self._inflight[0].is_ready()):
+            step = self._inflight.popleft()
+            emissions = step.emissions()
+            if self._stride_controller is not None and step.only_decodes:
+                self._stride_controller.observe_time(step.mode, len(step.requests), step.seconds())
+            for request, samples, emission in zip(step.requests, step.samples, emissions, strict=True):
+                # Skip requests that finished or were aborted after this step was launched.
                 if request.finish_reason is None:
-                    self._deliver(request, samples, emission)
+                    self._process(request, samples, emission)
 
-    def _deliver(self, request: Request, samples: bool, emission: Emission) -> None:
-        """Book what a pass committed for one request, finish it if it is done."""
+    def _process(self, request: Request, samples: bool, emission: Emission) -> None:
+        """Commit what a step emitted for one request, and finish the request if it is done."""
         request.num_forwards += 1
         if not samples:
             return
@@ -302,27 +241,18 @@ class Engine:
         if not new_ids:
             return
         request.num_steps += 1
-        # Behind a stop nothing counts: the drafts there belong to no answer.
-        accepted, is_cut = emission.num_accepted, len(new_ids) <= emission.num_accepted
-        request.count_drafts(min(accepted, len(new_ids)), len(new_ids) if is_cut else emission.num_tested)
-        self._stride_controller.observe_drafts(accepted, emission.num_tested)
+        self._count_drafts(request, emission, len(new_ids))
         request.logprobs += emission.logprobs[: len(new_ids)]
         is_done = request.finish_reason is not None
-        text += self._texts[request].finish() if is_done and request in self._texts else ""
-        self._events.append(
-            StreamEvent(
-                request_id=request.request_id,
-                index=request.index,
-                token_ids=tuple(new_ids),
-                text=text,
-                completion=self._finish(request) if is_done else None,
-            )
-        )
+        if is_done and request in self._texts:
+            text += self._texts[request].finish()
+        completion = self._finish(request) if is_done else None
+        self._emit(request, tuple(new_ids), text, completion)
         if emission.nonfinite and not is_done:
             self._fail_nonfinite(request)
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], str]:
-        """Add committed tokens one by one until something stops the answer."""
+        """Append emitted tokens up to the one that stops the answer; returns those tokens and their text."""
         answer = self._texts.get(request)
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
@@ -335,9 +265,18 @@ class Engine:
                 return token_ids[:count], text
         return token_ids, text
 
+    def _count_drafts(self, request: Request, emission: Emission, num_kept: int) -> None:
+        """Count tested and accepted drafts; those after a stop belong to no answer."""
+        accepted = emission.num_accepted
+        tested = emission.num_tested if num_kept > accepted else num_kept
+        request.count_drafts(min(accepted, num_kept), tested)
+        if self._stride_controller is not None:
+            self._stride_controller.observe_drafts(accepted, emission.num_tested)
+
     def _finish(
         self, request: Request, error: UserError | None = None, *, invalidate: bool = False
     ) -> Completion:
+        """Free what the request holds and return its completion. `invalidate`: see `Scheduler.retire`."""
         self.scheduler.retire(request, invalidate=invalidate)
         samples = self._active[request.request_id]
         samples.remove(request)
@@ -352,6 +291,59 @@ class Engine:
         is_lossy = self._parts.is_lossy or request.params.tau > 0
         return request.complete(text, "lossy" if is_lossy else "exact", error=error)
 
+    def _emit(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        text: str,
+        completion: Completion | None,
+        error: UserError | None = None,
+    ) -> None:
+        event = StreamEvent(request.request_id, request.index, token_ids, text, completion, error)
+        self._events.append(event)
+
+    def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
+        """Run a step and take the events of these requests; others stay for their own reader.
+
+        Raises the error of a request that failed.
+        """
+        self._run_step()
+        events = self._events
+        self._events = [event for event in events if event.request_id not in request_ids]
+        own = [event for event in events if event.request_id in request_ids]
+        error = next((event.error for event in own if event.error is not None), None)
+        if error is not None:
+            raise error
+        return own
+
+    def _recover_from_oom(self, message: str) -> None:
+        """Make the next step smaller; after `MIN_CONSECUTIVE_OOM` failures, fail the youngest request."""
+        self._num_consecutive_oom += 1
+        self.scheduler.halve_budget()
+        if self._stride_controller is not None:
+            self._stride_controller.observe_out_of_memory()
+        self._worker.free_cached_memory()
+        youngest = next((one for one in reversed(self._last_scheduled) if one.finish_reason is None), None)
+        if self._num_consecutive_oom < MIN_CONSECUTIVE_OOM or youngest is None:
+            return
+        budget = self.settings.max_num_batched_tokens
+        error = out_of_memory(
+            youngest.request_id, self._num_consecutive_oom, message, max_num_batched_tokens=budget
+        )
+        self._fail(youngest, error)
+
+    def _fail_nonfinite(self, request: Request) -> None:
+        """Fail a request whose logits are not finite; no other request may reuse its KV."""
+        num_tokens, dtype = len(request.token_ids), self._parts.model.dtype
+        self._fail(request, nonfinite_logits(request.request_id, num_tokens, dtype=dtype), invalidate=True)
+
+    def _fail(self, request: Request, error: UserError, *, invalidate: bool = False) -> None:
+        """Finish a request with the tokens it has. `invalidate`: see `Scheduler.retire`."""
+        request.finish_reason = "error"
+        text = self._texts[request].finish() if request in self._texts else ""
+        completion = self._finish(request, error, invalidate=invalidate)
+        self._emit(request, (), text, completion, error)
+
     def _add_all(
         self,
         prompts: Sequence[Prompt],
@@ -360,15 +352,22 @@ class Engine:
         *,
         streams: bool = False,
     ) -> list[tuple[str, int]]:
-        check_list(prompts)
-        settings = (
-            list(params)
-            if isinstance(params, Sequence)
-            else [SamplingParams() if params is None else params] * len(prompts)
-        )
-        taken = {*self._active, *(event.request_id for event in self._events)}
-        fresh = fresh_ids(self._num_added, len(prompts), taken)
-        ids = fresh if request_ids is None else list(request_ids)
+        """Queue all prompts, or none if one is refused; returns (request id, index) of every sample."""
+        if isinstance(prompts, str):
+            raise UserError(
+                "IDLM-0407",
+                f"prompts={prompts!r} is one prompt, not a list of prompts",
+                fix="give a list: generate([prompt], ...)",
+            )
+        if isinstance(params, Sequence):
+            settings = list(params)
+        else:
+            settings = [SamplingParams() if params is None else params] * len(prompts)
+        if request_ids is None:
+            in_use = {*self._active, *(event.request_id for event in self._events)}
+            ids = fresh_ids(self._num_added, len(prompts), in_use)
+        else:
+            ids = list(request_ids)
         if not len(prompts) == len(settings) == len(ids):
             raise UserError(
                 "IDLM-0408",
@@ -387,10 +386,10 @@ class Engine:
 
     def _check_new(self, request_id: str) -> None:
         if not isinstance(request_id, str):
-            raise UserError("IDLM-0409", f"request id {request_id!r} is no text", fix="give a string")
-        is_unread = any(event.request_id == request_id for event in self._events)
-        if request_id in self._active or is_unread:
-            state = "has news that step() has not returned yet" if is_unread else "is in use"
+            raise UserError("IDLM-0409", f"request id {request_id!r} is not a string", fix="give a string")
+        has_unread = any(event.request_id == request_id for event in self._events)
+        if request_id in self._active or has_unread:
+            state = "has events that step() has not returned yet" if has_unread else "is in use"
             raise UserError(
                 "IDLM-0409", f"request id {request_id!r} {state}", fix="give every request its own id"
             )

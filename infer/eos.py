@@ -10,11 +10,10 @@ from idlm.text.tokenizer import stop_token_ids
 
 
 def eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
-    """The checkpoint's own list, else what transformers takes, and the tokenizer's.
+    """The stop ids of the checkpoint's semantics, else those that transformers uses and the tokenizer's.
 
-    transformers derives a generation config from config.json where generation_config.json is missing. Without
-    a tokenizer config.json is asked as well where that file does not speak of it. Raises UserError IDLM-0216
-    for what is no id.
+    Like transformers, reads config.json if generation_config.json is missing; without a tokenizer also if
+    generation_config.json has no `eos_token_id`. Raises UserError IDLM-0216 for a value that is not an id.
     """
     if model.semantics.stop_token_ids:
         return model.semantics.stop_token_ids

@@ -1,6 +1,6 @@
-"""What ends a request without its answer: device memory that stays short, logits that are no law.
+"""Errors that end a request without its answer: out of memory, and logits that are not finite.
 
-What is done about a shortage is in `Engine`, `Scheduler.halve_budget` and `Worker.relieve`.
+`Engine._recover_from_oom` says what is tried before a request fails.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import torch
 from idlm.errors import UserError
 
 MIN_CONSECUTIVE_OOM = 2
-"""Passes in a row that run out of memory before a request is given up."""
+"""Steps in a row that run out of memory before a request fails."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether device memory was short. What is undone behind that (a capture) may fail with an error of its
-    own.
+    """Whether the error, or one that it was raised from, is torch.OutOfMemoryError.
+
+    Cleaning up after one (of a graph capture) may raise a RuntimeError of its own.
     """
     while isinstance(error, RuntimeError):
         if isinstance(error, torch.OutOfMemoryError):
@@ -24,22 +25,28 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def given_up(request_id: str, num_in_a_row: int, reason: str, *, max_num_batched_tokens: int) -> UserError:
-    """Why a request ends without its answer. `max_num_batched_tokens`: the engine's setting."""
+def out_of_memory(
+    request_id: str, num_consecutive: int, message: str, *, max_num_batched_tokens: int
+) -> UserError:
+    """The error of a request that fails after steps that ran out of memory.
+
+    `max_num_batched_tokens` is the engine's setting.
+    """
+    budget = max(1, max_num_batched_tokens // 2)
     return UserError(
         "IDLM-0448",
-        f"request {request_id!r} was given up: {num_in_a_row} passes in a row ran out of memory ({reason})",
-        fix=f"lower max_num_batched_tokens to {max(1, max_num_batched_tokens // 2)}, max_num_seqs, or num_pages, which "
-        "leaves more beside the KV cache",
+        f"request {request_id!r} failed: {num_consecutive} steps in a row ran out of memory ({message})",
+        fix=f"lower max_num_batched_tokens to {budget}, max_num_seqs, or num_pages, which leaves more memory "
+        "outside the KV cache",
     )
 
 
-def not_finite(request_id: str, num_tokens: int, *, dtype: torch.dtype) -> UserError:
-    """The same, for logits in `dtype` that are not finite behind `num_tokens` tokens of the answer."""
+def nonfinite_logits(request_id: str, num_tokens: int, *, dtype: torch.dtype) -> UserError:
+    """The error of a request whose logits, in `dtype`, are not finite after `num_tokens` emitted tokens."""
     advice = "use dtype=bfloat16 or float32, which hold larger numbers, or " * (dtype == torch.float16)
     return UserError(
         "IDLM-0457",
-        f"request {request_id!r} was given up: behind {num_tokens} tokens of its answer the model's logits "
-        "are not finite, so nothing can be drawn",
-        fix=f"{advice}look for what overflows: an adapter that diverged, a checkpoint that is damaged",
+        f"request {request_id!r} failed: after {num_tokens} tokens of its answer the model's logits are not "
+        "finite, so no token can be sampled",
+        fix=f"{advice}look for what overflows: an adapter that diverged, a damaged checkpoint",
     )

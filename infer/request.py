@@ -1,4 +1,4 @@
-"""One sample of one request: its prompt, what it has emitted, and when it is finished. Knows no decoder."""
+"""One sample of one request: its prompt, the tokens it has emitted, and when it is finished."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from idlm.errors import UserError
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A sequence on its way through the engine. `lane` is None while it waits.
+    """A sequence in the engine. `lane` is its row in the device tables, None while it waits.
 
-    On the host, `num_computed` mirrors the lane's KV pointer as far as results are back, and `num_steps` its
-    random stream: the passes that emitted something. `num_inflight` such passes are on their way.
-    `max_length`: prompt and answer together. `page_keys`: keys of its first whole pages in the prefix cache,
-    as far as they were asked for; `num_cached_tokens` of the prompt were found there.
+    The host counts `num_computed` tokens whose KV is stored and `num_steps` steps that emitted tokens (the
+    position of the random stream), as far as results have been read; `num_inflight` more steps are launched.
+    `max_length` bounds prompt and answer together. `page_keys` are the prefix-cache keys of its first whole
+    pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
+    `tested` count drafts by position.
     """
 
     request_id: str
@@ -44,18 +45,18 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Prompt and emitted tokens."""
+        """Number of prompt and emitted tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def known_ids(self, start: int, end: int) -> list[int]:
-        """Tokens of prompt and answer in [start, end)."""
-        behind = len(self.prompt_ids)
-        if end <= behind:
+        """Token ids of prompt and answer in [start, end)."""
+        num_prompt = len(self.prompt_ids)
+        if end <= num_prompt:
             return self.prompt_ids[start:end]
-        return self.prompt_ids[start:] + self.token_ids[max(start - behind, 0) : end - behind]
+        return self.prompt_ids[start:] + self.token_ids[max(start - num_prompt, 0) : end - num_prompt]
 
     def push(self, token_id: int) -> None:
-        """Append one emitted token and note a stop id or a length limit."""
+        """Append one emitted token; sets `finish_reason` at a stop id or a length limit."""
         self.token_ids.append(token_id)
         if token_id in self.stop_ids:
             self.finish_reason = "stop"
@@ -63,7 +64,7 @@ class Request:
             self.finish_reason = "length"
 
     def count_drafts(self, num_accepted: int, num_tested: int) -> None:
-        """Book one pass's drafts by position."""
+        """Count the drafts of one step by position; the first `num_accepted` were accepted."""
         missing = num_tested - len(self.tested)
         if missing > 0:
             self.tested.extend([0] * missing)
@@ -73,7 +74,7 @@ class Request:
             self.accepted[position] += position < num_accepted
 
     def complete(self, text: str, exactness: str, *, error: UserError | None = None) -> Completion:
-        """The finished answer; with `error`, what there is of it."""
+        """The completion of a finished request; with `error` it holds the tokens emitted so far."""
         assert self.finish_reason is not None, f"{self.request_id=}"
         return Completion(
             request_id=self.request_id,
@@ -94,72 +95,45 @@ class Request:
 
 
 def strip_stop_id(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
-    """The tokens that become text: all but a final stop id."""
+    """The tokens without a final stop id, which is not part of the text."""
     return token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids
 
 
 def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
-    """A prompt's token ids as Python integers; any sequence of whole numbers will do, numpy's too. UserError
-    IDLM-0421 for what is none, IDLM-0411 and IDLM-0410 for one that the model cannot be fed.
+    """Token ids of a prompt, a sequence of integers (Python's, or an array of them).
+
+    Raises UserError IDLM-0421 for anything else, IDLM-0410 for an empty prompt, and IDLM-0411 for ids outside
+    [0, num_rows).
     """
-    tokens = _items(prompt)
-    if tokens is None:
+    try:
+        tokens = list(prompt)
+        # These can be iterated too, and True is an index.
+        is_wrong = isinstance(prompt, bytes | Mapping | Set) or any(isinstance(each, bool) for each in tokens)
+        token_ids = [] if is_wrong else [operator.index(token) for token in tokens]
+    except TypeError:
+        is_wrong = True
+    if is_wrong:
         raise UserError(
             "IDLM-0421",
             f"request {request_id!r}: a prompt is text or a list of token ids, not {reprlib.repr(prompt)}",
-            fix=_fix_of([prompt]),
+            fix="give a string, or ids from the checkpoint's tokenizer; render a conversation with "
+            "idlm.text.tokenizer.encode_messages(engine.tokenizer, messages)",
         )
-    known = [(token, _index_of(token)) for token in tokens]
-    strangers = [token for token, index in known if index is None]
-    if strangers:
-        raise UserError(
-            "IDLM-0421",
-            f"request {request_id!r}: {reprlib.repr(strangers[:5])} in the prompt are no token ids",
-            fix=_fix_of(strangers),
-        )
-    bad = [index for _, index in known if index is not None and not 0 <= index < num_rows]
-    if bad:
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < num_rows]
+    if outside:
         raise UserError(
             "IDLM-0411",
-            f"request {request_id!r}: token ids {bad[:5]} are outside the vocabulary [0, {num_rows})",
+            f"request {request_id!r}: token ids {outside[:5]} are outside the vocabulary [0, {num_rows})",
             fix="encode the prompt with the checkpoint's own tokenizer",
         )
-    if not tokens:
+    if not token_ids:
         raise UserError(
             "IDLM-0410", f"request {request_id!r}: the prompt is empty", fix="give at least one token"
         )
-    return [index for _, index in known if index is not None]
-
-
-def _items(prompt: Any) -> list[Any] | None:
-    """What stands in a prompt of token ids; None where it is no sequence, or one of bytes."""
-    if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set):
-        return None
-    try:
-        # Not by the look of it: a tensor without dimensions has __iter__ too.
-        return list(prompt)
-    except TypeError:
-        return None
-
-
-def _fix_of(strangers: Sequence[Any]) -> str:
-    """What to give in place of something that is no prompt."""
-    if any(isinstance(value, Mapping) and "role" in value for value in strangers):
-        return "render a conversation first: idlm.text.tokenizer.encode_messages(engine.tokenizer, messages)"
-    return "give a string, or whole numbers from the checkpoint's tokenizer"
-
-
-def _index_of(value: Any) -> int | None:
-    """A whole number as Python's; None for whatever is not one. Arrays and tensors may tell when asked."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
+    return token_ids
 
 
 def fresh_ids(first: int, count: int, taken: Collection[str]) -> list[str]:
-    """Names for requests that were given none, none of them `taken`."""
+    """`count` request ids r<number>, from number `first` on, without those in `taken`."""
     names = (f"r{number}" for number in itertools.count(first))
     return list(itertools.islice((name for name in names if name not in taken), count))

@@ -1,66 +1,82 @@
-"""Everything about an engine that is neither checkpoint nor decoder, and keywords sorted and checked before
-anything is loaded.
+"""Settings of an engine, in Python and on the command line; decoders and accelerators own their options.
+
+This file does not import torch, because command lines import it before they load a model. `options.py` checks
+what needs the registries of plug-ins.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
-
-from idlm.config import schema
-from idlm.config.suggest import did_you_mean
-from idlm.contracts import own_number
+from idlm.contracts import option
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder
-from idlm.infer.memory.base import MEMORY_MANAGERS
-from idlm.infer.sparse.stack import accelerator_configs, as_options
-from idlm.kernels.paged_attention import BACKENDS
+
+NO_NAMES = ("", "none", "null", "off", "false")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Everything about an engine that is neither checkpoint nor decoder.
+    """Keywords of `Engine.from_pretrained` and keys of `idlm-generate` and `idlm-eval`.
 
-    `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
-    `max_length`: prompt and answer, None for the model's context. `page_size`: slots of a KV page; None: 16,
-    or as many more as whole blocks take. `num_pages` None lets the memory manager decide. `max_num_batched_tokens`:
-    prompt tokens that one pass stores besides decoding. `mask_token_id` overrides the checkpoint's.
-    `accelerators`: their options by name; names alone will do. `num_inflight_steps`: passes that may be launched
-    before the results of earlier ones are read; None: 4 with CUDA graphs, else 0. `prefix_cache`: keep the KV
-    of finished and preempted sequences, and let equal beginnings share it, as long as nobody needs the pages.
-    `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU they are
-    only padded); "auto" does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the
-    logits of a row have the same bits whatever else is in the batch, and however many rows the pass has (GPU
-    only). `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` and `kv_cache`: "fp8"
-    halves the bytes of projections, and of keys and values (e4m3; lossy, and answers say so); "auto" is
-    `dtype`.
+    Raises UserError IDLM-0415 that names every number out of range.
     """
 
-    device: str = "auto"
-    dtype: str = "auto"
-    mask_token_id: int | None = None
-    base: str | None = None
-    accelerators: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    memory: str = "caching"
-    max_num_seqs: int = 64
-    max_length: int | None = None
-    max_num_batched_tokens: int = 1024
-    page_size: int | None = None
-    num_pages: int | None = None
-    num_inflight_steps: int | None = None
-    prefix_cache: bool = True
-    graphs: Literal["auto", "on", "off"] = "auto"
-    attention: str = "auto"
-    deterministic: bool = False
-    tensor_parallel: int = 1
-    weights: Literal["auto", "fp8"] = "auto"
-    kv_cache: Literal["auto", "fp8"] = "auto"
-    template: Literal["auto", "none"] = "auto"
+    device: str = option("auto, cpu, cuda or cuda:N", "auto")
+    dtype: str = option("auto (the checkpoint's), float32, bfloat16, float16", "auto")
+    mask_token_id: int | None = option("overrides the checkpoint's mask token", None)
+    base: str | None = option(
+        "base model of a gated adapter; null is the path in its adapter_config.json", None
+    )
+    accelerators: dict[str, Any] | list[str] | str | None = option(
+        "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []
+    )
+    memory: str = option("memory manager", "caching")
+    max_num_seqs: int = option("sequences that run at once", 64)
+    max_length: int | None = option("prompt and answer together; null is the model's context", None)
+    max_num_batched_tokens: int = option("prompt tokens stored in one step", 1024)
+    page_size: int | None = option("slots of a KV page; null is 16, or more to hold whole blocks", None)
+    num_pages: int | None = option("KV pages; null lets the memory manager decide", None)
+    prefix_cache: bool = option("share the KV of equal prefixes, and keep it after sequences finish", True)
+    num_inflight_steps: int | None = option(
+        "steps launched before the results of earlier ones are read; null is 4 with CUDA graphs, else 0", None
+    )
+    graphs: Literal["auto", "on", "off"] = option(
+        "on: steps of static shape, in CUDA graphs on a GPU; auto is on where there is a GPU", "auto"
+    )
+    attention: str = option("back end of paged attention", "auto")
+    deterministic: bool = option(
+        "logits of a row have the same bits whatever else is in the batch (GPU)", False
+    )
+    tensor_parallel: int = option("GPUs that share the model; one process is started for each", 1)
+    weights: Literal["auto", "fp8"] = option(
+        "fp8: projections of half the bytes (e4m3), lossy; auto is dtype", "auto"
+    )
+    kv_cache: Literal["auto", "fp8"] = option(
+        "fp8: keys and values of half the bytes (e4m3), so twice the pages, lossy; auto is dtype", "auto"
+    )
+    chat_template: Literal["auto", "none"] = option(
+        "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
+    )
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)} must be >= {least}"
+            for name, least in (
+                *(("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("page_size", 1), ("num_pages", 1)),
+                *(("tensor_parallel", 1), ("num_inflight_steps", 0), ("max_length", 2)),
+            )
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        if self.deterministic and self.tensor_parallel not in (1, 2):
+            problems.append(
+                f"deterministic=true with tensor_parallel={self.tensor_parallel}: the order of sums over "
+                "more than two ranks depends on the batch (allowed: 1 and 2)"
+            )
+        if problems:
+            raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
 
     @property
     def slots_per_page(self) -> int:
@@ -70,91 +86,60 @@ class EngineSettings:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the law is not that of the checkpoint, whatever the decoder does."""
+        """Whether weights or KV are quantised, so that the distribution is not the checkpoint's."""
         return "fp8" in (self.weights, self.kv_cache)
 
+    @property
+    def accelerator_options(self) -> dict[str, dict[str, Any]]:
+        """Options of each accelerator by its name."""
+        return as_options(self.accelerators)
 
-def check_options(decoder: str | None, options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
-    """The fields of `EngineSettings` and the options of the decoder's Config, told apart by name. A misspelt
-    one is known before gigabytes of weights are read.
+    def options(self) -> dict[str, Any]:
+        """The settings as keywords of `Engine.from_pretrained`."""
+        names = [field.name for field in dataclasses.fields(EngineSettings)]
+        return {name: getattr(self, name) for name in names} | {"accelerators": self.accelerator_options}
+
+
+def as_options(given: Any) -> dict[str, dict[str, Any]]:
+    """Options by name of accelerator, from a name, several names, options by name, or None.
+
+    Raises UserError IDLM-0461 for anything else.
     """
-    settings, decoder_options = _split_options(options)
-    if decoder is not None:
-        decoder_config(DECODERS.get(decoder), decoder_options)
-    return settings, decoder_options
-
-
-def _split_options(options: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
-    names = {field.name for field in dataclasses.fields(EngineSettings)}
-    options = {key: own_number(value) for key, value in options.items()}
-    mine = {key: value for key, value in options.items() if key in names}
-    if isinstance(mine.get("dtype"), torch.dtype):
-        mine["dtype"] = str(mine["dtype"]).removeprefix("torch.")
-    for name in ("device", "base"):
-        if mine.get(name) is not None:
-            mine[name] = str(mine[name])
-    if "accelerators" in mine:
-        mine["accelerators"] = as_options(mine["accelerators"])
-    settings = EngineSettings(**mine)
-    _check_settings(settings)
-    return settings, {key: value for key, value in options.items() if key not in names}
-
-
-def _check_settings(settings: EngineSettings) -> None:
-    problems = [
-        f"{name}={value!r} must be an integer >= {least}"
-        for name, value, least in (
-            ("max_num_seqs", settings.max_num_seqs, 1),
-            ("max_num_batched_tokens", settings.max_num_batched_tokens, 1),
-            ("page_size", 1 if settings.page_size is None else settings.page_size, 1),
-            ("tensor_parallel", settings.tensor_parallel, 1),
-            (
-                "num_inflight_steps",
-                0 if settings.num_inflight_steps is None else settings.num_inflight_steps,
-                0,
-            ),
-            ("num_pages", 1 if settings.num_pages is None else settings.num_pages, 1),
-            ("max_length", 2 if settings.max_length is None else settings.max_length, 2),
-        )
-        if not isinstance(value, int) or isinstance(value, bool) or value < least
-    ]
-    if settings.deterministic is True and settings.tensor_parallel not in (1, 2):
-        problems.append(
-            f"deterministic=true with tensor_parallel={settings.tensor_parallel}: the order of sums over "
-            "more than two ranks depends on the batch (allowed: 1 and 2)"
-        )
-    for name, hint in get_type_hints(EngineSettings).items():
-        given = getattr(settings, name)
-        if get_origin(hint) is Literal and given not in get_args(hint):
-            problems.append(f"{name}={given!r} must be one of {', '.join(get_args(hint))}")
-        kinds = schema.members(hint)
-        if set(kinds) <= {bool, str, NoneType} and not isinstance(given, kinds):
-            problems.append(f"{name}={given!r} must be {schema.describe_type(hint)}")
-    if settings.attention not in ("auto", *BACKENDS):
-        problems.append(
-            f"attention={settings.attention!r} is not one of auto, {', '.join(BACKENDS)}"
-            f"{did_you_mean(settings.attention, BACKENDS)}"
-        )
-    if problems:
-        raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
-    MEMORY_MANAGERS.get(settings.memory)
-    accelerator_configs(settings.accelerators)
-
-
-def decoder_config(chosen: type[Decoder], options: dict[str, Any]) -> Any:
-    """The decoder's Config; UserError IDLM-0416 for an unknown option or a value of another type."""
-    known = [field.name for field in dataclasses.fields(chosen.Config)]
-    engine = [field.name for field in dataclasses.fields(EngineSettings)]
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        hints = ", ".join(f"{key!r}{did_you_mean(key, [*known, *engine])}" for key in unknown)
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {_one_name(given): {}}
+    if isinstance(given, Mapping):
+        return {str(name): _options_of(name, options) for name, options in given.items()}
+    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
+        raise UserError("IDLM-0461", f"accelerators={given!r} are not names", fix='write ["mage"], or []')
+    names = list(given)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
         raise UserError(
-            "IDLM-0416",
-            f"unknown option {hints}",
-            fix=f"decoder {chosen.name!r} takes {known or 'no options'}; the engine takes {engine}",
+            "IDLM-0461", f"accelerators={names} names {', '.join(twice)} twice", fix="name each once"
         )
-    problems: list[str] = []
-    config = schema.build(chosen.Config, options, problems, "decoder.")
-    if problems:
-        raise UserError("IDLM-0416", "; ".join(problems), fix=f"correct the options of {chosen.name!r}")
-    return config
+    return {name: {} for name in names}
+
+
+def _one_name(given: str) -> str:
+    names = [name.strip() for name in given.split(",")]
+    if len(names) > 1:
+        raise UserError(
+            "IDLM-0461", f"accelerators={given} is not a list", fix=f"write accelerators=[{','.join(names)}]"
+        )
+    if given.strip().lower() in NO_NAMES:
+        raise UserError(
+            "IDLM-0461", f"accelerators={given} names none", fix="write accelerators=[], or leave it out"
+        )
+    return given
+
+
+def _options_of(name: Any, options: Any) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise UserError(
+            "IDLM-0461",
+            f"accelerators: the options of {name} are {options!r}, not options by name",
+            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for its defaults',
+        )
+    return dict(options or {})

@@ -1,4 +1,4 @@
-"""Text of a growing answer: incremental decoding, and stop strings that may straddle tokens."""
+"""Text of a growing answer: incremental detokenization, and stop strings that may span tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class IncrementalDetokenizer(Protocol):
-    """Turns token ids into text piece by piece; holds incomplete characters back."""
+    """Turns token ids into text piece by piece, and holds incomplete characters back until `flush`."""
 
     def push(self, token_ids: list[int]) -> str: ...
 
@@ -14,14 +14,11 @@ class IncrementalDetokenizer(Protocol):
 
 
 class AnswerText:
-    """Releases text as soon as it cannot be part of a stop string any more.
-
-    Not the stop string itself, nor anything behind it.
-    """
+    """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]) -> None:
         self._detokenizer = detokenizer
-        # By their first characters: a long list then costs next to nothing where none of them begins.
+        # By first character, so that a long list costs little where none of its strings begins.
         self._stops: dict[str, list[str]] = {}
         for text in stop:
             self._stops.setdefault(text[0], []).append(text)
@@ -31,15 +28,15 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """All that has been released."""
+        """All released text."""
         return "".join(self._released)
 
     def push(self, token_ids: list[int]) -> str:
-        """Add tokens; returns the newly released text."""
+        """Append tokens; returns the newly released text."""
         return self._release(self._detokenizer.push(token_ids), is_last=False)
 
     def finish(self) -> str:
-        """No more tokens: release what is held back."""
+        """End the answer; returns the text that was held back."""
         return self._release(self._detokenizer.flush(), is_last=True)
 
     def _release(self, delta: str, *, is_last: bool) -> str:
@@ -59,7 +56,7 @@ class AnswerText:
         return released
 
     def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:
-        """Where the held text first goes on as a stop string does, to its end."""
+        """First position from which the held text, to its end, is the beginning of a stop string."""
         for place, stops in begins:
             rest = self._held[place:]
             if any(stop.startswith(rest) for stop in stops):

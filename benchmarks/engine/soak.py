@@ -34,9 +34,9 @@ from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import build as parts_builder
-from idlm.infer.build import EngineSettings
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
+from idlm.infer.settings import EngineSettings
 
 STRIDE = 4
 MAX_LENGTH, PAGE_SIZE = 192, 8

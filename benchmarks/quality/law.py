@@ -39,6 +39,7 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
+from idlm.infer.runtime.stride_controller import StrideController
 
 STRIDES = (2, 3, 4, 8)
 ADAPTIVE = "adaptive"
@@ -169,14 +170,8 @@ def run_case(case: Case) -> Outcome:
             num_inflight_steps=case.num_inflight_steps,
             **case.decoder_options(),
         )
-    used: set[int] = set()
-    choose = engine._stride_controller.choose
-
-    def noted(num_sequences: int) -> int:
-        used.add(number := choose(num_sequences))
-        return number
-
-    engine._stride_controller.choose = noted  # type: ignore[method-assign]
+    controller = engine._stride_controller
+    used = {0} if controller is None else _record_choices(controller)
     begun = time.perf_counter()
     sampled = sample(engine, [(PROMPT, NEUTRAL)], case.draws, per_request=PER_REQUEST, at_once=AT_ONCE)
     seconds = time.perf_counter() - begun
@@ -191,6 +186,19 @@ def run_case(case: Case) -> Outcome:
         num_modes=len(used),
         seconds=seconds,
     )
+
+
+def _record_choices(controller: StrideController) -> set[int]:
+    """A set to which every mode that the controller chooses is added."""
+    used: set[int] = set()
+    choose = controller.choose
+
+    def recorded(num_sequences: int) -> int:
+        used.add(number := choose(num_sequences))
+        return number
+
+    controller.choose = recorded  # type: ignore[method-assign]
+    return used
 
 
 def _law_rows(options: dict[str, str], outcomes: list[Outcome]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal
 
-from idlm.config.suggest import ALIASES, nearest
+from idlm.config.suggest import ALIASES, nearest, renamed
 from idlm.errors import UserError
 
 ITEM = "*"
@@ -102,6 +102,9 @@ def suggest_key(schema: type, key: str) -> str | None:
 
 def unknown_key(schema: type, key: str) -> str:
     """The sentence for a key that the schema does not have."""
+    new = renamed(key)
+    if new is not None and lookup(schema, new) is not None:
+        return f"unknown key {key!r}; it is now called {new!r}"
     match = suggest_key(schema, key)
     hint = f"did you mean {match!r}?" if match else f"top-level keys: {', '.join(fields_of(schema))}"
     return f"unknown key {key!r}; {hint}"

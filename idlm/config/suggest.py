@@ -41,7 +41,6 @@ ALIASES = {
     "max_length": ("train.max_length",),
     "max_model_len": ("max_length",),
     "max_new_tokens": ("sampling.max_tokens",),
-    "max_num_batched_tokens": ("max_num_batched_tokens",),
     "max_seq_len": ("train.max_length", "max_length"),
     "max_seq_length": ("train.max_length", "max_length"),
     "max_steps": ("train.steps",),
@@ -77,6 +76,22 @@ ALIASES = {
 }
 """Names that other trainers and engines give to our keys: the last segment of what a user writes, and the
 keys that it may mean. The first one that a command has counts."""
+
+
+RENAMED = {
+    "accelerator": "accelerators",
+    "max_prompt_rows": "max_num_batched_tokens",
+    "on_rejection": "rejection_strategy",
+    "run_ahead": "num_inflight_steps",
+    "template": "chat_template",
+}
+"""Options that had another name in earlier versions: they are refused with the new one."""
+
+
+def renamed(key: str) -> str | None:
+    """The dotted key with the new names of its segments; None if none of them was renamed."""
+    new = ".".join(RENAMED.get(segment, segment) for segment in key.split("."))
+    return None if new == key else new
 
 
 def edit_distance(a: str, b: str) -> int:

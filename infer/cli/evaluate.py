@@ -17,6 +17,7 @@ from idlm.cli.help import CommandHelp, answers_flags
 from idlm.config.compose import compose
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.config import EvaluateConfig, refuse_empty
 from idlm.infer.cli.generate import (
     describe_plugins,
     load_engine,
@@ -25,7 +26,6 @@ from idlm.infer.cli.generate import (
     with_options,
 )
 from idlm.infer.cli.output import answer_file, exclusive_output
-from idlm.infer.config import EvaluateConfig, refuse_empty
 from idlm.semantics import Semantics
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ HELP = CommandHelp(
     ),
     flags={
         "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
-        "accelerator=[NAME,...]": "plug-ins that thin attention; the options are at the end",
+        "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
     },
 )
 
@@ -90,7 +90,7 @@ def _run(
 
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
-    params = config.sampling.params()
+    params = config.sampling
     load = partial(load_engine, config.model, decoder, settings, options)
     name, evaluation, baseline = _evaluate(load, task, samples, params, baseline=config.baseline)
     results = {name: evaluation}
@@ -114,7 +114,6 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
     from idlm.infer.cli.evaluation import task_samples
     from idlm.infer.decoders.base import DECODERS
 
-    config.sampling.params()
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
     if config.num < 1:

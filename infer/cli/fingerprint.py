@@ -19,11 +19,11 @@ from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
 from idlm.files.paths import translate_path_errors
 from idlm.infer.accelerators.base import ACCELERATORS
-from idlm.infer.config import EngineConfig
 from idlm.infer.decoders.base import DECODERS, default_decoder
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import checkpoint_directory
 from idlm.infer.models.weights import locate
+from idlm.infer.settings import EngineSettings
 from idlm.lora import CONFIG_FILE, WEIGHTS_FILE, AdapterSpec, base_identity, is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
@@ -34,7 +34,7 @@ SPEED_ONLY_KEYS = (
     *("memory", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "prefix_cache"),
 )
 """Where and how fast the model runs: an interrupted run may go on with others."""
-EXCLUDED_KEYS = ("base", "accelerator")
+EXCLUDED_KEYS = ("base", "accelerators")
 """The first by the adapter's own files, which name its base by its weights."""
 PATH, DIGEST = "model", "model_digest"
 DIGEST_BYTES = 16
@@ -49,7 +49,7 @@ MadeWith = Mapping[str, Any]
 
 
 def run_config(
-    config: EngineConfig,
+    config: EngineSettings,
     model: str,
     *,
     decoder: str | None,
@@ -66,8 +66,8 @@ def run_config(
     accelerators = {
         name: _changed(ACCELERATORS.get(name).Config, given) for name, given in accelerators.items()
     }
-    defaults = EngineConfig()
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    defaults = EngineSettings()
+    names = [field.name for field in dataclasses.fields(EngineSettings)]
     changed = {
         name: getattr(config, name)
         for name in names
@@ -79,7 +79,7 @@ def run_config(
             DIGEST: model_digest(model, base=config.base),
             **({"decoder": decoder} if decoder else {}),
             **{f"decoder.{name}": value for name, value in options.items()},
-            **({"accelerator": accelerators} if accelerators else {}),
+            **({"accelerators": accelerators} if accelerators else {}),
             **changed,
         }
     )

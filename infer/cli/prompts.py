@@ -17,7 +17,6 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.files.json_lines import DAMAGE, unpacked
 from idlm.files.paths import translate_path_errors
-from idlm.infer.config import SamplingConfig
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
@@ -43,19 +42,19 @@ class PromptLine:
     carried: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) -> list[PromptLine]:
+def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, place: str) -> list[PromptLine]:
     """Requests of plain texts under the ids 0, 1, 2, ..."""
     lines = []
     for number, text in enumerate(texts):
         where = place if len(texts) == 1 else f"{place} {number + 1}"
         check_text(where, text)
         _check_shape(where, "prompt", text)
-        lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling.params()))
+        lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling))
     return lines
 
 
 def read_prompts(
-    path: str, sampling: SamplingConfig, *, drop_last_turn: bool = False, carry_keys: bool = False
+    path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> Iterator[PromptLine]:
     """Yield the requests of a file (`.gz` too), with `sampling` where a line sets nothing else. Blank lines
     pass.
@@ -93,7 +92,7 @@ def _opened(path: str) -> BinaryIO:
 
 
 def check_prompts(
-    path: str, sampling: SamplingConfig, *, drop_last_turn: bool = False, carry_keys: bool = False
+    path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> None:
     """Read a whole file beforehand, so that a mistake in its last line is known before a model is loaded.
 
@@ -126,7 +125,7 @@ def _parse(
     place: str,
     number: int,
     line: bytes,
-    sampling: SamplingConfig,
+    sampling: SamplingParams,
     *,
     drop_last_turn: bool,
     carry_keys: bool,
@@ -215,8 +214,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParams:
-    known = tuple(SamplingConfig.__dataclass_fields__)
+def _params(place: str, changes: Any, sampling: SamplingParams) -> SamplingParams:
+    known = tuple(SamplingParams.__dataclass_fields__)
     if not isinstance(changes, dict):
         raise UserError(
             "IDLM-0435", f"{place}: sampling is {changes!r}", fix='write {"sampling": {"temperature": 0}}'
@@ -236,7 +235,7 @@ def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParam
                 fix=f'write {{"{key}": [...]}}',
             )
     try:
-        return sampling.params(**changes)
+        return dataclasses.replace(sampling, **changes)
     except UserError as error:
         raise UserError(error.code, f"{place}: {error.message}", fix=error.fix) from error
 

@@ -8,7 +8,6 @@ hold all logits and draw from the same random numbers, so nothing but orders has
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
@@ -33,11 +32,11 @@ from idlm.infer.build import EngineParts, build, resolve_device
 from idlm.infer.distributed.messages import Channel, Message, step_message
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.options import check_options
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.step import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.scheduler import Schedule
-from idlm.infer.settings import check_options
 
 STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0
@@ -249,18 +248,24 @@ def create_worker(
     """Build an engine's worker: alone, or with as many ranks as `tensor_parallel` says, by the `group` if one
     is given.
     """
-    settings, decoder_options = check_options(decoder, options)
+    checked = check_options(decoder, options)
+    settings = checked.settings
     if settings.tensor_parallel == 1:
-        return Worker(build(path, decoder, options))
+        return Worker(build(path, checked))
     owns_group = group is None
     group = group or TensorParallelGroup.start(settings.tensor_parallel, resolve_device(settings.device))
     number = group.next_number()
-    plain = {**dataclasses.asdict(settings), **decoder_options}
     with group.translating_failures():
         group.broadcast(
-            {"do": "build", "engine": number, "path": str(path), "decoder": decoder, "options": plain}
+            {
+                "do": "build",
+                "engine": number,
+                "path": str(path),
+                "decoder": decoder,
+                "options": checked.plain(),
+            }
         )
-        parts = build(path, decoder, options, group.shards)
+        parts = build(path, checked, group.shards)
         group.answers()
     return DriverWorker(parts, group, number, owns_group=owns_group)
 

@@ -1,8 +1,6 @@
-"""Loads a gated LoRA onto a trunk: a stock PEFT directory that says it is gated, on the very base it was
-trained on.
+"""Loads a gated LoRA, a PEFT directory with gated=true in its semantics, onto the base it was trained on.
 
-Refuses what would run but compute something else: an adapter that is not gated, another base, other shapes.
-The rule itself is in `idlm.lora`.
+Refuses an adapter that is not gated, another base and other shapes. `idlm.lora` defines the computation.
 """
 
 from __future__ import annotations
@@ -36,17 +34,15 @@ class Adapter:
 
     @property
     def has_mask_row(self) -> bool:
-        """Whether MASK rows have an input embedding of their own, so that their id needs no row in the
-        base.
-        """
+        """Whether the adapter has its own embedding of MASK, so that the base needs no row for it."""
         return MASK_ROW in self.files
 
 
 def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semantics | None) -> Adapter:
-    """Check everything about an adapter that needs no weights in memory.
+    """Check an adapter without loading its weights.
 
-    `base` overrides the path in `adapter_config.json`, `semantics` what `idlm_config.json` says. UserError
-    IDLM-0302, 0607, 0610 and: 0609 not gated, 0611 no base, 0612 another base.
+    `base` overrides the path in adapter_config.json, `semantics` those of idlm_config.json. Raises UserError
+    IDLM-0302, 0607, 0610, and IDLM-0609 (not gated), 0611 (no base), 0612 (another base).
     """
     verify(directory, required=False)
     spec = AdapterSpec.load(directory)
@@ -65,27 +61,27 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
         raise UserError(
             "IDLM-0612",
             f"{found} is not the base that {directory} was trained on: its weights differ",
-            fix="give base=PATH with the very weights that model.path named in training",
+            fix="give base=PATH with the weights that model.path named in training",
         )
     return Adapter(directory=directory, base=found, spec=spec, semantics=meaning, files=files)
 
 
 def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
-    """Put `adapter` onto a filled trunk; UserError IDLM-0613 when its tensors do not fit, naming each."""
+    """Load `adapter` onto a loaded trunk. Raises UserError IDLM-0613 with every tensor that does not fit."""
     targets = _targets(trunk, adapter, names)
     problems = weights.misfits(targets, adapter.files, lambda name: False, said_by=CONFIG_FILE)
     if problems:
         raise UserError(
             "IDLM-0613",
             f"the tensors of {adapter.directory} do not fit {CONFIG_FILE} and base; {'; '.join(problems)}",
-            fix=f"restore {CONFIG_FILE} and {WEIGHTS_FILE} from one and the same export",
+            fix=f"restore {CONFIG_FILE} and {WEIGHTS_FILE} from the same export",
         )
     weights.copy(targets, adapter.files)
     bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]
     if bad:
         raise UserError(
             "IDLM-0613",
-            f"{len(bad)} tensors of {adapter.directory} hold values that are not finite, {bad[0]} first",
+            f"{len(bad)} tensors of {adapter.directory} have values that are not finite, {bad[0]} first",
             fix="use an adapter of an earlier step, before its training diverged",
         )
     trunk.is_adapted = True
@@ -104,7 +100,7 @@ def _base(directory: Path, spec: AdapterSpec, given: str | Path | None) -> Path:
 
 
 def _targets(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> dict[str, WeightTarget]:
-    """Where every tensor of the adapter goes; makes the low-rank matrices, zero, on the way."""
+    """Targets of the adapter's tensors; creates the low-rank matrices as zeros."""
     spec, targets = trunk.spec, {}
     if adapter.has_mask_row:
         row_D = torch.zeros(spec.width, device=trunk.embed.device, dtype=trunk.embed.dtype)

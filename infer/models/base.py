@@ -1,7 +1,7 @@
-"""What the engine asks of a model: a spec, a trunk that is given the KV cache, and a registry of families.
+"""Interfaces of a model: its spec, the trunk's access to the KV cache, and a registry of families.
 
-A family maps `config.json` to a `ModelSpec` and names its tensors; it holds no arithmetic and no state.
-Adding one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
+A family maps `config.json` to a `ModelSpec` and names its tensors; it has no arithmetic and no state.
+A new one is one file in `families/`. R rows fed this pass, X rows whose logits are wanted, N query heads, K
 KV heads, H head dim, S physical KV slots.
 """
 
@@ -20,24 +20,24 @@ from idlm.semantics import Semantics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Feed-forward networks of which each row chooses a few."""
+    """Experts: feed-forward networks, of which a router chooses a few for each row."""
 
     num_experts: int
     num_chosen: int
     ffn_width: int
-    """Of one expert; `ModelSpec.ffn_width` is that of the dense layers."""
+    """Hidden units of one expert; `ModelSpec.ffn_width` is that of the dense layers."""
     dense_layers: tuple[int, ...]
-    """Numbers of the layers that have no experts."""
+    """Indices of the layers without experts."""
     score: Literal["softmax", "sigmoid"]
     is_normalised: bool
-    """Whether the weights of the chosen are divided by their sum."""
+    """Whether the weights of the chosen experts are divided by their sum."""
     scaling: float = 1.0
     has_bias: bool = False
-    """A number per expert that is added to its score where experts are chosen, not in its weight."""
+    """Whether a bias per expert is added to its score for the choice, but not to its weight."""
     num_groups: int = 1
     num_chosen_groups: int = 1
     shared_ffn_width: int = 0
-    """Of an expert that every row passes, outside the scaling; 0: there is none."""
+    """Hidden units of an expert that processes every row, without `scaling`; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ModelSpec:
     vocab_size: int
     norm_eps: float
     rope_inv_freq: tuple[float, ...]
-    """Radians per position, head_dim / 2 of them, fp32 values; 0 for what `rotary_dim` leaves alone."""
+    """Radians per position, head_dim / 2 fp32 values; 0 for dimensions beyond `rotary_dim`."""
     rope_scaling: float
     """Factor on cos and sin (yarn); 1 otherwise."""
     qkv_bias: bool
@@ -63,13 +63,13 @@ class ModelSpec:
     tie_embeddings: bool
     max_positions: int
     rotary_dim: int | None = None
-    """How many leading dimensions of a head are rotated; None: all."""
+    """Number of leading dimensions of a head that rotate; None: all."""
     moe: MoeSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Names in the checkpoint, by default those of stock Hugging Face decoders. `{}` is the layer number."""
+    """Tensor names in the checkpoint, by default those of Hugging Face decoders. `{}` is the layer index."""
 
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
@@ -79,7 +79,7 @@ class TensorNames:
     k: str = "model.layers.{}.self_attn.k_proj"
     v: str = "model.layers.{}.self_attn.v_proj"
     qkv: str | None = None
-    """In place of q, k and v: all query heads, then all key heads, then all value heads."""
+    """One tensor in place of q, k and v: all query heads, then all key heads, then all value heads."""
     k_scale: str = "model.layers.{}.self_attn.k_scale"
     v_scale: str = "model.layers.{}.self_attn.v_scale"
     o: str = "model.layers.{}.self_attn.o_proj"
@@ -92,7 +92,7 @@ class TensorNames:
     router: str = "model.layers.{}.mlp.gate.weight"
     router_bias: str = "model.layers.{}.mlp.gate.expert_bias"
     expert_gate: str = "model.layers.{}.mlp.experts.{}.gate_proj.weight"
-    """`{}` is the layer number, then the expert's."""
+    """The second `{}` is the index of the expert."""
     expert_up: str = "model.layers.{}.mlp.experts.{}.up_proj.weight"
     expert_down: str = "model.layers.{}.mlp.experts.{}.down_proj.weight"
     shared_gate: str = "model.layers.{}.mlp.shared_experts.gate_proj.weight"
@@ -101,24 +101,25 @@ class TensorNames:
 
 
 class KVAccess(Protocol):
-    """A pass's access to the KV cache: where its rows go, and what they see there."""
+    """Access of one step to the KV cache: where its rows are stored, and what they attend to."""
 
     @property
     def slot_mapping_R(self) -> Tensor:
-        """Physical slot of each row, -1 for padding: it is not stored, and nobody reads what comes of it."""
+        """Physical slot of each row [R]; -1 for padding, which is not stored and not read."""
         ...
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, K, H] of a layer, to be written at `slot_mapping_R`."""
+        """Keys and values [S, K, H] of a layer; its rows are written at `slot_mapping_R`."""
         ...
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """By KV head [K], what keys and values are divided by when they are written; None is 1."""
+        """Divisors of stored keys and values by KV head [K]; None is 1."""
         ...
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
-        """The rows that go on, by number [I], once the layer's keys and values are stored; None: all. From
-        then on, rows are those, `slot_mapping_R` too.
+        """Indices [I] of the rows that continue after the layer stored its keys and values; None: all.
+
+        Rows, and `slot_mapping_R`, then mean those.
         """
         ...
 
@@ -127,57 +128,37 @@ class KVAccess(Protocol):
         ...
 
 
-class Trunk(Protocol):
-    """A decoder over packed rows. Both calls run under inference mode and keep no state between passes."""
-
-    spec: ModelSpec
-
-    def __call__(
-        self, token_ids_R: Tensor, positions_R: Tensor, kv: KVAccess, is_mask_R: Tensor | None = None
-    ) -> Tensor:
-        """Return hidden_RD after the final norm. A gated adapter, if there is one, applies where
-        `is_mask_R`.
-        """
-        ...
-
-    def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits_XV in the dtype of the weights."""
-        ...
-
-
 class Family(ABC):
     """Base of all families; registered in `FAMILIES` under the checkpoint's architecture string."""
 
     tensor_names: ClassVar[TensorNames] = TensorNames()
     model_types: ClassVar[tuple[str, ...]] = ()
-    """What `model_type` may be beside the architecture string; empty: it is not looked at."""
+    """Allowed values of `model_type`; empty: it is not checked."""
     config_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of config.json that a loader must know (`idlm.config_keys`) beside the common ones: `READ`, or why
-    the family ignores them.
-    """
+    """Further known keys of config.json (`idlm.config_keys`): `READ`, or why the family ignores them."""
     foreign_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other published models with the same architecture string, and the names of those models."""
+    """Keys of other models with the same architecture string, and the names of those models."""
     unknown_semantics: ClassVar[str | None] = None
-    """Why the architecture string does not tell how a model decodes, so that someone must; None: it does."""
+    """Why the architecture string does not tell how a model decodes; None: it does."""
 
     @classmethod
     @abstractmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        """Read `config.json`; UserError IDLM-0604 names every field that is missing, wrong or unsupported."""
+        """The spec of a config.json. Raises UserError IDLM-0604 with all unusable fields."""
 
     @classmethod
     def refined(cls, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
-        """The spec, where the names of the checkpoint's tensors say more than its config."""
+        """The spec, corrected by the names of the checkpoint's tensors."""
         return spec
 
     @classmethod
     def semantics(cls, config: dict[str, Any]) -> Semantics:
-        """How such a model decodes when nobody says; not asked for with `unknown_semantics`."""
+        """How the model decodes by default; not called for a family with `unknown_semantics`."""
         return Semantics()
 
     @classmethod
     def contradictions(cls, config: dict[str, Any], meaning: Semantics) -> list[str]:
-        """What of `meaning` cannot be true of this checkpoint, in words."""
+        """Messages about settings in `meaning` that cannot be true of this checkpoint."""
         return []
 
 

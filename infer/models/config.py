@@ -1,7 +1,6 @@
 """Reads a decoder's `config.json` into a `ModelSpec`, and refuses what would silently change the arithmetic.
 
-Every problem of a file is reported in one error. Fields that no decoder here reads are ignored on purpose: a
-config carries much that does not touch the forward pass.
+One error reports all problems of a file. Fields that do not change the forward pass are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MUST_BE_NULL = (
     "compression_config",
 )
 MAX_HEAD_DIM = 1 << 16
-"""Above it a config is wrong: what is computed for each dimension would fill the memory."""
+"""A larger value is a mistake, and computing frequencies for it would fill the memory."""
 
 
 class ConfigReader:
@@ -35,33 +34,26 @@ class ConfigReader:
         self.config = config
         self.problems: list[str] = []
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """The field, or `default` when it is absent or null; 1 (and a problem) when it is unusable."""
+    def _value(self, name: str, default: Any) -> Any:
         value = self.config.get(name)
-        value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self.problems.append(f"{name}={value!r} (must be an integer above 0)")
-        return 1
+        return default if value is None else value
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """The field, an integer that may be 0, or `default` when it is absent or null."""
-        value = self.config.get(name)
-        value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """The field, or `default` if it is absent or null; `least` (and a problem) if it is unusable."""
+        value = self._value(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        self.problems.append(f"{name}={value!r} (must be an integer, 0 or above)")
-        return 0
+        self.problems.append(f"{name}={value!r} (must be an integer >= {least})")
+        return least
 
     def require(self, *names: str) -> None:
-        """Refuse a config that lacks one of the fields: what its own classes would fill in is not what the
-        weights were trained with.
-        """
+        """Refuse a config without these fields: the defaults of its classes fit no trained weights."""
         absent = [name for name in names if self.config.get(name) is None]
         if absent:
-            self.problems.append(f"{', '.join(absent)} missing (no default would be right)")
+            self.problems.append(f"{', '.join(absent)} missing (no default is right)")
 
     def positive_float(self, name: str, default: float) -> float:
+        """The field, or `default` if it is absent; 1 (and a problem) if it is unusable."""
         value = self.config.get(name, default)
         if is_positive(value):
             return float(value)
@@ -69,15 +61,15 @@ class ConfigReader:
         return 1.0
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.config.get(name)
-        value = default if value is None else value
+        """The field, or `default` if it is absent or null; False (and a problem) if it is unusable."""
+        value = self._value(name, default)
         if isinstance(value, bool):
             return value
         self.problems.append(f"{name}={value!r} (must be true or false)")
         return False
 
     def allow(self, name: str, *allowed: Any) -> None:
-        """Refuse a field whose value is none of `allowed`; an absent field is fine."""
+        """Refuse a field whose value is not one of `allowed`; the field may be absent."""
         value = self.config.get(name, allowed[0])
         if value not in allowed:
             self.problems.append(
@@ -85,7 +77,7 @@ class ConfigReader:
             )
 
     def check(self) -> None:
-        """Raise UserError IDLM-0604 if anything was found."""
+        """Raise UserError IDLM-0604 with all problems, if there are any."""
         if self.problems:
             raise UserError(
                 "IDLM-0604",
@@ -107,16 +99,15 @@ def dense_spec(
     rotary_dim: int | None = None,
     moe: MoeSpec | None = None,
 ) -> ModelSpec:
-    """Map a stock decoder config; keyword arguments are what the family fixes, or its defaults.
+    """The spec of a standard decoder config; keyword arguments are what the family fixes, or its defaults.
 
-    `default_head_dim` None is width / heads; without `default_rope_theta` the config must say the base
-    period.
+    `default_head_dim` None is width / heads. With `default_rope_theta` None the config must give the base.
     """
     reader = ConfigReader(config)
-    width, num_heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")
-    num_kv_heads = reader.positive_int("num_key_value_heads", num_heads)
-    head_dim = reader.positive_int("head_dim", default_head_dim or max(1, width // num_heads))
-    num_layers = reader.positive_int("num_hidden_layers")
+    width, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    num_kv_heads = reader.integer("num_key_value_heads", num_heads)
+    head_dim = reader.integer("head_dim", default_head_dim or max(1, width // num_heads))
+    num_layers = reader.integer("num_hidden_layers")
     if num_heads % num_kv_heads:
         reader.problems.append(
             f"num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}"
@@ -124,7 +115,7 @@ def dense_spec(
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
-    max_positions = reader.positive_int("max_position_embeddings")
+    max_positions = reader.integer("max_position_embeddings")
     inv_freq, rope_scaling, rope_problems = rope_frequencies(
         config,
         head_dim=min(head_dim, MAX_HEAD_DIM),
@@ -136,11 +127,11 @@ def dense_spec(
     spec = ModelSpec(
         num_layers=num_layers,
         width=width,
-        ffn_width=reader.positive_int("intermediate_size"),
+        ffn_width=reader.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=reader.positive_int("vocab_size"),
+        vocab_size=reader.integer("vocab_size"),
         norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
         rope_inv_freq=inv_freq,
         rope_scaling=rope_scaling,

@@ -1,9 +1,8 @@
-"""The decoder trunk of all families: packed ragged rows through the ops of `kernels/`. Its layers are dense;
-`moe.py` puts others in their place.
+"""The transformer trunk of all families, over packed ragged rows with the ops of `kernels/`. Its layers are
+dense; `moe.py` has layers with experts.
 
-Not a transformers module: there is no cache, no mask and no batch axis in here. On a GPU nothing waits for
-the host, and weights are streamed by kernels for few rows. Rounding follows transformers step by step (norms
-in fp32, then cast), so that bf16 logits agree as well.
+It has no cache, no mask and no batch axis, and never waits for the device. Rounding follows transformers step
+by step (norms in fp32, then cast), so that bf16 logits agree as well.
 R rows fed this pass, X rows whose logits are wanted, N query heads, K KV heads, J fused heads (N + 2K), H
 head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, P parts of a fused projection.
 """
@@ -24,22 +23,17 @@ from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 
 SUMMED = ("o", "down")
-"""Projections whose input is divided among ranks, so that their outputs are summed."""
+"""Projections whose input is divided among ranks: their outputs are summed over ranks."""
 
 
 class LowRank(nn.Module):
-    """Gated LoRA of a fused projection: an A and a B for each of its parts, zero where a part is not
-    adapted. The projection's own weight moves in front of the A, so that one product computes both.
+    """Gated LoRA of a fused projection, with an A and a B per part, zero for a part without adapter.
+
+    The projection's weight is stored before the A, so that one product computes both.
     """
 
     def __init__(
-        self,
-        sizes: tuple[int, ...],
-        weight_ED: Tensor,
-        bias_E: Tensor | None,
-        *,
-        rank: int,
-        scaling: float,
+        self, sizes: tuple[int, ...], weight_ED: Tensor, bias_E: Tensor | None, *, rank: int, scaling: float
     ) -> None:
         super().__init__()
         num_outputs, width = weight_ED.shape
@@ -55,18 +49,19 @@ class LowRank(nn.Module):
         return GatedLora(b_Er=self.b_Er, is_mask_R=gate_R, sizes=self.sizes, scaling=self.scaling)
 
     def project(self, x_RD: Tensor, gate_R: Tensor, linears: Linears, *, has_bias: bool) -> Tensor:
-        """The projection, with the adapter's part added to the gate's rows."""
+        """The projection [R, E], with the adapter's part added to the rows of the gate."""
         bias_E = self.bias if has_bias else None
         return linears.linear(x_RD, self.stacked, bias_E=bias_E, lora=self._gated(gate_R))
 
     def swiglu(self, x_RD: Tensor, gate_R: Tensor, linears: Linears) -> Tensor:
-        """silu(gate) * up of the same, where the parts are gate and up."""
+        """silu(gate) * up [R, F] of a projection with the parts gate and up, with the adapter."""
         return linears.swiglu(x_RD, self.stacked, bias_E=self.bias, lora=self._gated(gate_R))
 
 
 class Layer(nn.Module):
-    """Attention and both norms of a block; a subclass says what the feed-forward part is. Query, key and
-    value rows are stacked in `qkv`.
+    """Attention and both norms of a layer; a subclass adds the feed-forward part.
+
+    Query, key and value rows are stacked in `qkv`.
     """
 
     def __init__(
@@ -79,7 +74,7 @@ class Layer(nn.Module):
         self.attention_norm = empty(spec.width)
         self.qkv = empty(fused_heads * spec.head_dim, spec.width)
         self.qkv_bias = empty(fused_heads * spec.head_dim) if spec.qkv_bias else None
-        # One row per head, all equal within queries and within keys: both are then normalised by one call.
+        # One row per head (equal within queries and within keys), so that one call normalises both.
         self.qk_norm = empty(spec.num_heads + spec.num_kv_heads, spec.head_dim) if spec.qk_norm else None
         self.o = empty(spec.width, o_width)
         self.o_bias = empty(spec.width) if spec.o_bias else None
@@ -90,7 +85,7 @@ class Layer(nn.Module):
     def projections(
         self, names: TensorNames
     ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]]:
-        """Per fused projection: the checkpoint's modules in it, their output widths, weight and bias."""
+        """By fused projection: its modules in the checkpoint, their output widths, weight and bias."""
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
@@ -99,16 +94,17 @@ class Layer(nn.Module):
         }
 
     def further_targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-        """Where tensors go that belong to no projection and are no norm."""
+        """Targets of tensors other than projections and norms."""
         return {}
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """What is added to the residual last, [R, D]; of padding rows (negative slot) anything finite."""
-        raise AssertionError(f"{type(self)} is no whole layer")
+        """The feed-forward output [R, D]; padding rows (negative slot) may have any finite values."""
+        raise NotImplementedError
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
-        """Projection `name` of all rows, [R, E]; an adapter adds its part to the gate's rows and touches no
-        other. Of `o` and `down` a rank computes a summand, the first one with the bias.
+        """Projection `name` of all rows, [R, E]; an adapter changes the rows of the gate only.
+
+        For `o` and `down` each rank computes a summand, the first rank with the bias.
         """
         has_bias = self.shards.rank == 0 or name not in SUMMED
         low = self.adapter(name, gate_R)
@@ -120,7 +116,7 @@ class Layer(nn.Module):
         return self.shards.sum(out_RE) if name in SUMMED else out_RE
 
     def adapter(self, name: str, gate_R: Tensor | None) -> LowRank | None:
-        """The adapter of a projection in a pass that may have rows for it."""
+        """The adapter of a projection; None if there is none or the step has no gate."""
         if self.lora is None or gate_R is None:
             return None
         low = self.lora[name]
@@ -128,16 +124,9 @@ class Layer(nn.Module):
         return low
 
     def forward(
-        self,
-        x_RD: Tensor,
-        residual_RD: Tensor | None,
-        number: int,
-        rows: Rows,
-        kv: KVAccess,
+        self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
     ) -> tuple[Tensor, Tensor, Rows]:
-        """What is to be added to the residual, and the residual, which is overwritten; of the rows that go on
-        from here.
-        """
+        """The output, the residual to add it to (in place of `residual_RD`), and the remaining rows."""
         spec = self.spec
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.attention_norm, eps=spec.norm_eps)
         qkv_RE = self.project("qkv", normed_RD, rows.gate_R, rows.linears)
@@ -163,8 +152,9 @@ class Layer(nn.Module):
 
 
 class DenseLayer(Layer):
-    """Every row passes one SwiGLU; gate and up rows are stacked in `gate_up`. `fp8.quantise` puts an
-    `Fp8Weight` in the place of each of the four matrices.
+    """A layer with a SwiGLU; gate and up rows are stacked in `gate_up`.
+
+    `fp8.quantise` replaces each of the four matrices by an `Fp8Weight`.
     """
 
     def __init__(
@@ -180,7 +170,7 @@ class DenseLayer(Layer):
     def projections(
         self, names: TensorNames
     ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]]:
-        """Those of attention, then of the SwiGLU."""
+        """Projections of attention, then of the SwiGLU."""
         ffn = self.spec.ffn_width
         return super().projections(names) | {
             "gate_up": ((names.gate, names.up), (ffn, ffn), self.gate_up, self.gate_up_bias),
@@ -201,14 +191,14 @@ class DenseLayer(Layer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What all layers of a pass share. `gate_R` (bool): where an adapter applies, None for nowhere."""
+    """Inputs shared by all layers of a step. `gate_R` (bool): rows an adapter applies to, None for none."""
 
     rope: Rope
     gate_R: Tensor | None
     linears: Linears
 
     def select_plan_rows(self, rows_I: Tensor) -> Rows:
-        """The same of some rows."""
+        """The inputs of the rows `rows_I`."""
         tables = self.rope.tables
         rope = replace(
             self.rope,
@@ -266,22 +256,23 @@ class DenseTrunk(nn.Module):
         return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
 
     def _gate(self, is_mask_R: Tensor | None) -> Tensor | None:
-        """The rows that the adapter applies to; None when there is no adapter or can be no such row."""
+        """The rows that the adapter applies to; None without adapter or without MASK rows."""
         return is_mask_R if self.is_adapted else None
 
     def _embed(self, token_ids_R: Tensor, gate_R: Tensor | None) -> Tensor:
-        # By index: F.embedding takes four times as long for the few rows of a decoding pass.
+        # Indexing takes a quarter of the time of F.embedding for the few rows of a decoding step.
         if self.mask_row is None or gate_R is None:
             return self.embed[token_ids_R]
-        # The id of these rows may lie outside the table.
+        # The id of MASK may lie outside the table.
         x_RD = self.embed[token_ids_R.masked_fill(gate_R, 0)]
         return torch.where(gate_R[:, None], self.mask_row, x_RD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTarget:
-    """Where a checkpoint tensor goes: `shape` is what the file must hold, of which `part` is broadcast into
-    `view`, its rows in the order `order`, if there is one.
+    """Where a checkpoint tensor is copied to.
+
+    The tensor in the file must have `shape`; its slice `part`, with rows in `order`, is copied to `view`.
     """
 
     view: Tensor
@@ -291,7 +282,7 @@ class WeightTarget:
 
 
 def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTarget]:
-    """Every tensor the checkpoint must hold, by its name there; views into the trunk's own memory."""
+    """Targets of all tensors that the checkpoint must have, by name: views of parameters."""
     spec, shards = trunk.spec, trunk.shards
     targets = {names.embed: target_of(trunk.embed), names.final_norm: target_of(trunk.final_norm)}
     if not spec.tie_embeddings:
@@ -323,11 +314,11 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
 
 
 def head_order(spec: ModelSpec) -> Tensor | None:
-    """By dimension of a head as it is kept, the dimension in the checkpoint [H]; None: the same.
+    """The checkpoint's dimension at each dimension of a head [H]; None if the order is the same.
 
-    Kernels rotate dimension i with i + H/2; a checkpoint that rotates fewer pairs i with i + rotary_dim/2.
-    Queries and keys alike are therefore kept in an order in which its pairs lie H/2 apart, the others
-    rotating by 0: scores are sums over dimensions and do not see it.
+    Kernels rotate dimension i with i + H/2; a partly rotated head pairs i with i + rotary_dim/2. Queries and
+    keys are therefore reordered so that these pairs are H/2 apart, and the other dimensions rotate by 0.
+    Scores are sums over dimensions and do not change.
     """
     if spec.rotary_dim is None:
         return None
@@ -337,8 +328,9 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
-    """Targets of one module that holds all query heads, then all key heads, then all value heads. Its rows
-    are read as a whole, of which a rank keeps those of its heads.
+    """Targets of one module with all query heads, then all key heads, then all value heads.
+
+    A rank reads all rows and keeps those of its heads.
     """
     spec, size = layer.spec, layer.shards.size
     kinds = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
@@ -358,12 +350,12 @@ def _fused_qkv(layer: Layer, module: str) -> dict[str, WeightTarget]:
 
 
 def empty_weight(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """Memory for a weight, not filled."""
+    """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def target_of(view: Tensor, shards: Shards = ALONE, axis: int = 0) -> WeightTarget:
-    """A checkpoint tensor of which `view` is this rank's equal part along `axis`; alone, the whole."""
+    """The target of a tensor of which `view` is this rank's equal part along `axis`."""
     shape = list(view.shape)
     shape[axis] *= shards.size
     part = (slice(None),) * axis + (shards.part(shape[axis]),)

@@ -1,4 +1,4 @@
-"""What the loader understood of a checkpoint, in lines for people. Reads no weights."""
+"""Lines of `describe=true`: how the loader reads a checkpoint. Reads no weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from idlm.infer.models.loader import SEMANTICS_FILE, Outline
 
 
 def description(outline: Outline) -> list[str]:
-    """Family, meaning, shapes, dtype, and what of the files is left out or put in another order."""
+    """Family, semantics, shapes, dtype, and which tensors are ignored or reordered."""
     spec, meaning = outline.spec, outline.semantics
     family = FAMILIES.get(outline.architecture)
     directory = outline.directory if outline.adapter is None else outline.adapter.directory

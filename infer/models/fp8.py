@@ -1,8 +1,8 @@
-"""What of a loaded model is kept in eight bits (e4m3): its projections, on request, and its KV scales. Lossy.
+"""Lossy fp8 (e4m3) weights of projections, and the scales of an fp8 KV cache.
 
-Embedding, head, norms, biases and an adapter's B stay as they were loaded: the head's errors would go into
-every law as they are, and of the embedding a pass reads a few rows. An adapter's A is quantised with the
-projection that it shares a product with; it acts on drafts alone.
+Embedding, head, norms, biases and an adapter's B keep their dtype: errors of the head would go directly into
+the probabilities, and a step reads few rows of the embedding. An adapter's A is quantised with the projection
+that it shares a product with; it acts on drafts only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device, *, is_wanted: bool) -> None:
-    """UserError IDLM-0447: eight bits are wanted of a GPU that knows no e4m3."""
+    """Raise UserError IDLM-0447 if fp8 is wanted on a GPU without e4m3."""
     if device.type != "cuda" or not is_wanted:
         return
     found = torch.cuda.get_device_capability(device)
@@ -40,10 +40,9 @@ def check_device(device: torch.device, *, is_wanted: bool) -> None:
 
 
 def quantise(trunk: DenseTrunk) -> None:
-    """Round this rank's projections to e4m3, one after another: meanwhile one of them exists twice, no more.
+    """Replace the parameters of this rank's projections by `Fp8Weight`s, one at a time to save memory.
 
-    An `Fp8Weight` takes the parameter's place under its name; `Linears` take either. UserError
-    IDLM-0617 of a model with experts.
+    Raises UserError IDLM-0617 for a model with experts.
     """
     if trunk.spec.moe is not None:
         refuse("weights=fp8 (allowed: auto)")
@@ -57,12 +56,14 @@ def quantise(trunk: DenseTrunk) -> None:
                 low = layer.lora[name]
                 assert isinstance(low, LowRank), f"{type(low)=}"
                 weight = _quantise_adapted(layer, name, low)
-            _move_together(weight)
+            _compact(weight)
 
 
-def _move_together(weight: Fp8Weight) -> None:
-    """Out of the memory that a wider weight has left, half of which it may fill: the KV pool is sized by what
-    the driver says is free, and it gets no half back. By way of the host; views stay views.
+def _compact(weight: Fp8Weight) -> None:
+    """Move the weight to new memory, by way of the host; views stay valid.
+
+    It may fill half of a segment that the wider weight left, which the allocator cannot return to the driver;
+    the KV pool is sized by the driver's free memory.
     """
     storage = weight.values_ED.untyped_storage()
     if storage.device.type != "cuda":
@@ -75,7 +76,7 @@ def _move_together(weight: Fp8Weight) -> None:
 
 
 def _quantise_adapted(layer: DenseLayer, name: str, low: LowRank) -> Fp8Weight:
-    """The projection and the A behind it, which share memory, which is returned."""
+    """Quantise a projection and its adapter's A together; returns the weight that holds both."""
     both, num_outputs = quantise_fp8(low.stacked), len(getattr(layer, name))
     own = Fp8Weight(values_ED=both.values_ED[:num_outputs], scale_E=both.scale_E[:num_outputs])
     low.a = both.values_ED[num_outputs:].split(low.b_Er.shape[1])
@@ -90,7 +91,7 @@ def _replace(module: nn.Module, name: str, weight: Fp8Weight) -> None:
 
 
 def scale_names(spec: ModelSpec, names: TensorNames) -> list[str]:
-    """Of keys, then of values, by layer."""
+    """Tensor names of the key scales of all layers, then of the value scales."""
     both = names.k_scale, names.v_scale
     return [name.format(number) for name in both for number in range(spec.num_layers)]
 
@@ -98,8 +99,9 @@ def scale_names(spec: ModelSpec, names: TensorNames) -> list[str]:
 def read_kv_scales(
     files: Mapping[str, Path], spec: ModelSpec, names: TensorNames, shards: Shards, device: torch.device
 ) -> Tensor | None:
-    """Scales [keys and values, layers, this rank's KV heads] fp32 of an fp8 cache (stored is value / scale);
-    None where the checkpoint has none. UserError IDLM-0614: some are missing, or are no scales.
+    """fp32 scales [2 (keys, values), layers, KV heads of this rank]; an fp8 cache stores value / scale.
+
+    None if the checkpoint has none. Raises UserError IDLM-0614 if some are missing or not positive numbers.
     """
     wanted = scale_names(spec, names)
     given = [name for name in wanted if name in files]

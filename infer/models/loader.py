@@ -1,8 +1,7 @@
-"""Loads a Hugging Face style checkpoint directory into our trunk; transformers never sees the directory.
+"""Loads a Hugging Face checkpoint directory into a trunk, without transformers.
 
-`config.json` is read as data: its architecture string selects a family from our own registry and nothing
-named in the checkpoint is imported or instantiated. Weights come from safetensors only and are held once, in
-fused form.
+`config.json` is read as data: its architecture string selects a family of the registry, and code named in the
+checkpoint is never imported. Weights come from safetensors only and are kept once, in fused form.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ FULL_DIFFUSION = {"LLaDAModelLM": "LLaDA-8B", "LLaDAMoEModelLM": "LLaDA-MoE", "D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run, and what its checkpoint means. Holds no tokenizer.
+    """A loaded model and the semantics of its checkpoint.
 
-    `local` is the spec of this rank's layers; alone, it is `spec`. `directory` holds its config.json: the
-    checkpoint's own, or that of an adapter's base. `kv_scales`: see `fp8.read_kv_scales`.
+    `local` is the spec of this rank's layers. `directory` has the config.json: the checkpoint, or the base of
+    an adapter. `kv_scales`: see `fp8.read_kv_scales`.
     """
 
     trunk: DenseTrunk
@@ -61,8 +60,9 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A checkpoint whose files fit together, before memory is taken. `targets` are on the meta device;
-    `ignored`: tensors of the files that are not read, on purpose.
+    """A checked checkpoint before its weights are loaded.
+
+    `targets` are on the meta device; `ignored` names the tensors that are deliberately not read.
     """
 
     directory: Path
@@ -88,11 +88,10 @@ def load_model(
     shards: Shards = ALONE,
 ) -> LoadedModel:
     """Load the checkpoint directory `path` onto `device`: a whole model, or a gated adapter with its base.
-    Of weights that are divided among `shards`, only this rank's part is read.
 
-    `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
-    the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
-    (IDLM-0302, 0303, 0600 to 0619); nothing is loaded in part.
+    Reads only this rank's part of weights that are divided among `shards`. `dtype` "auto" is the
+    checkpoint's. `semantics` overrides idlm_config.json, `mask_token_id` the id in either, and `base` the
+    path of an adapter's base. Raises UserError (IDLM-0302, 0303, 0600 to 0619) before weights are loaded.
     """
     outline = read_outline(
         path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
@@ -125,7 +124,7 @@ def read_outline(
     base: str | Path | None = None,
     shards: Shards = ALONE,
 ) -> Outline:
-    """Everything that `load_model` checks before it takes memory, with its errors."""
+    """The checks of `load_model` before it loads weights, with the same errors."""
     with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
         directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
@@ -142,13 +141,12 @@ def read_outline(
     names = family.tensor_names
     spec = family.refined(spec, files.keys())
     if spec.tie_embeddings and names.head in files and names.embed in files:
-        # transformers as well trusts the weights over the flag: a separate head that differs is used.
+        # Like transformers, prefer the weights to the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
     resolved_dtype = _dtype(dtype, config, files, names.embed)
     known = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
     ignored = {name for name in files if name in known or name.endswith("rotary_emb.inv_freq")}
-    # Names and shapes are checked before memory is taken: a wrong config must not look like a full machine.
-    # And all of them: what is of no use to one rank is of use to another.
+    # Check the tensors of all ranks before allocating, so that a wrong config does not run out of memory.
     shards.local(spec)
     empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
     targets = weight_targets(empty, names)
@@ -176,14 +174,17 @@ def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> t
     if base is not None:
         raise UserError(
             "IDLM-0611",
-            f"base={base}, but {directory} is no adapter",
+            f"base={base}, but {directory} is not an adapter",
             fix="leave base= out for a whole model",
         )
     return directory, None
 
 
 def checkpoint_directory(path: str | Path) -> Path:
-    """The directory of a model or adapter, after an interrupted publication; UserError IDLM-0600 for none."""
+    """The directory of a model or adapter, recovered if saving it was interrupted.
+
+    Raises UserError IDLM-0600 if there is none.
+    """
     directory = Path(path)
     recover(directory)
     if not directory.exists():
@@ -204,9 +205,9 @@ def checkpoint_directory(path: str | Path) -> Path:
 
 
 def _full_diffusion(architecture: Any) -> str:
-    """What to say of a family that is known, and is not decoded block by block or token by token."""
+    """An addition to the error message for the architectures of full-diffusion models."""
     name = FULL_DIFFUSION.get(architecture) if isinstance(architecture, str) else None
-    return "" if name is None else f", which is {name}: full diffusion, which no decoder does yet"
+    return "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
 
 
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
@@ -264,7 +265,7 @@ def _semantics(
     if problems:
         raise UserError(
             "IDLM-0616",
-            f"{directory} cannot decode as was said: {'; '.join(problems)}",
+            f"{directory} cannot decode as stated: {'; '.join(problems)}",
             fix=f"correct {SEMANTICS_FILE} or the semantics= given, or restore config.json",
         )
     return meaning
@@ -303,9 +304,11 @@ def _dtype(
     if name == "auto":
         name = config.get("dtype") or config.get("torch_dtype")
         if name is None and embed in files:
-            name = str(weights.tensor_dtype(files, embed)).removeprefix("torch.")
+            name = str(weights.tensor(files, embed).dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise UserError(
-            "IDLM-0608", f"dtype={name!r} is none of auto, {', '.join(DTYPES)}", fix="give dtype= explicitly"
+            "IDLM-0608",
+            f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}",
+            fix="give dtype= explicitly",
         )
     return DTYPES[name]

@@ -1,7 +1,7 @@
-"""The trunk with experts: every layer but the dense ones sends a row through a few of many feed-forwards.
+"""The trunk with experts: in all layers but the dense ones, a router chooses a few experts for each row.
 
-The arithmetic is in kernels/experts. Ranks share the experts by number and the shared expert by hidden units,
-so that a layer needs one sum; each has the whole router and routes every row alike.
+The arithmetic is in kernels/experts. Ranks divide the experts by index and the shared expert by hidden units,
+so a layer needs one sum; every rank has the whole router and routes all rows.
 D width, E experts of this rank, F ffn of an expert.
 """
 
@@ -15,23 +15,16 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.dense import (
-    DenseLayer,
-    DenseTrunk,
-    Layer,
-    Rows,
-    WeightTarget,
-    empty_weight,
-    target_of,
-)
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, Rows, WeightTarget, empty_weight, target_of
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.linear import Linears
 
 
 class Experts(nn.Module):
-    """A router and what it chooses from. The router of sigmoid scores is kept in fp32, for its scores lie
-    close together; gate and up rows of an expert are stacked.
+    """A router and its experts; gate and up rows of an expert are stacked.
+
+    A router with sigmoid scores is kept in fp32, because its scores are close together.
     """
 
     def __init__(
@@ -61,8 +54,9 @@ class Experts(nn.Module):
         self.shared_down = empty(width, shared) if shared else None
 
     def forward(self, x_RD: Tensor, linears: Linears, slot_mapping_R: Tensor | None = None) -> Tensor:
-        """The weighted sum of the chosen experts' outputs, in fp32 and in order of experts, plus the shared
-        expert's. Rows whose slot is negative are padding: they reach no expert.
+        """The weighted sum of the chosen experts' outputs plus the shared expert's, [R, D].
+
+        Sums run in fp32 and in order of experts. Rows with a negative slot are padding and reach no expert.
         """
         experts_RC, weights_RC = self.route(x_RD, linears, slot_mapping_R)
         shared_RD = None
@@ -88,7 +82,7 @@ class Experts(nn.Module):
         return route(logits_RE, self.routing, bias_X=self.router_bias, slots_R=slot_mapping_R)
 
     def targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-        """Where the tensors of layer `number` go; those of other ranks' experts go nowhere."""
+        """Targets of the tensors of layer `number`, without the experts of other ranks."""
         found: dict[str, WeightTarget] = {names.router.format(number): target_of(self.router)}
         if self.router_bias is not None:
             found[names.router_bias.format(number)] = target_of(self.router_bias)
@@ -107,7 +101,7 @@ class Experts(nn.Module):
 
 
 class MoeLayer(Layer):
-    """A layer whose feed-forward are experts."""
+    """A layer with experts as its feed-forward part."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
@@ -117,11 +111,11 @@ class MoeLayer(Layer):
         self.mlp = Experts(spec.moe, spec.width, device, dtype, shards)
 
     def further_targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
-        """Those of router and experts."""
+        """Targets of router and experts."""
         return self.mlp.targets(number, names)
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
-        """What the chosen experts make of each row."""
+        """The output of the experts, [R, D]."""
         return self.mlp(normed_RD, rows.linears, slot_mapping_R)
 
 
@@ -137,15 +131,15 @@ class MoeTrunk(DenseTrunk):
 def make_trunk(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
 ) -> DenseTrunk:
-    """An empty trunk of the kind that the spec asks for; UserError IDLM-0423 where it cannot be divided."""
+    """An empty trunk for the spec. Raises UserError IDLM-0423 if `shards` cannot divide it."""
     kind = DenseTrunk if spec.moe is None else MoeTrunk
     return kind(spec, device=device, dtype=dtype, shards=shards)
 
 
 def refuse(problem: str) -> NoReturn:
-    """UserError IDLM-0617: what a model with experts is asked for and cannot do yet."""
+    """Raise UserError IDLM-0617 for a setting that models with experts do not support."""
     raise UserError(
         "IDLM-0617",
-        f"a model with experts does not go with {problem}",
+        f"a model with experts does not support {problem}",
         fix="use the allowed setting named, or leave it out",
     )

@@ -1,7 +1,7 @@
-"""Rotary frequencies from a config, for every rope type whose frequencies are the same at every length.
+"""Rotary frequencies from a config, for every rope type whose frequencies do not depend on the length.
 
-Scaled types are computed by transformers' own functions, so that they cannot drift from the reference. Reads
-the layout of transformers 5 (`rope_parameters`) and the older one (`rope_theta` beside `rope_scaling`).
+Scaled types use the functions of transformers. Reads the layout of transformers 5 (`rope_parameters`) and the
+older one (`rope_theta` and `rope_scaling`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that fp64 can hold."""
+    """Whether `value` is a finite number above 0."""
     return is_number(value) and value > 0
 
 
@@ -31,10 +31,10 @@ def rope_frequencies(
     default_theta: float | None,
     rotary_dim: int | None = None,
 ) -> tuple[tuple[float, ...], float, list[str]]:
-    """Return (head_dim / 2 inverse frequencies, factor on cos and sin, problems); problems empty the first.
+    """Return (head_dim / 2 inverse frequencies, factor on cos and sin, problems).
 
-    `rotary_dim`: only so many dimensions rotate, the frequencies behind theirs are 0. `default_theta` None: a
-    config without a base period is a problem, because a guess would run and be wrong.
+    With problems the frequencies are empty. Only `rotary_dim` dimensions rotate (None: all); the frequencies
+    of the others are 0. With `default_theta` None, a config without a base is a problem.
     """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
@@ -58,7 +58,7 @@ def rope_frequencies(
 def _checked(
     frequencies: list[float], scaling: Any, parameters: dict[str, Any], still: Sequence[float] = ()
 ) -> tuple[tuple[float, ...], float, list[str]]:
-    """What `rope_frequencies` returns; a formula computes with any factor it is given, 0 and NaN too."""
+    """The result of `rope_frequencies`, checked for zeros and NaN, which the formulas let through."""
     if not is_positive(scaling) or not all(map(is_positive, frequencies)):
         return (), 1.0, [f"rope_parameters={parameters!r} give frequencies or a scale not above 0 and finite"]
     return (*frequencies, *still), float(scaling), []
@@ -82,7 +82,7 @@ def _problems(
         problems.append(f"rope_type={rope_type!r} (supported: {supported})")
     if is_partial:
         if rope_type != "default":
-            problems.append(f"rope_type={rope_type!r} of a part of each head (supported: 'default')")
+            problems.append(f"rope_type={rope_type!r} for a part of each head (supported: 'default')")
         return problems
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):

@@ -1,11 +1,11 @@
-"""Tensor parallelism: which part of a model a rank holds, and the two collectives that put results together.
+"""Tensor parallelism: which part of a model a rank holds, and the collectives that combine results.
 
 Attention heads, hidden units of each MLP and experts are divided among ranks (Megatron-LM, arXiv
 1909.08053, section 3), so a layer needs two sums; the head's vocabulary rows are divided too and its
 logits gathered.
-All ranks sample alike only if they hold the same bits. A gather copies. A sum is made once per element and
-then copied: rings (gloo's default; NCCL's, with its trees) reduce each part on one rank, in one order, and
-hand it round. `TensorParallelGroup.compare` looks every so often whether it has been so.
+All ranks must sample from the same bits. A gather copies bits. An all-reduce computes each element once, on
+one rank and in one order, and then copies it (gloo's ring; NCCL's rings and trees).
+`TensorParallelGroup.compare` checks this from time to time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from idlm.infer.models.base import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """This rank's place among `size` ranks. `group` joins their devices, `control` their hosts; None: the
-    default process group.
-    """
+    """This rank among `size` ranks. `group` connects devices and `control` hosts (None: default group)."""
 
     rank: int = 0
     size: int = 1
@@ -33,11 +31,12 @@ class Shards:
     control: dist.ProcessGroup | None = None
 
     def local(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of one rank's layers; UserError IDLM-0423 where heads, hidden units or experts do not
-        divide. `moe` stays that of the whole model: every rank chooses from all experts.
+        """The spec of one rank's layers; `moe` stays that of the whole model, whose router every rank has.
+
+        Raises UserError IDLM-0423 if `size` does not divide heads, hidden units or experts.
         """
         moe = spec.moe
-        odd = [
+        indivisible = [
             f"{name}={value}"
             for name, value in (
                 ("num_heads", spec.num_heads),
@@ -48,10 +47,10 @@ class Shards:
             )
             if value % self.size
         ]
-        if odd:
+        if indivisible:
             raise UserError(
                 "IDLM-0423",
-                f"tensor_parallel={self.size} does not divide {', '.join(odd)} of the model",
+                f"tensor_parallel={self.size} does not divide {', '.join(indivisible)} of the model",
                 fix="choose a divisor of them all",
             )
         return replace(
@@ -62,25 +61,25 @@ class Shards:
         )
 
     def device(self, device: torch.device) -> torch.device:
-        """This rank's of the devices of a kind: GPUs are numbered like ranks."""
+        """The device of this rank: GPUs are numbered like ranks."""
         if self.size == 1 or device.type != "cuda":
             return device
         return torch.device("cuda", self.rank)
 
     def part(self, size: int) -> slice:
-        """This rank's part of `size` things, as even as can be; the last ranks may have fewer."""
+        """This rank's part of `size` items; the last ranks may have fewer."""
         each = -(-size // self.size)
         return slice(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over ranks, where it can be in place. The same bits on every rank."""
+        """The sum over ranks, with the same bits on each; in place if `partial` is contiguous."""
         if self.size > 1:
             partial = partial.contiguous()
             dist.all_reduce(partial, group=self.group)
         return partial
 
     def gather(self, part_XV: Tensor, num_columns: int) -> Tensor:
-        """All ranks' columns [X, num_columns], in order, from parts as `part(num_columns)` cuts them."""
+        """The columns of all ranks [X, num_columns], where each holds those of `part(num_columns)`."""
         if self.size == 1:
             return part_XV
         each = -(-num_columns // self.size)
@@ -90,7 +89,7 @@ class Shards:
         return torch.cat(parts, dim=1)[:, :num_columns]
 
     def least(self, number: int) -> int:
-        """The smallest number that any rank's host has named."""
+        """The minimum of `number` over the hosts of all ranks."""
         if self.size == 1:
             return number
         least = torch.tensor(number)

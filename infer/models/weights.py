@@ -1,7 +1,7 @@
-"""Finds and streams the safetensors files of a checkpoint; nothing else is ever opened, pickles least of all.
+"""Finds the safetensors files of a checkpoint and copies their tensors; never opens pickles.
 
-Two passes: the headers decide whether every tensor is there with the right shape, then the data is copied one
-tensor at a time into memory that the model already owns.
+First the headers are checked for names and shapes; then the data is copied one tensor at a time into memory
+that the model already owns.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
 FLOATS = ("F", "BF")
-"""How the names of floating-point types begin in a safetensors header."""
+"""First letters of floating-point types in a safetensors header."""
 MAX_NAMED = 8
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
-"""What `copy` calls after each tensor, with the bytes copied so far and the bytes of all. A context variable,
-because the engine and its parts lie between the command line that shows progress and `copy`.
+"""Called by `copy` after each tensor with the bytes copied and in all. It is a context variable because the
+command line that shows progress is many calls above `copy`.
 """
 
 
 def locate(directory: Path) -> dict[str, Path]:
-    """Return the file of every tensor; UserError IDLM-0602: no safetensors, IDLM-0607: broken or missing."""
+    """The file of every tensor. Raises UserError IDLM-0602 (no safetensors) or IDLM-0607 (broken)."""
     if (directory / SINGLE_FILE).is_file():
         return dict.fromkeys(tensor_names(directory / SINGLE_FILE), directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
@@ -40,8 +40,8 @@ def locate(directory: Path) -> dict[str, Path]:
     if pickles:
         raise UserError(
             "IDLM-0602",
-            f"{directory} holds its weights as {pickles[0]}; only safetensors are read, because loading a "
-            "pickle runs whatever code it contains",
+            f"{directory} has its weights in {pickles[0]}; only safetensors are read, because loading a "
+            "pickle runs the code in it",
             fix="convert it once with transformers, in a place where you trust the file: "
             f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('<new directory>')",
         )
@@ -61,7 +61,7 @@ def _locate_sharded(directory: Path) -> dict[str, Path]:
         )
     shards = sorted({str(name) for name in weight_map.values()})
     for shard in shards:
-        if Path(shard).name != shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise UserError(
                 "IDLM-0607",
                 f"{index_path} names the file {shard!r}; allowed are plain *.safetensors names",
@@ -81,9 +81,9 @@ def _locate_sharded(directory: Path) -> dict[str, Path]:
 def check(
     targets: Mapping[str, WeightTarget], files: Mapping[str, Path], is_ignored: Callable[[str], bool]
 ) -> None:
-    """Compare names, shapes and types; reads headers only, so the targets may lie on the meta device.
+    """Compare names, shapes and types; reads headers only, so targets may be on the meta device.
 
-    All missing, unused, wrong-shaped and integer tensors are reported in one UserError IDLM-0603.
+    Raises UserError IDLM-0603 with all missing, unused, wrong-shaped and integer tensors.
     """
     problems = misfits(targets, files, is_ignored, said_by="config.json")
     if problems:
@@ -101,9 +101,9 @@ def misfits(
     *,
     said_by: str,
 ) -> list[str]:
-    """What of names, shapes and types does not fit, in words; `said_by`: the file that the shapes come from.
+    """Messages about names, shapes and types that do not fit; `said_by` is the file with the shapes.
 
-    Integers are refused: of quantised weights they are codes, which mean nothing without scales.
+    Integer tensors are refused: they are codes of quantised weights, which need scales.
     """
     wrong_shapes, wrong_types = [], []
     for path, names in _by_file(targets, files).items():
@@ -132,9 +132,7 @@ def misfits(
 
 
 def copy(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> None:
-    """Copy every tensor into its target, casting to the target's dtype; call `check` first.
-    Calls `WATCHER`.
-    """
+    """Copy every tensor into its target and cast to its dtype; call `check` first. Calls `WATCHER`."""
     watcher, num_done = WATCHER.get(), 0
     total = sum(targets[name].view.nbytes for name in targets.keys() & files.keys())
     with torch.no_grad():
@@ -156,14 +154,9 @@ def _by_file(targets: Mapping[str, WeightTarget], files: Mapping[str, Path]) -> 
 
 
 def tensors_equal(files: Mapping[str, Path], first: str, second: str) -> bool:
-    """Whether two tensors of the checkpoint hold the same values."""
+    """Whether two tensors of the checkpoint have the same values."""
     with _opened(files[first]) as one, _opened(files[second]) as other:
         return torch.equal(one.get_tensor(first), other.get_tensor(second))
-
-
-def tensor_dtype(files: Mapping[str, Path], name: str) -> torch.dtype:
-    """The dtype in which the file stores a tensor; reads its data."""
-    return tensor(files, name).dtype
 
 
 def tensor(files: Mapping[str, Path], name: str) -> torch.Tensor:

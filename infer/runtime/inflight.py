@@ -1,4 +1,4 @@
-"""A pass on its way: what it will say about whom, copied to the host without waiting for it."""
+"""A launched step whose results are copied to the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ POLLS_PER_CHECK = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """What a pass says about one request. `logprobs` is empty where nobody asked; `nonfinite`: see
-    `StepOutcome.nonfinite_B`.
-    """
+    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested."""
 
     nonfinite: int
     token_ids: list[int]
@@ -32,14 +30,14 @@ class Emission:
 
 
 class InflightStep:
-    """One launched pass, whose results are read late: nobody waits for what was launched just now."""
+    """Launches a schedule on construction; `emissions` reads its results later."""
 
     def __init__(self, schedule: Schedule, worker: Worker) -> None:
         self.requests: list[Request] = schedule.requests
         self.samples: list[bool] = schedule.samples
         self.mode = schedule.mode
         self.only_decodes = all(schedule.samples) and max(schedule.num_feed) == 1
-        begun = time.perf_counter()
+        launch_time = time.perf_counter()
         self._start = _mark(worker.device)
         result = worker.launch(schedule)
         self._counts = _to_host(result.counts_BJ)
@@ -47,25 +45,25 @@ class InflightStep:
         self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
         self._event = _mark(worker.device)
         self._check = worker.check
-        self._seconds = time.perf_counter() - begun
+        self._seconds = time.perf_counter() - launch_time
 
     def is_ready(self) -> bool:
-        """Whether a GPU has finished the pass; on a CPU there is nothing to gain from looking early."""
+        """Whether the GPU has finished the step; False on a CPU, where reading early gains nothing."""
         return self._event is not None and bool(self._event.query())
 
     def seconds(self) -> float:
-        """How long the pass took; on a GPU once it is back, without the time that it waited for others."""
+        """Duration of the step; on a GPU it excludes waiting for earlier steps and needs a finished step."""
         if self._start is None or self._event is None:
             return self._seconds
         return self._start.elapsed_time(self._event) / 1e3
 
     def emissions(self) -> list[Emission]:
-        """What the pass says, in the order of `requests`; looks again and again until it is there."""
-        num_looks = 0
+        """Results in the order of `requests`; waits for the step, and polls whether its ranks are alive."""
+        num_polls = 0
         while self._event is not None and not self._event.query():
             time.sleep(POLL_SECONDS)
-            num_looks += 1
-            if num_looks % POLLS_PER_CHECK == 0:
+            num_polls += 1
+            if num_polls % POLLS_PER_CHECK == 0:
                 self._check()
         logprobs = [tensor.tolist() for tensor in self._logprobs]
         emissions = []
@@ -86,7 +84,7 @@ class InflightStep:
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """This point in the work of `device`, None where it is no GPU."""
+    """A recorded event on the current stream of a GPU; None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

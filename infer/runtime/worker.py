@@ -1,8 +1,7 @@
-"""What an engine does on a device, all of it: sequences sit down, KV pointers go back, pages are copied,
-passes are launched. It decides nothing and reads nothing back.
+"""Executes schedules on one device: fills lanes, rewinds KV pointers, copies pages and launches steps.
 
-Alone there is one worker. With tensor parallelism each rank has one, and that of rank 0 (`group.DriverWorker`)
-tells the others what to do before it does the same.
+A worker takes no decisions and reads no results back. With tensor parallelism each rank has one, and that of
+rank 0 (`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
 Shapes: Z lanes, L tokens of the longest sequence.
 """
 
@@ -15,6 +14,7 @@ import torch
 from idlm.infer.build import EngineParts, build
 from idlm.infer.distributed.messages import Message, schedule_from_message
 from idlm.infer.models.shards import Shards
+from idlm.infer.options import check_options
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.step import StepResult
@@ -25,22 +25,22 @@ DIGEST_PRIME = 1_000_003
 
 
 class Worker:
-    """Carries schedules out on the device of `parts`."""
+    """Executes schedules on the device of `parts`."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
         self.device = parts.table.device
 
     def launch(self, schedule: Schedule) -> StepResult:
-        """Do what the schedule says and send its pass on its way."""
+        """Prepare the lanes of a schedule and launch its step, without waiting for it."""
         self._admit(schedule)
         return self.parts.step(schedule)
 
     def check(self) -> None:
-        """UserError when passes that are on their way cannot come back; alone, they always can."""
+        """Raise UserError if a rank has died, so that launched steps never finish. Without ranks: never."""
 
     def free_cached_memory(self) -> None:
-        """After a pass that ran out of memory: give back what graphs and the allocator keep."""
+        """Free captured graphs and the allocator's cache, after a step that ran out of memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if isinstance(self.parts.step, StaticStep):
@@ -49,28 +49,27 @@ class Worker:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """End what was started for this engine; alone, nothing was."""
+        """End the ranks of this engine, if it has any."""
 
     def digest(self) -> int:
-        """A number that differs, almost surely, where the tokens or pointers of a sequence do. Waits for all
-        passes.
-        """
+        """A checksum of tokens and pointers of all sequences, equal on all ranks. Waits for all steps."""
         return digest(self.parts.table)
 
     def _admit(self, schedule: Schedule) -> None:
-        parts, scheduled_new_requests = self.parts, schedule.scheduled_new_requests
-        if scheduled_new_requests:
-            lanes = [lane_of(request) for request in scheduled_new_requests]
+        """Fill the lanes of new requests, and rewind those that were preempted or resumed."""
+        parts, new = self.parts, schedule.scheduled_new_requests
+        if new:
+            lanes = [lane_of(request) for request in new]
             parts.table.admit(
                 lanes,
-                [[*request.prompt_ids, *request.token_ids] for request in scheduled_new_requests],
-                [request.params for request in scheduled_new_requests],
-                [request.index for request in scheduled_new_requests],
-                ends=[request.max_length for request in scheduled_new_requests],
-                steps=[request.num_steps for request in scheduled_new_requests],
-                computed=[request.num_computed for request in scheduled_new_requests],
+                [[*request.prompt_ids, *request.token_ids] for request in new],
+                [request.params for request in new],
+                [request.index for request in new],
+                ends=[request.max_length for request in new],
+                steps=[request.num_steps for request in new],
+                computed=[request.num_computed for request in new],
             )
-            parts.decoder.admit(lanes, [request.params.decoder_options for request in scheduled_new_requests])
+            parts.decoder.admit(lanes, [request.params.decoder_options for request in new])
             parts.stack.reset(lanes)
         rewound = (*schedule.preempted, *schedule.resumed)
         for request in rewound:
@@ -84,34 +83,32 @@ class Worker:
 
 @torch.inference_mode()
 def digest(table: SequenceState) -> int:
-    """Sum over known tokens, each times a number of its place, and over the pointers, modulo 2^64."""
-    places_L = torch.arange(table.max_length, device=table.device)
-    tokens_ZL = table.tokens_ZL[:, : table.max_length] * (places_L < table.num_known_Z[:, None])
-    lines_Z = (tokens_ZL * (DIGEST_PRIME * places_L + 1)).sum(dim=1)
+    """Sum of known tokens, weighted by position and lane, and of the pointers, modulo 2^64."""
+    positions_L = torch.arange(table.max_length, device=table.device)
+    tokens_ZL = table.tokens_ZL[:, : table.max_length] * (positions_L < table.num_known_Z[:, None])
+    sums_Z = (tokens_ZL * (DIGEST_PRIME * positions_L + 1)).sum(dim=1)
     for column_Z in (table.num_known_Z, table.num_computed_Z, table.steps_Z):
-        lines_Z = lines_Z * DIGEST_PRIME + column_Z
-    lanes_Z = torch.arange(len(lines_Z), device=table.device)
-    return int((lines_Z * (2 * lanes_Z + 1)).sum())
+        sums_Z = sums_Z * DIGEST_PRIME + column_Z
+    lanes_Z = torch.arange(len(sums_Z), device=table.device)
+    return int((sums_Z * (2 * lanes_Z + 1)).sum())
 
 
 def worker_loop(
     receive: Callable[[], Message | None], send: Callable[[Message], None], shards: Shards
 ) -> None:
-    """A rank's loop: do what rank 0 says until it has nothing more to say. Several engines may live at
-    once.
-    """
+    """The loop of a rank other than 0: execute messages until there are none. Serves several engines."""
     workers: dict[int, tuple[Worker, dict[int, Request]]] = {}
-    while (order := receive()) is not None:
-        number = order["engine"]
-        match order["do"]:
+    while (message := receive()) is not None:
+        number = message["engine"]
+        match message["do"]:
             case "build":
-                parts = build(order["path"], order["decoder"], order["options"], shards)
+                parts = build(message["path"], check_options(message["decoder"], message["options"]), shards)
                 workers[number] = Worker(parts), {}
                 send({"state": "built"})
             case "pass":
-                worker, seats = workers[number]
-                worker.parts.pool.follow(order["pages"])
-                worker.launch(schedule_from_message(order, seats))
+                worker, requests = workers[number]
+                worker.parts.pool.follow(message["pages"])
+                worker.launch(schedule_from_message(message, requests))
             case "digest":
                 send({"digest": workers[number][0].digest()})
             case "drop":

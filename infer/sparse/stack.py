@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean
-from idlm.contracts import StepPlan, own_number
+from idlm.contracts import StepPlan
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import (
     ACCELERATORS,
@@ -28,7 +28,6 @@ from idlm.kernels.paged_attention import Plan
 
 AcceleratorOptions = Mapping[str, Mapping[str, Any]]
 """Options by name of accelerator."""
-NO_NAMES = ("", "none", "null", "off", "false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,48 +119,6 @@ class AcceleratorStack:
 NO_ACCELERATORS = AcceleratorStack()
 
 
-def as_options(given: Any) -> dict[str, dict[str, Any]]:
-    """Options by name, from what a caller may write: a name, several, or options by name; None: none."""
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        return {_one_name(given): {}}
-    if isinstance(given, Mapping):
-        return {str(name): _options_of(name, options) for name, options in given.items()}
-    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
-        raise UserError("IDLM-0461", f"accelerators={given!r} are no names", fix='write ["mage"], or []')
-    names = list(given)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(
-            "IDLM-0461", f"accelerators={names} names {', '.join(twice)} twice", fix="name each once"
-        )
-    return {name: {} for name in names}
-
-
-def _one_name(given: str) -> str:
-    names = [name.strip() for name in given.split(",")]
-    if len(names) > 1:
-        raise UserError(
-            "IDLM-0461", f"accelerator={given} is no list", fix=f"write accelerator=[{','.join(names)}]"
-        )
-    if given.strip().lower() in NO_NAMES:
-        raise UserError(
-            "IDLM-0461", f"accelerator={given} names none", fix="write accelerator=[], or leave it out"
-        )
-    return given
-
-
-def _options_of(name: Any, options: Any) -> dict[str, Any]:
-    if options is not None and not isinstance(options, Mapping):
-        raise UserError(
-            "IDLM-0461",
-            f"accelerators: the options of {name} are {options!r}, not options by name",
-            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for its defaults',
-        )
-    return {key: own_number(value) for key, value in (options or {}).items()}
-
-
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
     """Each accelerator's Config; UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
     problems: list[str] = []
@@ -171,22 +128,23 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
         known = [field.name for field in dataclasses.fields(kind)]
         unknown = [key for key in options if key not in known]
         problems += [
-            f"accelerator.{name}.{key} is no option of it{did_you_mean(key, known)} (it takes "
+            f"accelerators.{name}.{key} is not an option of it{did_you_mean(key, known)} (it takes "
             f"{', '.join(known) or 'none'})"
             for key in unknown
         ]
         if not unknown:
-            configs[name] = schema.build(kind, dict(options), problems, f"accelerator.{name}.")
+            configs[name] = schema.build(kind, dict(options), problems, f"accelerators.{name}.")
     if problems:
         raise UserError("IDLM-0461", "; ".join(problems), fix="correct the accelerator options named")
     return configs
 
 
-def stack_of(given: AcceleratorOptions, place: EngineSpec) -> AcceleratorStack:
-    """The accelerators for an engine; UserError IDLM-0460 with every reason why they do not go with it or
-    with one another.
+def stack_of(configs: Mapping[str, Any], place: EngineSpec) -> AcceleratorStack:
+    """The accelerators of an engine, from the Config of each by name.
+
+    Raises UserError IDLM-0460 with every reason why they do not fit the engine or one another.
     """
-    made = [ACCELERATORS.get(name)(config, place) for name, config in accelerator_configs(given).items()]
+    made = [ACCELERATORS.get(name)(config, place) for name, config in configs.items()]
     reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
     sides: dict[str, list[str]] = {}
     for each in made:
@@ -200,9 +158,9 @@ def stack_of(given: AcceleratorOptions, place: EngineSpec) -> AcceleratorStack:
     if reasons:
         raise UserError(
             "IDLM-0460",
-            f"accelerator=[{','.join(given)}] does not go with this engine:"
+            f"accelerators=[{','.join(configs)}] does not go with this engine:"
             + "".join(f"\n  - {reason}" for reason in reasons),
-            fix="set each to what is allowed, or leave the accelerator out (accelerator=[])",
+            fix="set each to what is allowed, or leave the accelerator out (accelerators=[])",
         )
     kv = next((each for each in made if isinstance(each, KVAccelerator)), None)
     rows = next((each for each in made if isinstance(each, RowsAccelerator)), None)

@@ -102,7 +102,7 @@ def test_masks_that_overflow_are_told_and_not_drawn_from(
     engine = _engine(checkpoints, decoder, **options)
     _spoil(engine, MASK_ID)
     for params in SAMPLING:
-        with pytest.raises(UserError, match=r"IDLM-0457.*behind 0 tokens.*not finite"):
+        with pytest.raises(UserError, match=r"IDLM-0457.*after 0 tokens.*not finite"):
             engine.generate(_prompts(), params)
         assert_idle(engine)
 
@@ -134,7 +134,7 @@ def test_an_answer_keeps_what_came_before(
     with pytest.raises(UserError, match="IDLM-0457") as caught:
         for event in engine.stream(_prompts()[0], SAMPLING[1]):
             tokens += event.token_ids
-    assert f"behind {len(tokens)} tokens" in str(caught.value)
+    assert f"after {len(tokens)} tokens" in str(caught.value)
     assert 0 < len(tokens) < len(expected.token_ids)
     assert tuple(tokens) == expected.token_ids[: len(tokens)]
     assert_idle(engine)
@@ -197,5 +197,5 @@ def test_an_answer_that_is_whole_needs_no_further_drafts(
     assert cut.finish_reason == "error"
     assert 0 < len(cut.token_ids) < len(expected.token_ids)
     assert cut.token_ids == expected.token_ids[: len(cut.token_ids)]
-    assert f"behind {len(cut.token_ids)} tokens" in str(cut.error)
+    assert f"after {len(cut.token_ids)} tokens" in str(cut.error)
     assert_idle(engine)

@@ -120,7 +120,7 @@ def test_few_shapes_serve_all_loads() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"graphs": "yes"}, "graphs='yes'"),
+        ({"graphs": "yes"}, "graphs: got 'yes'"),
         ({"num_inflight_steps": -1}, "num_inflight_steps=-1"),
         ({"attention": "tritn"}, "did you mean 'triton'"),
     ],

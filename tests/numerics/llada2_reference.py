@@ -1,4 +1,4 @@
-"""LLaDA2 in plain PyTorch, written from its published description; slow, row by row, on purpose.
+"""LLaDA2 in plain PyTorch, written from its published description; deliberately slow, row by row.
 
 Shares nothing with the engine. `fault` plants one of the known misreadings of a checkpoint.
 L sequence length, N query heads, K KV heads, H head dim, D width, V vocabulary, E experts.

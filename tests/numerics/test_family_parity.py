@@ -1,4 +1,4 @@
-"""Families that decode in blocks, against references that never saw our code: prefill, denoising and commit.
+"""Families that decode in blocks, against independent references: prefill, denoising and commit.
 
 Where transformers has the modules it is the reference, with the visibility given as a mask; else plain
 PyTorch. R rows fed this pass, V vocabulary, L sequence length.
@@ -26,7 +26,7 @@ from tests.numerics.test_model_parity import VOCAB, PagedSession, save_reference
 
 TOLERANCE = 1e-4
 VISIBLE = 1e-2
-"""What a fault changes some logit by at least, or the parity would prove nothing."""
+"""Every fault must change some logit by at least this much, or the parity would prove nothing."""
 BLOCK = 4
 MASK = 90
 PROMPT_LENGTHS = (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 1, BLOCK, BLOCK - 1, 1)
@@ -34,7 +34,7 @@ Logits = Callable[[list[int], int], torch.Tensor]
 
 
 def visibility(length: int, block_size: int) -> torch.Tensor:
-    """Which keys each position sees [L, L]: those of its block and of the blocks before."""
+    """Visibility [L, L]: each position sees its block and the blocks before."""
     blocks = torch.arange(length) // block_size
     return blocks[:, None] >= blocks
 
@@ -94,7 +94,7 @@ def llada2(directory: Path, *, fault: str = "", has_qk_norm: bool = True, **chan
 
 
 def llada2_bare(directory: Path) -> Logits:
-    """Without norms of queries and keys, with biases, with a head that rotates as a whole."""
+    """Variants: no norms of queries and keys, biases, a fully rotated head."""
     return llada2(directory, has_qk_norm=False, use_qkv_bias=True, partial_rotary_factor=1.0, rotary_dim=12)
 
 
@@ -112,7 +112,7 @@ def draw(num: int, seed: int) -> list[int]:
 
 
 class BlockDecoding:
-    """Prompts of every kind of length, packed; each pass is checked against a recomputation of everything."""
+    """Packed prompts of many lengths; each step is checked against a recomputation of all rows."""
 
     def __init__(self, session: PagedSession, reference: Logits) -> None:
         self.session, self.reference = session, reference
@@ -143,7 +143,7 @@ def test_prefill_denoising_and_commit_equal_the_reference(family: str, tmp_path:
     nothing, masks = [0] * len(prompts), [MASK] * BLOCK
     tails = [len(prompt) % BLOCK for prompt in prompts]
     decoding.feed([block[:t] + masks[t:] for block, t in zip(clean, tails, strict=True)], nothing)
-    # Some are done sooner: their clean block travels with the masks of the next one.
+    # Some finish earlier: their clean block is fed with the masks of the next one.
     is_done = [number % 2 == 0 for number in range(len(prompts))]
     half = [
         block + masks if done else [*block[:t], MASK, *block[t + 1 :]]
@@ -156,7 +156,7 @@ def test_prefill_denoising_and_commit_equal_the_reference(family: str, tmp_path:
 
 
 class SlowReference(SlowBlocks):
-    """The slow decoder on any of the references."""
+    """The slow decoder on one of the references."""
 
     def __init__(self, reference: Logits, rules: Rules) -> None:
         self.reference, self.rules = reference, rules
@@ -175,7 +175,7 @@ STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "entropy_bounded", "entropy_bound": 1.5},
 ]
 EDITS = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3}
-"""LLaDA2.1 differs from 2.0 in nothing else; a card's mode changes little in so blunt a model."""
+"""The only difference of LLaDA2.1 from 2.0; the published mode changes little in a random model."""
 CASES = [(name, options) for name in ("sdar", "sdar_moe", "fast_dllm", "llada2") for options in STRATEGIES]
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -188,7 +188,7 @@ ENGINES: list[dict[str, Any]] = [{"fused_commit": False}, {"graphs": "on", "num_
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Logits]]:
-    """Of each family one, of blocks of `BLOCK`, with its reference."""
+    """One checkpoint of each family with blocks of `BLOCK`, and its reference."""
     made: dict[str, tuple[Path, Logits]] = {}
 
     def checkpoint(family: str) -> tuple[Path, Logits]:
@@ -215,7 +215,7 @@ def test_an_engine_generates_what_a_slow_decoder_does(
     fields = {"edit" if key == "edit_threshold" else key: value for key, value in options.items()}
     rules = Rules(size=BLOCK, mask=MASK, shifted=family == "fast_dllm", **fields)
     slow, most = SlowReference(reference, rules), 3 * BLOCK
-    # No case has a near tie behind these.
+    # No case has a near tie after these.
     lengths = (2 * BLOCK + 1, BLOCK, BLOCK - 1, 1)
     prompts = [draw(length, seed) for seed, length in enumerate(lengths, start=56)]
     expected = [
@@ -286,7 +286,7 @@ def test_trap_13_a_head_of_its_own_is_used_whatever_the_config_says(
     assert (found - reference(tokens, BLOCK)).abs().max() <= TOLERANCE
 
 
-def test_rows_of_an_expert_do_not_depend_on_who_else_is_there(tmp_path: Path) -> None:
+def test_rows_of_an_expert_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     reference = llada2(tmp_path)
     model = load_model(tmp_path, device="cpu")
     tokens = [[token] for token in range(0, VOCAB, 5)]

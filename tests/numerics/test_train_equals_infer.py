@@ -1,4 +1,4 @@
-"""The training forward on packed `[x_t | x_0]` rows against the engine's pass on the same picture, in fp32.
+"""The training forward on packed `[x_t | x_0]` rows against the engine's step on the same layout, in fp32.
 
 Training: noisy row s of a block that starts at b is a mask at position s, sees the clean tokens before b and
 its block's masks up to itself, and predicts token s + 1. Engine: that is mask s - b of a group which hangs on
@@ -50,7 +50,7 @@ MAX_WALKS = 30
 DOCUMENTS = [random_sample(i, prompt=PROMPT, response=n - PROMPT).token_ids for i, n in enumerate(LENGTHS)]
 
 MaskKey = tuple[int, int, int]
-"""Document, start of the block, place in the block."""
+"""Document, start of the block, position in the block."""
 CleanKey = tuple[int, int]
 """Document, position."""
 
@@ -77,7 +77,7 @@ def adapted_model(family: str, *, mask_row: bool) -> Any:
 
 @torch.no_grad()
 def training_rows(family: str, stride: int, attention: str, model: Any = None) -> Rows:
-    """One packed row. Each document stands in it once per block phase, so that blocks start everywhere."""
+    """One packed row with each document once per block phase, so that blocks start at every position."""
     phases = [(doc, PROMPT + shift) for doc in range(len(DOCUMENTS)) for shift in range(stride - 1)]
     samples = [
         Sample.from_pair(DOCUMENTS[doc][:prompt].tolist(), DOCUMENTS[doc][prompt:].tolist())
@@ -112,7 +112,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Replay:
-    """Walks the documents through an engine, each on its lane, comparing every wanted row of all passes."""
+    """Runs the documents through an engine, one per lane, and compares every wanted row of all steps."""
 
     def __init__(self, path: Path, strategy: str, stride: int, rows: Rows) -> None:
         self.engine = Engine.from_pretrained(
@@ -257,7 +257,7 @@ def test_training_and_engine_compute_the_same_rows_with_an_adapter(
 
 
 def assert_the_same_rows(path: Path, strategy: str, stride: int, rows: Rows) -> None:
-    """Walks of the engine until every training row was compared."""
+    """Runs the engine until every training row was compared."""
     replay = Replay(path, strategy, stride, rows)
     wanted = (
         set(range(len(replay.layouts))),
@@ -275,7 +275,7 @@ def assert_the_same_rows(path: Path, strategy: str, stride: int, rows: Rows) -> 
 @pytest.mark.parametrize("attention", ["idlm_sdpa", "idlm_flex", "idlm_split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_training_attentions_agree(family: str, attention: str) -> None:
-    """So the rows above stand for every attention path of the trainer."""
+    """The rows above therefore cover every attention implementation of the trainer."""
     by_document, other = (training_rows(family, 3, name) for name in ("idlm_documents", attention))
     assert by_document.masks.keys() == other.masks.keys()
     for mine, theirs in ((by_document.masks, other.masks), (by_document.clean, other.clean)):
@@ -284,8 +284,8 @@ def test_the_training_attentions_agree(family: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_comparison_can_tell_pictures_apart(family: str) -> None:
-    """A mask that saw one token less, or sat one place off, would be far outside the tolerance."""
+def test_the_comparison_can_tell_layouts_apart(family: str) -> None:
+    """A mask that sees one token less, or is off by one position, is far outside the tolerance."""
     rows = training_rows(family, 4, "idlm_documents")
     for (doc, start, place), logits_V in rows.masks.items():
         for other in ((doc, start - 1, place + 1), (doc, start, place + 1), (doc, start + 1, place)):

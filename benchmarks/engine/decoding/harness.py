@@ -25,12 +25,12 @@ from benchmarks.engine.decoding.trace import Trace
 from benchmarks.stream import Timer
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
-from idlm.infer.build import EngineSettings
 from idlm.infer.decoders.base import DECODERS
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import FAMILIES, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.settings import EngineSettings
 from idlm.kernels.sampling import op as sampling_op
 from idlm.semantics import Semantics
 
@@ -272,7 +272,7 @@ class Seats:
 
     def drain(self) -> int:
         """Wait for the passes on their way; returns their tokens."""
-        self.engine._book(0)
+        self.engine._collect(max_inflight=0)
         events, self.engine._events = self.engine._events, []
         return sum(len(event.token_ids) for event in events)
 

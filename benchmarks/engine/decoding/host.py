@@ -65,7 +65,7 @@ class _Stamped:
 
 def host_cost(seats: Seats, num_passes: int) -> HostCost:
     """Run `num_passes` in steady decoding (the load must leave room for them) and look at the clocks."""
-    step = seats.engine._step
+    step = seats.engine._parts.step
     assert isinstance(step, StaticStep), f"{type(step)=}"
     stamped = _Stamped(step._step, 4 * num_passes)
     step._step = stamped  # type: ignore[assignment]

@@ -20,6 +20,7 @@ from idlm.errors import UserError
 from idlm.infer.build import build
 from idlm.infer.cli.evaluation import evaluate, task_samples
 from idlm.infer.engine import Engine
+from idlm.infer.options import check_options
 from idlm.infer.request import Request
 from idlm.infer.runtime.inflight import Emission
 from idlm.tasks import TASKS
@@ -94,9 +95,9 @@ class _Recorder(Engine):
     accepted: dict[Request, list[int]]
     filled: dict[Request, list[int]]
 
-    def _deliver(self, request: Request, samples: bool, emission: Emission) -> None:
+    def _process(self, request: Request, samples: bool, emission: Emission) -> None:
         layouts: dict[Request, bool] = self.__dict__.setdefault("_is_fill", {})
-        super()._deliver(request, samples, emission)
+        super()._process(request, samples, emission)
         if not samples or request.finish_reason is not None:
             return
         num_accepted, num_tested = emission.num_accepted, emission.num_tested
@@ -120,7 +121,7 @@ def record(model: str, path: Path, *, num: int, device: str) -> dict[str, Any]:
         found = {}
         for strategy in ("cold", "tree"):
             options = {"stride": stride, "rejection_strategy": strategy, "device": device}
-            engine = _Recorder(build(model, "isd", options))
+            engine = _Recorder(build(model, check_options("isd", options)))
             engine.accepted, engine.filled = {}, {}
             evaluate(engine, task, samples, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
             found[strategy] = engine

@@ -1,7 +1,7 @@
 """LLaDA2.0 and 2.1 (BailingMoeV2): sigmoid router with groups and a shared expert, half of each head rotates.
 
-The defaults of the published config classes belong to no published weights: every field is read, none is
-filled in. Query, key and value projections are one tensor.
+The defaults of the published config classes fit no published weights, so every field must be given. Query,
+key and value projections are one tensor.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from idlm.config_keys import READ
-from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.blocks import block_contradictions, block_semantics
+from idlm.infer.models.base import FAMILIES, ModelSpec, MoeSpec, TensorNames
+from idlm.infer.models.blocks import BlockFamily
 from idlm.infer.models.config import MAX_HEAD_DIM, ConfigReader, dense_spec
-from idlm.semantics import Semantics
 
 BLOCK_SIZE = 32
-MASK_TOKEN_ID = 156_895
-"""In the tokenizer of Ling, their AR parent, this id is <|role_end|>, which stops there."""
-STOP_TOKEN_IDS = (156_892, 156_900)
-"""<|endoftext|> and <|role_end|>."""
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -62,10 +57,15 @@ LLADA22, LLADA20_UNI = (
 
 
 @FAMILIES.register("LLaDA2MoeModelLM")
-class Llada2(Family):
-    """2.1 differs from 2.0 in how it is decoded, not in what it computes."""
+class Llada2(BlockFamily):
+    """2.1 differs from 2.0 only in how it is decoded."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
+    logit_shift: ClassVar[bool] = False
+    mask_token_id: ClassVar[int] = 156_895
+    """In the tokenizer of Ling, their AR parent, this id is <|role_end|>, which stops there."""
+    stop_token_ids: ClassVar[tuple[int, ...]] = (156_892, 156_900)
+    """<|endoftext|> and <|role_end|>."""
     config_keys: ClassVar[Mapping[str, str]] = CONFIG_KEYS
     foreign_keys: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("expert_capacity", "delete_token_id", "split_token_id"), LLADA22),
@@ -83,6 +83,7 @@ class Llada2(Family):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
+        """All fields of `REQUIRED` must be there."""
         reader = ConfigReader(config)
         reader.require(*REQUIRED)
         reader.allow("score_function", "sigmoid", None)
@@ -102,27 +103,18 @@ class Llada2(Family):
 
     @classmethod
     def refined(cls, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
-        """Whether queries and keys are normalised, which configs leave out."""
+        """The tensors tell whether queries and keys are normalised, because configs leave it out."""
         return replace(spec, qk_norm=spec.qk_norm or cls.tensor_names.q_norm.format(0) in tensors)
 
     @classmethod
-    def semantics(cls, config: dict[str, Any]) -> Semantics:
-        return block_semantics(
-            config,
-            block_size=BLOCK_SIZE,
-            logit_shift=False,
-            mask_token_id=MASK_TOKEN_ID,
-            stop_token_ids=STOP_TOKEN_IDS,
-        )
-
-    @classmethod
-    def contradictions(cls, config: dict[str, Any], meaning: Semantics) -> list[str]:
-        return block_contradictions(meaning, logit_shift=False)
+    def block_size(cls, config: dict[str, Any]) -> int:
+        """That of every published checkpoint."""
+        return BLOCK_SIZE
 
 
 def _rotary_dim(reader: ConfigReader) -> int | None:
-    """From a factor or a width, which must agree and one of which must be there; None: the whole head."""
-    config, head_dim = reader.config, reader.positive_int("head_dim")
+    """Rotated dimensions, from a factor or a width; both must agree. None: the whole head rotates."""
+    config, head_dim = reader.config, reader.integer("head_dim")
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = parameters if isinstance(parameters, dict) else {}
     given = {
@@ -136,7 +128,7 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
     }
     told = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if len(set(widths.values())) != 1:
-        reader.problems.append(f"{told} of head_dim={head_dim} (one is needed, and both must agree)")
+        reader.problems.append(f"{told} of head_dim={head_dim} (give one, or two that agree)")
         return None
     width = next(iter(widths.values()))
     if width % 2 or not 0 < width <= min(head_dim, MAX_HEAD_DIM):
@@ -146,25 +138,28 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
-    num_experts, num_groups = reader.positive_int("num_experts"), reader.positive_int("n_group")
-    num_chosen, chosen_groups = reader.positive_int("num_experts_per_tok"), reader.positive_int("topk_group")
+    num_experts, num_groups = reader.integer("num_experts"), reader.integer("n_group")
+    num_chosen, chosen_groups = reader.integer("num_experts_per_tok"), reader.integer("topk_group")
     if num_experts % num_groups or chosen_groups > num_groups:
         reader.problems.append(
             f"num_experts={num_experts} in n_group={num_groups}, of which topk_group={chosen_groups}"
         )
     elif num_experts // num_groups < 2 or num_chosen > num_experts // num_groups * chosen_groups:
         reader.problems.append(f"num_experts_per_tok={num_chosen} from groups of {num_experts // num_groups}")
-    ffn_width, num_dense = reader.positive_int("moe_intermediate_size"), reader.count("first_k_dense_replace")
+    ffn_width, num_dense = (
+        reader.integer("moe_intermediate_size"),
+        reader.integer("first_k_dense_replace", least=0),
+    )
     return MoeSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
         ffn_width=ffn_width,
-        dense_layers=tuple(range(min(num_dense, reader.positive_int("num_hidden_layers")))),
+        dense_layers=tuple(range(min(num_dense, reader.integer("num_hidden_layers")))),
         score="sigmoid",
         is_normalised=reader.flag("norm_topk_prob"),
         scaling=reader.positive_float("routed_scaling_factor", 1.0),
         has_bias=True,
         num_groups=num_groups,
         num_chosen_groups=chosen_groups,
-        shared_ffn_width=ffn_width * reader.count("num_shared_experts"),
+        shared_ffn_width=ffn_width * reader.integer("num_shared_experts", least=0),
     )

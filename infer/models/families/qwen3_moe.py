@@ -35,14 +35,11 @@ class Qwen3Moe(Family):
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
-    num_layers, every = (
-        reader.positive_int("num_hidden_layers"),
-        reader.positive_int("decoder_sparse_step", 1),
-    )
+    num_layers, every = (reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", 1))
     # transformers 5 writes the field under its second name.
-    num_experts = reader.positive_int("num_experts", reader.config.get("num_local_experts"))
+    num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"))
     reader.allow("num_local_experts", num_experts, None)
-    num_chosen = reader.positive_int("num_experts_per_tok")
+    num_chosen = reader.integer("num_experts_per_tok")
     if num_chosen > num_experts:
         reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")
     only_dense = reader.config.get("mlp_only_layers") or []
@@ -52,7 +49,7 @@ def _experts(reader: ConfigReader) -> MoeSpec:
     return MoeSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
-        ffn_width=reader.positive_int("moe_intermediate_size"),
+        ffn_width=reader.integer("moe_intermediate_size"),
         dense_layers=tuple(
             number for number in range(num_layers) if number in only_dense or (number + 1) % every
         ),

@@ -16,6 +16,7 @@ from idlm.cli import command
 from idlm.config.compose import compose
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.fingerprint import (
     EXCLUDED_KEYS,
     SPEED_ONLY_KEYS,
@@ -25,11 +26,11 @@ from idlm.infer.cli.fingerprint import (
     run_config,
 )
 from idlm.infer.cli.generate import generate, take_accelerator_options, with_options
-from idlm.infer.config import EngineConfig, GenerateConfig
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.step import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.scheduler import Schedule
+from idlm.infer.settings import EngineSettings
 from idlm.lora import AdapterSpec
 from tests.integration.inference.command_lines import (
     BASE,
@@ -81,9 +82,9 @@ def _retrained(directory: Path) -> Path:
         (["decoder=isd", "mask_token_id=170"], "decoder='isd'"),
         (["mask_token_id=170"], "mask_token_id=170"),
         (["dtype=float64"], "dtype='float64'"),
-        (["template=none"], "template='none'"),
+        (["chat_template=none"], "chat_template='none'"),
         (["weights=fp8"], "weights='fp8'"),
-        (["accelerator=[mage]", "accelerator.mage.k=9"], "accelerator={'mage': {'k': 9}}"),
+        (["accelerators=[mage]", "accelerators.mage.k=9"], "accelerators={'mage': {'k': 9}}"),
     ],
 )
 def test_answers_of_other_settings_are_not_gone_on_with(
@@ -131,7 +132,7 @@ def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
         (["decoder=ar"], []),
         (["decoder=isd", "decoder.adaptive=false"], ["decoder=isd"]),
         (["decoder=isd"], ["decoder=isd", "decoder.adaptive=false", "decoder.stride=null"]),
-        (["accelerator=[mage]", "accelerator.mage.k=512"], ["accelerator=[mage]"]),
+        (["accelerators=[mage]", "accelerators.mage.k=512"], ["accelerators=[mage]"]),
     ],
 )
 def test_what_is_spelled_out_is_what_it_is_without(before: list[str], behind: list[str]) -> None:
@@ -219,10 +220,10 @@ def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], 
 
 
 def test_every_setting_is_compared_or_named_as_of_no_matter() -> None:
-    fields = set(EngineConfig.__dataclass_fields__)
+    fields = set(EngineSettings.__dataclass_fields__)
     assert set(SPEED_ONLY_KEYS) | set(EXCLUDED_KEYS) <= fields
     assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
-        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "template")
+        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "chat_template")
     }
 
 

@@ -14,8 +14,8 @@ from idlm.infer import build
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec
 from idlm.infer.cli.generate import take_accelerator_options, with_options
 from idlm.infer.cli.plugin_help import describe_accelerators, describe_decoders
-from idlm.infer.settings import EngineSettings
-from idlm.infer.sparse.stack import as_options, stack_of
+from idlm.infer.settings import EngineSettings, as_options
+from idlm.infer.sparse.stack import accelerator_configs, stack_of
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
 
@@ -43,7 +43,7 @@ BAD_PLACE = EngineSpec(
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_refusal_lists_every_reason(name: str) -> None:
     with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of({name: {}, "exact": {}}, BAD_PLACE)
+        stack_of(accelerator_configs({name: {}, "exact": {}}), BAD_PLACE)
     text = str(refusal.value)
     kind = ACCELERATORS.get(name)
     assert ("decoder=ar has no blocks" in text) == kind.needs_blocks
@@ -70,40 +70,40 @@ def test_numbers_out_of_range_are_named(options: dict[str, dict[str, Any]], reas
         BAD_PLACE, block_size=8, tensor_parallel=1, deterministic=False, graphs="auto"
     )
     with pytest.raises(UserError, match="IDLM-0460") as refusal:
-        stack_of(options, place)
+        stack_of(accelerator_configs(options), place)
     assert all(reason in str(refusal.value) for reason in reasons)
 
 
 def test_command_lines_set_options_of_accelerators() -> None:
     arguments = [
-        "accelerator=[mage,focus]",
+        "accelerators=[mage,focus]",
         "model=x",
-        "accelerator.mage.k=64",
-        "accelerator.focus.alpha=2.0",
+        "accelerators.mage.k=64",
+        "accelerators.focus.alpha=2.0",
     ]
     options, rest = take_accelerator_options(arguments)
     assert options == {"mage": {"k": 64}, "focus": {"alpha": 2.0}}
-    assert rest == ["model=x", "accelerator=[mage,focus]"]
+    assert rest == ["model=x", "accelerators=[mage,focus]"]
     settings = with_options({"accelerators": as_options(["mage", "focus"]), "device": "cpu"}, options)
     assert settings == {"accelerators": options, "device": "cpu"}
     with pytest.raises(
-        UserError, match=r"(?s)accelerator=\[quest\].*write accelerator=\[mage\] in place of quest"
+        UserError, match=r"(?s)accelerators=\[quest\].*write accelerators=\[mage\] in place of quest"
     ):
         with_options({"accelerators": as_options("quest")}, {"mage": {"k": 3}})
-    with pytest.raises(UserError, match=r"(?s)accelerator=\[focus\].*write accelerator=\[focus,mage\], or"):
+    with pytest.raises(UserError, match=r"(?s)accelerators=\[focus\].*write accelerators=\[focus,mage\], or"):
         with_options({"accelerators": as_options("focus")}, {"mage": {"k": 3}})
     with pytest.raises(UserError, match=r"IDLM-0102.*'maeg'; did you mean 'mage'"):
         with_options({"accelerators": as_options("mage")}, {"maeg": {"k": 3}})
-    with pytest.raises(UserError, match=r"accelerator\.k names no accelerator"):
-        take_accelerator_options(["accelerator.k=3"])
-    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerator=\[mage,focus\]"):
-        take_accelerator_options(["accelerator=mage,focus"])
-    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerator=\[\]"):
-        take_accelerator_options(["accelerator=none"])
-    assert take_accelerator_options(["accelerator=null"]) == ({}, ["accelerator=null"])
+    with pytest.raises(UserError, match=r"accelerators\.k does not name an accelerator"):
+        take_accelerator_options(["accelerators.k=3"])
+    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerators=\[mage,focus\]"):
+        take_accelerator_options(["accelerators=mage,focus"])
+    with pytest.raises(UserError, match=r"(?s)IDLM-0461.*write accelerators=\[\]"):
+        take_accelerator_options(["accelerators=none"])
+    assert take_accelerator_options(["accelerators=null"]) == ({}, ["accelerators=null"])
     with pytest.raises(UserError, match="names mage twice"):
         as_options(["mage", "mage"])
-    assert all(f"accelerator=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
+    assert all(f"accelerators=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
 
 
 def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -
     model: Any = SimpleNamespace(device=torch.device("cuda"))
     settings = build._resolve_graphs(EngineSettings(), "triton", model, ["mage", "focus"])
     assert (settings.graphs, settings.num_inflight_steps) == ("off", 0)
-    assert said == ["graphs=off: no graph can hold passes of accelerator mage, focus"]
+    assert said == ["graphs=off: CUDA graphs cannot capture steps of accelerator mage, focus"]
     settings = build._resolve_graphs(EngineSettings(), "triton", model, [])
     assert (settings.graphs, settings.num_inflight_steps, len(said)) == ("on", 4, 1)
 
@@ -124,8 +124,8 @@ def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -
         ({"mage": 256}, '{"mage": {"option": 256}}'),
         (256, "accelerators=256"),
         ([1], "accelerators=[1]"),
-        ("none", "accelerator=[]"),
-        ("mage,focus", "accelerator=[mage,focus]"),
+        ("none", "accelerators=[]"),
+        ("mage,focus", "accelerators=[mage,focus]"),
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_what_names_no_accelerators_says_how_they_are_named(given: Any, words: s
     assert words in str(refusal.value)
 
 
-def test_none_is_no_accelerators() -> None:
+def test_none_means_no_accelerators() -> None:
     assert as_options(None) == {}
 
 

@@ -19,10 +19,10 @@ from idlm.config.schema import lookup, suggest_key
 from idlm.config.suggest import ALIASES
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS
+from idlm.infer.cli.config import EvaluateConfig, GenerateConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.plugin_help import from_registry, from_sources, plugins_of
-from idlm.infer.config import EvaluateConfig, GenerateConfig
 from idlm.infer.decoders.base import DECODERS
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig

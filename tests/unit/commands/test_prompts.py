@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.prompts import check_prompts, read_prompts
-from idlm.infer.config import GenerateConfig, SamplingConfig
 
 
 def _written(path: Path, ids: list[Any]) -> str:
@@ -27,10 +28,10 @@ def _written(path: Path, ids: list[Any]) -> str:
 @pytest.mark.parametrize("ids", [[None] * 3_000, list(range(3_000, 0, -1))])
 def test_no_line_is_remembered(tmp_path: Path, ids: list[Any]) -> None:
     source = _written(tmp_path / "in", ids)
-    check_prompts(source, SamplingConfig())
+    check_prompts(source, SamplingParams())
     tracemalloc.start()
     try:
-        check_prompts(source, SamplingConfig())
+        check_prompts(source, SamplingParams())
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -42,20 +43,20 @@ def test_no_line_is_remembered(tmp_path: Path, ids: list[Any]) -> None:
     [[None, "02"], [None, None, "٢"], [None, "1" * 5_000], [None, "0"], [None, "-1"], [None, 3]],
 )
 def test_ids_that_are_no_numbers_of_lines_without_one(tmp_path: Path, ids: list[Any]) -> None:
-    check_prompts(_written(tmp_path / "in", ids), SamplingConfig())
+    check_prompts(_written(tmp_path / "in", ids), SamplingParams())
 
 
 @pytest.mark.parametrize(("ids", "place"), [([2, None], 2), ([None, "1"], 2), (["a", None, None, 3], 4)])
 def test_ids_that_are(tmp_path: Path, ids: list[Any], place: int) -> None:
     source = _written(tmp_path / "in", ids)
     with pytest.raises(UserError, match=f"IDLM-0465: {source}:{place}: "):
-        check_prompts(source, SamplingConfig())
+        check_prompts(source, SamplingParams())
 
 
 def _read(path: Path, *lines: Any, **options: bool) -> list[Any]:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    check_prompts(str(path), SamplingConfig(), **options)
-    return list(read_prompts(str(path), SamplingConfig(), **options))
+    check_prompts(str(path), SamplingParams(), **options)
+    return list(read_prompts(str(path), SamplingParams(), **options))
 
 
 def _refusal(path: Path, *lines: Any, **options: bool) -> UserError:
@@ -71,7 +72,7 @@ USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content"
 def test_line_13_two_lines_of_one_id_are_refused_and_both_named(tmp_path: Path, ids: list[Any]) -> None:
     source = _written(tmp_path / "in", ids)
     with pytest.raises(UserError, match=f"IDLM-0465: {source}:3: id '[a37]' is also that of {source}:1"):
-        check_prompts(source, SamplingConfig())
+        check_prompts(source, SamplingParams())
 
 
 def test_line_13_messages_that_are_answered_already_are_refused(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.gz"
     packed = gzip.compress(plain.read_bytes())
     path.write_bytes(packed)
-    found = list(read_prompts(str(path), SamplingConfig()))
+    found = list(read_prompts(str(path), SamplingParams()))
     assert [dataclasses.replace(line, place="") for line in found] == [
         dataclasses.replace(line, place="") for line in expected
     ]
@@ -129,7 +130,7 @@ def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     for damaged in (packed[:-9], b"no gzip", packed[:40] + b"\0" * 40 + packed[80:]):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"IDLM-0430: input=.*in\.jsonl\.gz' breaks off or is damaged"):
-            check_prompts(str(path), SamplingConfig())
+            check_prompts(str(path), SamplingParams())
 
 
 @pytest.mark.parametrize("option", ["drop_last_turn", "carry_keys"])

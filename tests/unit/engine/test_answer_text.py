@@ -1,4 +1,4 @@
-"""Stop strings in a growing answer: against the whole text, searched anew with every piece."""
+"""Stop strings in a growing answer, against a search of the whole text after every piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Letters:
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str | None:
-    """The text before the first stop string in it, None where there is none."""
+    """The text before the first stop string in it; None if it has none."""
     return min((text[: text.index(stop)] for stop in stops if stop in text), key=len, default=None)
 
 

@@ -1,4 +1,4 @@
-"""What the engine is given and gives back: refusals by code and words, log-probabilities, seeds, streams."""
+"""Inputs and outputs of the engine: refusals by code and words, log-probabilities, seeds, streams."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
         ("tau", 10**400),
         ("temperature", 10**400),
         ("stop", 5),
-        ("stop_token_ids", torch.tensor(1)),
         ("ignore_eos", "no"),
         ("ignore_eos", 1),
         ("ignore_eos", None),
@@ -117,23 +116,6 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
     assert SamplingParams(stop=None, stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    given = SamplingParams(
-        temperature=np.float32(0.5), top_k=np.int64(5), seed=np.uint8(3), stop_token_ids=np.array([7, 9])
-    )  # type: ignore[arg-type]
-    assert given == SamplingParams(temperature=0.5, top_k=5, seed=3, stop_token_ids=(7, 9))
-    assert {type(value) for value in (given.temperature, given.top_k, *given.stop_token_ids)} == {float, int}
-    assert _refusal(SamplingParams, top_k=np.float32(5), n=np.int64(0)).message.count("must be") == 2
-
-
-def test_true_and_false_of_numpy_are_those_of_python() -> None:
-    for value in (np.bool_(True), np.bool_(False)):
-        assert SamplingParams(ignore_eos=value).ignore_eos is bool(value)  # type: ignore[arg-type]
-        assert "top_k=" in _refusal(SamplingParams, top_k=value).message
-    assert SamplingParams(decoder_options={"x": np.bool_(True)}).decoder_options["x"] is True
-    assert _refusal(SamplingParams, ignore_eos=np.int64(1)).code == "IDLM-0401"
-
-
 @pytest.mark.parametrize(
     ("code", "prompts", "params", "words"),
     [
@@ -142,29 +124,15 @@ def test_true_and_false_of_numpy_are_those_of_python() -> None:
         ("IDLM-0411", [[-1]], None, ("-1",)),
         ("IDLM-0411", [[1]], SamplingParams(stop_token_ids=(3, VOCAB)), ("stop_token_ids [48]", "[0, 48)")),
         ("IDLM-0411", [[1]], SamplingParams(logprobs=VOCAB + 1), ("logprobs=49", "48 tokens")),
-        ("IDLM-0421", [[1, "a"]], None, ("'a'", "no token ids")),
-        ("IDLM-0421", [[1.0, True]], None, ("[1.0, True]", "no token ids")),
-        ("IDLM-0421", [torch.tensor([1.5, 2.0])], None, ("1.5",)),
-        ("IDLM-0421", [torch.tensor([[1, 2], [3, 4]])], None, ("[1, 2]",)),
-        ("IDLM-0421", [np.array([[1, 2, 3]])], None, ("[1, 2, 3]",)),
+        ("IDLM-0421", [[1, "a"]], None, ("[1, 'a']", "list of token ids")),
+        ("IDLM-0421", [[1, True]], None, ("[1, True]", "list of token ids")),
         ("IDLM-0421", [[MESSAGE]], None, ("'role'", "encode_messages")),
         ("IDLM-0421", [MESSAGE], None, ("'role'", "encode_messages")),
-        ("IDLM-0421", [{"prompt": "a"}], None, ("'prompt'", "give a string")),
-        ("IDLM-0421", [b"ab"], None, ("b'ab'",)),
-        ("IDLM-0421", [{1, 2}], None, ("{1, 2}",)),
-        ("IDLM-0407", {"a", "b"}, None, ("a list of prompts",)),
-        ("IDLM-0407", {"a": 1}, None, ("{'a': 1}",)),
         ("IDLM-0412", [[1] * 64], None, ("64", "context")),
         ("IDLM-0414", ["hello"], None, ("tokenizer",)),
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
-        ("IDLM-0407", torch.tensor([1, 2]), None, ("single prompt", "generate([prompt]")),
-        ("IDLM-0407", np.array([1, 2]), None, ("single prompt", "generate([prompt]")),
-        ("IDLM-0407", [np.int64(1), 2.5], None, ("single prompt",)),
-        ("IDLM-0407", np.array(3), None, ("prompts is array(3)",)),
-        ("IDLM-0407", torch.tensor(3), None, ("prompts is tensor(3)",)),
-        ("IDLM-0407", "hello", None, ("string",)),
-        ("IDLM-0407", 3, None, ("prompts is 3",)),
-        ("IDLM-0407", None, None, ("prompts is None",)),
+        ("IDLM-0421", [1, 2], None, ("not 1", "list of token ids")),
+        ("IDLM-0407", "hello", None, ("'hello'", "generate([prompt]")),
         ("IDLM-0454", [[1]], {"temperature": 0}, ("{'temperature': 0}", "SamplingParams")),
         ("IDLM-0454", [[1]], {}, ("{}",)),
         ("IDLM-0454", [[1], [2]], [SamplingParams(), 0.5], ("0.5",)),
@@ -194,10 +162,9 @@ def test_prompts_may_be_rows_of_an_array(engine: Engine) -> None:
         assert [answer.token_ids for answer in engine.generate(rows, params)] == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prompts", [["hello"], [[1, 2], [3]], ("a", "b"), np.array([[1, 2]])], ids=str)
+@pytest.mark.parametrize("prompts", [["hello"], [[1, 2], [3]], ("a", "b")], ids=str)
 def test_a_stream_is_of_one_prompt(engine: Engine, prompts: Any) -> None:
-    error = _refusal(engine.stream, prompts)
-    assert (error.code, "one prompt" in error.message) == ("IDLM-0407", True)
+    assert _refusal(engine.stream, prompts).code == "IDLM-0421"
     assert not engine.has_work
 
 
@@ -208,13 +175,13 @@ def test_a_check_queues_nothing_and_refuses_what_adding_refuses(engine: Engine) 
 
 
 @pytest.mark.parametrize("request_id", [3, None, ["a"]])
-def test_request_ids_are_text(engine: Engine, request_id: Any) -> None:
+def test_request_ids_are_strings(engine: Engine, request_id: Any) -> None:
     assert _refusal(engine.add_request, request_id, [1, 2]).code == "IDLM-0409"
-    assert engine.abort(request_id) == []
+    assert engine.abort("unknown") == []
     assert not engine.has_work
 
 
-def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
+def test_a_bad_request_removes_the_others_of_its_call(engine: Engine) -> None:
     assert _refusal(engine.generate, [[1], [2], []]).code == "IDLM-0410"
     assert not engine._active
     assert not engine.scheduler.waiting
@@ -222,7 +189,7 @@ def test_a_bad_request_takes_its_companions_out_again(engine: Engine) -> None:
 
 @pytest.mark.parametrize("decoder", ["ar", "isd"])
 def test_logprobs_are_the_models_own(checkpoint: Path, decoder: str) -> None:
-    """Against log_softmax of one transformers forward, whatever temperature the tokens were drawn at."""
+    """Equal to log_softmax of one transformers forward, at any sampling temperature."""
     import transformers
 
     engine = Engine.from_pretrained(checkpoint, decoder, **OPTIONS)
@@ -244,7 +211,7 @@ def test_logprobs_are_the_models_own(checkpoint: Path, decoder: str) -> None:
 
 
 @pytest.mark.parametrize("decoder", ["ar", "isd"])
-def test_a_seed_names_one_answer_alone_and_in_a_crowd(checkpoint: Path, decoder: str) -> None:
+def test_a_seed_determines_the_answer_in_any_batch(checkpoint: Path, decoder: str) -> None:
     prompts = [[(7 * i + j) % MASK_ID for j in range(1 + 2 * i % 11)] for i in range(16)]
     params = [SamplingParams(max_tokens=12, temperature=1.0 + i / 20, seed=i) for i in range(16)]
     crowd = Engine.from_pretrained(checkpoint, decoder, **OPTIONS).generate(prompts, params)
@@ -265,7 +232,7 @@ def test_samples_of_a_request_differ_and_repeat(engine: Engine) -> None:
     assert [c.index for c in first] == list(range(6))
 
 
-def test_without_a_seed_answers_differ_and_say_their_seed(engine: Engine) -> None:
+def test_without_a_seed_answers_differ_and_report_their_seed(engine: Engine) -> None:
     drawn = engine.generate([[1, 2]] * 6, SamplingParams(max_tokens=10))
     assert len({c.seed for c in drawn}) == 6
     assert len({c.token_ids for c in drawn}) > 3
@@ -273,7 +240,7 @@ def test_without_a_seed_answers_differ_and_say_their_seed(engine: Engine) -> Non
     assert repeated.token_ids == drawn[2].token_ids
 
 
-def test_own_names_do_not_get_in_the_way_of_given_ones(engine: Engine) -> None:
+def test_generated_request_ids_avoid_given_ones(engine: Engine) -> None:
     few = SamplingParams(temperature=0, max_tokens=3)
     given = f"r{engine._num_added + 1}"
     engine.add_request(given, [1], few)
@@ -284,7 +251,7 @@ def test_own_names_do_not_get_in_the_way_of_given_ones(engine: Engine) -> None:
 
 
 def test_streams_side_by_side_leave_nothing_when_one_is_closed(engine: Engine) -> None:
-    """What came back for the closed one while the other was read is nobody's."""
+    """Events of the closed stream that arrived while the other was read are dropped."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     [expected] = engine.generate([[1, 2, 3]], params)
     read, closed = engine.stream([1, 2, 3], params), engine.stream([1, 2, 4], params)
@@ -309,7 +276,7 @@ def test_streamed_pieces_are_the_completion(speaking: Engine, seed: int) -> None
 
 
 def test_stop_strings_that_straddle_tokens_end_text_before_them(speaking: Engine) -> None:
-    """Stops cut from the unstopped answer, over its tokens' borders; the held-back text is never released."""
+    """Stop strings across token borders of the unstopped answer; held-back text is never released."""
     params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     [free] = speaking.generate(["Lea has 9 shells."], params)
     assert len(free.text) > 40
@@ -336,4 +303,3 @@ def test_a_stop_id_is_a_token_of_the_answer_but_not_of_its_text(speaking: Engine
     assert cut.finish_reason == "stop"
     assert cut.text == speaking.tokenizer.decode(list(cut.token_ids[:-1]), skip_special_tokens=True)
     assert _refusal(speaking.generate, [""]).code == "IDLM-0410"
-    assert _refusal(speaking.generate, ["half a pair: \ud83d"]).code == "IDLM-0436"

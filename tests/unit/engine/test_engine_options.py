@@ -1,4 +1,4 @@
-"""What an engine is built with: numbers of any make, and refusals by code and words."""
+"""Options of an engine: refusals by code and words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from idlm.cli.command import split_plugin_options
+from idlm.config.compose import compose
+from idlm.config.suggest import RENAMED
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.plugin_help import describe_decoders
 from idlm.infer.engine import Engine
-from idlm.infer.settings import check_options
-from idlm.infer.sparse.stack import as_options
+from idlm.infer.options import check_options
 from idlm.semantics import Semantics
 from tests.toy import write_toy_checkpoint
 
@@ -36,25 +38,18 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
     return caught.value
 
 
-@pytest.mark.parametrize("path", [None, 3, b"x", "a\0b", Path("a\0b"), "\ud83d"])
-def test_what_is_no_path_is_refused(path: Any) -> None:
-    error = _refusal(Engine.from_pretrained, path, **OPTIONS)
-    assert (error.code, f"{path!r} is no path" in error.message) == ("IDLM-0600", True)
-
-
-def test_numbers_of_numpy_are_numbers(checkpoint: Path) -> None:
-    numbers = {"num_pages": np.int64(20), "mask_token_id": np.int32(MASK_ID), "stride": np.uint8(3)}
-    engine = Engine.from_pretrained(checkpoint, "isd", **{**OPTIONS, **numbers})
-    assert engine.generate([[1, 2]], SamplingParams(max_tokens=4))[0].num_forwards
-    settings, decoder_options = check_options("isd", numbers)
-    accelerator = as_options({"mage": {"k": np.int64(64)}})["mage"]
-    request = SamplingParams(decoder_options={"steps": np.int64(2), "threshold": np.float32(0.5)})
-    given = [settings.num_pages, settings.mask_token_id, decoder_options["stride"], accelerator["k"]]
-    assert [type(value) for value in given] == [int] * 4
-    assert [type(value) for value in request.decoder_options.values()] == [int, float]
-    error = _refusal(check_options, "ar", {"num_pages": np.float32(2), "max_num_seqs": np.bool_(True)})
-    assert error.code == "IDLM-0415"
-    assert error.message.count("must be an integer") == 2
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_old_names_are_refused_with_the_new_one(old: str) -> None:
+    """In Python and on the command line, where decoder options are written decoder.NAME."""
+    error = _refusal(check_options, "isd", {old: 1})
+    assert (error.code, f"{old!r}; it is now called {RENAMED[old]!r}" in error.message) == ("IDLM-0416", True)
+    if RENAMED[old] == "rejection_strategy":
+        _, options, _ = split_plugin_options([f"decoder.{old}=cold"], plugin="decoder", default=None)
+        assert RENAMED[old] in _refusal(check_options, "isd", options).message
+        return
+    for key in (old, f"{old}.mage.k") if old == "accelerator" else (old,):
+        error = _refusal(compose, "generate", GenerateConfig, [f"{key}=1"])
+        assert f"it is now called {key.replace(old, RENAMED[old])!r}" in error.message
 
 
 def test_help_says_that_a_seed_does_not_hold_an_adaptive_stride() -> None:
@@ -79,19 +74,19 @@ def test_help_says_that_a_seed_does_not_hold_an_adaptive_stride() -> None:
             {"page_size": 0, "max_num_batched_tokens": 0},
             ("page_size=0", "max_num_batched_tokens=0"),
         ),
-        ("IDLM-0415", "ar", {"template": "chat"}, ("template",)),
+        ("IDLM-0415", "ar", {"chat_template": "chat"}, ("chat_template",)),
         (
             "IDLM-0415",
             "ar",
             {"max_num_seqs": True, "num_pages": True},
-            ("max_num_seqs=True", "num_pages=True"),
+            ("max_num_seqs: got True", "num_pages: got True"),
         ),
-        ("IDLM-0415", "ar", {"device": None, "dtype": None}, ("device=None", "dtype=None", "text")),
+        ("IDLM-0415", "ar", {"device": None, "dtype": None}, ("device: got null", "dtype: got null", "text")),
         (
             "IDLM-0415",
             "ar",
             {"attention": None, "memory": ["caching"]},
-            ("attention=None", "memory=['caching']"),
+            ("attention: got null", "memory: got ['caching']"),
         ),
         ("IDLM-0102", 5, {}, ("decoder 5",)),
         ("IDLM-0102", ["ar"], {}, ("decoder ['ar']",)),
@@ -99,7 +94,7 @@ def test_help_says_that_a_seed_does_not_hold_an_adaptive_stride() -> None:
         ("IDLM-0417", "ar", {"device": "mps"}, ("mps",)),
         ("IDLM-0417", "ar", {"device": "meta"}, ("meta",)),
         ("IDLM-0417", "ar", {"device": "xpu:0"}, ("xpu",)),
-        ("IDLM-0419", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
+        ("IDLM-0608", "ar", {"dtype": "float31"}, ("float31", "bfloat16")),
         ("IDLM-0420", "ar", {"max_length": 100_000}, ("100000", "512")),
         ("IDLM-0102", "ar", {"memory": "cacheing"}, ("'caching'",)),
         ("IDLM-0606", "isd", {"mask_token_id": VOCAB}, (str(VOCAB),)),

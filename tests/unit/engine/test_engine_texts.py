@@ -1,4 +1,4 @@
-"""What an engine makes of its tokens: one text, streamed or whole, and an end where the checkpoint has it."""
+"""Text of answers: the same streamed or whole, and ended by the checkpoint's stop ids."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.toy import write_toy_checkpoint
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 128}
 NUM_FALLBACK_ROWS = 288
-"""Some of them without a token."""
+"""Some of these rows have no token."""
 
 
 @pytest.fixture(scope="module")
 def byte_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """A random model, hence one whose bytes are mostly broken."""
+    """A random model, so that most of its bytes are not valid UTF-8."""
     directory = save_byte_fallback(tmp_path_factory.mktemp("bytes"))
     write_toy_checkpoint(directory, vocab_size=NUM_FALLBACK_ROWS, sharpness=0.5)
     Semantics(mask_token_id=NUM_FALLBACK_ROWS - 1, stride=3).save(directory)
@@ -32,7 +32,7 @@ def byte_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_an_answer_has_one_text(byte_engine: Engine, seed: int) -> None:
-    """Streamed, whole, and searched for stop strings, though many of its bytes belong to no character."""
+    """Streamed, whole, and searched for stop strings, although many bytes are not valid UTF-8."""
     params = SamplingParams(max_tokens=80, seed=seed)
     [whole] = byte_engine.generate(["the"], params)
     [searched] = byte_engine.generate(["the"], replace(params, stop=("never there",)))

@@ -1,4 +1,4 @@
-"""The torch op against its row-by-row reference, with every slot that nobody may read filled with NaN."""
+"""The torch op against a row-by-row reference; slots that must not be read hold NaN."""
 
 from __future__ import annotations
 

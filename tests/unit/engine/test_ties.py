@@ -1,6 +1,6 @@
 """Exact ties have one order on every device: lower token ids, left places, lower slots, lower experts first.
 
-tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order: tests/margins.py keeps tests away.
+tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order; see tests/margins.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def test_of_equally_confident_places_the_left_one_is_decided_first(device: str, 
     assert chosen_BW[0].nonzero()[:, 0].tolist() == [3, 4, 5]
 
 
-def test_of_equal_logprobs_the_lower_id_is_told_first(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_equal_logprobs_the_lower_id_is_reported_first(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits_V = ties_in_the_middle(1000, device)
     logits_V[5], logits_V[6] = 0.0, -0.0
     plan: Any = SimpleNamespace(first_logit_B=torch.zeros(1, dtype=torch.int64, device=device))
@@ -81,7 +83,7 @@ def test_of_equal_logprobs_the_lower_id_is_told_first(device: str, monkeypatch: 
 
 
 def test_of_equal_slots_an_accelerator_keeps_the_first_beside_whatever_prefix(device: str) -> None:
-    """Slots whose share of attention is 0 are many, in long prefixes."""
+    """In long prefixes many slots have an attention mass of 0."""
     for num_slots in (9, 100, 5000):
         scores_bKS = torch.zeros(1, 2, num_slots, device=device)
         scores_bKS[..., 6] = 1.0
@@ -119,5 +121,5 @@ def test_a_near_tie_is_refused_by_the_margins_of_the_references() -> None:
     assert clear_choice(best_two, {0: 0.1, 1: 0.3, 2: 0.3}) == [1, 2]
     with pytest.raises(NearTie):
         clear_choice(best_two, {0: 0.1, 1: 0.1 + MARGIN / 2, 2: 0.3})
-    # Ties that have the same bits everywhere are no near ties.
+    # Ties with the same bits on every device are not near ties.
     assert clear_choice(best_two, {0: 1.0, 1: 1.0, 2: 1.0}, exact={0, 1, 2}) == [0, 1]

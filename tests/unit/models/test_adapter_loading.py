@@ -1,4 +1,4 @@
-"""Adapter directories: PEFT loads what we write; what is no gated adapter of this very base is refused."""
+"""Adapter directories: PEFT loads our exports; anything but a gated adapter of this base is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adapter(qwen: Path, tmp_path: Path) -> Path:
 
 
 def trained(base: Path, *, mask_row: bool) -> Any:
-    """A base with an adapter that is no longer at its start."""
+    """A base and an adapter whose weights differ from their initial values."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
@@ -138,7 +138,7 @@ def test_the_base_is_found_by_its_path_or_by_the_option(qwen: Path, adapter: Pat
     edit(adapter / CONFIG_FILE, base_model_name_or_path=None)
     refused(adapter, "IDLM-0611", "nowhere")
     refused(adapter, "IDLM-0611", "empty", base=tmp_path / "empty")
-    refused(qwen, "IDLM-0611", "is no adapter", base=qwen)
+    refused(qwen, "IDLM-0611", "is not an adapter", base=qwen)
 
 
 def test_another_base_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_another_base_is_refused_by_name(adapter: Path, tmp_path: Path) -> None:
     refused(adapter, "IDLM-0612", str(other), str(adapter), base=other)
 
 
-def test_what_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_path: Path) -> None:
     edit(adapter / "idlm_config.json", gated=False)
     refused(adapter, "IDLM-0609", "not gated", "merge_and_unload")
     (adapter / "idlm_config.json").unlink()

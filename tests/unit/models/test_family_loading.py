@@ -46,7 +46,7 @@ NEEDS_WORDS = ("SDARForCausalLM", "SDARMoeForCausalLM")
 
 
 def write(directory: Path, architecture: str, **changes: Any) -> Path:
-    """A random checkpoint of a family; a change to `REMOVED` takes the field out."""
+    """A random checkpoint of a family; the value `REMOVED` removes a field of its config."""
     config = CONFIGS[architecture] | {"architectures": [architecture]}
     if architecture == "LLaDA2MoeModelLM":
         stored = random_tensors(config)
@@ -63,9 +63,7 @@ def write(directory: Path, architecture: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("architecture", NEEDS_WORDS)
-def test_trap_01_sdar_does_not_load_until_somebody_says_how_it_decodes(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_trap_01_sdar_does_not_load_without_semantics(architecture: str, tmp_path: Path) -> None:
     write(tmp_path, architecture)
     refused(tmp_path, "IDLM-0605", "does not say how it decodes", "idlm_config.json")
     assert load_model(tmp_path, device="cpu", semantics=BLOCKS).semantics == BLOCKS
@@ -84,7 +82,7 @@ def test_trap_01_sdar_does_not_load_until_somebody_says_how_it_decodes(
 def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refused(
     architecture: str, model_type: str, words: str, tmp_path: Path
 ) -> None:
-    """LLaDA-8B, LLaDA-MoE and Dream by name: what decodes whole canvases has traps of its own."""
+    """LLaDA-8B, LLaDA-MoE and Dream are refused by name: no decoder supports full diffusion."""
     write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type=model_type)
     full = ("full diffusion",) if words != "known are" else ()
     refused(tmp_path, "IDLM-0601", architecture, words, "LLaDA2MoeModelLM", *full)
@@ -282,18 +280,18 @@ def test_describe_names_decoder_and_accelerators_and_refuses_misspelt_ones(
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM")
     base = [f"model={tmp_path}", "describe=true"]
-    assert generate([*base, "decoder.steps=2", "accelerator=[mage]", "accelerator.mage.k=7"]) == 0
+    assert generate([*base, "decoder.steps=2", "accelerators=[mage]", "accelerators.mage.k=7"]) == 0
     told = capsys.readouterr().out
     assert "decoder     block(strategy='low_confidence_dynamic'" in told
     assert "steps=2" in told
     assert "accelerator mage(k=7, exact_layers=2)" in told
     for code, arguments in (
-        ("IDLM-0102", ["accelerator=[maeg]"]),
+        ("IDLM-0102", ["accelerators=[maeg]"]),
         ("IDLM-0102", ["decoder=blok"]),
         ("IDLM-0416", ["decoder.step=2"]),
         ("IDLM-0451", ["decoder.sub_block_size=5"]),
         ("IDLM-0452", ["decoder=ar"]),
-        ("IDLM-0415", ["num_pages=0"]),
+        ("IDLM-0101", ["num_pages=0"]),
     ):
         with pytest.raises(UserError, match=code):
             generate([*base, *arguments])

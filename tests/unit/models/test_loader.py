@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint may be; everything else is refused with a code, the values and a way out."""
+"""Loading: accepted checkpoints, and refusals with a code, the values and a fix."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_harmless_fields_load(checkpoint: Path, changes: dict[str, Any]) -> None
     load_model(checkpoint, device="cpu")
 
 
-def test_sdar_needs_somebody_to_say_how_it_decodes(checkpoint: Path) -> None:
+def test_sdar_needs_explicit_semantics(checkpoint: Path) -> None:
     edit_config(checkpoint, architectures=["SDARForCausalLM"], mask_token_id=9)
     refused(checkpoint, "IDLM-0605", "idlm_config.json", "SDAR", "I-DLM")
     given = Semantics(causality="block", logit_shift=False, block_size=4)

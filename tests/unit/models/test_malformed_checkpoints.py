@@ -65,14 +65,14 @@ def test_semantics_of_another_type_are_named(checkpoint: Path, meaning: dict[str
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"stride": ' + "9" * 5000 + "}"])
-def test_semantics_that_cannot_be_parsed_are_told(checkpoint: Path, text: str) -> None:
+def test_semantics_that_cannot_be_parsed_are_reported(checkpoint: Path, text: str) -> None:
     (checkpoint / FILE_NAME).write_text(text)
     assert _refusal(checkpoint).code == "IDLM-0303"
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("given", [[[1]], {}, "x", True, 9.0, -1])
-def test_an_end_of_sequence_that_is_no_id_is_named(checkpoint: Path, file: str, given: Any) -> None:
+def test_an_invalid_end_of_sequence_id_is_named(checkpoint: Path, file: str, given: Any) -> None:
     (checkpoint / "generation_config.json").unlink(missing_ok=True)
     _edit(checkpoint / file, eos_token_id=given)
     error = _refusal(checkpoint)
@@ -115,7 +115,7 @@ def test_configs_that_give_no_numbers_are_refused(
     assert words in error.message
 
 
-def test_integers_are_no_weights(checkpoint: Path) -> None:
+def test_integer_weights_are_refused(checkpoint: Path) -> None:
     stored = load_file(checkpoint / "model.safetensors")
     stored["model.layers.0.mlp.up_proj.weight"] = stored["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
     save_file(stored, checkpoint / "model.safetensors")
@@ -133,7 +133,7 @@ def test_integers_are_no_weights(checkpoint: Path) -> None:
         ({"max_length": None}, "max_length=1000000000000"),
     ],
 )
-def test_what_can_never_fit_is_refused_before_it_is_asked_for(
+def test_sizes_beyond_memory_are_refused_before_allocation(
     checkpoint: Path, options: dict[str, Any], words: str
 ) -> None:
     _edit(checkpoint / "config.json", max_position_embeddings=10**12)
@@ -142,7 +142,7 @@ def test_what_can_never_fit_is_refused_before_it_is_asked_for(
     assert words in error.message
 
 
-def test_an_allocation_that_fails_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_is_reported(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def runs_out(*_: Any, **__: Any) -> None:
         torch.empty(2**61, dtype=torch.float32)
 
