@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.distributed import launcher as groups
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
-from idlm.infer.distributed.messages import Channel
 from idlm.infer.engine import Engine
 from idlm.infer.models.shards import Shards
 from idlm.infer.runtime.cuda_graphs import StaticStep
@@ -233,18 +233,18 @@ def test_graphs_are_given_up_before_the_ranks_are_ended(
 ) -> None:
     """NCCL ends no communicator that a graph holds."""
     said: list[str] = []
-    clear, close = StaticStep.clear, Channel.close
+    clear, close = StaticStep.clear, Connection.close
 
     def clearing(step: StaticStep) -> None:
         said.append("clear")
         clear(step)
 
-    def closing(channel: Channel) -> None:
+    def closing(connection: Connection) -> None:
         said.append("close")
-        close(channel)
+        close(connection)
 
     monkeypatch.setattr(StaticStep, "clear", clearing)
-    monkeypatch.setattr(Channel, "close", closing)
+    monkeypatch.setattr(Connection, "close", closing)
     with group_of_threads(2) as group:
         kept = [group_engine(group, foreseeing, "ar", graphs="on") for _ in range(2)]
         group.close()
