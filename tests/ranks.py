@@ -1,4 +1,6 @@
-"""Ranks as threads of the test's own process: the same code and real gloo collectives, without starting processes."""
+"""Ranks as threads of the test's own process: the same code and real gloo collectives, without starting
+processes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensor parallelism as rank 0 sees it: start the other ranks, send them every pass, notice when one is gone,
 and end them.
 
-The scheduler, page accounting, prefix cache and texts exist on rank 0 only. All ranks hold all logits and draw
-from the same random streams, so rank 0 sends passes and no tensors. Ranks are started as modules, not by
+The scheduler, page accounting, prefix cache and texts exist on rank 0 only. All ranks hold all logits and
+draw from the same random streams, so rank 0 sends passes and no tensors. Ranks are started as modules, not by
 `multiprocessing`'s spawn, which would run a caller's script again when it has no `__main__` guard.
 """
 
@@ -75,8 +75,8 @@ class TensorParallelGroup:
     def start(cls, size: int, device: torch.device) -> TensorParallelGroup:
         """Start one process for each further rank and join them in a process group.
 
-        UserError IDLM-0425: too few GPUs; IDLM-0427: a launcher or another tensor-parallel engine is active in
-        this process; IDLM-0426: a rank did not start.
+        UserError IDLM-0425: too few GPUs; IDLM-0427: a launcher or another tensor-parallel engine is active
+        in this process; IDLM-0426: a rank did not start.
         """
         _check_process(size, device)
         # NVLink multicast can disable GPUs that other processes on the host use.
@@ -135,8 +135,8 @@ class TensorParallelGroup:
         return [waiting.popleft() for waiting in self._answers]
 
     def check(self) -> None:
-        """Read what has arrived, without waiting. UserError IDLM-0426 for a rank that is gone, or the UserError
-        that a rank failed with.
+        """Read what has arrived, without waiting. UserError IDLM-0426 for a rank that is gone, or the
+        UserError that a rank failed with.
         """
         for rank, connection in enumerate(self._connections, start=1):
             while self._failure is None and connection.poll():
@@ -147,7 +147,8 @@ class TensorParallelGroup:
 
     @contextlib.contextmanager
     def translating_failures(self) -> Iterator[None]:
-        """For what all ranks do in step. An error inside ends all ranks, which could wait for rank 0 for ever.
+        """For what all ranks do in step. An error inside ends all ranks, which could wait for rank 0 for
+        ever.
 
         Raises the failure of another rank if that caused the error; UserError IDLM-0428 when rank 0 is out of
         memory.
@@ -187,7 +188,9 @@ class TensorParallelGroup:
             self._fail("IDLM-0426", f"rank {rank} of {len(self._connections) + 1} is gone{how}")
         elif "failed" in message:
             said: dict[str, str] = message["failed"]
-            self._fail(said.get("code", "IDLM-0426"), f"rank {rank} failed: {said['message']}", said.get("fix"))
+            self._fail(
+                said.get("code", "IDLM-0426"), f"rank {rank} failed: {said['message']}", said.get("fix")
+            )
         else:
             self._answers[rank - 1].append(message)
 
@@ -210,8 +213,8 @@ class DriverWorker(Worker):
             group.end_after(parts.step.clear)
 
     def launch(self, schedule: Schedule) -> StepResult:
-        """Send the pass to the other ranks, then run it. SIGINT and SIGTERM wait until it is launched, because
-        ranks that are out of step cannot be brought back.
+        """Send the pass to the other ranks, then run it. SIGINT and SIGTERM wait until it is launched,
+        because ranks that are out of step cannot be brought back.
         """
         message = step_message(schedule, self.parts.pool.unwritten)
         with uninterrupted(), self.group.translating_failures():
@@ -334,10 +337,10 @@ def _check_process(size: int, device: torch.device) -> None:
 
 def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Connection, subprocess.Popen[bytes]]:
     connection, theirs = Pipe()
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "idlm.infer.distributed.rank"]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-m", "idlm.infer.distributed.rank"]
-            + [str(theirs.fileno()), str(os.getpid())],
+            [*command, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # Rank 0's standard output holds answers only.

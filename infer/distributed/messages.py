@@ -1,7 +1,8 @@
 """Messages between rank 0 and the other ranks of a tensor-parallel engine: JSON objects over a
 `multiprocessing` connection, which frames them. Nothing is pickled.
 
-Rank 0 sends which engine to build and every pass; a rank answers that it is ready, its digest, or its failure.
+Rank 0 sends which engine to build and every pass; a rank answers that it is ready, its digest, or its
+failure.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def receive(connection: Connection) -> Message | None:
 
 
 def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Message:
-    """A pass and what precedes it: admitted requests, moved KV pointers, `pages` (lane, place, page) that lanes
-    received, and pages to copy.
+    """A pass and what precedes it: admitted requests, moved KV pointers, `pages` (lane, place, page) that
+    lanes received, and pages to copy.
     """
     return {
         "admitted": [_request_message(request) for request in schedule.scheduled_new_requests],

@@ -1,4 +1,5 @@
-"""The process of a rank other than rank 0: builds its part of an engine, then runs every pass that rank 0 sends.
+"""The process of a rank other than rank 0: builds its part of an engine, then runs every pass that rank 0
+sends.
 
 `TensorParallelGroup` starts it with the file descriptor of its connection and the process id of rank 0. It
 ends as soon as that connection is closed or that process is gone, wherever it is, so no rank outlives rank 0.

@@ -12,20 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from idlm.cli import command
-from idlm.config.compose import compose
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.fingerprint import (
     EXCLUDED_KEYS,
     SPEED_ONLY_KEYS,
-    difference,
-    fingerprint,
     model_digest,
-    run_config,
 )
-from idlm.infer.cli.generate import generate, take_accelerator_options, with_options
-from idlm.infer.config import EngineConfig, GenerateConfig
+from idlm.infer.cli.generate import generate
+from idlm.infer.config import EngineConfig
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.step import StepResult
 from idlm.infer.runtime.worker import Worker
@@ -33,8 +28,6 @@ from idlm.infer.scheduler import Schedule
 from idlm.lora import AdapterSpec
 from tests.integration.inference.command_lines import (
     BASE,
-    GREEDY,
-    MODEL,
     PROMPTS,
     SHORT,
     TINY,
@@ -124,51 +117,6 @@ def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
         generate([*BASE, *places, "resume=true", f"model={other}"])
 
 
-@pytest.mark.parametrize(
-    ("before", "behind"),
-    [
-        ([], ["decoder=ar"]),
-        (["decoder=ar"], []),
-        (["decoder=isd", "decoder.adaptive=false"], ["decoder=isd"]),
-        (["decoder=isd"], ["decoder=isd", "decoder.adaptive=false", "decoder.stride=null"]),
-        (["accelerator=[mage]", "accelerator.mage.k=512"], ["accelerator=[mage]"]),
-    ],
-)
-def test_what_is_spelled_out_is_what_it_is_without(before: list[str], behind: list[str]) -> None:
-    first, second = (_run_config(arguments) for arguments in (before, behind))
-    assert difference(first, second) is None and fingerprint(first) == fingerprint(second)
-
-
-def _run_config(arguments: list[str]) -> dict[str, Any]:
-    accelerators, rest = take_accelerator_options(arguments)
-    decoder, options, rest = command.split_plugin_options(rest, plugin="decoder", default=None)
-    config = compose("generate", GenerateConfig, rest)
-    chosen = with_options(config.options(), accelerators)["accelerators"]
-    return run_config(config, str(TINY), decoder=decoder, options=options, accelerators=chosen)
-
-
-def test_a_run_with_the_default_decoder_goes_on_with_what_named_it(
-    stopped: tuple[list[str], Path],
-) -> None:
-    places, _ = stopped
-    assert generate([*MODEL, *GREEDY, *places, "resume=true"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [
-        ({"stride": 4, "mask_token_id": 170}, "isd"),
-        ({"causality": "block", "block_size": 4}, "block"),
-        ({}, "ar"),
-    ],
-)
-def test_the_decoder_is_that_of_the_checkpoint(tmp_path: Path, said: dict[str, Any], name: str) -> None:
-    model = Path(shutil.copytree(TINY, tmp_path / "model"))
-    (model / "idlm_config.json").write_text(json.dumps(said))
-    common = run_config(GenerateConfig(), str(model), decoder=None, options={}, accelerators={})
-    assert common["decoder"] == name
-
-
 def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
     before = model_digest(str(model))
@@ -224,18 +172,6 @@ def test_every_setting_is_compared_or_named_as_of_no_matter() -> None:
     assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
         *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "template")
     }
-
-
-def test_answers_that_say_nothing_are_kept_with_a_warning(
-    stopped: tuple[list[str], Path], tmp_path: Path
-) -> None:
-    """As an older version wrote them."""
-    places, partial = stopped
-    old = [{k: v for k, v in record.items() if k != "run_config"} for record in read_lines(partial)]
-    write_lines(partial, old)
-    with pytest.warns(UserWarning, match="2 answers in .* do not say what they were made with"):
-        assert generate([*BASE, *places, "resume=true"]) == 0
-    assert [record["request_id"] for record in read_lines(tmp_path / "out")] == list("1234567")
 
 
 def test_a_record_says_what_it_was_made_with(tmp_path: Path) -> None:
@@ -364,9 +300,9 @@ def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(
     assert generate(arguments) == 0
     assert "is complete" in capsys.readouterr().err
     output.write_text(f"{first}\n{second[:-9]}\n{third}\n")
-    with pytest.raises(UserError, match=f"IDLM-0446.* no record is at {output}:2"):
+    with pytest.raises(UserError, match=f"IDLM-0446.* there is no record at {output}:2"):
         generate(arguments)
     _as_partial(output)
     assert generate(arguments) == 0
-    assert f"no whole record: {output}.partial:2" in capsys.readouterr().err
+    assert f"without a whole record: {output}.partial:2" in capsys.readouterr().err
     assert [record["request_id"] for record in read_lines(output)] == list("132")
