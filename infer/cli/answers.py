@@ -1,4 +1,4 @@
-"""Run many prompts through one engine, whose queue is kept filled, and yield answers in order of the prompts."""
+"""Run many prompts through one engine, whose queue is kept filled; answers come in order of the prompts."""
 
 from __future__ import annotations
 

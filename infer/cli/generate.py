@@ -162,7 +162,7 @@ def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[s
 
 
 def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Engine keywords with options for each accelerator; UserError IDLM-0461 for options of one not chosen."""
+    """Engine keywords with the options of accelerators; UserError IDLM-0461 for options of one not chosen."""
     from idlm.infer.accelerators.base import ACCELERATORS
 
     chosen: dict[str, dict[str, Any]] = settings["accelerators"]
@@ -301,7 +301,7 @@ def _resume_state(config: GenerateConfig, common: RunConfig) -> ResumeState | No
     if earlier == output and found.num_unanswered:
         raise UserError(
             "IDLM-0446",
-            f"output={config.output!r} is finished, but input={config.input!r} has lines that it does not answer"
+            f"output={config.output!r} is finished, but input={config.input!r} has lines without an answer"
             + f"; there is no record at {where}" * bool(where),
             fix=f"name it {str(partial)!r} to continue it, or give another output=",
         )

@@ -104,8 +104,8 @@ def _acquire(lock: FileLock, output: str) -> None:
         if error.errno not in NO_LOCKS:
             raise _cannot_write(Path(lock.lock_file), error) from error
         warnings.warn(
-            f"the file system of output={output!r} has no locks ({error.strerror}): make sure that no other run "
-            "writes it",
+            f"the file system of output={output!r} has no locks ({error.strerror}): make sure that no other "
+            "run writes it",
             stacklevel=5,
         )
 

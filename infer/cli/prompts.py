@@ -134,7 +134,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _carried(place: str, record: dict[str, Any], *, carry_keys: bool) -> dict[str, Any]:
-    """The unknown keys; UserError IDLM-0434 if they are not to be carried, or if the output record uses one."""
+    """The unknown keys; UserError IDLM-0434 unless `carry_keys`, or if the output record uses one."""
     carried = {key: value for key, value in record.items() if key not in KEYS}
     for key in () if carry_keys else carried:
         raise UserError(

@@ -48,8 +48,8 @@ WATCH_INTERVAL = 1.0
 DETECTION_TIMEOUT = 5.0
 FAILURE_FIX = "build a new engine; the reason is above, on standard error, or in the kernel's log"
 OUT_OF_MEMORY_FIX = (
-    "ranks cannot recover from an out-of-memory error: build a new engine with a lower max_num_batched_tokens, "
-    "max_num_seqs or num_pages"
+    "ranks cannot recover from an out-of-memory error: build a new engine with a lower "
+    "max_num_batched_tokens, max_num_seqs or num_pages"
 )
 
 
@@ -257,7 +257,7 @@ class DriverWorker(Worker):
 def create_worker(
     path: str | Path, decoder: str | None, options: dict[str, Any], group: TensorParallelGroup | None = None
 ) -> Worker:
-    """Build an engine's worker with as many ranks as `tensor_parallel` says: those of `group`, or new ones."""
+    """Build an engine's worker with the ranks of `group`, or with `tensor_parallel` new ones."""
     settings, decoder_options = check_options(decoder, options)
     if settings.tensor_parallel == 1:
         return Worker(build(path, decoder, options))
