@@ -94,8 +94,8 @@ def model_digest(model: str, *, base: str | None = None) -> str:
             digest.update(base_identity(directory).encode())
         else:
             # The adapter's own files identify the weights of its base, and the engine refuses others.
-            path = base or AdapterSpec.load(directory).base_path
-            folders += [Path(path)] if path is not None and Path(path).is_dir() else []
+            base = base or AdapterSpec.load(directory).base_path
+            folders += [Path(base)] if base is not None and Path(base).is_dir() else []
         for folder in folders:
             paths = [folder / name for name in MODEL_FILES] + sorted(folder.glob(MORE_TEMPLATES))
             for path in filter(Path.is_file, paths):

@@ -151,8 +151,8 @@ def answer_file(output: str, *, earlier: ResumeState | None = None, advice: str 
             _copy_kept(earlier, partial)
             num_kept = len(earlier.kept_lines)
         # JSON can escape what is not valid Unicode, such as a path.
-        mode, escapes = "w" if earlier is None else "a", "backslashreplace"
-        with partial.open(mode, encoding="utf-8", errors=escapes) as out:
+        escapes = "backslashreplace"
+        with partial.open("w" if earlier is None else "a", encoding="utf-8", errors=escapes) as out:
             answers = AnswerFile(out, partial, num_kept)
             try:
                 yield answers

@@ -385,5 +385,5 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for signal_number in received:
+            signal.raise_signal(signal_number)
