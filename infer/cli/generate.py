@@ -174,7 +174,7 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
         written = f"accelerator=[{','.join([*kept, *idle])}]"
         raise UserError(
             "IDLM-0461",
-            f"there are options of {', '.join(idle)}, and accelerator=[{','.join(chosen)}]",
+            f"options of {', '.join(idle)} are given, and accelerator=[{','.join(chosen)}]",
             fix=(
                 f"write {written} in place of {', '.join(lost)} (one of each side is allowed)"
                 if lost

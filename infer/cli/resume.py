@@ -101,11 +101,11 @@ def _check_record(source: Path, record: dict[str, Any], line: _Expected | None, 
             fix="continue with the same input= and system=, or keep that file under another name",
         )
     # A failed answer is generated again, so its settings do not matter.
-    told = None if has_failed else difference(record["run_config"], line.run_config)
-    if told is not None:
+    change = None if has_failed else difference(record["run_config"], line.run_config)
+    if change is not None:
         raise UserError(
             "IDLM-0463",
-            f"{line.place}: its answer in {str(source)!r} was {told}",
+            f"{line.place}: its answer in {str(source)!r} was {change}",
             fix=f"resume with the settings it was made with, give another output=, or delete {source}",
         )
 

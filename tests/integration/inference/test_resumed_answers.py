@@ -1,4 +1,4 @@
-"""`resume=true`: one file holds the answers of one model, decoder and law, and no failure for an answer."""
+"""`resume=true`: one file holds the answers of one model, decoder and sampling, and failures are repeated."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _retrained(directory: Path) -> Path:
         (["accelerator=[mage]", "accelerator.mage.k=9"], "accelerator={'mage': {'k': 9}}"),
     ],
 )
-def test_answers_of_other_settings_are_not_gone_on_with(
+def test_answers_of_other_settings_are_refused(
     stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, change: list[str], words: str
 ) -> None:
     """Before a model is loaded, by the first difference, and the file stays as it was."""
@@ -99,12 +99,12 @@ def test_a_line_that_has_other_settings_now_is_noticed(stopped: tuple[list[str],
     lines: list[Any] = [{"prompt": prompt} for prompt in PROMPTS]
     lines[1]["sampling"] = {"top_p": 0.5}
     write_lines(partial.with_name("in.jsonl"), lines)
-    told = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
-    with pytest.raises(UserError, match=told):
+    message = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
+    with pytest.raises(UserError, match=message):
         generate([*BASE, *places, "resume=true"])
 
 
-def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
+def test_another_model_is_refused_and_a_moved_one_is_not(
     tmp_path: Path, stopped: tuple[list[str], Path]
 ) -> None:
     places, _ = stopped
@@ -117,7 +117,7 @@ def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
         generate([*BASE, *places, "resume=true", f"model={other}"])
 
 
-def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> None:
+def test_files_that_do_not_affect_answers_may_change(tmp_path: Path) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
     before = model_digest(str(model))
     for name in ("answers.json", "eval_results.json", "trainer_state.json", "README.md", "notes.jinja"):
@@ -134,7 +134,7 @@ def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> 
         *("chat_template.jinja", "additional_chat_templates/tool.jinja"),
     ],
 )
-def test_every_file_that_says_what_answers_are_counts(tmp_path: Path, name: str) -> None:
+def test_every_file_that_affects_answers_counts(tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
     before = model_digest(str(model))
     (model / name).parent.mkdir(exist_ok=True)
@@ -145,7 +145,7 @@ def test_every_file_that_says_what_answers_are_counts(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_so_do_those_of_the_base_of_an_adapter(tmp_path: Path, name: str, is_given: bool) -> None:
+def test_files_of_the_base_of_an_adapter_count_too(tmp_path: Path, name: str, is_given: bool) -> None:
     base, adapter = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "adapter"
     adapter.mkdir()
     AdapterSpec(rank=1, alpha=1.0, base_path="/gone" if is_given else str(base)).save(adapter)
@@ -166,7 +166,7 @@ def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], 
     assert texts == [answer(prompt).text for prompt in PROMPTS]
 
 
-def test_every_setting_is_compared_or_named_as_of_no_matter() -> None:
+def test_every_setting_is_compared_or_listed_as_irrelevant() -> None:
     fields = set(EngineConfig.__dataclass_fields__)
     assert set(SPEED_ONLY_KEYS) | set(EXCLUDED_KEYS) <= fields
     assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
@@ -202,7 +202,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal num_passes
         num_passes += 1
         if num_passes <= 2:
-            raise torch.OutOfMemoryError("as it was told to")
+            raise torch.OutOfMemoryError("injected")
         return launch(worker, schedule)
 
     monkeypatch.setattr(Worker, "launch", launching)
@@ -227,7 +227,7 @@ def test_what_failed_is_answered_again(
         _failing(patch)
         assert generate(arguments) == 1
     [place] = [at for at, record in enumerate(read_lines(output)) if record["error"] is not None]
-    assert place < 3, "nothing stands behind the failure"
+    assert place < 3, "no record follows the failure"
     put(output)
     capsys.readouterr()
     with monkeypatch.context() as patch:
@@ -251,7 +251,7 @@ def test_what_failed_is_answered_again(
 def test_a_finished_file_stays_until_the_better_one_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repair that is stopped goes on by itself, not from the file with the failure."""
+    """A stopped repair continues from its own partial file, not from the file with the failure."""
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:4]])
     output, partial = tmp_path / "out", tmp_path / "out.partial"
     arguments = [*BASE, f"input={source}", f"output={output}"]
@@ -274,7 +274,7 @@ def test_a_finished_file_stays_until_the_better_one_is_finished(
     assert [r["text"] for r in read_lines(output)] == [*(r["text"] for r in kept), *texts]
 
 
-def test_a_sample_that_failed_takes_those_beside_it_along(tmp_path: Path) -> None:
+def test_a_failed_sample_repeats_all_samples_of_its_line(tmp_path: Path) -> None:
     lines: list[Any] = [{"prompt": prompt, "sampling": {"n": 2}} for prompt in PROMPTS[:3]]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
     arguments = [*BASE, f"input={source}", f"output={output}"]
