@@ -6,6 +6,7 @@ Not for checkpoints: idlm.checkpoint publishes those.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -87,7 +88,8 @@ def exclusive_output(output: str | None, *, overwrite: bool, resume: bool = Fals
         yield
     finally:
         # Unlink before the release: after it, the file may be the lock of another run.
-        Path(lock.lock_file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink()
         lock.release()
 
 

@@ -1,4 +1,4 @@
-"""Several ranks are one engine: the same answers as one rank, whatever comes, goes or is thrown out."""
+"""Several ranks give the same answers as one, also with aborts, preemption and a tight page pool."""
 
 from __future__ import annotations
 
