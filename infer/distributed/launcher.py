@@ -116,7 +116,7 @@ class TensorParallelGroup:
         is_ended = threading.Event()
         self._undo.callback(is_ended.set)
         for connection in self._connections:
-            threading.Thread(target=_watch, args=(connection, is_ended, free), daemon=True).start()
+            threading.Thread(target=_watch, args=(connection.fileno(), is_ended, free), daemon=True).start()
 
     def broadcast(self, message: Message) -> None:
         """Send a message to all ranks."""
@@ -306,10 +306,10 @@ def _abort() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def _watch(connection: Connection, is_ended: threading.Event, free: Callable[[], None]) -> None:
-    """Wait until the other end is closed, without reading; then give rank 0 time to notice it itself."""
+def _watch(descriptor: int, is_ended: threading.Event, free: Callable[[], None]) -> None:
+    """Wait until the other end of a connection is closed, without reading; then give rank 0 time to notice it itself."""
     closed = select.poll()
-    closed.register(connection.fileno(), select.POLLRDHUP)
+    closed.register(descriptor, select.POLLRDHUP)
     while not is_ended.is_set():
         if closed.poll(WATCH_INTERVAL * 1e3):
             if not is_ended.wait(DETECTION_TIMEOUT):

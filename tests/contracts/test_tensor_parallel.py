@@ -260,7 +260,7 @@ def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
         is_free = threading.Event()
         group.free_when_stuck(is_free.set)
         assert not is_free.wait(0.1), "no rank is gone"
-        # An order that no rank knows ends its thread, and with it the channel.
+        # A message that no rank knows ends its thread and closes its connection.
         group.broadcast({"engine": 9, "do": "digest"})
         if is_noticed:
             with pytest.raises(UserError, match="IDLM-0426: rank 1 failed: KeyError"):
