@@ -307,7 +307,9 @@ def _abort() -> None:
 
 
 def _watch(descriptor: int, is_ended: threading.Event, free: Callable[[], None]) -> None:
-    """Wait until the other end of a connection is closed, without reading; then give rank 0 time to notice it itself."""
+    """Wait until the other end of a connection is closed, without reading; then give rank 0 time to notice it
+    itself.
+    """
     closed = select.poll()
     closed.register(descriptor, select.POLLRDHUP)
     while not is_ended.is_set():
