@@ -61,7 +61,7 @@ class Tally:
 
 def engine_name(engine: Engine) -> str:
     """Decoder and accelerators, joined by +."""
-    return "+".join((engine.decoder.name, *engine.settings.accelerators))
+    return "+".join((engine.decoder.name, *engine.settings.accelerator_options))
 
 
 class AnswerRun:
@@ -162,7 +162,7 @@ def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
 
 def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: RunConfig) -> dict[str, Any]:
     """One line of an output file. `common`: what all answers of the run have in common."""
-    made_by = {"decoder": engine.decoder.name, "accelerators": dict(engine.settings.accelerators)}
+    made_by = {"decoder": engine.decoder.name, "accelerators": engine.settings.accelerator_options}
     run_config = of_request(common, line.params)
     return {"prompt": line.prompt, **line.carried, **made_by, "run_config": run_config, **figures(done)}
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.prompts import PromptLine, check_text
-from idlm.infer.config import GenerateConfig
 from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def chat(engine: Engine, config: GenerateConfig) -> int:
         try:
             check_text("this turn", text)
             prompt = encode_messages(engine.tokenizer, messages) if engine.tokenizer.chat_template else text
-            completion = stream(engine, prompt, config.sampling.params(), stats=config.stats)
+            completion = stream(engine, prompt, config.sampling, stats=config.stats)
         except UserError as error:
             print(f"error {error}\n  an empty line starts over", file=sys.stderr)
             messages.pop()

@@ -21,6 +21,7 @@ from idlm.cli.help import CommandHelp, answers_flags
 from idlm.config.compose import compose
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
+from idlm.infer.cli.config import EvaluateConfig, refuse_empty
 from idlm.infer.cli.generate import (
     describe_plugins,
     load_engine,
@@ -29,7 +30,6 @@ from idlm.infer.cli.generate import (
     with_options,
 )
 from idlm.infer.cli.output import answer_file, exclusive_output
-from idlm.infer.config import EvaluateConfig, refuse_empty
 from idlm.semantics import Semantics
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ HELP = CommandHelp(
     ),
     flags={
         "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
-        "accelerator=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
+        "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
     },
 )
 
@@ -91,7 +91,7 @@ def _run(
 
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
-    params = config.sampling.params()
+    params = config.sampling
     load = partial(load_engine, config.model, decoder, settings, options)
     name, evaluation, baseline = _evaluate(load, task, samples, params, baseline=config.baseline)
     results = {name: evaluation}
@@ -114,7 +114,6 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
     """Return the samples, after finding every mistake that can be found without a model."""
     from idlm.infer.decoders.base import DECODERS
 
-    config.sampling.params()
     if config.baseline not in (None, AUTO):
         DECODERS.get(config.baseline)
     if config.num < 1:

@@ -16,9 +16,9 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.files.paths import translate_path_errors
-from idlm.infer.config import EngineConfig
 from idlm.infer.models.loader import checkpoint_directory
 from idlm.infer.models.weights import locate
+from idlm.infer.settings import EngineSettings
 from idlm.lora import CONFIG_FILE, WEIGHTS_FILE, AdapterSpec, base_identity, is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.text.tokenizer import TOKENIZER_FILES
@@ -28,7 +28,7 @@ SPEED_ONLY_KEYS = (
     *("memory", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "prefix_cache"),
 )
 """Where and how fast the model runs: a resumed run may change these."""
-EXCLUDED_KEYS = ("base", "accelerator")
+EXCLUDED_KEYS = ("base", "accelerators")
 """Keys recorded in another form: an adapter's own files name its base by its weights, and accelerators are
 recorded with their options."""
 PATH, DIGEST = "model", "model_digest"
@@ -42,7 +42,7 @@ RunConfig = Mapping[str, Any]
 
 
 def run_config(
-    config: EngineConfig,
+    config: EngineSettings,
     model: str,
     *,
     decoder: str | None,
@@ -52,13 +52,13 @@ def run_config(
     """What all answers of a run have in common. `decoder` is None for the one that the checkpoint was made
     for; `options` are the decoder's. UserErrors of a path that is not a checkpoint.
     """
-    changed = _changed(config, EngineConfig(), skip=(*SPEED_ONLY_KEYS, *EXCLUDED_KEYS))
+    changed = _changed(config, EngineSettings(), skip=(*SPEED_ONLY_KEYS, *EXCLUDED_KEYS))
     values = {
         PATH: str(Path(model).resolve()),
         DIGEST: model_digest(model, base=config.base),
         **({"decoder": decoder} if decoder else {}),
         **{f"decoder.{name}": value for name, value in options.items()},
-        **({"accelerator": accelerators} if accelerators else {}),
+        **({"accelerators": accelerators} if accelerators else {}),
         **changed,
     }
     # YAML has types that JSON lacks (dates). No setting takes them, which the engine reports.

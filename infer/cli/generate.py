@@ -20,10 +20,11 @@ from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.chat import chat, check_system, stream, with_system
+from idlm.infer.cli.config import GenerateConfig, refuse_empty
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
 from idlm.infer.cli.plugin_help import describe_accelerators, describe_decoders
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
-from idlm.infer.config import GenerateConfig, refuse_empty
+from idlm.infer.settings import as_options
 
 if TYPE_CHECKING:
     from idlm.infer.cli.fingerprint import RunConfig
@@ -50,7 +51,7 @@ HELP = CommandHelp(
     flags={
         "-p TEXT, --prompt TEXT": "a prompt; as often as you like",
         "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
-        "accelerator=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
+        "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
     },
 )
 
@@ -63,7 +64,7 @@ def generate(arguments: list[str]) -> int:
     decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
     accelerator_options, rest = take_accelerator_options(rest)
     config = compose("generate", GenerateConfig, rest)
-    config.prompt = [*texts, *config.prompt]
+    config = dataclasses.replace(config, prompt=[*texts, *config.prompt])
     refuse_empty(config)
     require_model(config.model)
     if config.describe:
@@ -142,23 +143,21 @@ def take_prompts(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Split `accelerator.NAME.OPTION=VALUE` off: options by name, and the other arguments."""
-    names, flat, rest = command.split_plugin_options(arguments, plugin="accelerator", default=None)
+    """Split `accelerators.NAME.OPTION=VALUE` off: options by name, and the other arguments."""
+    names, flat, rest = command.split_plugin_options(arguments, plugin="accelerators", default=None)
     options: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         name, dot, option = key.partition(".")
         if not dot:
             raise UserError(
                 "IDLM-0461",
-                f"accelerator.{key} does not name an accelerator and its option",
-                fix="write accelerator.NAME.OPTION=VALUE, for example accelerator.mage.k=512",
+                f"accelerators.{key} does not name an accelerator and an option",
+                fix="write accelerators.NAME.OPTION=VALUE, for example accelerators.mage.k=512",
             )
         options.setdefault(name, {})[option] = value
     if names is not None and names != "null" and not names.startswith("["):
-        from idlm.infer.sparse.stack import as_options
-
         as_options(names)
-    return options, rest if names is None else [*rest, f"accelerator={names}"]
+    return options, rest if names is None else [*rest, f"accelerators={names}"]
 
 
 def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -171,10 +170,10 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
     if idle:
         kept = [name for name in chosen if sides[name] not in {sides[other] for other in idle}]
         lost = [name for name in chosen if name not in kept]
-        written = f"accelerator=[{','.join([*kept, *idle])}]"
+        written = f"accelerators=[{','.join([*kept, *idle])}]"
         raise UserError(
             "IDLM-0461",
-            f"options of {', '.join(idle)} are given, and accelerator=[{','.join(chosen)}]",
+            f"options of {', '.join(idle)} are given, and accelerators=[{','.join(chosen)}]",
             fix=(
                 f"write {written} in place of {', '.join(lost)} (one of each side is allowed)"
                 if lost
@@ -192,23 +191,22 @@ def describe_model(
     from idlm.infer.decoders.base import DECODERS, default_decoder
     from idlm.infer.models.describe import description
     from idlm.infer.models.loader import read_outline
-    from idlm.infer.settings import check_options, decoder_config
-    from idlm.infer.sparse.stack import accelerator_configs
+    from idlm.infer.options import check_options, decoder_config
 
     model = require_model(config.model)
-    _check_options(settings, options)
-    checked, decoder_options = check_options(decoder, settings | options)
+    _check_names(settings, options)
+    checked = check_options(decoder, settings | options)
     outline = read_outline(model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base)
     kind = DECODERS.get(decoder or default_decoder(outline.semantics))
-    decoding = decoder_config(kind, decoder_options)
+    decoding = checked.decoder_config or decoder_config(kind, checked.decoder_options)
     if decoder or options:
         kind(decoding, outline.semantics)
-    accelerators = accelerator_configs(checked.accelerators)
+    accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
     return "\n".join(
         [
             *description(outline),
             f"decoder     {kind.name}{_values(decoding)}",
-            f"accelerator {', '.join(name + _values(each) for name, each in accelerators.items()) or 'none'}",
+            f"accelerator {accelerators or 'none'}",
         ]
     )
 
@@ -231,11 +229,11 @@ def load_engine(
     """The engine for `model=`; `options` come from `decoder.OPTION=VALUE`."""
     from idlm.infer.engine import Engine
 
-    _check_options(settings, options)
+    _check_names(settings, options)
     return Engine.from_pretrained(require_model(model), decoder, **settings, **options)
 
 
-def _check_options(settings: dict[str, Any], options: dict[str, Any]) -> None:
+def _check_names(settings: dict[str, Any], options: dict[str, Any]) -> None:
     misplaced = sorted(settings.keys() & options.keys())
     if misplaced:
         raise UserError(
@@ -245,12 +243,11 @@ def _check_options(settings: dict[str, Any], options: dict[str, Any]) -> None:
 
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
     """The prompts, or None for a chat. Finds every mistake that can be found without a model."""
-    config.sampling.params()
     options = config.input_options()
-    if config.system is not None and config.template == "none":
+    if config.system is not None and config.chat_template == "none":
         raise UserError(
             "IDLM-0458",
-            "system= is rendered by the chat template, which template=none leaves out",
+            "system= is rendered by the chat template, which chat_template=none leaves out",
             fix="leave one of them out",
         )
     if config.prompt and config.input:

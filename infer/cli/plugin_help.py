@@ -39,7 +39,7 @@ def describe_accelerators() -> str:
     """Help on all accelerators and their options."""
     plugins = plugins_of("accelerator", "idlm.infer.accelerators", "ACCELERATORS")
     return "\n".join(
-        _described(each, f"accelerator=[{each.name}]", f"accelerator.{each.name}.") for each in plugins
+        _described(each, f"accelerators=[{each.name}]", f"accelerators.{each.name}.") for each in plugins
     )
 
 

@@ -16,7 +16,6 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.files.json_lines import DAMAGE, unpacked
 from idlm.files.paths import translate_path_errors
-from idlm.infer.config import SamplingConfig
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
@@ -42,19 +41,19 @@ class PromptLine:
     carried: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_prompts(texts: Sequence[str], sampling: SamplingConfig, *, place: str) -> list[PromptLine]:
+def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, place: str) -> list[PromptLine]:
     """Requests of plain texts with the ids 0, 1, 2, ..."""
     lines = []
     for number, text in enumerate(texts):
         where = place if len(texts) == 1 else f"{place} {number + 1}"
         check_text(where, text)
         _check_prompt(where, "prompt", text)
-        lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling.params()))
+        lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling))
     return lines
 
 
 def read_prompts(
-    path: str, sampling: SamplingConfig, *, drop_last_turn: bool = False, carry_keys: bool = False
+    path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> Iterator[PromptLine]:
     """Yield the requests of a file (also `.gz`). `sampling` applies where a line sets nothing else; blank
     lines are skipped.
@@ -91,7 +90,7 @@ def read_prompts(
 
 
 def check_prompts(
-    path: str, sampling: SamplingConfig, *, drop_last_turn: bool = False, carry_keys: bool = False
+    path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
 ) -> None:
     """Read a whole file, to find a mistake in its last line before a model is loaded.
 
@@ -207,8 +206,8 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParams:
-    known = tuple(SamplingConfig.__dataclass_fields__)
+def _params(place: str, changes: Any, sampling: SamplingParams) -> SamplingParams:
+    known = tuple(SamplingParams.__dataclass_fields__)
     problem, fix = "", f"use {known}"
     if not isinstance(changes, dict):
         problem, fix = f"sampling is {changes!r}", 'write {"sampling": {"temperature": 0}}'
@@ -221,7 +220,7 @@ def _params(place: str, changes: Any, sampling: SamplingConfig) -> SamplingParam
     if problem:
         raise UserError("IDLM-0435", f"{place}: {problem}", fix=fix)
     try:
-        return sampling.params(**changes)
+        return dataclasses.replace(sampling, **changes)
     except UserError as error:
         raise UserError(error.code, f"{place}: {error.message}", fix=error.fix) from error
 

@@ -9,7 +9,6 @@ draw from the same random streams, so rank 0 sends passes and no tensors. Ranks 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import shutil
@@ -35,11 +34,11 @@ from idlm.infer.build import EngineParts, build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
+from idlm.infer.options import check_options
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.step import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.scheduler import Schedule
-from idlm.infer.settings import check_options
 
 STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0
@@ -258,18 +257,24 @@ def create_worker(
     path: str | Path, decoder: str | None, options: dict[str, Any], group: TensorParallelGroup | None = None
 ) -> Worker:
     """Build an engine's worker with the ranks of `group`, or with `tensor_parallel` new ones."""
-    settings, decoder_options = check_options(decoder, options)
+    checked = check_options(decoder, options)
+    settings = checked.settings
     if settings.tensor_parallel == 1:
-        return Worker(build(path, decoder, options))
+        return Worker(build(path, checked))
     owns_group = group is None
     group = group or TensorParallelGroup.start(settings.tensor_parallel, resolve_device(settings.device))
     number = group.next_number()
-    plain = {**dataclasses.asdict(settings), **decoder_options}
     with group.translating_failures():
         group.broadcast(
-            {"do": "build", "engine": number, "path": str(path), "decoder": decoder, "options": plain}
+            {
+                "do": "build",
+                "engine": number,
+                "path": str(path),
+                "decoder": decoder,
+                "options": checked.plain(),
+            }
         )
-        parts = build(path, decoder, options, group.shards)
+        parts = build(path, checked, group.shards)
         group.answers()
     return DriverWorker(parts, group, number, owns_group=owns_group)
 

@@ -194,7 +194,7 @@ def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
     engine = group_engine(pair, foreseeing, "isd", stride=4)
     prompts = prompts_of([3, 20], vocab_size=CYCLE)
     expected = engine.generate(prompts, greedy(max_tokens=12))
-    step, calls = type(engine._step).__call__, 0
+    step, calls = type(engine._parts.step).__call__, 0
 
     def interrupted(self: Any, schedule: Any) -> StepResult:
         nonlocal calls
@@ -204,7 +204,7 @@ def test_an_interrupt_waits_for_the_pass_and_the_ranks_stay_in_step(
                 signal.raise_signal(signal.SIGINT)
         return step(self, schedule)
 
-    monkeypatch.setattr(type(engine._step), "__call__", interrupted)
+    monkeypatch.setattr(type(engine._parts.step), "__call__", interrupted)
     with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, greedy(max_tokens=12))
     assert calls == 3

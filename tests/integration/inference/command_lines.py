@@ -55,16 +55,16 @@ def interrupt_after(
     monkeypatch: pytest.MonkeyPatch, num_steps: int, error: Callable[[], BaseException] = KeyboardInterrupt
 ) -> None:
     """Make the tested engine raise after `num_steps` passes; the reference engine continues."""
-    run_pass, count = Engine._pass, 0
+    run_step, count = Engine._run_step, 0
 
     def passing(engine: Engine) -> Any:
         nonlocal count
         count += engine is not reference()
         if count > num_steps and engine is not reference():
             raise error()
-        return run_pass(engine)
+        return run_step(engine)
 
-    monkeypatch.setattr(Engine, "_pass", passing)
+    monkeypatch.setattr(Engine, "_run_step", passing)
 
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, text: str, *, is_terminal: bool = False) -> None:

@@ -118,8 +118,8 @@ def test_a_system_prompt_that_the_template_cannot_render_is_refused(
 
 def test_a_system_prompt_without_the_template_is_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0458") as refusal:
-        generate([*BASE, "template=none", "-p", "x", f"system={SYSTEM}"])
-    assert "template=none" in refusal.value.message
+        generate([*BASE, "chat_template=none", "-p", "x", f"system={SYSTEM}"])
+    assert "chat_template=none" in refusal.value.message
 
 
 def test_the_readme_describes_the_chat_and_its_system_prompt() -> None:

@@ -199,7 +199,7 @@ def test_figures_are_those_of_the_completions() -> None:
         ("IDLM-0220", ["level=tny"], "'tiny'"),
         ("IDLM-0223", ["split=tests"], "tests"),
         ("IDLM-0102", ["baseline=arr"], "'ar'"),
-        ("IDLM-0401", ["sampling.top_p=0"], "top_p=0"),
+        ("IDLM-0101", ["sampling.top_p=0"], "top_p=0"),
         ("IDLM-0101", ["sampling.topp=1"], "'sampling.top_p'"),
         ("IDLM-0442", ["output=/nowhere/out"], "/nowhere"),
     ],

@@ -115,10 +115,10 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ("IDLM-0442", ["-p", "x", "output=/dev/null", "overwrite=true"], "device"),
         ("IDLM-0436", ["-p", "x", "-p", "\udcff"], "prompt 2"),
         ("IDLM-0436", ["-p", ""], "empty"),
-        ("IDLM-0401", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
+        ("IDLM-0101", ["-p", "x", "sampling.temperature=-1"], "temperature=-1"),
         ("IDLM-0101", ["-p", "x", "sampling.temprature=0"], "'sampling.temperature'"),
         ("IDLM-0101", ["-p", "x", "--verbose"], "--verbose"),
-        ("IDLM-0101", ["-p", "x", "template=off"], "auto, none"),
+        ("IDLM-0101", ["-p", "x", "chat_template=off"], "auto, none"),
     ],
 )
 def test_bad_arguments(code: str, arguments: list[str], words: str) -> None:

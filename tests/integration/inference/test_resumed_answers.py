@@ -20,11 +20,11 @@ from idlm.infer.cli.fingerprint import (
     model_digest,
 )
 from idlm.infer.cli.generate import generate
-from idlm.infer.config import EngineConfig
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.step import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.scheduler import Schedule
+from idlm.infer.settings import EngineSettings
 from idlm.lora import AdapterSpec
 from tests.integration.inference.command_lines import (
     BASE,
@@ -74,9 +74,9 @@ def _retrained(directory: Path) -> Path:
         (["decoder=isd", "mask_token_id=170"], "decoder='isd'"),
         (["mask_token_id=170"], "mask_token_id=170"),
         (["dtype=float64"], "dtype='float64'"),
-        (["template=none"], "template='none'"),
+        (["chat_template=none"], "chat_template='none'"),
         (["weights=fp8"], "weights='fp8'"),
-        (["accelerator=[mage]", "accelerator.mage.k=9"], "accelerator={'mage': {'k': 9}}"),
+        (["accelerators=[mage]", "accelerators.mage.k=9"], "accelerators={'mage': {'k': 9}}"),
     ],
 )
 def test_answers_of_other_settings_are_refused(
@@ -167,10 +167,10 @@ def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], 
 
 
 def test_every_setting_is_compared_or_listed_as_irrelevant() -> None:
-    fields = set(EngineConfig.__dataclass_fields__)
+    fields = set(EngineSettings.__dataclass_fields__)
     assert set(SPEED_ONLY_KEYS) | set(EXCLUDED_KEYS) <= fields
     assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
-        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "template")
+        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "chat_template")
     }
 
 
