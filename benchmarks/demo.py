@@ -21,7 +21,7 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluation import Evaluation, evaluate, task_samples
+from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
 from idlm.tasks import TASKS
 

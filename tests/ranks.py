@@ -1,14 +1,18 @@
-"""Ranks as threads of the test's own process: the same code and real gloo collectives, started in no time."""
+"""Ranks as threads of the test's own process: the same code and real gloo collectives, without starting
+processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from idlm.infer.distributed.launcher import TensorParallelGroup, create_worker
-from idlm.infer.distributed.messages import Channel
+from idlm.infer.distributed.messages import receive, send
 from idlm.infer.distributed.rank import describe
 from idlm.infer.engine import Engine
 from idlm.infer.models.shards import Shards
@@ -34,7 +38,7 @@ SMALL: dict[str, Any] = {
 
 
 def shards_of(rank: int, size: int, folder: Path) -> Shards:
-    """A process group of its own; returns when all ranks are there."""
+    """A new process group; returns when all ranks have joined."""
     store = dist.FileStore(str(folder / "store"), size)
     group: Any = dist.ProcessGroupGloo(store, rank, size, LONGEST_WAIT)
     return Shards(rank=rank, size=size, group=group, control=group)
@@ -42,18 +46,18 @@ def shards_of(rank: int, size: int, folder: Path) -> Shards:
 
 @contextlib.contextmanager
 def group_of_threads(size: int) -> Iterator[TensorParallelGroup]:
-    """A team whose other ranks are threads."""
+    """A group whose other ranks are threads."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as end:
-        channels, threads = [], []
+        connections, threads = [], []
         for rank in range(1, size):
-            ours, theirs = (Channel(connection) for connection in socket.socketpair())
-            channels.append(ours)
+            ours, theirs = Pipe()
+            connections.append(ours)
             threads.append(
                 threading.Thread(target=_serve, args=(theirs, rank, size, Path(name)), daemon=True)
             )
             threads[-1].start()
             end.callback(ours.close)
-        group = TensorParallelGroup(channels, end.pop_all(), shards=shards_of(0, size, Path(name)))
+        group = TensorParallelGroup(connections, end.pop_all(), shards=shards_of(0, size, Path(name)))
         try:
             yield group
         finally:
@@ -62,19 +66,19 @@ def group_of_threads(size: int) -> Iterator[TensorParallelGroup]:
                 thread.join()
 
 
-def _serve(channel: Channel, rank: int, size: int, folder: Path) -> None:
+def _serve(connection: Connection, rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
-        worker_loop(channel.receive, channel.send, shards_of(rank, size, folder))
+        worker_loop(partial(receive, connection), partial(send, connection), shards_of(rank, size, folder))
     except Exception as error:
         with contextlib.suppress(OSError):
-            channel.send({"failed": describe(error)})
+            send(connection, {"failed": describe(error)})
     finally:
-        channel.close()
+        connection.close()
 
 
 def group_engine(group: TensorParallelGroup, directory: Path, decoder: str, **options: Any) -> Engine:
-    """As `build_engine`, by the team, on the CPU."""
+    """As `build_engine`, with the ranks of `group`, on the CPU."""
     plain = SMALL | options | {"tensor_parallel": group.shards.size}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

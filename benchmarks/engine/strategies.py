@@ -16,7 +16,7 @@ from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
 from idlm.cli import command
 from idlm.contracts import SamplingParams
-from idlm.infer.cli.evaluation import Evaluation, evaluate, task_samples
+from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.tasks import TASKS, TaskSample

@@ -26,7 +26,7 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluation import Evaluation, evaluate, task_samples
+from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample

@@ -1,4 +1,4 @@
-"""Many prompts through one engine: its queue is kept filled, answers come out in the order of the prompts."""
+"""Run many prompts through one engine, whose queue is kept filled; answers come in order of the prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from idlm.contracts import Completion
 from idlm.errors import UserError
-from idlm.infer.cli.fingerprint import MadeWith, of_request
+from idlm.infer.cli.fingerprint import RunConfig, of_request
 from idlm.infer.cli.progress import AnswerProgress
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
 from idlm.text.tokenizer import encode_messages
 
 QUEUE_FACTOR = 4
-"""Open samples per lane: enough that no lane waits for a line to be read."""
+"""Unfinished samples per lane, so that no lane waits for a line to be read."""
 
 Key = tuple[str, int]
 Answer = tuple[PromptLine, Completion]
@@ -67,9 +67,8 @@ def engine_name(engine: Engine) -> str:
 class AnswerRun:
     """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
 
-    `check_lines` finds lines that cannot be answered beforehand. One that comes here all the same ends the
-    run with its UserError (file and line in front), once all lines before it are answered. `finished` is
-    what an interrupted run still holds.
+    `check_lines` finds lines that the engine refuses. If one is met here all the same, all lines before it
+    are answered and then its UserError is raised. `finished` returns what an interrupted run still holds.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class AnswerRun:
             raise self._refusal
 
     def finished(self) -> list[Answer]:
-        """Finished answers that wait for an unfinished one, in order; takes them out."""
+        """Remove and return, in order, finished answers that wait for an unfinished one."""
         ready = [item for item in self._order if item[1] in self._done]
         return [self._take(line, key) for line, key in ready]
 
@@ -127,8 +126,8 @@ class AnswerRun:
 
 
 def check_lines(engine: Engine, lines: Iterable[PromptLine]) -> int:
-    """How many answers the lines ask for. UserError with file and line in front for the first line that the
-    engine cannot answer.
+    """Number of answers that the lines ask for. UserError, which begins with file and line, for the first
+    line that the engine refuses.
     """
     num_answers = 0
     for line in lines:
@@ -147,7 +146,7 @@ def _placed(line: PromptLine) -> Iterator[None]:
 
 
 def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
-    """What the engine takes: a conversation is rendered by the tokenizer's chat template."""
+    """The prompt as the engine takes it: the tokenizer's chat template renders a conversation."""
     prompt: Any = line.prompt
     are_messages = isinstance(prompt, list) and isinstance(prompt[0], dict)
     if engine.tokenizer is None and (are_messages or isinstance(prompt, str)):
@@ -161,8 +160,8 @@ def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
     return encode_messages(engine.tokenizer, prompt, max_tokens=engine.settings.max_length)
 
 
-def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: MadeWith) -> dict[str, Any]:
-    """One line of an output file. `common`: what all answers of the run are made with."""
+def as_record(engine: Engine, line: PromptLine, done: Completion, *, common: RunConfig) -> dict[str, Any]:
+    """One line of an output file. `common`: what all answers of the run have in common."""
     made_by = {"decoder": engine.decoder.name, "accelerators": engine.settings.accelerator_options}
     run_config = of_request(common, line.params)
     return {"prompt": line.prompt, **line.carried, **made_by, "run_config": run_config, **figures(done)}

@@ -21,8 +21,8 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def with_system(lines: Iterable[PromptLine], system: str | None) -> Iterator[PromptLine]:
-    """Put a system prompt before every text and every conversation that has none of its own; None: leave all
-    as they are. UserError IDLM-0458 for token ids, which are rendered already.
+    """Put a system prompt before every text, and before every conversation without one; None changes nothing.
+    UserError IDLM-0458 for token ids, which are rendered already.
     """
     return iter(lines) if system is None else (_with_system(line, system) for line in lines)
 
@@ -35,7 +35,7 @@ def _with_system(line: PromptLine, system: str) -> PromptLine:
     if not messages:
         raise UserError(
             "IDLM-0458",
-            f"{line.place}: system= cannot stand before prompt_ids, which are a whole prompt",
+            f"{line.place}: system= cannot precede prompt_ids, which are a whole prompt",
             fix="give the line as prompt or messages, or leave system= out",
         )
     has_own = messages[0]["role"] in SYSTEM_ROLES
@@ -43,7 +43,7 @@ def _with_system(line: PromptLine, system: str) -> PromptLine:
 
 
 def check_system(engine: Engine, config: GenerateConfig) -> None:
-    """UserError IDLM-0458 if the tokenizer cannot render the system prompt, or silently leaves it out."""
+    """UserError IDLM-0458 if the tokenizer cannot render the system prompt or leaves it out."""
     system, tokenizer = config.system, engine.tokenizer
     if system is None:
         return
@@ -63,7 +63,7 @@ def check_system(engine: Engine, config: GenerateConfig) -> None:
         raise UserError(
             "IDLM-0458",
             "the checkpoint's chat template leaves system prompts out",
-            fix="leave system= out, and say it in the first turn",
+            fix="leave system= out, and put its text into the first turn",
         )
 
 
@@ -95,7 +95,7 @@ def chat(engine: Engine, config: GenerateConfig) -> int:
 
 
 def stream(engine: Engine, prompt: str | list[int], params: SamplingParams, *, stats: bool) -> Completion:
-    """Print one answer as it comes; returns it."""
+    """Print one answer while it is generated, and return it."""
     from idlm.infer.cli.answers import Tally, engine_name
 
     start = time.perf_counter()

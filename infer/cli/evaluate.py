@@ -1,6 +1,7 @@
-"""`idlm-eval`: a verifiable task, decoded by a decoder and its baseline side by side.
+"""`idlm-eval`: exact match, acceptance and tokens per forward of a decoder on a task whose answers a program
+can check, next to those of a baseline.
 
-What imports torch is imported inside functions: help and refusals of keys must not wait for it.
+Modules that import torch are imported inside functions, so that help and configuration errors come at once.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import time
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.cli import command
 from idlm.cli.help import CommandHelp, answers_flags
 from idlm.config.compose import compose
-from idlm.contracts import SamplingParams
+from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EvaluateConfig, refuse_empty
 from idlm.infer.cli.generate import (
@@ -29,11 +33,12 @@ from idlm.infer.cli.output import answer_file, exclusive_output
 from idlm.semantics import Semantics
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.evaluation import Evaluation
+    from idlm.infer.cli.progress import AnswerProgress
     from idlm.infer.engine import Engine
-    from idlm.tasks import Task, TaskSample
+    from idlm.tasks import Task, TaskSample, Verdict
 
 AUTO = "auto"
+NUM_SEEDS = 2**63
 HELP = CommandHelp(
     name="idlm-eval",
     usage="model=PATH [key=value ...]",
@@ -44,14 +49,8 @@ HELP = CommandHelp(
         "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
     ),
     keys=(
-        "model",
-        "task",
-        "num",
-        "baseline",
-        "output",
-        "sampling.temperature",
-        "sampling.max_tokens",
-        "device",
+        *("model", "task", "num", "baseline", "output"),
+        *("sampling.temperature", "sampling.max_tokens", "device"),
     ),
     flags={
         "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
@@ -61,7 +60,7 @@ HELP = CommandHelp(
 
 
 class Baseline(NamedTuple):
-    """What is run beside: its name in the table, a decoder and that decoder's options."""
+    """What is compared with: its name in the table, a decoder and the options of that decoder."""
 
     name: str
     decoder: str
@@ -85,7 +84,9 @@ def run_evaluation(arguments: list[str]) -> int:
 def _run(
     config: EvaluateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> int:
-    """Evaluate, print the table, write the records. Status 1 when answers failed: their records say why."""
+    """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
+    why.
+    """
     from idlm.tasks import TASKS
 
     task = TASKS.get(config.task)(level=config.level)
@@ -97,7 +98,7 @@ def _run(
     if baseline is not None and (
         baseline.name == name or (baseline.decoder, baseline.options) == (name, options)
     ):
-        print(f"baseline={baseline.name} is the decoder itself: nothing beside it", file=sys.stderr)
+        print(f"baseline={baseline.name} is the decoder itself, so there is no comparison", file=sys.stderr)
     elif baseline is not None:
         params = dataclasses.replace(params, decoder_options={}, tau=0.0)
         plain = settings | {"accelerators": {}}
@@ -110,8 +111,7 @@ def _run(
 
 
 def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
-    """The samples, after every mistake that can be found without a model."""
-    from idlm.infer.cli.evaluation import task_samples
+    """Return the samples, after finding every mistake that can be found without a model."""
     from idlm.infer.decoders.base import DECODERS
 
     if config.baseline not in (None, AUTO):
@@ -129,19 +129,19 @@ def _evaluate(
     *,
     baseline: str | None = None,
 ) -> tuple[str, Evaluation, Baseline | None]:
-    """Name of the engine's decoder and accelerators, figures, and the baseline meant, which is checked before
-    anything is decoded. Its memory is free again afterwards: the next engine sizes its own.
+    """Return the name of the engine's decoder and accelerators, its figures, and the baseline, which is
+    checked before anything is decoded. The engine's memory is free again afterwards, so that the next one can
+    size its own.
     """
     import torch
 
     from idlm.infer.cli.answers import engine_name
-    from idlm.infer.cli.evaluation import evaluate
     from idlm.infer.cli.progress import AnswerProgress, loading
 
     with loading():
         engine = load()
     try:
-        beside, name = choose_baseline(baseline, engine.semantics), engine_name(engine)
+        chosen, name = choose_baseline(baseline, engine.semantics), engine_name(engine)
         with AnswerProgress(name, total=len(samples) * params.n) as progress:
             result = evaluate(engine, task, samples, params, progress=progress)
     finally:
@@ -150,12 +150,12 @@ def _evaluate(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return name, result, beside
+    return name, result, chosen
 
 
 def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
-    """What `baseline=` means for a checkpoint; `auto` is its one token per pass. Raises UserError naming the
-    key where the decoder named does not fit the checkpoint.
+    """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
+    the decoder does not fit the checkpoint.
     """
     from idlm.infer.decoders.base import DECODERS
 
@@ -206,6 +206,144 @@ def _write(output: str, samples: Sequence[TaskSample], n: int, results: dict[str
                         "completion": figures(done),
                     }
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Figures of one engine on one set of prompts. A failed answer (memory, logits) counts as wrong.
+
+    `seconds` is the wall-clock time of decoding all prompts as a batch.
+    """
+
+    num_prompts: int
+    exact_match: float
+    final_answer_match: float
+    num_tokens: int
+    num_forwards: int
+    num_prompt_passes: int
+    accepted_by_position: tuple[int, ...]
+    tested_by_position: tuple[int, ...]
+    seconds: float
+    exactness: str
+    completions: tuple[Completion, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def num_failed(self) -> int:
+        """Answers that ended with an error."""
+        return sum(done.error is not None for done in self.completions)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Emitted tokens over passes, prompt passes included."""
+        return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
+
+    @property
+    def decode_tokens_per_forward(self) -> float:
+        """The same without each prompt pass and its token, as in the closed forms of idlm.acceptance."""
+        passes = self.num_forwards - self.num_prompt_passes
+        return (self.num_tokens - self.num_prompt_passes) / passes if passes else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over tested drafts; None without drafts."""
+        tested = sum(self.tested_by_position)
+        return sum(self.accepted_by_position) / tested if tested else None
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Element j is the share of the tested drafts at position j + 1 that were accepted."""
+        pairs = zip(self.accepted_by_position, self.tested_by_position, strict=True)
+        return tuple(accepted / tested if tested else 0.0 for accepted, tested in pairs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole batch."""
+        return self.num_tokens / self.seconds
+
+
+def task_samples(task: Task, split: str, num: int) -> list[TaskSample]:
+    """The first `num` samples of a split."""
+    return [task.sample(index, split) for index in range(num)]
+
+
+def evaluate(
+    engine: Engine,
+    task: Task,
+    samples: Sequence[TaskSample],
+    params: SamplingParams,
+    *,
+    progress: AnswerProgress | None = None,
+) -> Evaluation:
+    """Decode all prompts as one batch and check every answer. Prompt i uses a given seed + i, modulo 2**63.
+
+    Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded.
+    """
+    settings = [
+        params if params.seed is None else params.with_seed((params.seed + i) % NUM_SEEDS)
+        for i in range(len(samples))
+    ]
+    start = time.perf_counter()
+    completions = _answers(engine, samples, settings, progress)
+    seconds = time.perf_counter() - start
+    prompts = [sample.prompt for sample in samples for _ in range(params.n)]
+    verdicts = [_verdict(task, prompt, done) for prompt, done in zip(prompts, completions, strict=True)]
+    errors = [done.error for done in completions if done.error is not None]
+    if errors:
+        failed = f"{len(errors)} of {len(completions)} answers failed and count as wrong"
+        warnings.warn(f"decoder {engine.decoder.name}: {failed}; the first: {errors[0]}", stacklevel=2)
+    return Evaluation(
+        num_prompts=len(samples),
+        exact_match=sum(verdict.correct for verdict in verdicts) / len(verdicts),
+        final_answer_match=sum(verdict.final_answer_correct for verdict in verdicts) / len(verdicts),
+        num_tokens=sum(len(done.token_ids) for done in completions),
+        num_forwards=sum(done.num_forwards for done in completions),
+        num_prompt_passes=sum(bool(done.token_ids) for done in completions),
+        accepted_by_position=_sum_columns([done.accepted_by_position for done in completions]),
+        tested_by_position=_sum_columns([done.tested_by_position for done in completions]),
+        seconds=seconds,
+        exactness=completions[0].exactness,
+        completions=tuple(completions),
+        verdicts=tuple(verdicts),
+    )
+
+
+def _answers(
+    engine: Engine,
+    samples: Sequence[TaskSample],
+    settings: Sequence[SamplingParams],
+    progress: AnswerProgress | None,
+) -> list[Completion]:
+    """Completions in order, also those of failed requests."""
+    keys = [(f"e{i}", k) for i, params in enumerate(settings) for k in range(params.n)]
+    done: dict[tuple[str, int], Completion] = {}
+    try:
+        for i, (sample, params) in enumerate(zip(samples, settings, strict=True)):
+            engine.add_request(f"e{i}", sample.prompt, params)
+        while len(done) < len(keys):
+            events = engine.step()
+            for event in events:
+                if event.completion is not None:
+                    done[event.request_id, event.index] = event.completion
+            if progress is not None:
+                progress.see(events)
+    except BaseException:
+        for request_id, _ in keys:
+            engine.abort(request_id)
+        raise
+    return [done[key] for key in keys]
+
+
+def _verdict(task: Task, prompt: str, done: Completion) -> Verdict:
+    verdict = task.check(prompt, done.text)
+    if done.error is None:
+        return verdict
+    return dataclasses.replace(verdict, correct=False, final_answer_correct=False, reason=done.error)
+
+
+def _sum_columns(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    width = max((len(row) for row in rows), default=0)
+    return tuple(sum(row[j] for row in rows if j < len(row)) for j in range(width))
 
 
 if __name__ == "__main__":

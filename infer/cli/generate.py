@@ -1,16 +1,15 @@
 """`idlm-generate`: prompts from -p, a file, stdin or a chat; answers as text or JSON lines.
 
-What imports torch is imported inside functions: help and refusals of keys must not wait for it.
+Modules that import torch are imported inside functions, so that help and configuration errors come at once.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,13 @@ from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text
 from idlm.infer.settings import as_options
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.fingerprint import MadeWith
+    from idlm.infer.cli.fingerprint import RunConfig
     from idlm.infer.cli.progress import AnswerProgress
     from idlm.infer.cli.resume import ResumeState
     from idlm.infer.engine import Engine
 
 MAX_NAMED = 8
-"""Broken lines of a file that are named."""
+"""Most broken lines of a file that a message names."""
 HELP = CommandHelp(
     name="idlm-generate",
     usage='model=PATH [-p "..."] [key=value ...]',
@@ -72,7 +71,10 @@ def generate(arguments: list[str]) -> int:
         settings = with_options(config.options(), accelerator_options)
         print(describe_model(config, decoder, settings, options))
         return 0
-    _check_resume(config)
+    if config.resume and (config.input is None or config.output is None or config.overwrite):
+        raise UserError(
+            "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
+        )
     with exclusive_output(config.output, overwrite=config.overwrite, resume=config.resume):
         lines = _lines(config)
         return _run(config, decoder, accelerator_options, options, lines=lines)
@@ -91,7 +93,7 @@ def _run(
     *,
     lines: Iterator[PromptLine] | None,
 ) -> int:
-    """Answer whatever is asked, a chat too (`lines` None), with the output claimed."""
+    """Answer the prompts, or chat if `lines` is None, while the output is locked."""
     from idlm.infer.cli.progress import AnswerProgress, loading
 
     earlier, common = None, {}
@@ -107,20 +109,18 @@ def _run(
         if earlier is not None and earlier.is_whole and earlier.source != partial_path(str(config.output)):
             print(f"{config.output} is complete", file=sys.stderr)
             return 0
-        if earlier is not None:
-            print(_told(earlier), file=sys.stderr)
         engine = load_engine(config.model, decoder, settings, options)
         check_system(engine, config)
-        is_many = config.input is not None or len(config.prompt) > 1
-        num_answers = check_lines(engine, _read(config)) if is_many else config.sampling.n
+        is_batch = config.input is not None or len(config.prompt) > 1
+        num_answers = check_lines(engine, _read(config)) if is_batch else config.sampling.n
     if lines is None:
         return chat(engine, config)
-    first = list(itertools.islice(lines, 2))
-    if config.output is None and not is_many and config.sampling.n == 1:
-        stream(engine, encode_line(engine, first[0]), first[0].params, stats=config.stats)
+    if config.output is None and not is_batch and config.sampling.n == 1:
+        [line] = lines
+        stream(engine, encode_line(engine, line), line.params, stats=config.stats)
         return 0
-    lines = itertools.chain(first, lines) if earlier is None else earlier.missing
-    num_answers -= 0 if earlier is None else earlier.num_records
+    if earlier is not None:
+        lines, num_answers = earlier.missing, num_answers - len(earlier.kept_lines)
     with AnswerProgress(engine_name(engine), total=num_answers, is_shown=config.stats) as progress:
         return _answer_all(engine, lines, config, progress=progress, earlier=earlier, common=common)
 
@@ -161,7 +161,7 @@ def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[s
 
 
 def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Engine keywords with the options of their accelerators."""
+    """Engine keywords with the options of accelerators; UserError IDLM-0461 for options of one not chosen."""
     from idlm.infer.accelerators.base import ACCELERATORS
 
     chosen: dict[str, dict[str, Any]] = settings["accelerators"]
@@ -173,7 +173,7 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
         written = f"accelerators=[{','.join([*kept, *idle])}]"
         raise UserError(
             "IDLM-0461",
-            f"there are options of {', '.join(idle)}, and accelerators=[{','.join(chosen)}]",
+            f"options of {', '.join(idle)} are given, and accelerators=[{','.join(chosen)}]",
             fix=(
                 f"write {written} in place of {', '.join(lost)} (one of each side is allowed)"
                 if lost
@@ -187,14 +187,14 @@ def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -
 def describe_model(
     config: GenerateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> str:
-    """What `describe=true` prints. Refuses what needs no weights to be refused."""
+    """What `describe=true` prints. Finds every mistake that can be found without weights."""
     from idlm.infer.decoders.base import DECODERS, default_decoder
     from idlm.infer.models.describe import description
     from idlm.infer.models.loader import read_outline
     from idlm.infer.options import check_options, decoder_config
 
     model = require_model(config.model)
-    _check_places(settings, options)
+    _check_names(settings, options)
     checked = check_options(decoder, settings | options)
     outline = read_outline(model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base)
     kind = DECODERS.get(decoder or default_decoder(outline.semantics))
@@ -217,7 +217,7 @@ def _values(config: Any) -> str:
 
 
 def require_model(model: str | None) -> str:
-    """The path of `model=`; UserError IDLM-0438 where none is given."""
+    """The path of `model=`; UserError IDLM-0438 if there is none."""
     if model is None:
         raise UserError("IDLM-0438", "no model given", fix="give model=PATH, a checkpoint directory")
     return model
@@ -226,23 +226,23 @@ def require_model(model: str | None) -> str:
 def load_engine(
     model: str | None, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> Engine:
-    """The engine of a `model=` argument; `options` are those written `decoder.OPTION=VALUE`."""
+    """The engine for `model=`; `options` come from `decoder.OPTION=VALUE`."""
     from idlm.infer.engine import Engine
 
-    _check_places(settings, options)
+    _check_names(settings, options)
     return Engine.from_pretrained(require_model(model), decoder, **settings, **options)
 
 
-def _check_places(settings: dict[str, Any], options: dict[str, Any]) -> None:
+def _check_names(settings: dict[str, Any], options: dict[str, Any]) -> None:
     misplaced = sorted(settings.keys() & options.keys())
     if misplaced:
         raise UserError(
-            "IDLM-0441", f"decoder.{misplaced[0]} is no decoder option", fix=f"write {misplaced[0]}=VALUE"
+            "IDLM-0441", f"decoder.{misplaced[0]} is not a decoder option", fix=f"write {misplaced[0]}=VALUE"
         )
 
 
 def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
-    """Where prompts come from; None means a chat. Finds every mistake that can be found without a model."""
+    """The prompts, or None for a chat. Finds every mistake that can be found without a model."""
     options = config.input_options()
     if config.system is not None and config.chat_template == "none":
         raise UserError(
@@ -273,54 +273,41 @@ def _lines(config: GenerateConfig) -> Iterator[PromptLine] | None:
 
 
 def _read(config: GenerateConfig) -> Iterator[PromptLine]:
-    """The prompts of input= or -p, read anew with every call."""
+    """The prompts of input= or -p, from the first one with every call."""
     if config.input is None:
-        texts = text_prompts(config.prompt, config.sampling, place="prompt")
-        return with_system(texts, config.system)
-    lines = read_prompts(config.input, config.sampling, **config.input_options())
+        lines: Iterable[PromptLine] = text_prompts(config.prompt, config.sampling, place="prompt")
+    else:
+        lines = read_prompts(config.input, config.sampling, **config.input_options())
     return with_system(lines, config.system)
 
 
-def _check_resume(config: GenerateConfig) -> None:
-    """Resuming needs files at both ends."""
-    if config.resume and (config.input is None or config.output is None or config.overwrite):
-        raise UserError(
-            "IDLM-0445", "resume=true needs input= and output=, and no overwrite=true", fix="give both files"
-        )
-
-
-def _resume_state(config: GenerateConfig, common: MadeWith) -> ResumeState | None:
-    """What an earlier run has left to go on with: its partial file, or a finished one."""
+def _resume_state(config: GenerateConfig, common: RunConfig) -> ResumeState | None:
+    """What an earlier run left in the partial file, or in a finished one; None if neither exists."""
     from idlm.infer.cli.fingerprint import of_request
     from idlm.infer.cli.resume import find_resume_state
 
-    assert config.input is not None and config.output is not None, f"{config=}"
-    partial, output, source = partial_path(config.output), Path(config.output), config.input
+    output, partial = Path(str(config.output)), partial_path(str(config.output))
     earlier = next((path for path in (partial, output) if path.exists()), None)
     if earlier is None:
         return None
     with translate_path_errors("IDLM-0442", earlier, fix="choose another output="):
         found = find_resume_state(
-            earlier,
-            lambda: _read(config),
-            lambda line: of_request(common, line.params),
+            earlier, lambda: _read(config), lambda line: of_request(common, line.params)
         )
     where = ", ".join(f"{earlier}:{number}" for number in found.broken_lines[:MAX_NAMED])
     if earlier == output and found.num_unanswered:
         raise UserError(
             "IDLM-0446",
-            f"output={config.output!r} is finished, but input={source!r} has lines that it does not answer"
-            + f"; no record is at {where}" * bool(where),
-            fix=f"name it {str(partial)!r} to go on with it, or give another output=",
+            f"output={config.output!r} is finished, but input={config.input!r} has lines without an answer"
+            + f"; there is no record at {where}" * bool(where),
+            fix=f"name it {str(partial)!r} to continue it, or give another output=",
         )
     if where:
-        print(f"passed over, for they hold no whole record: {where}", file=sys.stderr)
+        print(f"skipped lines without a whole record: {where}", file=sys.stderr)
+    again = f"; {found.num_failed} requests failed and are answered again" * (found.num_failed > 0)
+    if not (found.is_whole and earlier == output):
+        print(f"{len(found.kept_lines)} answers are in {earlier} already{again}", file=sys.stderr)
     return found
-
-
-def _told(earlier: ResumeState) -> str:
-    again = f"; {earlier.num_failed} requests failed and are answered again" * (earlier.num_failed > 0)
-    return f"{earlier.num_records} answers are in {earlier.source} already{again}"
 
 
 def _answer_all(
@@ -330,10 +317,10 @@ def _answer_all(
     *,
     progress: AnswerProgress,
     earlier: ResumeState | None,
-    common: MadeWith,
+    common: RunConfig,
 ) -> int:
-    """Answer every line; what is finished when a run is stopped is written as well. Status 1 when some were
-    given up: their records have an `error`.
+    """Answer every line, and write finished answers also when the run is stopped. Returns status 1 when some
+    requests failed; their records have an `error`.
     """
     from idlm.infer.cli.answers import AnswerRun, Tally, as_record, engine_name
 
@@ -346,8 +333,8 @@ def _answer_all(
             with progress.hidden():
                 print(done.text if engine.tokenizer is not None else list(done.token_ids), flush=True)
     else:
-        go_on = "; give resume=true to go on with them" if config.input is not None else ""
-        with answer_file(config.output, find_resume_state=earlier, how_to_go_on=go_on) as answers:
+        advice = "; give resume=true to continue" if config.input is not None else ""
+        with answer_file(config.output, earlier=earlier, advice=advice) as answers:
             try:
                 for line, done in run:
                     tally.add(done)

@@ -1,7 +1,7 @@
-"""Help on decoders and accelerators and on the options that each of them owns.
+"""Help on decoders, accelerators and their options.
 
-Each plug-in is a file that imports torch, so its options are read from its source; it is imported only if its
-source does not say them in the usual form, and when another package adds plug-ins.
+Plug-ins import torch, which takes seconds, so their options are read from their source. They are imported
+only if a source has another form than usual, or when another package adds plug-ins.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class PluginHelp:
 
 
 def describe_decoders() -> str:
-    """Help on the decoders and the options they own."""
+    """Help on all decoders and their options."""
     plugins = plugins_of("decoder", "idlm.infer.decoders", "DECODERS")
     return "\n".join(_described(each, f"decoder={each.name}", "decoder.") for each in plugins)
 
 
 def describe_accelerators() -> str:
-    """Help on the accelerators and the options they own."""
+    """Help on all accelerators and their options."""
     plugins = plugins_of("accelerator", "idlm.infer.accelerators", "ACCELERATORS")
     return "\n".join(
         _described(each, f"accelerators=[{each.name}]", f"accelerators.{each.name}.") for each in plugins
@@ -50,7 +50,9 @@ def _described(plugin: PluginHelp, choice: str, prefix: str) -> str:
 
 
 def plugins_of(kind: str, package: str, registry: str) -> list[PluginHelp]:
-    """Every plug-in of a package, by name; its files register themselves in `registry` of its module base."""
+    """Every plug-in of a package, by name. They are registered in `registry`, a name in the package's module
+    `base`.
+    """
     if not importlib.metadata.entry_points(group=f"idlm.{kind}s"):
         try:
             return from_sources(package, registry)
@@ -72,9 +74,9 @@ def _from_class(name: str, config: type) -> PluginHelp:
 def from_sources(package: str, registry: str) -> list[PluginHelp]:
     """Read every plug-in from the source of its file, without importing it.
 
-    ValueError or LookupError for a plug-in that is written in another form than `@REGISTRY.register("name")`
-    above a class with `Config: ... = SomeConfig`, a dataclass with literal defaults in the same file or
-    imported from another.
+    The usual form is `@REGISTRY.register("name")` on a class with `Config: ... = SomeConfig`, a dataclass
+    with literal defaults in the same file or imported from another. ValueError or LookupError for any other
+    form.
     """
     found = []
     root = importlib.import_module(package)
@@ -97,7 +99,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _registered_name(node: ast.stmt, registry: str) -> str | None:
-    """The name of `@REGISTRY.register("name")` above a class; None for any other statement."""
+    """The name in `@REGISTRY.register("name")` on a class; None for any other statement."""
     for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"{registry}.register":
             return str(ast.literal_eval(decorator.args[0]))
@@ -116,7 +118,7 @@ def _config_name(plugin: ast.ClassDef) -> str:
 
 
 def _class(name: str, tree: ast.Module) -> ast.ClassDef:
-    """The class `name` of a file, or of the file that it is imported from."""
+    """The class `name` in a file, or in the file that it is imported from."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
@@ -127,7 +129,7 @@ def _class(name: str, tree: ast.Module) -> ast.ClassDef:
 
 def _from_node(name: str, config: ast.ClassDef) -> PluginHelp:
     if config.bases:
-        raise LookupError(f"{config.name} has options of its bases too")
+        raise LookupError(f"{config.name} inherits options")
     defaults: dict[str, Any] = {}
     for node in config.body:
         if isinstance(node, ast.AnnAssign):

@@ -1,4 +1,4 @@
-"""What `idlm-generate` and `idlm-eval` show while they load and decode; see idlm.cli.progress."""
+"""Progress bars of `idlm-generate` and `idlm-eval` while they load and decode; see idlm.cli.progress."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def loading(
     *, is_shown: bool = True, console: Console | None = None, clock: Clock = time.monotonic
 ) -> Iterator[None]:
-    """Show the share of the weights that is copied into models loaded inside."""
+    """Show how much of the weights of models loaded inside is copied."""
     with Progress("loading", counts=False, is_shown=is_shown, console=console, clock=clock) as shown:
-        # Imports torch, which takes seconds: the bar stands on the terminal by now.
+        # Importing torch takes seconds, so the bar is shown first.
         from idlm.infer.models.weights import WATCHER
 
         def watch(num_done: int, total: int) -> None:
@@ -38,7 +38,7 @@ def loading(
 class AnswerProgress:
     """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
 
-    Tokens count as they come; TPF is that of the finished answers.
+    Tokens are counted when they are emitted; TPF is computed over finished answers.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AnswerProgress:
         self._shown.__exit__(*error)
 
     def see(self, events: Iterable[StreamEvent]) -> None:
-        """Count what a pass has brought."""
+        """Count the events of one pass."""
         for event in events:
             self.num_tokens += len(event.token_ids)
             if event.completion is not None:
@@ -73,7 +73,7 @@ class AnswerProgress:
         self._shown.update(self.num_answers, self._figures)
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Take the bar away while an answer is printed to the terminal."""
+        """Remove the bar while an answer is printed to the terminal."""
         return self._shown.hidden()
 
     def _figures(self) -> str:

@@ -1,17 +1,18 @@
-"""Rank 0's view of the other ranks of a tensor-parallel engine: starts them, tells them every pass before it
-does the same, notices when one is gone, and ends them.
+"""Tensor parallelism as rank 0 sees it: start the other ranks, send them every pass, notice when one is gone,
+and end them.
 
-The engine proper (scheduler, books of the pool, prefix cache, pace, texts) lives on rank 0 alone. All ranks
-hold all logits and draw from the same random numbers, so nothing but orders has to be sent.
+The scheduler, page accounting, prefix cache and texts exist on rank 0 only. All ranks hold all logits and
+draw from the same random streams, so rank 0 sends passes and no tensors. Ranks are started as modules, not by
+`multiprocessing`'s spawn, which would run a caller's script again when it has no `__main__` guard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ import torch.distributed as dist
 
 from idlm.errors import UserError
 from idlm.infer.build import EngineParts, build, resolve_device
-from idlm.infer.distributed.messages import Channel, Message, step_message
+from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import check_options
@@ -40,52 +42,54 @@ from idlm.infer.scheduler import Schedule
 
 STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0
-POLL_SECONDS = 1e-3
 SHUTDOWN_TIMEOUT = 3.0
 WATCH_INTERVAL = 1.0
 DETECTION_TIMEOUT = 5.0
+FAILURE_FIX = "build a new engine; the reason is above, on standard error, or in the kernel's log"
 OUT_OF_MEMORY_FIX = (
-    "ranks cannot go on after a shortage: build a new engine with a lower max_num_batched_tokens, max_num_seqs or "
-    "num_pages"
+    "ranks cannot recover from an out-of-memory error: build a new engine with a lower "
+    "max_num_batched_tokens, max_num_seqs or num_pages"
 )
 
 
 class TensorParallelGroup:
-    """The ranks 1 .. n-1. Ends them when it is closed, collected, or the process exits."""
+    """The ranks 1 .. n-1. They end when the group is closed or collected, or when this process ends."""
 
     def __init__(
         self,
-        channels: Sequence[Channel],
+        connections: Sequence[Connection],
         end: contextlib.ExitStack,
         *,
         processes: Sequence[subprocess.Popen[bytes]] = (),
         shards: Shards = ALONE,
     ) -> None:
         self.shards = shards
-        self._channels, self._processes = channels, processes
-        self._answers: list[deque[Message]] = [deque() for _ in channels]
-        self._failure: tuple[str, str, str] | None = None
+        self._connections, self._processes = connections, processes
+        self._answers: list[deque[Message]] = [deque() for _ in connections]
+        self._failure: UserError | None = None
         self._num_engines = 0
         self._undo, self._end = end, weakref.finalize(self, end.close)
 
     @classmethod
     def start(cls, size: int, device: torch.device) -> TensorParallelGroup:
-        """Start a process per further rank and join them. UserError IDLM-0425: too few GPUs, IDLM-0427: a
-        launcher or another such engine is in the way, IDLM-0426: a rank did not get that far.
+        """Start one process for each further rank and join them in a process group.
+
+        UserError IDLM-0425: too few GPUs; IDLM-0427: a launcher or another tensor-parallel engine is active
+        in this process; IDLM-0426: a rank did not start.
         """
-        _check_place(size, device)
-        # NVLink multicast can put GPUs out of service that others on the host use.
+        _check_process(size, device)
+        # NVLink multicast can disable GPUs that other processes on the host use.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # A lost rank is our business: torch would end this process with nothing but a stack.
+        # We report a lost rank; torch would end this process with a stack trace only.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         folder = tempfile.mkdtemp(prefix="idlm-ranks-")
         hello: Message = {"size": size, "device": device.type, "store": str(Path(folder) / "store")}
         with contextlib.ExitStack() as end:
             end.callback(shutil.rmtree, folder, ignore_errors=True)
-            end.callback(_leave)
+            end.callback(_leave_process_group)
             ranks = [_start_rank({"rank": rank, **hello}, end) for rank in range(1, size)]
-            channels, processes = zip(*ranks, strict=True)
-            group = cls(channels, end.pop_all(), processes=processes)
+            connections, processes = zip(*ranks, strict=True)
+            group = cls(connections, end.pop_all(), processes=processes)
         with group.translating_failures():
             group.answers()
             group.broadcast({"state": "join"})
@@ -95,57 +99,63 @@ class TensorParallelGroup:
         return group
 
     def next_number(self) -> int:
-        """For another engine of this team."""
+        """Number for another engine of this group."""
         self._num_engines += 1
         return self._num_engines
 
     def end_after(self, clear: Callable[[], None]) -> None:
-        """Call `clear`, if it is still there, before anything is ended."""
-        self._undo.callback(_call, weakref.WeakMethod(clear))
+        """Call the bound method `clear`, if its object still exists, before the ranks are ended."""
+        method = weakref.WeakMethod(clear)
+        self._undo.callback(lambda: (call := method()) and call())
 
     def free_when_stuck(self, free: Callable[[], None]) -> None:
-        """Call `free` from beside when a rank is gone and rank 0 does not notice for seconds: it may wait, in
-        CUDA, for a collective of that rank.
+        """Call `free` in another thread when a rank is gone and rank 0 has not noticed for DETECTION_TIMEOUT
+        seconds, because it may wait in CUDA for a collective of that rank.
         """
         is_ended = threading.Event()
         self._undo.callback(is_ended.set)
-        for channel in self._channels:
-            threading.Thread(target=_watch, args=(channel, is_ended, free), daemon=True).start()
+        for connection in self._connections:
+            threading.Thread(target=_watch, args=(connection.fileno(), is_ended, free), daemon=True).start()
 
     def broadcast(self, message: Message) -> None:
-        """To all ranks."""
+        """Send a message to all ranks."""
         self.check()
-        for channel in self._channels:
-            # A rank that is gone is noticed by `check`, which knows more about it.
+        for connection in self._connections:
+            # `check` reports a rank that is gone, with the reason.
             with contextlib.suppress(OSError):
-                channel.send(message)
+                send(connection, message)
 
     def answers(self) -> list[Message]:
-        """One of each rank, in order; waits for them."""
+        """Wait for one answer of every rank and return them in order of ranks."""
+        self.check()
         while not all(self._answers):
+            wait(self._connections)
             self.check()
-            time.sleep(POLL_SECONDS)
         return [waiting.popleft() for waiting in self._answers]
 
     def check(self) -> None:
-        """Listen without waiting. UserError IDLM-0426, or what a rank has failed with, once one is gone."""
-        for rank, channel in enumerate(self._channels, start=1):
-            while self._failure is None and channel.has_news():
-                self._hear(rank, channel.receive())
+        """Read what has arrived, without waiting. UserError IDLM-0426 for a rank that is gone, or the
+        UserError that a rank failed with.
+        """
+        for rank, connection in enumerate(self._connections, start=1):
+            while self._failure is None and connection.poll():
+                self._take(rank, receive(connection))
         if self._failure is not None:
-            code, message, fix = self._failure
-            raise UserError(code, message, fix=fix)
+            error = self._failure
+            raise UserError(error.code, error.message, fix=error.fix)
 
     @contextlib.contextmanager
     def translating_failures(self) -> Iterator[None]:
-        """For what all ranks do in step. An error in the middle of it ends the team: others may wait for rank
-        0 there for ever. Raised is the failure of another rank, if that was the reason; UserError IDLM-0428
-        when rank 0 is short of memory.
+        """For what all ranks do in step. An error inside ends all ranks, which could wait for rank 0 for
+        ever.
+
+        Raises the failure of another rank if that caused the error; UserError IDLM-0428 when rank 0 is out of
+        memory.
         """
         try:
             yield
         except BaseException as error:
-            failure = self._reason_of(error)
+            failure = self._cause_of(error)
             if failure is not None:
                 raise failure from error
             fix = OUT_OF_MEMORY_FIX if is_out_of_memory(error) else ""
@@ -154,37 +164,38 @@ class TensorParallelGroup:
                 self.check()
             raise
 
-    def _reason_of(self, error: BaseException) -> UserError | None:
+    def _cause_of(self, error: BaseException) -> UserError | None:
         if isinstance(error, UserError) or not isinstance(error, Exception):
             return None
         deadline = time.monotonic() + FAILURE_REASON_TIMEOUT
-        while time.monotonic() < deadline:
-            try:
+        try:
+            self.check()
+            while (seconds := deadline - time.monotonic()) > 0:
+                wait(self._connections, seconds)
                 self.check()
-            except UserError as failure:
-                return failure
-            time.sleep(POLL_SECONDS)
+        except UserError as failure:
+            return failure
         return None
 
     def close(self) -> None:
-        """End all ranks; whatever is asked of them afterwards is an error."""
+        """End all ranks; later calls raise UserError IDLM-0428."""
         self._fail("IDLM-0428", "this engine is closed")
 
-    def _hear(self, rank: int, message: Message | None) -> None:
+    def _take(self, rank: int, message: Message | None) -> None:
         if message is None:
             how = _how_it_ended(self._processes[rank - 1]) if self._processes else ""
-            self._fail("IDLM-0426", f"rank {rank} of {len(self._channels) + 1} is gone{how}")
+            self._fail("IDLM-0426", f"rank {rank} of {len(self._connections) + 1} is gone{how}")
         elif "failed" in message:
             said: dict[str, str] = message["failed"]
-            fix = said.get("fix", "")
-            self._fail(said.get("code", "IDLM-0426"), f"rank {rank} failed: {said['message']}", fix)
+            self._fail(
+                said.get("code", "IDLM-0426"), f"rank {rank} failed: {said['message']}", said.get("fix")
+            )
         else:
             self._answers[rank - 1].append(message)
 
-    def _fail(self, code: str, message: str, fix: str = "") -> None:
+    def _fail(self, code: str, message: str, fix: str | None = None) -> None:
         if self._failure is None:
-            fix = fix or "build a new engine; the reason is above, on standard error, or in the kernel's log"
-            self._failure = code, message, fix
+            self._failure = UserError(code, message, fix=fix or FAILURE_FIX)
             self._end()
 
 
@@ -201,12 +212,12 @@ class DriverWorker(Worker):
             group.end_after(parts.step.clear)
 
     def launch(self, schedule: Schedule) -> StepResult:
-        """Tell the other ranks, then do it. Ctrl-C and SIGTERM wait until it is done: ranks that are out of
-        step cannot be brought back.
+        """Send the pass to the other ranks, then run it. SIGINT and SIGTERM wait until it is launched,
+        because ranks that are out of step cannot be brought back.
         """
-        order = step_message(schedule, self.parts.pool.unwritten)
+        message = step_message(schedule, self.parts.pool.unwritten)
         with uninterrupted(), self.group.translating_failures():
-            self.group.broadcast({"do": "pass", "engine": self._number, **order})
+            self.group.broadcast({"do": "pass", "engine": self._number, **message})
             result = super().launch(schedule)
         self._num_passes += 1
         if self._num_passes % STEPS_BETWEEN_DIGESTS == 0:
@@ -214,7 +225,7 @@ class DriverWorker(Worker):
         return result
 
     def compare(self) -> None:
-        """Whether all ranks have the same tokens and pointers; waits for all passes. UserError IDLM-0429."""
+        """Wait for all passes; UserError IDLM-0429 if ranks differ in their tokens or pointers."""
         self.group.broadcast({"do": "digest", "engine": self._number})
         mine = self.digest()
         others = [answer["digest"] for answer in self.group.answers()]
@@ -232,7 +243,7 @@ class DriverWorker(Worker):
         self.group.check()
 
     def free_cached_memory(self) -> None:
-        """Graphs stay: ranks capture them together."""
+        """Do nothing: ranks capture graphs together, so rank 0 must keep its own."""
 
     def close(self) -> None:
         """End the ranks that were started for this engine."""
@@ -245,9 +256,7 @@ class DriverWorker(Worker):
 def create_worker(
     path: str | Path, decoder: str | None, options: dict[str, Any], group: TensorParallelGroup | None = None
 ) -> Worker:
-    """Build an engine's worker: alone, or with as many ranks as `tensor_parallel` says, by the `group` if one
-    is given.
-    """
+    """Build an engine's worker with the ranks of `group`, or with `tensor_parallel` new ones."""
     checked = check_options(decoder, options)
     settings = checked.settings
     if settings.tensor_parallel == 1:
@@ -271,7 +280,7 @@ def create_worker(
 
 
 def join(*, rank: int, size: int, device: str, store: str) -> Shards:
-    """Make the process groups of this process, and `device` number `rank` its own, where it is "cuda"."""
+    """Create the process groups of this process. On "cuda" it uses the device with the number `rank`."""
     shared = dist.FileStore(store, size)
     if device != "cuda":
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=size)
@@ -283,21 +292,15 @@ def join(*, rank: int, size: int, device: str, store: str) -> Shards:
     return Shards(rank=rank, size=size, control=dist.new_group(backend="gloo"))
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    call = method()
-    if call is not None:
-        call()
-
-
-def _leave() -> None:
+def _leave_process_group() -> None:
     if not dist.is_initialized():
         return
     if dist.get_backend() != "nccl":
         dist.destroy_process_group()
         return
-    # Should it wait itself, then not for ever.
+    # Aborting may hang; then give up after a while.
     abort = threading.Thread(target=_abort, daemon=True)
-    # At the end of the process no thread can be started, and nothing has to be undone.
+    # No thread can be started while the interpreter exits, and then nothing has to be undone.
     with contextlib.suppress(RuntimeError):
         abort.start()
         abort.join(SHUTDOWN_TIMEOUT)
@@ -308,21 +311,26 @@ def _abort() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def _watch(channel: Channel, is_ended: threading.Event, free: Callable[[], None]) -> None:
+def _watch(descriptor: int, is_ended: threading.Event, free: Callable[[], None]) -> None:
+    """Wait until the other end of a connection is closed, without reading; then give rank 0 time to notice it
+    itself.
+    """
+    closed = select.poll()
+    closed.register(descriptor, select.POLLRDHUP)
     while not is_ended.is_set():
-        if channel.is_cut(WATCH_INTERVAL):
+        if closed.poll(WATCH_INTERVAL * 1e3):
             if not is_ended.wait(DETECTION_TIMEOUT):
                 free()
             return
 
 
-def _check_place(size: int, device: torch.device) -> None:
+def _check_process(size: int, device: torch.device) -> None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched != "1" or dist.is_initialized():
         found = f"WORLD_SIZE={launched}" if launched != "1" else "a process group"
         raise UserError(
             "IDLM-0427",
-            f"tensor_parallel={size} starts its own ranks, but there is {found} in this process already",
+            f"tensor_parallel={size} starts its own ranks, but this process already has {found}",
             fix="start one process without torchrun; close() an earlier tensor-parallel engine first",
         )
     if device.type == "cuda" and (device.index or torch.cuda.device_count() < size):
@@ -334,67 +342,55 @@ def _check_place(size: int, device: torch.device) -> None:
         )
 
 
-def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Channel, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    module = ["-m", "idlm.infer.distributed.rank", str(theirs.fileno()), str(os.getpid())]
+def _start_rank(hello: Message, end: contextlib.ExitStack) -> tuple[Connection, subprocess.Popen[bytes]]:
+    connection, theirs = Pipe()
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "idlm.infer.distributed.rank"]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", *module],
+            [*command, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            # Answers belong to rank 0's standard output.
+            # Rank 0's standard output holds answers only.
             stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            # A Ctrl-C in the terminal is for rank 0.
+            # A Ctrl-C in the terminal goes to rank 0 only.
             start_new_session=True,
         )
-    channel = Channel(ours)
-    end.callback(_wait_for, process)
-    end.callback(channel.close)
-    channel.send(hello)
-    return channel, process
-
-
-def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Reap a rank whose channel is closed."""
-    try:
-        process.wait(SHUTDOWN_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end.callback(_how_it_ended, process)
+    end.callback(connection.close)
+    send(connection, hello)
+    return connection, process
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a rank that is ending, kill it if it hangs, and say how it ended."""
     try:
         status = process.wait(SHUTDOWN_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f" (pid {process.pid}: it hangs)"
+        process.kill()
+        process.wait()
+        return f" (pid {process.pid}: it hung)"
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f" (pid {process.pid}: {how})"
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """SIGINT and SIGTERM that come meanwhile take effect afterwards. Other threads than the main one get none
-    anyway.
-    """
+    """Deliver SIGINT and SIGTERM that arrive inside at the end. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # None: a handler that was not installed from Python and could not be put back.
-    handlers = {number: handler for number, handler in handlers.items() if handler is not None}
-    for number in handlers:
-        signal.signal(number, note)
+    received: list[int] = []
+    # getsignal returns None for a handler that was not installed from Python, which could not be restored.
+    handlers = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not None
+    }
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for came_number in came:
-            signal.raise_signal(came_number)
+        for signal_number in received:
+            signal.raise_signal(signal_number)

@@ -1,14 +1,14 @@
-"""What rank 0 tells the other ranks, as plain data (JSON objects): which engine to build, what each pass is.
+"""Messages between rank 0 and the other ranks of a tensor-parallel engine: JSON objects over a
+`multiprocessing` connection, which frames them. Nothing is pickled.
 
-Data flows one way; all that comes back is that a rank is ready, what its digest is, or that it failed.
+Rank 0 sends which engine to build and every pass; a rank answers that it is ready, its digest, or its
+failure.
 """
 
 from __future__ import annotations
 
 import json
-import select
-import socket
-import struct
+from multiprocessing.connection import Connection
 from typing import Any
 
 from idlm.contracts import SamplingParams
@@ -16,71 +16,30 @@ from idlm.infer.request import Request
 from idlm.infer.scheduler import Schedule, lane_of
 
 Message = dict[str, Any]
-LENGTH = struct.Struct("<Q")
 PARAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "tau", "decoder_options")
-"""The sampling settings that a device sees."""
+"""The sampling settings that a device needs."""
 
 
-class Channel:
-    """Messages over a local socket, each behind its length."""
+def send(connection: Connection, message: Message) -> None:
+    """Raises OSError when the other end is closed."""
+    connection.send_bytes(json.dumps(message, separators=(",", ":")).encode())
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
 
-    def send(self, message: Message) -> None:
-        """Raises OSError when nobody is there any more."""
-        data = json.dumps(message, separators=(",", ":")).encode()
-        self._socket.sendall(LENGTH.pack(len(data)) + data)
-
-    def receive(self) -> Message | None:
-        """The next message, waiting for it; None when the other end is closed."""
-        head = self._read(LENGTH.size)
-        data = None if head is None else self._read(LENGTH.unpack(head)[0])
-        if data is None:
-            return None
-        message: Message = json.loads(data)
-        return message
-
-    def has_news(self, seconds: float = 0.0) -> bool:
-        """Whether `receive` has something to say, at latest after `seconds`."""
-        news = select.poll()
-        news.register(self._socket, select.POLLIN)
-        return bool(news.poll(seconds * 1e3))
-
-    def is_cut(self, seconds: float) -> bool:
-        """Whether an end is closed, at latest after `seconds`. Takes nothing that was sent, and may be asked
-        from beside.
-        """
-        number = self._socket.fileno()
-        if number < 0:
-            return True
-        cut = select.poll()
-        cut.register(number, select.POLLRDHUP)
-        return bool(cut.poll(seconds * 1e3))
-
-    def close(self) -> None:
-        """The other end then receives None."""
-        self._socket.close()
-
-    def _read(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            try:
-                part = self._socket.recv(size - len(data))
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            data += part
-        return bytes(data)
+def receive(connection: Connection) -> Message | None:
+    """Wait for the next message and return it; None when the other end is closed."""
+    try:
+        message: Message = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return message
 
 
 def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Message:
-    """The pass, and before it: who sits down, whose KV pointer moves, which `pages` (lane, place, page) lanes
-    got and which are copied.
+    """A pass and what precedes it: admitted requests, moved KV pointers, `pages` (lane, place, page) that
+    lanes received, and pages to copy.
     """
     return {
-        "seated": [_admit(request) for request in schedule.scheduled_new_requests],
+        "admitted": [_request_message(request) for request in schedule.scheduled_new_requests],
         "rewound": [
             [lane_of(request), request.num_computed] for request in (*schedule.preempted, *schedule.resumed)
         ],
@@ -94,56 +53,40 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
     }
 
 
-def schedule_from_message(order: Message, seats: dict[int, Request]) -> Schedule:
-    """The schedule of a pass order. `seats`: who was seated on which lane so far; brought up to date.
+def schedule_from_message(message: Message, requests: dict[int, Request]) -> Schedule:
+    """The schedule that `step_message` described. `requests` maps a lane to its last admitted request and is
+    updated in place.
 
-    Its requests know what a device is told and nothing else: no answer, no text, no end of it.
+    These requests hold only what a device needs: no answer, no text, no stop tokens.
     """
-    scheduled_new_requests = [_request(*admit) for admit in order["seated"]]
-    seats.update({lane_of(request): request for request in scheduled_new_requests})
-    for lane, num_computed in order["rewound"]:
-        seats[lane].num_computed = num_computed
-    return Schedule(
-        requests=[seats[lane] for lane in order["lanes"]],
-        num_feed=order["num_feed"],
-        num_known=order["num_known"],
-        samples=order["samples"],
-        scheduled_new_requests=scheduled_new_requests,
-        resumed=[seats[lane] for lane, _ in order["rewound"]],
-        copies=[(source, target) for source, target in order["copies"]],
-        mode=order["mode"],
-    )
-
-
-def _admit(request: Request) -> list[Any]:
-    return [
-        lane_of(request),
-        [*request.prompt_ids, *request.token_ids],
-        {name: getattr(request.params, name) for name in PARAMS},
-        request.index,
-        request.max_length,
-        request.num_steps,
-        request.num_computed,
+    admitted = [
+        Request(
+            **{**fields, "params": SamplingParams(**fields["params"])}, request_id="", stop_ids=frozenset()
+        )
+        for fields in message["admitted"]
     ]
-
-
-def _request(
-    lane: int,
-    known_ids: list[int],
-    params: dict[str, Any],
-    index: int,
-    max_length: int,
-    num_steps: int,
-    num_computed: int,
-) -> Request:
-    return Request(
-        request_id="",
-        index=index,
-        prompt_ids=known_ids,
-        params=SamplingParams(**params),
-        stop_ids=frozenset(),
-        max_length=max_length,
-        lane=lane,
-        num_steps=num_steps,
-        num_computed=num_computed,
+    requests.update({lane_of(request): request for request in admitted})
+    for lane, num_computed in message["rewound"]:
+        requests[lane].num_computed = num_computed
+    return Schedule(
+        requests=[requests[lane] for lane in message["lanes"]],
+        num_feed=message["num_feed"],
+        num_known=message["num_known"],
+        samples=message["samples"],
+        scheduled_new_requests=admitted,
+        resumed=[requests[lane] for lane, _ in message["rewound"]],
+        copies=[(source, target) for source, target in message["copies"]],
+        mode=message["mode"],
     )
+
+
+def _request_message(request: Request) -> Message:
+    return {
+        "lane": lane_of(request),
+        "prompt_ids": [*request.prompt_ids, *request.token_ids],
+        "params": {name: getattr(request.params, name) for name in PARAMS},
+        "index": request.index,
+        "max_length": request.max_length,
+        "num_steps": request.num_steps,
+        "num_computed": request.num_computed,
+    }

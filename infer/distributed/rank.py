@@ -1,8 +1,8 @@
-"""A rank other than rank 0: a process that builds its part of an engine and then does what it is told.
+"""The process of a rank other than rank 0: builds its part of an engine, then runs every pass that rank 0
+sends.
 
-Started by `group.Team`, never by hand; its arguments are the socket to rank 0 and the id of that process. It
-ends when the socket is closed or the process gone, at once and wherever it is, so that nothing outlives rank
-0, however and whenever that ends.
+`TensorParallelGroup` starts it with the file descriptor of its connection and the process id of rank 0. It
+ends as soon as that connection is closed or that process is gone, wherever it is, so no rank outlives rank 0.
 """
 
 from __future__ import annotations
@@ -10,43 +10,44 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import socket
 import sys
 import threading
 import traceback
+from functools import partial
+from multiprocessing.connection import Connection
 
-from idlm.infer.distributed.messages import Channel, Message
+from idlm.infer.distributed.messages import Message, receive, send
 
 POLL_SECONDS = 1.0
 ENDED, FAILED = 0, 1
 
 
-def main(connection: str, parent: str) -> None:
+def main(descriptor: str, parent: str) -> None:
     """Never returns."""
-    channel = Channel(socket.socket(fileno=int(connection)))
+    connection = Connection(int(descriptor))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, inbox, int(parent)), daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, inbox, int(parent)), daemon=True).start()
     try:
         hello = inbox.get()
-        # What takes seconds to load comes after the watch has begun.
+        # These imports take seconds, so the connection is watched first.
         from idlm.infer.distributed.launcher import join
         from idlm.infer.runtime.worker import worker_loop
 
-        channel.send({"state": "here"})
+        send(connection, {"state": "here"})
         inbox.get()
-        worker_loop(inbox.get, channel.send, join(**hello))
+        worker_loop(inbox.get, partial(send, connection), join(**hello))
     except BaseException as error:
         failure = describe(error)
         if "code" not in failure:
             traceback.print_exc()
         with contextlib.suppress(OSError):
-            channel.send({"failed": failure})
-    # Not by way of destructors: some of them wait for other ranks.
+            send(connection, {"failed": failure})
+    # Without running destructors: some of them wait for other ranks.
     os._exit(FAILED)
 
 
 def describe(error: BaseException) -> Message:
-    """A failure as plain data; of a UserError, all of it."""
+    """A failure as JSON data; of a UserError its code, message and fix."""
     from idlm.errors import UserError
 
     if isinstance(error, UserError):
@@ -54,13 +55,13 @@ def describe(error: BaseException) -> Message:
     return {"message": f"{type(error).__name__}: {error}"}
 
 
-def _listen(channel: Channel, inbox: queue.SimpleQueue[Message], parent: int) -> None:
-    """Pass messages on; end the process with rank 0, even where a copy of its socket lives on, and even if
-    rank 0 was gone before this process could look for it.
+def _listen(connection: Connection, inbox: queue.SimpleQueue[Message], parent: int) -> None:
+    """Put messages into `inbox`; end the process when rank 0 is gone. The parent's id is checked as well,
+    because a child that rank 0 forked may hold a copy of the connection's other end.
     """
     while os.getppid() == parent:
-        if channel.has_news(POLL_SECONDS):
-            message = channel.receive()
+        if connection.poll(POLL_SECONDS):
+            message = receive(connection)
             if message is None:
                 break
             inbox.put(message)

@@ -1,4 +1,4 @@
-"""Ranks share the experts of a model: the greedy answers of one rank, and nobody reads another's experts."""
+"""Ranks share the experts of a model: the greedy answers of one rank, and each reads only its own experts."""
 
 from __future__ import annotations
 

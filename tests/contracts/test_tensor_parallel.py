@@ -1,4 +1,4 @@
-"""Several ranks are one engine: the same answers as one rank, whatever comes, goes or is thrown out."""
+"""Several ranks give the same answers as one, also with aborts, preemption and a tight page pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.distributed import launcher as groups
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup
-from idlm.infer.distributed.messages import Channel
 from idlm.infer.engine import Engine
 from idlm.infer.models.shards import Shards
 from idlm.infer.runtime.cuda_graphs import StaticStep
@@ -228,27 +228,25 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
             engine.generate([[1, 2, 3]], greedy(max_tokens=10))
 
 
-def test_graphs_are_given_up_before_the_ranks_are_ended(
-    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_cleared_before_the_ranks_end(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL ends no communicator that a graph holds."""
     said: list[str] = []
-    forget, close = StaticStep.forget, Channel.close
+    clear, close = StaticStep.clear, Connection.close
 
-    def forgetting(step: StaticStep) -> None:
-        said.append("forget")
-        forget(step)
+    def clearing(step: StaticStep) -> None:
+        said.append("clear")
+        clear(step)
 
-    def closing(channel: Channel) -> None:
+    def closing(connection: Connection) -> None:
         said.append("close")
-        close(channel)
+        close(connection)
 
-    monkeypatch.setattr(StaticStep, "clear", forgetting)
-    monkeypatch.setattr(Channel, "close", closing)
+    monkeypatch.setattr(StaticStep, "clear", clearing)
+    monkeypatch.setattr(Connection, "close", closing)
     with group_of_threads(2) as group:
         kept = [group_engine(group, foreseeing, "ar", graphs="on") for _ in range(2)]
         group.close()
-        assert said[:3] == ["forget", "forget", "close"]
+        assert said[:3] == ["clear", "clear", "close"]
         assert kept
 
 
@@ -261,8 +259,8 @@ def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
     with group_of_threads(2) as group:
         is_free = threading.Event()
         group.free_when_stuck(is_free.set)
-        assert not is_free.wait(0.1), "nobody is gone"
-        # An order that no rank knows ends its thread, and with it the channel.
+        assert not is_free.wait(0.1), "no rank is gone"
+        # A message that no rank knows ends its thread and closes its connection.
         group.broadcast({"engine": 9, "do": "digest"})
         if is_noticed:
             with pytest.raises(UserError, match="IDLM-0426: rank 1 failed: KeyError"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.results import result_row
 from idlm.contracts import Completion, SamplingParams
-from idlm.infer.cli.evaluation import task_samples
+from idlm.infer.cli.evaluate import task_samples
 from idlm.infer.engine import Engine
 from idlm.tasks import TASKS
 

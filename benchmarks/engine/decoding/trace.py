@@ -18,7 +18,7 @@ from typing import Any
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.build import build
-from idlm.infer.cli.evaluation import evaluate, task_samples
+from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.engine import Engine
 from idlm.infer.options import check_options
 from idlm.infer.request import Request

@@ -16,7 +16,7 @@ import torch
 from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Arm, Load, Seats, adapted, random_model
 from benchmarks.quality.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
-from idlm.infer.cli.evaluation import evaluate, task_samples
+from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.models.fp8 import quantise

@@ -40,7 +40,7 @@ def answer(prompt: Any, **settings: Any) -> Completion:
 
 
 def write_lines(path: Path, lines: list[Any]) -> Path:
-    """JSON lines; a string stands as it is."""
+    """Write JSON lines; a string is written unchanged."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return path
@@ -54,7 +54,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def interrupt_after(
     monkeypatch: pytest.MonkeyPatch, num_steps: int, error: Callable[[], BaseException] = KeyboardInterrupt
 ) -> None:
-    """Make the tested engine raise after `num_steps` passes; the reference goes on."""
+    """Make the tested engine raise after `num_steps` passes; the reference engine continues."""
     run_step, count = Engine._run_step, 0
 
     def passing(engine: Engine) -> Any:
@@ -75,7 +75,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, text: str, *, is_terminal: bool 
 
 
 def give_chat(monkeypatch: pytest.MonkeyPatch, turns: list[str]) -> None:
-    """Make standard input a terminal on which somebody types these lines, then ends the file."""
+    """Make standard input a terminal that yields these lines, then the end of the file."""
     give_stdin(monkeypatch, "", is_terminal=True)
     script = iter(turns)
 

@@ -12,8 +12,7 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import run_evaluation
-from idlm.infer.cli.evaluation import evaluate, task_samples
+from idlm.infer.cli.evaluate import evaluate, run_evaluation, task_samples
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.semantics import Semantics
@@ -175,7 +174,7 @@ def test_beside_blocks_stands_one_token_per_pass(
 def test_a_baseline_that_does_not_fit_is_named_before_anything_is_decoded(
     block: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("idlm.infer.cli.evaluation.evaluate", None)
+    monkeypatch.setattr("idlm.infer.cli.evaluate.evaluate", None)
     with pytest.raises(UserError, match="IDLM-0452: baseline=ar .*causality='block'") as caught:
         run_evaluation([*block, "decoder=block", "baseline=ar"])
     assert "baseline=null" in caught.value.fix

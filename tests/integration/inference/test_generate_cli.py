@@ -101,7 +101,7 @@ def test_records_of_a_file_are_in_its_order_with_its_settings(tmp_path: Path) ->
     assert not output.with_name("out.jsonl.partial").exists()
 
 
-def test_a_request_that_is_given_up_is_reported_and_the_others_are_answered(
+def test_a_request_that_fails_is_reported_and_the_others_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.jsonl"
@@ -111,7 +111,7 @@ def test_a_request_that_is_given_up_is_reported_and_the_others_are_answered(
         nonlocal num_passes
         num_passes += 1
         if num_passes <= 2:
-            raise torch.OutOfMemoryError("as it was told to")
+            raise torch.OutOfMemoryError("injected")
         return launch(worker, schedule)
 
     expected = [answer(prompt) for prompt in PROMPTS[:3]]
@@ -155,7 +155,7 @@ def test_fields_of_a_record(tmp_path: Path) -> None:
 
 
 def test_line_13_carried_keys_and_dropped_turns_reach_the_records(tmp_path: Path) -> None:
-    """Issue 13: from a packed file, and an interrupted run goes on with the same options."""
+    """Issue 13: from a packed file, and a run that is resumed with the same options."""
     user = {"role": "user", "content": PROMPTS[0]}
     lines = [
         {"messages": [user, {"role": "assistant", "content": "7"}], "gold": "7"},
@@ -257,7 +257,7 @@ def test_a_chat_survives_a_turn_that_is_too_long(
 def test_an_interrupted_run_keeps_what_is_finished_and_the_old_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first line is still running when the others are done: they must not wait for it in vain."""
+    """The first line is still running when the others are finished."""
     lines = [{"prompt": PROMPTS[0], "sampling": {"max_tokens": 90}}, *({"prompt": p} for p in PROMPTS[1:5])]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     output.write_text("old\n")
@@ -310,8 +310,8 @@ def test_the_command_ends_with_status_2_and_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("entry", "arguments"),
     [
-        ("idlm.infer.cli.entry:generate", ["model=nowhere", "-p", "x"]),
-        ("idlm.infer.cli.entry:evaluate", ["model=nowhere"]),
+        ("idlm.infer.cli.__main__:generate", ["model=nowhere", "-p", "x"]),
+        ("idlm.infer.cli.__main__:evaluate", ["model=nowhere"]),
         ("idlm.train.cli:main", ["recipe=tiny"]),
     ],
 )

@@ -212,7 +212,7 @@ def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x", "id": 2}, {"prompt": "y"}])
     error = _refusal([*BASE, f"input={source}"])
     assert error.code == "IDLM-0465"
-    assert error.message == f"{source}:2: id '2' is also that of {source}:1"
+    assert error.message == f"{source}:2: id '2' is also the id of {source}:1"
 
 
 @pytest.mark.parametrize("ids", [[2, 1], ["a", None, "b"], [1, None], ["x", None, "02"], [3, None]])

@@ -1,4 +1,4 @@
-"""`resume=true`: one file holds the answers of one model, decoder and law, and no failure for an answer."""
+"""`resume=true`: one file holds the answers of one model, decoder and sampling, and failures are repeated."""
 
 from __future__ import annotations
 
@@ -12,20 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from idlm.cli import command
-from idlm.config.compose import compose
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.fingerprint import (
     EXCLUDED_KEYS,
     SPEED_ONLY_KEYS,
-    difference,
-    fingerprint,
     model_digest,
-    run_config,
 )
-from idlm.infer.cli.generate import generate, take_accelerator_options, with_options
+from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.step import StepResult
 from idlm.infer.runtime.worker import Worker
@@ -34,8 +29,6 @@ from idlm.infer.settings import EngineSettings
 from idlm.lora import AdapterSpec
 from tests.integration.inference.command_lines import (
     BASE,
-    GREEDY,
-    MODEL,
     PROMPTS,
     SHORT,
     TINY,
@@ -87,7 +80,7 @@ def _retrained(directory: Path) -> Path:
         (["accelerators=[mage]", "accelerators.mage.k=9"], "accelerators={'mage': {'k': 9}}"),
     ],
 )
-def test_answers_of_other_settings_are_not_gone_on_with(
+def test_answers_of_other_settings_are_refused(
     stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, change: list[str], words: str
 ) -> None:
     """Before a model is loaded, by the first difference, and the file stays as it was."""
@@ -107,12 +100,12 @@ def test_a_line_that_has_other_settings_now_is_noticed(stopped: tuple[list[str],
     lines: list[Any] = [{"prompt": prompt} for prompt in PROMPTS]
     lines[1]["sampling"] = {"top_p": 0.5}
     write_lines(partial.with_name("in.jsonl"), lines)
-    told = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
-    with pytest.raises(UserError, match=told):
+    message = r"IDLM-0463.*in\.jsonl:2.*the default of sampling\.top_p, .* has sampling\.top_p=0\.5"
+    with pytest.raises(UserError, match=message):
         generate([*BASE, *places, "resume=true"])
 
 
-def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
+def test_another_model_is_refused_and_a_moved_one_is_not(
     tmp_path: Path, stopped: tuple[list[str], Path]
 ) -> None:
     places, _ = stopped
@@ -125,52 +118,7 @@ def test_another_model_is_noticed_and_the_same_one_elsewhere_is_not(
         generate([*BASE, *places, "resume=true", f"model={other}"])
 
 
-@pytest.mark.parametrize(
-    ("before", "behind"),
-    [
-        ([], ["decoder=ar"]),
-        (["decoder=ar"], []),
-        (["decoder=isd", "decoder.adaptive=false"], ["decoder=isd"]),
-        (["decoder=isd"], ["decoder=isd", "decoder.adaptive=false", "decoder.stride=null"]),
-        (["accelerators=[mage]", "accelerators.mage.k=512"], ["accelerators=[mage]"]),
-    ],
-)
-def test_what_is_spelled_out_is_what_it_is_without(before: list[str], behind: list[str]) -> None:
-    first, second = (_run_config(arguments) for arguments in (before, behind))
-    assert difference(first, second) is None and fingerprint(first) == fingerprint(second)
-
-
-def _run_config(arguments: list[str]) -> dict[str, Any]:
-    accelerators, rest = take_accelerator_options(arguments)
-    decoder, options, rest = command.split_plugin_options(rest, plugin="decoder", default=None)
-    config = compose("generate", GenerateConfig, rest)
-    chosen = with_options(config.options(), accelerators)["accelerators"]
-    return run_config(config, str(TINY), decoder=decoder, options=options, accelerators=chosen)
-
-
-def test_a_run_with_the_default_decoder_goes_on_with_what_named_it(
-    stopped: tuple[list[str], Path],
-) -> None:
-    places, _ = stopped
-    assert generate([*MODEL, *GREEDY, *places, "resume=true"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [
-        ({"stride": 4, "mask_token_id": 170}, "isd"),
-        ({"causality": "block", "block_size": 4}, "block"),
-        ({}, "ar"),
-    ],
-)
-def test_the_decoder_is_that_of_the_checkpoint(tmp_path: Path, said: dict[str, Any], name: str) -> None:
-    model = Path(shutil.copytree(TINY, tmp_path / "model"))
-    (model / "idlm_config.json").write_text(json.dumps(said))
-    common = run_config(GenerateConfig(), str(model), decoder=None, options={}, accelerators={})
-    assert common["decoder"] == name
-
-
-def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> None:
+def test_files_that_do_not_affect_answers_may_change(tmp_path: Path) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
     before = model_digest(str(model))
     for name in ("answers.json", "eval_results.json", "trainer_state.json", "README.md", "notes.jinja"):
@@ -187,7 +135,7 @@ def test_files_that_say_nothing_of_the_model_may_come_and_go(tmp_path: Path) -> 
         *("chat_template.jinja", "additional_chat_templates/tool.jinja"),
     ],
 )
-def test_every_file_that_says_what_answers_are_counts(tmp_path: Path, name: str) -> None:
+def test_every_file_that_affects_answers_counts(tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(TINY, tmp_path / "model"))
     before = model_digest(str(model))
     (model / name).parent.mkdir(exist_ok=True)
@@ -198,7 +146,7 @@ def test_every_file_that_says_what_answers_are_counts(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_so_do_those_of_the_base_of_an_adapter(tmp_path: Path, name: str, is_given: bool) -> None:
+def test_files_of_the_base_of_an_adapter_count_too(tmp_path: Path, name: str, is_given: bool) -> None:
     base, adapter = Path(shutil.copytree(TINY, tmp_path / "base")), tmp_path / "adapter"
     adapter.mkdir()
     AdapterSpec(rank=1, alpha=1.0, base_path="/gone" if is_given else str(base)).save(adapter)
@@ -219,24 +167,12 @@ def test_where_and_how_fast_it_runs_may_change(stopped: tuple[list[str], Path], 
     assert texts == [answer(prompt).text for prompt in PROMPTS]
 
 
-def test_every_setting_is_compared_or_named_as_of_no_matter() -> None:
+def test_every_setting_is_compared_or_listed_as_irrelevant() -> None:
     fields = set(EngineSettings.__dataclass_fields__)
     assert set(SPEED_ONLY_KEYS) | set(EXCLUDED_KEYS) <= fields
     assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
         *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "chat_template")
     }
-
-
-def test_answers_that_say_nothing_are_kept_with_a_warning(
-    stopped: tuple[list[str], Path], tmp_path: Path
-) -> None:
-    """As an older version wrote them."""
-    places, partial = stopped
-    old = [{k: v for k, v in record.items() if k != "run_config"} for record in read_lines(partial)]
-    write_lines(partial, old)
-    with pytest.warns(UserWarning, match="2 answers in .* do not say what they were made with"):
-        assert generate([*BASE, *places, "resume=true"]) == 0
-    assert [record["request_id"] for record in read_lines(tmp_path / "out")] == list("1234567")
 
 
 def test_a_record_says_what_it_was_made_with(tmp_path: Path) -> None:
@@ -267,7 +203,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal num_passes
         num_passes += 1
         if num_passes <= 2:
-            raise torch.OutOfMemoryError("as it was told to")
+            raise torch.OutOfMemoryError("injected")
         return launch(worker, schedule)
 
     monkeypatch.setattr(Worker, "launch", launching)
@@ -292,7 +228,7 @@ def test_what_failed_is_answered_again(
         _failing(patch)
         assert generate(arguments) == 1
     [place] = [at for at, record in enumerate(read_lines(output)) if record["error"] is not None]
-    assert place < 3, "nothing stands behind the failure"
+    assert place < 3, "no record follows the failure"
     put(output)
     capsys.readouterr()
     with monkeypatch.context() as patch:
@@ -316,7 +252,7 @@ def test_what_failed_is_answered_again(
 def test_a_finished_file_stays_until_the_better_one_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repair that is stopped goes on by itself, not from the file with the failure."""
+    """A stopped repair continues from its own partial file, not from the file with the failure."""
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:4]])
     output, partial = tmp_path / "out", tmp_path / "out.partial"
     arguments = [*BASE, f"input={source}", f"output={output}"]
@@ -339,7 +275,7 @@ def test_a_finished_file_stays_until_the_better_one_is_finished(
     assert [r["text"] for r in read_lines(output)] == [*(r["text"] for r in kept), *texts]
 
 
-def test_a_sample_that_failed_takes_those_beside_it_along(tmp_path: Path) -> None:
+def test_a_failed_sample_repeats_all_samples_of_its_line(tmp_path: Path) -> None:
     lines: list[Any] = [{"prompt": prompt, "sampling": {"n": 2}} for prompt in PROMPTS[:3]]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
     arguments = [*BASE, f"input={source}", f"output={output}"]
@@ -365,9 +301,9 @@ def test_a_finished_file_may_have_blank_lines_and_a_broken_one_is_named(
     assert generate(arguments) == 0
     assert "is complete" in capsys.readouterr().err
     output.write_text(f"{first}\n{second[:-9]}\n{third}\n")
-    with pytest.raises(UserError, match=f"IDLM-0446.* no record is at {output}:2"):
+    with pytest.raises(UserError, match=f"IDLM-0446.* there is no record at {output}:2"):
         generate(arguments)
     _as_partial(output)
     assert generate(arguments) == 0
-    assert f"no whole record: {output}.partial:2" in capsys.readouterr().err
+    assert f"without a whole record: {output}.partial:2" in capsys.readouterr().err
     assert [record["request_id"] for record in read_lines(output)] == list("132")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def _other_ranks(pid: int) -> list[int]:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has reaped yet has."""
+    """Whether a process has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ def _wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def _team(engine: Engine) -> TensorParallelGroup:
+def _group(engine: Engine) -> TensorParallelGroup:
     assert isinstance(engine._worker, DriverWorker)
     return engine._worker.group
 
@@ -65,7 +65,7 @@ def test_a_killed_rank_is_an_error(toy: Path) -> None:
         done.token_ids for done in build_engine(toy, "isd", stride=4).generate(prompts, greedy(max_tokens=9))
     ]
     engine = build_engine(toy, "isd", stride=4, tensor_parallel=2)
-    [process] = _team(engine)._processes
+    [process] = _group(engine)._processes
     assert [done.token_ids for done in engine.generate(prompts, greedy(max_tokens=9))] == one
     with pytest.raises(UserError, match="IDLM-0427"):
         build_engine(toy, "ar", tensor_parallel=2)
@@ -84,7 +84,7 @@ def test_a_killed_rank_is_an_error(toy: Path) -> None:
 def test_an_error_on_rank_0_ends_the_others(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a pass, where they wait for it."""
     engine = build_engine(toy, "isd", stride=4, tensor_parallel=2)
-    [process] = _team(engine)._processes
+    [process] = _group(engine)._processes
 
     def failing(plan: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
@@ -136,8 +136,8 @@ def test_no_rank_outlives_a_killed_rank_0(toy: Path) -> None:
 
 
 def test_a_rank_ends_whose_rank_0_was_gone_before_it_began() -> None:
-    """Though somebody else still has the other end of its socket."""
-    ours, theirs = socket.socketpair()
+    """Though another process still has the other end of its connection."""
+    ours, theirs = Pipe()
     with ours, theirs:
         arguments = [sys.executable, "-P", "-m", "idlm.infer.distributed.rank", str(theirs.fileno()), "1"]
         with subprocess.Popen(arguments, pass_fds=[theirs.fileno()]) as process:

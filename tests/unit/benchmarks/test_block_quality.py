@@ -10,7 +10,7 @@ import pytest
 from benchmarks.quality import block_quality
 from benchmarks.quality.block_quality import Arm, Result, binomial_error, difference_error, passes
 from benchmarks.results import read_rows
-from idlm.infer.cli.evaluation import Evaluation
+from idlm.infer.cli.evaluate import Evaluation
 from idlm.semantics import Semantics
 from tests.block_reference import SlowBlocks
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
-from idlm.infer.cli.entry import evaluate, generate
+from idlm.infer.cli.__main__ import evaluate, generate
 from idlm.train.cli import main
 for name, arguments in json.loads(sys.argv[1]):
     sys.argv = [name, *arguments]

@@ -1,4 +1,4 @@
-"""Records of an output file are JSON for every reader, whatever numbers a model has given, and of one run."""
+"""An output file holds valid JSON, whatever numbers a model returned, and belongs to one run at a time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import errno
 import fcntl
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from idlm.contracts import Completion, TokenLogprob
 from idlm.errors import UserError
-from idlm.files.disk import lock_file
 from idlm.infer.cli.answers import figures
 from idlm.infer.cli.output import answer_file, exclusive_output
 
@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def _refuse(constant: str) -> None:
-    pytest.fail(f"{constant} is no JSON")
+    pytest.fail(f"{constant} is not JSON")
 
 
-def test_log_probabilities_that_are_no_numbers_are_null(tmp_path: Path) -> None:
+def test_log_probabilities_that_are_not_finite_are_null(tmp_path: Path) -> None:
     done = Completion(
         request_id="a",
         index=0,
@@ -51,7 +51,7 @@ def test_log_probabilities_that_are_no_numbers_are_null(tmp_path: Path) -> None:
     assert (record["token_ids"], record["tokens_per_forward"]) == ([5, 6], 1.0)
 
 
-def test_an_output_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+def test_an_output_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     (tmp_path / "link").symlink_to("out")
     with exclusive_output(output, overwrite=False):
@@ -60,7 +60,7 @@ def test_an_output_is_of_one_run_at_a_time(tmp_path: Path) -> None:
                 pytest.raises(UserError, match="IDLM-0462.*another run"),
                 exclusive_output(name, overwrite=True),
             ):
-                pytest.fail("two runs have it")
+                pytest.fail("two runs have the lock")
         with (
             exclusive_output(str(tmp_path / "other"), overwrite=False),
             exclusive_output(None, overwrite=False),
@@ -71,19 +71,19 @@ def test_an_output_is_of_one_run_at_a_time(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_the_claim_of_a_run_ends_when_it_is_killed(tmp_path: Path) -> None:
+def test_the_lock_of_a_run_ends_when_it_is_killed(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     program = """
 import sys, time
-from idlm.infer.cli.output import claimed
-with claimed(sys.argv[1], overwrite=False):
-    print("claimed", flush=True)
+from idlm.infer.cli.output import exclusive_output
+with exclusive_output(sys.argv[1], overwrite=False):
+    print("locked", flush=True)
     time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", program, output], stdout=subprocess.PIPE, cwd=ROOT) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         with pytest.raises(UserError, match="IDLM-0462"), exclusive_output(output, overwrite=False):
-            pytest.fail("two runs have it")
+            pytest.fail("two runs have the lock")
         other.kill()
     assert other.returncode == -signal.SIGKILL
     with exclusive_output(output, overwrite=False):
@@ -94,40 +94,20 @@ with claimed(sys.argv[1], overwrite=False):
 def test_a_file_that_was_finished_before_the_lock_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other run ends between this one's first look and its lock."""
-    output = tmp_path / "out"
+    """The other run ends between this one's first check and its lock."""
+    output, acquire = tmp_path / "out", FileLock.acquire
 
-    def locking(path: Path) -> int | None:
+    def acquiring(lock: FileLock) -> Any:
         output.write_text("theirs")
-        return lock_file(path)
+        return acquire(lock)
 
-    monkeypatch.setattr("idlm.infer.cli.output.lock_file", locking)
+    monkeypatch.setattr(FileLock, "acquire", acquiring)
     with pytest.raises(UserError, match="IDLM-0431"), exclusive_output(str(output), overwrite=False):
         pytest.fail("it is lost")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_lock_is_that_of_the_file_at_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last owner removes it after it was opened here, and a third run makes it anew."""
-    path, calls = tmp_path / "lock", []
-    flock = fcntl.flock
-
-    def locking(descriptor: int, operation: int) -> None:
-        flock(descriptor, operation)
-        calls.append(descriptor)
-        if len(calls) == 1:
-            path.unlink()
-            path.touch()
-
-    monkeypatch.setattr(fcntl, "flock", locking)
-    lock = lock_file(path)
-    assert lock is not None and len(calls) == 2
-    assert os.path.samestat(os.fstat(lock), path.stat())
-    assert lock_file(path) is None
-    os.close(lock)
-
-
-def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -142,7 +122,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_is_no_text_is_escaped(tmp_path: Path) -> None:
+def test_invalid_unicode_is_escaped(tmp_path: Path) -> None:
     """A path may hold any byte."""
     with answer_file(str(tmp_path / "out")) as answers:
         answers.write({"model": "caf\udce9"})

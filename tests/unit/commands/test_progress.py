@@ -129,9 +129,9 @@ def test_an_answer_printed_to_the_terminal_takes_the_bar_away(monkeypatch: pytes
     with Progress("answers", total=2, console=console, clock=FakeClock()) as progress, progress.hidden():
         print("an answer")
     assert isinstance(console.file, io.StringIO)
-    before, behind = console.file.getvalue().split("an answer\n")
+    before, after = console.file.getvalue().split("an answer\n")
     assert before.endswith("\x1b[1A\x1b[2K")
-    assert "left ?" in before and "left ?" in behind
+    assert "left ?" in before and "left ?" in after
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,6 @@ def test_metrics_of_stride_4_do_not_hide_the_bar_of_training(width: int) -> None
         pass
     frames = written(console)
     assert re.search(r"^training ━{5} {15}.* 60/240 .*left", frames, re.MULTILINE), frames
-    told = " ".join(frames.split())
-    assert " ".join(describe(record).split()) in told
+    shown = " ".join(frames.split())
+    assert " ".join(describe(record).split()) in shown
     assert max(map(len, frames.splitlines())) <= width

@@ -1,9 +1,8 @@
-"""Which records of an earlier run go with which lines: ids may be shared, files touched by hand."""
+"""Which records of an earlier run belong to which lines, also in files that were edited by hand."""
 
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,15 @@ def _places(found: ResumeState) -> list[str]:
 
 
 @pytest.mark.parametrize("there", [(1,), (1, 0), (2, 1), (2, 0, 1), (0, 2), (2,)])
-def test_lines_of_one_id_are_told_apart_by_their_settings(tmp_path: Path, there: tuple[int, ...]) -> None:
-    lines = [_line(number + 1, "a", max_tokens=6 - number) for number in range(3)]
+def test_lines_without_a_record_are_missing(tmp_path: Path, there: tuple[int, ...]) -> None:
+    lines = [_line(number + 1, str(number), max_tokens=6 - number) for number in range(3)]
     found = _resume_state(tmp_path, lines, "".join(_record(lines[number]) for number in there))
-    assert found.num_records == len(there)
+    assert len(found.kept_lines) == len(there)
     assert _places(found) == [line.place for number, line in enumerate(lines) if number not in there]
 
 
-def test_a_record_that_fits_no_line_of_its_id_is_refused(tmp_path: Path) -> None:
-    lines = [_line(1, "a", max_tokens=6), _line(2, "a", max_tokens=3)]
-    other = _line(1, "a", max_tokens=4)
+def test_a_record_with_other_settings_is_refused(tmp_path: Path) -> None:
+    lines, other = [_line(1, "a", max_tokens=6), _line(2, "b")], _line(1, "a", max_tokens=4)
     with pytest.raises(
         UserError, match=r"in:1: .*sampling.max_tokens=4, .* has sampling.max_tokens=6"
     ) as caught:
@@ -71,41 +69,40 @@ def test_a_record_that_fits_no_line_of_its_id_is_refused(tmp_path: Path) -> None
     assert caught.value.code == "IDLM-0463"
 
 
-def test_a_failure_that_fits_no_line_is_answered_again(tmp_path: Path) -> None:
-    lines = [_line(1, "a", max_tokens=6), _line(2, "a", max_tokens=3)]
+@pytest.mark.parametrize("changes", [{"request_id": "b"}, {"prompt": "q"}])
+def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    line = _line(1, "a")
+    with pytest.raises(UserError, match="IDLM-0444.*no line of the input"):
+        _resume_state(tmp_path, [line], _record(line, **changes))
+
+
+def test_a_failure_with_other_settings_is_answered_again(tmp_path: Path) -> None:
+    lines = [_line(1, "a", max_tokens=6), _line(2, "b", max_tokens=3)]
     failed = _record(_line(1, "a", max_tokens=4), error="IDLM-0448: memory")
     found = _resume_state(tmp_path, lines, failed + _record(lines[1]))
-    assert (found.num_records, found.num_failed, _places(found)) == (1, 1, ["in:1"])
+    assert (len(found.kept_lines), found.num_failed, _places(found)) == (1, 1, ["in:1"])
 
 
-def test_a_number_is_what_it_stands_for(tmp_path: Path) -> None:
+def test_a_line_lacking_a_sample_is_answered_again(tmp_path: Path) -> None:
+    line = _line(1, "a", n=2)
+    found = _resume_state(tmp_path, [line], _record(line, index=1))
+    assert (found.kept_lines, found.num_unanswered, _places(found)) == (frozenset(), 1, ["in:1"])
+    assert _resume_state(tmp_path, [line], _record(line, index=1) + _record(line)).is_whole
+
+
+def test_equal_numbers_are_equal_settings_and_a_model_may_move(tmp_path: Path) -> None:
     line = _line(1, "a", top_p=0.5, min_p=0)
     made = {**of_request(COMMON, line.params), "sampling.temperature": 0.0, "model": "elsewhere"}
     assert _resume_state(tmp_path, [line], _record(line, run_config=made)).is_whole
 
 
-def test_blank_lines_pass_and_broken_ones_have_a_place(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped_and_broken_ones_have_a_number(tmp_path: Path) -> None:
     lines = [_line(number, str(number)) for number in range(1, 5)]
     records = [_record(line) for line in lines]
     blank = _resume_state(tmp_path, lines, "\n" + records[0] + " \n\n" + "".join(records[1:]) + "\n")
-    assert blank.is_whole and blank.broken_lines == () and blank.num_records == 4
+    assert blank.is_whole and blank.broken_lines == () and blank.kept_lines == {2, 5, 6, 7}
     broken = _resume_state(
         tmp_path, lines, records[0] + '{"request_id"\n' + records[2] + "\n" + records[3][:-9]
     )
-    assert (broken.num_records, broken.broken_lines) == (2, (2, 5))
+    assert (broken.kept_lines, broken.broken_lines) == ({1, 3}, (2, 5))
     assert _places(broken) == ["in:2", "in:4"]
-    kept = "".join((tmp_path / "out.partial").read_text()[first:end] for first, end in broken.spans)
-    assert kept == records[0] + records[2]
-
-
-def test_records_that_wait_take_little_memory(tmp_path: Path) -> None:
-    """After a repair, the first line's record is the last one, and all others wait for theirs."""
-    lines = [_line(number, str(number)) for number in range(2_000)]
-    text = "".join(_record(line) for line in [*lines[1:], lines[0]])
-    tracemalloc.start()
-    try:
-        assert _resume_state(tmp_path, lines, text).is_whole
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most / len(lines) < 500, f"{most / len(lines)} bytes each"

@@ -1,8 +1,10 @@
-"""Console entry points of inference: the commands are imported inside, so that Ctrl-C is quiet while torch
-loads.
+"""Console scripts `idlm-generate` and `idlm-eval`. They import the command while Ctrl-C is handled, because
+importing torch takes seconds.
 """
 
 from __future__ import annotations
+
+import sys
 
 from idlm.cli import command
 
@@ -27,3 +29,7 @@ def evaluate() -> int:
         return run_evaluation(arguments)
 
     return command.run(run)
+
+
+if __name__ == "__main__":
+    sys.exit(generate())
