@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.fingerprint import (
     EXCLUDED_KEYS,
     SPEED_ONLY_KEYS,
