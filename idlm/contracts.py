@@ -214,9 +214,9 @@ class Completion:
 class ActiveBlocks:
     """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
     is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
-    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows have
-    logits. `num_passes_B` passes have decided something of the block before this one, of the `num_steps_B`
-    that its quota allots it; some strategies need fewer.
+    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows
+    have logits. `num_passes_B` passes have decided something of the block before this one, of the
+    `num_steps_B` that its quota allots it; some strategies need fewer.
     """
 
     starts_B: Tensor

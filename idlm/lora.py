@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -129,27 +128,6 @@ def is_adapter(directory: Path) -> bool:
 def low_rank(x_MD: Tensor, a_rD: Tensor, b_Er: Tensor, scaling: float) -> Tensor:
     """What MASK rows gain, [M, E]: scaling * B A x."""
     return functional.linear(functional.linear(x_MD, a_rD), b_Er) * scaling
-
-
-def gated_linear(
-    x_RD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor | None,
-    *,
-    a_rD: Tensor,
-    b_Er: Tensor,
-    scaling: float,
-    is_mask_R: Tensor,
-) -> Tensor:
-    """The reference that training and engine are tested against; returns [R, E]. Row by row, slow on
-    purpose.
-    """
-    rows = functional.linear(x_RD, weight_ED, bias_E).unbind(0)
-    gated = [
-        row_E + scaling * (b_Er @ (a_rD @ x_D)) if bool(is_mask) else row_E
-        for row_E, x_D, is_mask in zip(rows, x_RD, is_mask_R, strict=True)
-    ]
-    return torch.stack(gated)
 
 
 def base_identity(directory: Path) -> str:
