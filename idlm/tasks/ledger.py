@@ -13,9 +13,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, resolve_config
+from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
 from idlm.tasks.ledger_check import check_ledger
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 
@@ -126,23 +125,19 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        rules = (
-            (1 <= self.min_entities <= self.max_entities <= 4, "1 <= min_entities <= max_entities <= 4"),
-            (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps"),
-            (1 <= self.start_max <= self.cap, "1 <= start_max <= cap"),
-            (1 <= self.operand_max <= self.cap, "1 <= operand_max <= cap"),
-            (set(self.operations) <= set(VERBS), f"operations among {', '.join(VERBS)}"),
-            ({"gain", "lose"} <= set(self.operations), "operations contain gain and lose"),
-            ("give" not in self.operations or self.min_entities >= 2, "give needs min_entities >= 2"),
-            (1 <= self.paraphrases <= MAX_PARAPHRASES, f"1 <= paraphrases <= {MAX_PARAPHRASES}"),
-            (self.question in QUESTIONS, f"question among {', '.join(QUESTIONS)}"),
-            (self.question == "one" or self.min_entities >= 2, "a total needs min_entities >= 2"),
-        )
-        broken = [text for holds, text in rules if not holds]
-        if broken:
-            raise UserError(
-                "IDLM-0222", f"ledger cannot use {self!r}", fix="make these hold: " + "; ".join(broken)
-            )
+        rules = {
+            "1 <= min_entities <= max_entities <= 4": 1 <= self.min_entities <= self.max_entities <= 4,
+            "1 <= min_steps <= max_steps": 1 <= self.min_steps <= self.max_steps,
+            "1 <= start_max <= cap": 1 <= self.start_max <= self.cap,
+            "1 <= operand_max <= cap": 1 <= self.operand_max <= self.cap,
+            f"operations among {', '.join(VERBS)}": set(self.operations) <= set(VERBS),
+            "operations contain gain and lose": {"gain", "lose"} <= set(self.operations),
+            "give needs min_entities >= 2": "give" not in self.operations or self.min_entities >= 2,
+            f"1 <= paraphrases <= {MAX_PARAPHRASES}": 1 <= self.paraphrases <= MAX_PARAPHRASES,
+            f"question among {', '.join(QUESTIONS)}": self.question in QUESTIONS,
+            "a total needs min_entities >= 2": self.question == "one" or self.min_entities >= 2,
+        }
+        check_rules("ledger", self, rules)
 
 
 LEVELS = MappingProxyType(

@@ -13,9 +13,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, resolve_config
+from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 from idlm.tasks.trace_check import check_trace
 
@@ -60,18 +59,14 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        rules = (
-            (2 <= self.min_variables <= self.max_variables <= 6, "2 <= min_variables <= max_variables <= 6"),
-            (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps"),
-            (2 <= self.start_max <= self.cap, "2 <= start_max <= cap"),
-            (2 <= self.operand_max <= self.cap, "2 <= operand_max <= cap"),
-            (1 <= self.paraphrases <= MAX_PARAPHRASES, f"1 <= paraphrases <= {MAX_PARAPHRASES}"),
-        )
-        broken = [text for holds, text in rules if not holds]
-        if broken:
-            raise UserError(
-                "IDLM-0222", f"trace cannot use {self!r}", fix="make these hold: " + "; ".join(broken)
-            )
+        rules = {
+            "2 <= min_variables <= max_variables <= 6": 2 <= self.min_variables <= self.max_variables <= 6,
+            "1 <= min_steps <= max_steps": 1 <= self.min_steps <= self.max_steps,
+            "2 <= start_max <= cap": 2 <= self.start_max <= self.cap,
+            "2 <= operand_max <= cap": 2 <= self.operand_max <= self.cap,
+            f"1 <= paraphrases <= {MAX_PARAPHRASES}": 1 <= self.paraphrases <= MAX_PARAPHRASES,
+        }
+        check_rules("trace", self, rules)
 
 
 LEVELS = MappingProxyType(

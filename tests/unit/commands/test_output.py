@@ -75,8 +75,8 @@ def test_the_claim_of_a_run_ends_when_it_is_killed(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     program = """
 import sys, time
-from idlm.infer.cli.output import claimed
-with claimed(sys.argv[1], overwrite=False):
+from idlm.infer.cli.output import exclusive_output
+with exclusive_output(sys.argv[1], overwrite=False):
     print("claimed", flush=True)
     time.sleep(60)
 """

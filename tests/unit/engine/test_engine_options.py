@@ -36,10 +36,10 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> UserError:
     return caught.value
 
 
-@pytest.mark.parametrize("path", [None, 3, b"x", "a\0b", Path("a\0b"), "\ud83d"])
-def test_what_is_no_path_is_refused(path: Any) -> None:
+@pytest.mark.parametrize("path", [None, 3, b"x"])
+def test_what_is_not_a_path_is_refused(path: Any) -> None:
     error = _refusal(Engine.from_pretrained, path, **OPTIONS)
-    assert (error.code, f"{path!r} is no path" in error.message) == ("IDLM-0600", True)
+    assert (error.code, f"{path!r} is not a valid path" in error.message) == ("IDLM-0600", True)
 
 
 def test_numbers_of_numpy_are_numbers(checkpoint: Path) -> None:
