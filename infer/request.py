@@ -145,7 +145,7 @@ def _items(prompt: Any) -> list[Any] | None:
 def _fix_of(strangers: Sequence[Any]) -> str:
     """What to give in place of something that is no prompt."""
     if any(isinstance(value, Mapping) and "role" in value for value in strangers):
-        return "render a conversation first: idlm.text.tokenizer.encode_messages(engine.tokenizer, messages)"
+        return "render a conversation first: idlm.text.chat.encode_messages(engine.tokenizer, messages)"
     return "give a string, or whole numbers from the checkpoint's tokenizer"
 
 
