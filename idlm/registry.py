@@ -75,19 +75,14 @@ class Registry(Generic[T]):
             # Set first: a module of the package may look up another member while it is being imported.
             self._is_scanned = True
             try:
-                self._import_package()
+                if self.package is not None:
+                    for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
+                        importlib.import_module(f"{self.package}.{module.name}")
                 self._load_entry_points()
             except Exception as error:
                 # Python imports a module once, so a second scan would collide with the members of the first.
                 self._scan_error = error
                 raise
-
-    def _import_package(self) -> None:
-        if self.package is None:
-            return
-        root = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(root.__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
 
     def _load_entry_points(self) -> None:
         for entry in importlib.metadata.entry_points(group=f"idlm.{self.kind}s"):

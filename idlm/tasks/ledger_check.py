@@ -138,14 +138,12 @@ def _apply(
     holdings[name] = now = _whole(rule(had), match)
     arithmetic = f"{had}{sign}{number}={now}"
     state = f"{name} has {now}."
-    then = {"+": f"plus {number}", "-": f"minus {number}", "*": f"times {number}", "/": "half of that"}[sign]
-    does = {"+": "adds", "-": "removes", "*": "multiplies by", "/": "divides by"}[sign]
-    change = {"+": f"{number} more", "-": f"{number} less", "*": f"{number} times that", "/": "half of it"}[
-        sign
-    ]
-    path = {
-        "+": f"go up by {number}", "-": f"go down by {number}", "*": f"scale by {number}", "/": "take half"
-    }[sign]  # fmt: skip
+    then, does, change, path = {
+        "+": (f"plus {number}", "adds", f"{number} more", f"go up by {number}"),
+        "-": (f"minus {number}", "removes", f"{number} less", f"go down by {number}"),
+        "*": (f"times {number}", "multiplies by", f"{number} times that", f"scale by {number}"),
+        "/": ("half of that", "divides by", "half of it", "take half"),
+    }[sign]
     return [
         f"{name} has {had}, then {then} gives {arithmetic}. {state}",
         f"With {had} {item}, {name} {does} {number}: {arithmetic}. {state}",

@@ -1,8 +1,8 @@
 r"""Straight-line programs: "x=25; a=9\nx=x-a; a=a*2; print x" is answered by "x=25-9=16; a=9*2=18; #### 16".
 
 Without paraphrases the answer is determined (entropy 0) and every step needs a look-up of the newest
-assignment; with P > 1 each step takes one of P forms, uniformly. Judging is in `trace_check.py`, which must
-not import this file.
+assignment; with P > 1 each step takes one of P forms, uniformly. `trace_check.py` judges answers and must not
+import this file.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ def draw_program(rng: Random, config: Config) -> Program:
 
 
 def _apply(left: int, sign: str, right: int) -> int:
-    if sign == "+":
-        return left + right
-    return left - right if sign == "-" else left * right
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 def render_prompt(program: Program, names: Sequence[str]) -> str:
