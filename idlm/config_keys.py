@@ -49,11 +49,11 @@ def refuse_unknown_keys(
     ]
     if not unknown:
         return
-    told = ", ".join(f"{key}={config[key]!r:.60}" for key in unknown)
+    listed = ", ".join(f"{key}={config[key]!r:.60}" for key in unknown)
     models = " or ".join(dict.fromkeys(foreign[key] for key in unknown if key in foreign))
     raise UserError(
         "IDLM-0618",
-        f"{source} has keys that change what a model computes and that this version does not know: {told}"
+        f"{source} has keys that change what a model computes and that this version does not know: {listed}"
         + f"; this is {models}, which this version does not support" * bool(models),
         fix="use another checkpoint; take a key out of config.json only if the model computes the same "
         "without it",

@@ -79,25 +79,20 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
 
 
 def describe(schema: type, *, keys: Sequence[str] = ()) -> str:
-    """Every key of `schema`, or only `keys`, with its type, default and help text."""
-    if keys:
-        told = dict(_described(schema))
-        return "\n".join(told[key] for key in keys)
-    return "\n".join(lines for _, lines in _described(schema))
-
-
-def _described(schema: type) -> Iterator[tuple[str, str]]:
-    """Each key and the lines about it; sections only where they have a text of their own."""
+    """Describe every key of `schema`, or only `keys`: type, default and help text; sections only if they have
+    help.
+    """
+    lines = {}
     for key, annotation, field, default in schemas.walk(schema):
-        is_section = not schemas.is_leaf(annotation)
-        if is_section and not field.metadata.get("help"):
-            continue
-        shown = "" if is_section else f" = {schemas.show_default(default)}"
-        yield key, f"{key}{shown}\n    {field.metadata.get('help', '')} [{schemas.describe_type(annotation)}]"
+        is_leaf, text = schemas.is_leaf(annotation), field.metadata.get("help", "")
+        if is_leaf or text:
+            shown = f" = {schemas.show_default(default)}" if is_leaf else ""
+            lines[key] = f"{key}{shown}\n    {text} [{schemas.describe_type(annotation)}]"
+    return "\n".join(lines[key] for key in keys or lines)
 
 
 def recipes(conf_dir: Path = CONF_DIR) -> list[str]:
-    """Names that `recipe=` accepts, sorted."""
+    """Return the names that `recipe=` accepts, sorted."""
     return sorted(path.stem for path in (conf_dir / RECIPE).glob("*.yaml"))
 
 
@@ -122,7 +117,7 @@ def _split(overrides: list[str], schema: type, problems: list[str]) -> tuple[dic
 
 
 def _written(given: str, schema: type) -> str:
-    """What to write in place of an argument that is not `key=value`, such as another program's `--key`."""
+    """Return what to write instead of an argument that is not `key=value`, such as `--key` of other programs."""
     name = given.partition("=")[0]
     if "[" in name:
         return "key=value, and a whole list at once: key='[{...}, {...}]'"

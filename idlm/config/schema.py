@@ -33,13 +33,13 @@ _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "
 
 
 def fields_of(schema: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Name -> (field, resolved annotation) of the fields a user may set."""
+    """Return name -> (field, resolved annotation) of the fields that a user may set."""
     hints = typing.get_type_hints(schema)
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(schema) if field.init}
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; (annotation,) for everything else."""
+    """Return the alternatives of a union; (annotation,) for anything else."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
@@ -51,7 +51,7 @@ def is_schema(annotation: Any) -> bool:
 
 
 def lookup(schema: type, key: str) -> Any:
-    """The annotation behind a dotted key (`stages.0.stride`), or None when the schema has no such key."""
+    """Return the annotation of a dotted key (`stages.0.stride`), or None if the schema has no such key."""
     annotation: Any = schema
     for segment in key.split("."):
         annotation = _step(annotation, segment)
@@ -91,7 +91,7 @@ def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses
 
 
 def suggest_key(schema: type, key: str) -> str | None:
-    """The known key that `key` is another name of, else the nearest one; list indices are kept as given."""
+    """Return the key that `key` is an alias of, else the most similar one; list indices stay as given."""
     for alias in ALIASES.get(key.rpartition(".")[2].replace("-", "_").lower(), ()):
         if lookup(schema, alias) is not None:
             return alias
@@ -103,14 +103,14 @@ def suggest_key(schema: type, key: str) -> str | None:
 
 
 def unknown_key(schema: type, key: str) -> str:
-    """The sentence for a key that the schema does not have."""
+    """Return the error text for a key that the schema does not have."""
     match = suggest_key(schema, key)
     hint = f"did you mean {match!r}?" if match else f"top-level keys: {', '.join(fields_of(schema))}"
     return f"unknown key {key!r}; {hint}"
 
 
 def defaults_of(schema: type) -> dict[str, Any]:
-    """The schema's defaults as plain nested data; keys without a default are left out."""
+    """Return the defaults as plain nested data, without keys that have no default."""
     defaults = {}
     for name, (field, annotation) in fields_of(schema).items():
         value = _default_of(field)
@@ -213,7 +213,7 @@ def _cast(value: Any, annotation: Any) -> Any:
 
 
 def describe_type(annotation: Any) -> str:
-    """An annotation in a user's words: `an integer or null`, `one of: auto, never`."""
+    """Describe an annotation to a user: `an integer or null`, `one of: auto, never`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if len(members(annotation)) > 1:
         return " or ".join(describe_type(member) for member in members(annotation))
@@ -233,24 +233,24 @@ def describe_type(annotation: Any) -> str:
 
 
 def is_leaf(annotation: Any) -> bool:
-    """True for keys that hold a value, False for sections and lists of sections."""
+    """Return True for keys of values, False for sections and lists of sections."""
     return not any(
         is_schema(item) for one in members(annotation) for item in (one, *typing.get_args(one)[:1])
     )
 
 
 def is_text(annotation: Any) -> bool:
-    """True when nothing but text (or null) fits, so that a value needs no parsing."""
+    """Return whether only text, a path or null fits, so that a value needs no parsing."""
     return set(members(annotation)) - {type(None)} in ({str}, {Path})
 
 
 def allows_null(annotation: Any) -> bool:
-    """True when null fits."""
+    """Return whether null fits."""
     return annotation is Any or type(None) in members(annotation)
 
 
 def show_default(default: Any) -> str:
-    """A default as a user would type it."""
+    """Return a default as a user would type it."""
     if default is MISSING:
         return "(required)"
     plain = _plain(default)

@@ -119,11 +119,11 @@ def _disk_reason(error: Exception, target: Path) -> str | None:
     """Return why the disk refused, or None if the error is not about the disk."""
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         return os.strerror(error.errno)
-    told = str(error)
-    code = next((code for text, code in DISK_TEXTS.items() if text in told), None)
+    message = str(error)
+    code = next((code for text, code in DISK_TEXTS.items() if text in message), None)
     if code is not None:
         return os.strerror(code)
-    if not any(text in told for text in TORCH_TEXTS):
+    if not any(text in message for text in TORCH_TEXTS):
         return None
     if isinstance(error.__context__, OSError) and error.__context__.errno is not None:
         return os.strerror(error.__context__.errno)

@@ -110,7 +110,7 @@ class Detokenizer:
         return delta
 
     def _text(self, token_ids: list[int]) -> str:
-        """Return the text of ids after the context, or alone if they break a run of byte tokens at its end."""
+        """Return the text of ids after the context, or alone if they break a run of bytes at its end."""
         if self._context:
             text = plain_text(self._tokenizer, self._context + token_ids)
             if text.startswith(self._before):
