@@ -117,7 +117,7 @@ def _split(overrides: list[str], schema: type, problems: list[str]) -> tuple[dic
 
 
 def _written(given: str, schema: type) -> str:
-    """Return what to write instead of an argument that is not `key=value`, such as `--key` of other programs."""
+    """Return what to write instead of an argument that is not `key=value`, such as `--key`."""
     name = given.partition("=")[0]
     if "[" in name:
         return "key=value, and a whole list at once: key='[{...}, {...}]'"
