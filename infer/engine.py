@@ -72,8 +72,8 @@ class Engine:
         was converted, else "ar".
 
         `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, memory, ...) and of the
-        decoder's own Config (for isd: stride, rejection_strategy, acceptance). `accelerators` is one of the
-        former: a name, names, or options by name, {"mage": {"k": 256}}. Raises UserError for anything
+        decoder's own Config (for isd: stride, rejection_strategy, acceptance). `accelerators` is one of the former:
+        a name, names, or options by name, {"mage": {"k": 256}}. Raises UserError for anything
         unusable. With `tensor_parallel=n` the engine starts n-1 further processes; `close` ends them, as does
         the end of this one.
         """

@@ -28,17 +28,17 @@ class EngineSettings:
 
     `base`: where the base model of a gated adapter is, None for the path that the adapter's config names.
     `max_length`: prompt and answer, None for the model's context. `page_size`: slots of a KV page; None: 16,
-    or as many more as whole blocks take. `num_pages` None lets the memory manager decide.
-    `max_num_batched_tokens`: prompt tokens that one pass stores besides decoding. `mask_token_id` overrides
-    the checkpoint's. `accelerators`: their options by name; names alone will do. `num_inflight_steps`: passes
-    that may be launched before the results of earlier ones are read; None: 4 with CUDA graphs, else 0.
-    `prefix_cache`: keep the KV of finished and preempted sequences, and let equal beginnings share it, as
-    long as nobody needs the pages. `graphs`: "on" pads passes to a few static shapes and captures each in a
-    CUDA graph (on a CPU they are only padded); "auto" does so on a GPU. `attention`: the back end of paged
-    attention. `deterministic`: the logits of a row have the same bits whatever else is in the batch, and
-    however many rows the pass has (GPU only). `tensor_parallel`: GPUs (on a CPU, processes) that share the
-    model. `weights` and `kv_cache`: "fp8" halves the bytes of projections, and of keys and values (e4m3;
-    lossy, and answers say so); "auto" is `dtype`.
+    or as many more as whole blocks take. `num_pages` None lets the memory manager decide. `max_num_batched_tokens`:
+    prompt tokens that one pass stores besides decoding. `mask_token_id` overrides the checkpoint's.
+    `accelerators`: their options by name; names alone will do. `num_inflight_steps`: passes that may be launched
+    before the results of earlier ones are read; None: 4 with CUDA graphs, else 0. `prefix_cache`: keep the KV
+    of finished and preempted sequences, and let equal beginnings share it, as long as nobody needs the pages.
+    `graphs`: "on" pads passes to a few static shapes and captures each in a CUDA graph (on a CPU they are
+    only padded); "auto" does so on a GPU. `attention`: the back end of paged attention. `deterministic`: the
+    logits of a row have the same bits whatever else is in the batch, and however many rows the pass has (GPU
+    only). `tensor_parallel`: GPUs (on a CPU, processes) that share the model. `weights` and `kv_cache`: "fp8"
+    halves the bytes of projections, and of keys and values (e4m3; lossy, and answers say so); "auto" is
+    `dtype`.
     """
 
     device: str = "auto"

@@ -31,9 +31,9 @@ class StepLosses:
     caller's cost.
 
     `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks],
-    `num_tokens` (document tokens, a scalar) and `fed` [6] (`idlm.train.planning.flops`) are of this rank
-    alone. `weights` [num_terms]; they wait for the losses of the step's one micro-batch where `is_weighted`
-    is false.
+    `num_tokens` (document tokens, a scalar) and `fed` [6] (`idlm.train.planning.flops`) are of this rank alone.
+    `weights` [num_terms]; they wait for the losses of the step's one micro-batch where `is_weighted` is
+    false.
     """
 
     stage: Stage
