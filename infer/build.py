@@ -299,9 +299,7 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
 def _resolve_graphs(
     settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
 ) -> EngineSettings:
-    """`graphs` as "on" or "off", and `num_inflight_steps` as a number. `eager`: accelerators that no graph
-    holds.
-    """
+    """`graphs` as "on" or "off", and `num_inflight_steps` as a number. `eager`: accelerators that no graph holds."""
     is_cuda, graphs = model.device.type == "cuda", settings.graphs
     waits = f"attention={attention}" * (attention != "triton")
     if graphs == "auto":
@@ -344,8 +342,7 @@ def _prefix_cache(settings: EngineSettings, model: LoadedModel, block_size: int)
 
 
 def _page_size(settings: EngineSettings, block_size: int) -> int:
-    """Slots of a page: those asked for, or the fewest whole blocks of `block_size` that make up `PAGE_SIZE`.
-    """
+    """Slots of a page: those asked for, or the fewest whole blocks of `block_size` that make up `PAGE_SIZE`."""
     page_size = settings.page_size
     if page_size is None:
         return -(-PAGE_SIZE // block_size) * block_size
