@@ -1,9 +1,9 @@
 """Atomic publication of a checkpoint directory, and its verification by a sha256 manifest.
 
-A publisher writes into a staging directory beside the target; the directory is hashed, flushed to disk and
-swapped in as a whole. Whoever loads finds the old checkpoint or the new one, never a mixture and never
-nothing. Layout while publishing: `.<name>.staging-XXXX/{lock, files/}`; `lock` is held (flock) as long as the
-publisher lives, so that the next publisher can tell a dead one's leftovers from a live one's work.
+A publisher writes into a staging directory next to the target; the directory is hashed, flushed to disk and
+swapped in as a whole. A reader finds the old checkpoint or the new one, never a mixture and never nothing.
+Layout while publishing: `.<name>.staging-XXXX/{lock, files/}`; the publisher holds `lock` (flock) as long as
+it lives, so that the next publisher can tell the leftovers of a dead one from the work of a live one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FORMAT = "idlm-manifest-1"
 def publish(target: Path) -> Iterator[Path]:
     """Yield an empty staging directory; when the body succeeds it becomes `target`, atomically and durably.
 
-    An existing `target` is replaced. What it holds beside the files of its own manifest (logs, training
-    state) is kept; where such a file has the name of a new one the publication is refused with UserError
-    IDLM-0306. On any exception the staging directory is removed and `target` stays as it was. A full,
-    quota-limited or read-only disk raises UserError IDLM-0301.
+    An existing `target` is replaced. Its files that are not in its own manifest (logs, training state) are
+    kept; if one of them has the name of a new file, UserError IDLM-0306 is raised. On any exception the
+    staging directory is removed and `target` stays as it was. A full, quota-limited or read-only disk raises
+    UserError IDLM-0301.
     """
     target = Path(target).resolve()
     is_staged = False
@@ -52,7 +52,7 @@ def publish(target: Path) -> Iterator[Path]:
             staging = root / "files"
             os.mkdir(staging)
             is_staged = True
-            # Told while the staging directory still takes its space, which is free again afterwards.
+            # Translate while the staging directory still exists, so that the message gives its size.
             with translate_disk_errors(target, written=staging):
                 yield staging
                 _write_manifest(staging)
@@ -67,12 +67,12 @@ def publish(target: Path) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Finish the swap of a publisher that died between its two renames; do nothing without one."""
+    """Finish the swap of a publisher that died between its two renames, if there is one."""
     target = Path(target).resolve()
     if os.path.lexists(target):
         return
     for ready in sorted(target.parent.glob(f"{_staging_pattern(target)}/ready")):
-        # Another process may finish the same swap at this very moment: either is right.
+        # Another process may finish the same swap at the same time: either is right.
         with contextlib.suppress(FileNotFoundError):
             os.rename(ready, target)
             _fsync(target.parent)
@@ -80,11 +80,12 @@ def recover(target: Path) -> None:
 
 
 def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> None:
-    """Check size and sha256 of every file in the manifest of `directory`; finishes an interrupted swap first.
+    """Check size and sha256 of every file in the manifest of `directory`, after finishing an interrupted
+    swap.
 
-    Mismatches, missing files, links and names that leave the directory raise UserError IDLM-0302 naming the
-    file. A missing manifest is an error unless `required` is False. Files that the manifest does not name are
-    refused when `sealed`, and not looked at otherwise.
+    Mismatches, missing files, links and names outside the directory raise UserError IDLM-0302 with the file.
+    A missing manifest is an error unless `required` is False. With `sealed`, files that the manifest does not
+    name are errors too; otherwise they are ignored.
     """
     directory = Path(directory)
     recover(directory)
@@ -113,7 +114,7 @@ def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> N
 
 
 def clear_stale(directory: Path) -> None:
-    """Remove what dead publishers left in `directory`, after finishing their swaps."""
+    """Remove the leftovers of dead publishers in `directory`, after finishing their swaps."""
     names = {path.name[1:].rpartition(".staging-")[0] for path in Path(directory).glob(".*.staging-*")}
     for name in sorted(names):
         recover(Path(directory) / name)
@@ -127,21 +128,18 @@ def _refuse_strangers(directory: Path, known: Set[str]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; UserError IDLM-0303 names file, line and reason when there is none."""
-    path = Path(path)
-    fix = "restore the file from its source"
+    """Return the JSON object in `path`; otherwise UserError IDLM-0303 with file, line and reason."""
+    path, fix = Path(path), "restore the file from its source"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError("IDLM-0303", f"cannot read {path}: {error.strerror}", fix="check the path") from error
-    except json.JSONDecodeError as error:
-        raise UserError("IDLM-0303", f"{path}, line {error.lineno}: {error.msg}", fix=fix) from error
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise UserError("IDLM-0303", f"{path}, line {line}: not UTF-8 text", fix=fix) from error
-    except RecursionError as error:
-        raise UserError("IDLM-0303", f"{path}, line 1: nested too deeply", fix=fix) from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise UserError("IDLM-0303", f"{path}, line {error.lineno}: {error.msg}", fix=fix) from error
+    except (ValueError, RecursionError) as error:
         raise UserError("IDLM-0303", f"{path}: {error}", fix=fix) from error
     if not isinstance(content, dict):
         raise UserError(
@@ -190,7 +188,7 @@ def _write_manifest(staging: Path) -> None:
 
 
 def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
-    """Those of `names` that stand in `target` and not in its manifest: `publish` refuses to replace them."""
+    """Return those of `names` that `target` has but not its manifest: `publish` refuses to replace them."""
     ours = _own_files(target)
     return [name for name in names if os.path.lexists(target / name) and target / name not in ours]
 
@@ -202,7 +200,7 @@ def _own_files(target: Path) -> set[Path]:
 
 
 def _keep_foreign_files(target: Path, staging: Path) -> None:
-    """Hard-link (or copy) into `staging` what `target` holds beside the files of its manifest."""
+    """Hard-link (or copy) the files of `target` that its manifest does not name into `staging`."""
     if not target.exists():
         return
     ours = _own_files(target)
@@ -211,11 +209,10 @@ def _keep_foreign_files(target: Path, staging: Path) -> None:
     for path in found:
         kept = staging / path.relative_to(target)
         is_directory = path.is_dir() and not path.is_symlink()
-        taken = [kept] if not is_directory else []
-        taken += [
-            parent for parent in (kept, *kept.parents) if staging in parent.parents and not parent.is_dir()
-        ]
-        if any(os.path.lexists(place) for place in taken):
+        # New files may have the name of the kept one, or of a folder above it.
+        names = [] if is_directory else [kept]
+        names += [one for one in (kept, *kept.parents) if staging in one.parents and not one.is_dir()]
+        if any(map(os.path.lexists, names)):
             clashes.append(str(path))
         elif is_directory:
             kept.mkdir(parents=True, exist_ok=True)
@@ -240,7 +237,7 @@ def _link_or_copy(source: Path, copy: Path) -> None:
 
 
 def _swap(root: Path, target: Path) -> None:
-    """Put `root/files` in the place of `target`. The old directory, if any, ends inside `root`."""
+    """Replace `target` by `root/files`. The old directory, if any, ends up inside `root`."""
     staging = root / "files"
     if not target.exists():
         os.rename(staging, target)
@@ -256,10 +253,9 @@ def _swap(root: Path, target: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two paths in one atomic step; False where the kernel, C library or file system cannot."""
-    renameat2 = (
-        getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    )
+    """Swap two paths in one atomic step; False if the kernel, C library or file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
     at_cwd, exchange_flag = -100, 2
@@ -273,7 +269,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def _staging_root(target: Path) -> Iterator[Path]:
-    """A fresh locked directory beside `target`; removed at the end, once the swap is finished."""
+    """Yield a fresh locked directory next to `target`; remove it at the end, once the swap is finished."""
     lock = None
     while lock is None:
         root = target.parent / f".{target.name}.staging-{secrets.token_hex(4)}"
@@ -318,7 +314,7 @@ def _staging_pattern(target: Path) -> str:
 
 
 def _open_to_readers(directory: Path) -> None:
-    """Give files the mode of any other new file: safetensors makes its own readable by their owner alone."""
+    """Give files the mode of any new file: those of safetensors are readable by their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     for path in directory.rglob("*"):
@@ -352,7 +348,9 @@ def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
 
 
 def _sha256_of(paths: list[Path]) -> list[str]:
-    """Digests in the order of `paths`, several files at once: one core reads about 1 GB/s, a disk more."""
+    """Return digests in the order of `paths`, reading files in parallel: a core reads about 1 GB/s, a disk
+    more.
+    """
     with ThreadPoolExecutor(max_workers=HASHING_THREADS) as pool:
         return list(pool.map(_sha256, paths))
 

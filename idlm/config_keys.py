@@ -1,8 +1,8 @@
-"""Keys of a model's config.json that change what the model computes, although nothing here reads them.
+"""Refuse keys of a model's config.json that may change the forward pass and that no code here reads.
 
-A config carries much that does not touch the forward pass, so unknown keys pass. This module refuses those
-whose name speaks of experts, routing, windows, scales, softcaps or token ids: two published models may share
-architecture strings and tensor names and differ in such a key alone.
+Most keys of a config do not affect the forward pass, so unknown keys pass, except those whose name mentions
+experts, routing, windows, scales, softcaps or token ids: two published models may share architecture strings
+and tensor names and differ only in such a key.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ SUSPECT = re.compile(
     r"expert|moe|rout|topk|window|scal(e|ing)|multiplier|softcap|token_?(ids?|idx|index|offset)(_|$)"
 )
 READ = "read"
-OF_THE_TOKENIZER = "the tokenizer's files say which tokens a text has"
+OF_THE_TOKENIZER = "the files of the tokenizer define the tokens of a text"
 COMMON_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("rope_scaling", "eos_token_id", "mask_token_id"), READ),
     **dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers"), READ),
     **dict.fromkeys((f"{name}_token_id" for name in ("bos", "pad", "unk", "sep", "cls")), OF_THE_TOKENIZER),
 }
-"""What any model's config may have: `READ`, or why it is ignored."""
+"""Keys that any model's config may have: `READ`, or why the key is ignored."""
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts")
-"""Numbers of things that have tensors of their own in the files that the engine reads."""
+"""Counts of parts of which each has its own tensors in the weight files."""
 
 
 def refuse_unknown_keys(
@@ -35,10 +35,10 @@ def refuse_unknown_keys(
     foreign: Mapping[str, str] | None = None,
     source: str = "config.json",
 ) -> None:
-    """Raise UserError IDLM-0618 for keys that are not `known` and may change the arithmetic.
+    """Raise UserError IDLM-0618 for keys that are not `known` and may change the computation.
 
-    `foreign`: keys of published models that share the architecture strings and compute something else, with
-    the model's name. A key that is null, false or empty switches nothing on and passes.
+    `foreign` maps keys of published models that share the architecture strings but compute something else to
+    the name of the model. A key that is null, false or empty enables nothing and passes.
     """
     foreign = foreign or {}
     unknown = [
@@ -49,11 +49,11 @@ def refuse_unknown_keys(
     ]
     if not unknown:
         return
-    told = ", ".join(f"{key}={config[key]!r:.60}" for key in unknown)
+    listed = ", ".join(f"{key}={config[key]!r:.60}" for key in unknown)
     models = " or ".join(dict.fromkeys(foreign[key] for key in unknown if key in foreign))
     raise UserError(
         "IDLM-0618",
-        f"{source} has keys that change what a model computes and that this version does not know: {told}"
+        f"{source} has keys that change what a model computes and that this version does not know: {listed}"
         + f"; this is {models}, which this version does not support" * bool(models),
         fix="use another checkpoint; take a key out of config.json only if the model computes the same "
         "without it",
@@ -67,9 +67,7 @@ def refuse_impossible_counts(
     keys: Sequence[str] = COUNTS,
     source: str = "config.json",
 ) -> None:
-    """Raise UserError IDLM-0603 for more layers or experts than there are tensors, before anything counts
-    through them.
-    """
+    """Raise UserError IDLM-0603 for more layers or experts than tensors, before any loop runs over them."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, int) and value > num_tensors:

@@ -1,7 +1,7 @@
 """Plain data that crosses module borders: sampling settings, what a step is fed, and what it returns.
 
 Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
-J tokens a pass can emit for one sequence, W places of a block.
+J tokens that a pass can emit for one sequence, W positions of a block.
 
 This file imports neither torch nor numpy, because command lines import it before they load a model.
 """
@@ -170,7 +170,7 @@ class Completion:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Emitted tokens over forward passes (TPF); 1.0 for AR decoding of an unchunked prompt."""
+        """Emitted tokens per forward pass (TPF); 1.0 for AR decoding of an unchunked prompt."""
         return len(self.token_ids) / self.num_forwards if self.num_forwards else 0.0
 
     @property
@@ -182,11 +182,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveBlocks:
-    """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
-    is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
-    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows have
-    logits. `num_passes_B` passes have decided something of the block before this one, of the `num_steps_B`
-    that its quota allots it; some strategies need fewer.
+    """The block of `size` slots that each sequence decodes, from slot `starts_B` on.
+
+    All slots before it are final or become final in this pass. Rows at or after that slot belong to the
+    block; a pass may feed none, some or all of them. `is_maskable_BW` (bool) marks the masks that this pass
+    may decide, provided their wanted rows have logits. `num_passes_B` earlier passes have decided part of the
+    block, of the `num_steps_B` that its quota allows; some strategies need fewer.
     """
 
     starts_B: Tensor
@@ -198,20 +199,20 @@ class ActiveBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What ONE forward pass is fed, over all sequences of a batch, as plain data.
+    """The input of ONE forward pass over all sequences of a batch, as plain data.
 
-    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r is token `token_ids_R[r]` at rotary
-    position `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it
-    sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block,
-    tree and branch alike. `is_mask_R` (bool) marks the MASK rows, which a gated adapter applies to: text may
-    hold the mask's id, so it is said here and never read off the ids; None: there can be none. Logits are
-    wanted for `logit_rows_X` only: W rows for every sequence, from `first_logit_B[b]` on, of which a sequence
-    that feeds fewer repeats its last. `samples_B` (bool): the sequence decodes in this pass; what the others'
-    wanted rows say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored.
-    `advances_B` (bool): its fed tokens become computed ones; False for a sequence that is as long as it may
-    get. All other tensors int64, all on the engine's device; `max_rows` and `max_slots` are upper bounds that
-    the host knows. `active`: of block diffusion. `has_logits_X` (bool) comes with the logits: False for a
-    wanted row that an accelerator dropped, whose logits mean nothing; None: no row was dropped.
+    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r feeds token `token_ids_R[r]` at rotary
+    position `positions_R[r]`, stores its key and value in logical KV slot `slots_R[r]` of its sequence, and
+    sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block, tree
+    and branch alike. `is_mask_R` (bool) marks the MASK rows, to which a gated adapter applies; ids cannot
+    tell, because text may hold the mask's id. None: there are no MASK rows. Logits are wanted for
+    `logit_rows_X` only: W rows per sequence, from `first_logit_B[b]` on; a sequence that feeds fewer repeats
+    its last. `samples_B` (bool): the sequence decodes in this pass; the wanted rows of the others are
+    ignored. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored. `advances_B` (bool): its fed
+    tokens become computed ones; False for a sequence that has reached its largest length. All other tensors
+    are int64; all are on the engine's device. `max_rows` and `max_slots` are upper bounds known to the host.
+    `active`: for block diffusion only. `has_logits_X` (bool) comes with the logits: False for a wanted row
+    that an accelerator dropped, whose logits are meaningless; None: no row was dropped.
     """
 
     lanes_B: Tensor
@@ -236,12 +237,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
+    """The tokens that one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
-    `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them
-    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `nonfinite_B` (int64)
-    is 1 where the logits that tokens were drawn from are no law (`kernels.sampling.lawless`), so that the
-    tokens mean nothing; more where that is true of the next drafts: then nothing can follow the tokens.
+    `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them
+    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `nonfinite_B` (int64) is
+    1 if tokens were drawn from non-finite logits (`kernels.sampling.nonfinite`) and so are meaningless;
+    larger if only the logits of the next drafts are non-finite: then nothing can follow the tokens.
     """
 
     token_ids_BJ: Tensor

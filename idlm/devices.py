@@ -1,4 +1,4 @@
-"""What training and inference both refuse about a device. Choosing one is theirs."""
+"""The check of a requested GPU that training and inference share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from idlm.errors import UserError
 
 
 def require_gpu(device: str, *, key: str) -> None:
-    """UserError IDLM-0418 where `device`, the value of the setting `key`, names a GPU that is not there."""
+    """Raise UserError IDLM-0418 if `device`, the value of setting `key`, is a GPU that does not exist."""
     wanted = torch.device(device)
     num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.type == "cuda" and (wanted.index or 0) >= num_seen:

@@ -1,4 +1,4 @@
-"""The one exception that users see: a code, what was given and what is allowed, and what to do about it."""
+"""The exception for mistakes of users: a code, what was given and what is allowed, and how to correct it."""
 
 from __future__ import annotations
 

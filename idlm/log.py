@@ -1,6 +1,6 @@
-"""Logging for one process of many, and the fingerprint that goes beside every number we report.
+"""Logging of one process of many, and the fingerprint stored with every reported number.
 
-Rank 0 speaks; other ranks only warn. Nothing here imports torch until a fingerprint is asked for.
+Rank 0 logs everything; other ranks only warn. Only `run_fingerprint` imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def rank() -> int:
-    """Rank of this process as its launcher set it (torchrun, DeepSpeed, SLURM); 0 without a launcher."""
+    """Return the rank that the launcher set (torchrun, DeepSpeed, SLURM); 0 without a launcher."""
     for variable in ("RANK", "SLURM_PROCID"):
         value = os.environ.get(variable, "")
         if value.isdigit():
@@ -28,7 +28,7 @@ def rank() -> int:
 
 
 def get_logger(name: str = "idlm") -> logging.Logger:
-    """A logger under `idlm` that writes to stderr: INFO on rank 0 (or IDLM_LOG_LEVEL), WARNING elsewhere."""
+    """Return a logger under `idlm` for stderr: INFO on rank 0 (or IDLM_LOG_LEVEL), WARNING elsewhere."""
     root = logging.getLogger("idlm")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -41,11 +41,10 @@ def get_logger(name: str = "idlm") -> logging.Logger:
 
 
 def run_fingerprint() -> dict[str, Any]:
-    """What produced a result: commit, dirty, python, torch, transformers, cpu, num_cpus, gpu, num_gpus, date
-    (UTC).
+    """Return the code version, software, hardware and UTC date that a result depends on.
 
-    `commit` and `dirty` are None outside a clone, but for the commit of an unpacked archive; `gpu` is None
-    without one. Imports torch.
+    Outside a clone, `dirty` is None and `commit` is that of the unpacked archive, or None. `gpu` is None
+    without one.
     """
     import torch
 
@@ -74,7 +73,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    # An installed copy may lie inside somebody else's repository: its commit is not ours.
+    # An installed copy may be inside another repository, whose commit is not ours.
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:
         return _archived_commit(), None
@@ -102,7 +101,7 @@ def _cpu_model() -> str:
 
 
 def _archived_commit() -> str | None:
-    """The commit that `git archive` wrote into an unpacked archive of the repository."""
+    """Return the commit that `git archive` wrote into an unpacked archive of the repository."""
     path = ROOT / ".git_archival.txt"
     node = path.read_text(encoding="utf-8").partition("node:")[2].strip() if path.is_file() else ""
     return node if node and not node.startswith("$Format") else None

@@ -1,12 +1,11 @@
-"""Gated LoRA, said once for training and inference: the rule, the files of an adapter, the identity of its
-base.
+"""Gated LoRA for training and inference: the rule, the files of an adapter, and the identity of its base.
 
-h_j = W x_j + 1[j is MASK] * (alpha / r) * B A x_j in every adapted projection; rows that hold text are
-computed by the base alone, so their logits are the base's bit for bit (paper arXiv 2604.11035, section 3.2
-and appendix G). On disk an adapter is a stock PEFT LoRA plus `idlm_config.json`, which says that it is
-gated and names its base.
+h_j = W x_j + 1[j is MASK] * (alpha / r) * B A x_j in every adapted projection. The base alone computes rows
+of text, so their logits are the base's bit for bit (arXiv 2604.11035, section 3.2 and appendix G). On disk an
+adapter is a stock PEFT LoRA plus `idlm_config.json`, which marks it as gated and names its base. The kernel
+is `kernels/gated_lora`.
 
-Shape letters: R rows, M MASK rows, D input width, E output width, r rank.
+Shape letters: M MASK rows, D input width, E output width, r rank.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,31 +28,24 @@ from idlm.semantics import PROJECTIONS
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MASK_ROW = "idlm.mask_embedding"
-"""Input embedding of MASK rows [D], beside the LoRA tensors of an adapter whose base has no usable row for
-it. PEFT has no place for a row that the base's embedding lacks, and leaves a tensor of this name alone.
+"""Name of the input embedding [D] of MASK rows, stored with the LoRA tensors if the base has no usable row
+for it. PEFT cannot add a row to the base's embedding, and ignores a tensor of this name.
 """
 MUST_BE_OFF = (
-    "use_dora",
-    "use_rslora",
-    "use_qalora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layers_to_transform",
-    "trainable_token_indices",
-    "target_parameters",
+    "use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+    "modules_to_save", "layers_to_transform", "trainable_token_indices", "target_parameters",
     "layer_replication",
-)
+)  # fmt: skip
+"""Variants of LoRA in PEFT's config that neither training nor the engine computes."""
 SAMPLE_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Shape of an adapter. `targets` are the last names of the adapted modules, in every layer alike.
+    """Shape of an adapter. `targets` are the last parts of the names of the adapted modules, the same in all
+    layers.
 
-    `base_path` is where the base was when the adapter was trained.
+    `base_path` is the path of the base during training.
     """
 
     rank: int
@@ -68,7 +59,7 @@ class AdapterSpec:
         return self.alpha / self.rank
 
     def save(self, directory: Path) -> None:
-        """Write `adapter_config.json`, with those fields only that every version of PEFT knows."""
+        """Write `adapter_config.json` with only the fields that every version of PEFT knows."""
         content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -85,7 +76,7 @@ class AdapterSpec:
 
     @classmethod
     def load(cls, directory: Path) -> AdapterSpec:
-        """Read `adapter_config.json`; UserError IDLM-0610 names everything that is not a plain LoRA."""
+        """Read `adapter_config.json`; UserError IDLM-0610 names every field that is not of a plain LoRA."""
         path = Path(directory) / CONFIG_FILE
         content = read_json(path)
         rank, alpha, targets = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
@@ -117,60 +108,41 @@ class AdapterSpec:
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """PEFT's name of matrix "A" [r, D] or "B" [E, r] of the projection at `module` in the base model."""
+    """Return PEFT's name of matrix "A" [r, D] or "B" [E, r] of the projection at `module` of the base."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter and no whole model."""
+    """Return whether a directory holds an adapter and no whole model."""
     return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def low_rank(x_MD: Tensor, a_rD: Tensor, b_Er: Tensor, scaling: float) -> Tensor:
-    """What MASK rows gain, [M, E]: scaling * B A x."""
+    """Return what the adapter adds to MASK rows, [M, E]: scaling * B A x."""
     return functional.linear(functional.linear(x_MD, a_rD), b_Er) * scaling
 
 
-def gated_linear(
-    x_RD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor | None,
-    *,
-    a_rD: Tensor,
-    b_Er: Tensor,
-    scaling: float,
-    is_mask_R: Tensor,
-) -> Tensor:
-    """The reference that training and engine are tested against; returns [R, E]. Row by row, slow on
-    purpose.
-    """
-    rows = functional.linear(x_RD, weight_ED, bias_E).unbind(0)
-    gated = [
-        row_E + scaling * (b_Er @ (a_rD @ x_D)) if bool(is_mask) else row_E
-        for row_E, x_D, is_mask in zip(rows, x_RD, is_mask_R, strict=True)
-    ]
-    return torch.stack(gated)
-
-
 def base_identity(directory: Path) -> str:
-    """Digest of the weights in `directory`, the same however they are split into files.
+    """Return a digest (sha256, hex) of the weights in `directory`; how they are split into files makes no
+    difference.
 
-    Over every tensor's name, dtype, shape and three samples of 512 bytes: milliseconds for any size, and a
-    fine-tuned copy differs although its headers do not. Raises UserError IDLM-0308 without safetensors files.
+    It covers the name, dtype and shape of every tensor and three samples of 512 bytes: this takes
+    milliseconds for any size, and a fine-tuned copy differs although its headers do not. Raises UserError
+    IDLM-0308 without safetensors.
     """
     digest = hashlib.sha256()
     for name, (path, start, entry) in sorted(_tensors(Path(directory)).items()):
         first, last = entry["data_offsets"]
         digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
         with path.open("rb") as file:
-            for place in (first, (first + last - SAMPLE_BYTES) // 2, last - SAMPLE_BYTES):
-                file.seek(start + max(first, place))
+            for offset in (first, (first + last - SAMPLE_BYTES) // 2, last - SAMPLE_BYTES):
+                file.seek(start + max(first, offset))
                 digest.update(file.read(min(SAMPLE_BYTES, last - first)))
     return digest.hexdigest()
 
 
 def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
-    """File, start of the data in it and header entry of every tensor."""
+    """Return the file, the start of its data and the header entry of every tensor, by name."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         files = [single]
@@ -179,7 +151,7 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     else:
         raise UserError(
             "IDLM-0308",
-            f"{directory} has no model.safetensors, so the base of an adapter cannot be told by its weights",
+            f"{directory} has no model.safetensors, which identifies the base of an adapter",
             fix="give a base checkpoint whose weights are stored as safetensors",
         )
     found: dict[str, tuple[Path, int, dict[str, Any]]] = {}

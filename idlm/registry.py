@@ -1,9 +1,8 @@
-"""Plug-in registries: one new file in a package is all it takes to add a task, decoder, accelerator or
-objective.
+"""Plug-in registries: one new file in a package adds a task, decoder, accelerator or objective.
 
-A registry imports every module of its package on the first look-up, so registration needs no list anywhere.
-Third parties add members through the entry-point group `idlm.<kind>s`. Nothing named in a checkpoint is ever
-looked up here.
+A registry imports every module of its package on the first look-up, so there is no list of members. Other
+packages add members through the entry-point group `idlm.<kind>s`. Names from a checkpoint are never looked up
+here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Members of one `kind` by name; `package` is scanned on first use and its import errors propagate."""
+    """Members of one `kind` by name. The first look-up imports `package`; its import errors propagate."""
 
     def __init__(self, kind: str, package: str | None) -> None:
         self.kind = kind
@@ -34,7 +33,7 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds its object as `name`; a taken name raises ValueError naming both owners."""
+        """Return a decorator that adds its object as `name`; ValueError names both owners of a taken name."""
 
         def add(member: T) -> T:
             if name in self._members:
@@ -48,8 +47,10 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, *, key: str = "") -> T:
-        """The member called `name`; UserError IDLM-0102 with the nearest name and the list if unknown, and
-        with the `key` that it was given for.
+        """Return the member called `name`.
+
+        Raises UserError IDLM-0102 with the nearest name and all names if it is unknown; `key` is the option
+        that gave the name.
         """
         self._scan()
         if not isinstance(name, str) or name not in self._members:
@@ -61,7 +62,7 @@ class Registry(Generic[T]):
         return self._members[name]
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         self._scan()
         return sorted(self._members)
 
@@ -74,20 +75,14 @@ class Registry(Generic[T]):
             # Set first: a module of the package may look up another member while it is being imported.
             self._is_scanned = True
             try:
-                self._import_package()
+                if self.package is not None:
+                    for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
+                        importlib.import_module(f"{self.package}.{module.name}")
                 self._load_entry_points()
             except Exception as error:
-                # Python imports a module once, so a second scan would collide with what the first one
-                # registered.
+                # Python imports a module once, so a second scan would collide with the members of the first.
                 self._scan_error = error
                 raise
-
-    def _import_package(self) -> None:
-        if self.package is None:
-            return
-        root = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(root.__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
 
     def _load_entry_points(self) -> None:
         for entry in importlib.metadata.entry_points(group=f"idlm.{self.kind}s"):

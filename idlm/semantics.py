@@ -1,8 +1,8 @@
-"""What a checkpoint MEANS: causality, logit shift, block, mask id, stride, stop ids; written to
+"""What a checkpoint MEANS: causality, logit shift, block, mask id, stride and stop ids, in
 `idlm_config.json`.
 
-None of this can be read off the weights: an I-DLM and an SDAR checkpoint share architecture strings and
-tensor names. It is therefore said once, beside `config.json`, by whoever trained the model.
+The weights do not tell: an I-DLM and an SDAR checkpoint share architecture strings and tensor names. The
+trainer of a model therefore writes this file next to `config.json`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from idlm.checkpoint import read_json
 from idlm.errors import UserError
 
 FILE_NAME = "idlm_config.json"
 CAUSALITIES = ("causal", "block", "full")
 MASK_REGIONS = ("response", "all")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Last names of the linear layers that an adapter can change."""
+"""Last parts of the names of the linear layers that an adapter can change."""
 MAX_STRIDE = 64
-"""Largest stride that training and decoding take: `branch` feeds its square in rows."""
+"""Largest stride of training and decoding: `branch` feeds as many rows as its square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Semantics:
     """How the rows of a forward pass see each other and which token each predicts.
 
-    `stride` is the largest number of tokens one forward can finalise that the checkpoint was trained for
-    (1: a plain autoregressive model); it was trained with `stride - 1` masks in a block. `gated`: a LoRA
-    that applies to MASK rows only, on the base whose weights have the digest `base_identity`
-    (`idlm.lora.base_identity`). The defaults describe a plain autoregressive checkpoint.
+    `causality`: rows see earlier positions ("causal"), also those of their own block ("block"), or all
+    ("full"). `logit_shift`: a row predicts the next token, not its own. `stride`: the largest number of
+    tokens per forward pass that the checkpoint was trained for, with `stride - 1` masks in a block (1: a
+    plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
+    checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
+    `base_identity` (`idlm.lora.base_identity`). The defaults describe a plain autoregressive checkpoint.
+    Values that do not fit raise UserError IDLM-0304.
     """
 
     causality: str = "causal"
@@ -68,7 +72,7 @@ class Semantics:
             problems.append("causality='block' needs a block_size")
         if self.mask_token_id is not None and self.mask_token_id in self.stop_token_ids:
             problems.append(
-                f"mask_token_id={self.mask_token_id} is one of stop_token_ids: the list is another model's"
+                f"mask_token_id={self.mask_token_id} is one of stop_token_ids: it is another model's"
             )
         if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
             problems.append(f"stop_token_ids={self.stop_token_ids!r} are not token ids")
@@ -84,22 +88,21 @@ class Semantics:
 
     @classmethod
     def load(cls, directory: Path) -> Semantics:
-        """Read `idlm_config.json` of `directory`; without the file, the defaults of a plain AR checkpoint."""
+        """Read `idlm_config.json` of `directory`; without the file, return the defaults of a plain AR
+        checkpoint.
+
+        Raises UserError IDLM-0303 for a file that is not JSON, IDLM-0305 for unknown keys, IDLM-0304 for bad
+        values.
+        """
         path = Path(directory) / FILE_NAME
         if not path.exists():
             return cls()
-        try:
-            payload = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                "IDLM-0303", f"{path} is not valid JSON: {error}", fix="restore the file"
-            ) from error
+        payload = read_json(path)
         known = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(payload, dict) or payload.keys() - known:
-            given = sorted(payload.keys() - known) if isinstance(payload, dict) else type(payload).__name__
+        if unknown := sorted(payload.keys() - known):
             raise UserError(
                 "IDLM-0305",
-                f"{path} has unknown content: {given}; known keys are {sorted(known)}",
+                f"{path} has unknown keys: {unknown}; known keys are {sorted(known)}",
                 fix="the checkpoint may come from a newer idlm: update, or remove the unknown keys",
             )
         stops = payload.get("stop_token_ids", [])

@@ -1,10 +1,7 @@
-"""What every command line shares: user errors without a traceback, Ctrl-C without noise, `key=value` plug-in
-options.
-"""
+"""What every command line shares: user errors without a traceback, Ctrl-C without noise, plug-in options."""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -14,11 +11,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
-import yaml
-
+from idlm.config.compose import parse_value
 from idlm.errors import UserError
 
-# Before torch is loaded: a spinning OpenMP pool collapses four-fold beside a busy neighbour.
+# Set before torch is loaded: a spinning OpenMP pool is four times slower next to a busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 USER_ERROR_STATUS = 2
@@ -26,21 +22,20 @@ INTERRUPTED_STATUS, TERMINATED_STATUS = 130, 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command like Ctrl-C: what is finished is kept."""
+    """SIGTERM, which ends a command like Ctrl-C: finished work is kept."""
 
 
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
-    """Call `command` with `argv`, None for the process's own; returns the exit status and prints a UserError
-    to stderr.
+    """Call `command` with `argv` (None: the arguments of the process) and return the exit status.
+
+    A UserError is printed to stderr and gives status 2.
     """
     warnings.showwarning = _print_warning
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-    _take_any_text()
     try:
         status = command(sys.argv[1:] if argv is None else argv)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except UserError as error:
         print(f"error {error}", file=sys.stderr)
@@ -52,45 +47,9 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
     except BrokenPipeError:
-        sys.stderr.close()
+        # The reader of a pipe (`| head`) has enough; the interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError:
-        reason = _why_stdout_is_stuck()
-        if reason is None:
-            raise
-        told = UserError(
-            "IDLM-0442",
-            f"cannot write to standard output: {reason}",
-            fix="free space, or choose another place",
-        )
-        print(f"error {told}", file=sys.stderr)
-        return USER_ERROR_STATUS
-
-
-def _take_any_text() -> None:
-    """Write what the terminal's encoding lacks as escapes, and let bytes that are no text be refused where
-    they are read, like those of arguments.
-    """
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors=errors)
-
-
-def _why_stdout_is_stuck() -> str | None:
-    """Why standard output takes nothing more (a full disk), None if it takes a line end. What waits there is
-    given up: the interpreter would complain about it when it ends.
-    """
-    try:
-        number = sys.stdout.fileno()
-    except (AttributeError, ValueError):
-        return None
-    try:
-        sys.stdout.flush()
-        os.write(number, b"\n")
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        return error.strerror
-    return None
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -105,7 +64,7 @@ def _print_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Only what is meant for the user, without the place in the code."""
+    """Print only warnings for the user, without the position in the code."""
     if issubclass(category, UserWarning):
         print(f"warning: {message}", file=sys.stderr)
 
@@ -116,7 +75,7 @@ def split_plugin_options(
     """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
 
     Plug-ins own their options (a dataclass in their file), so no schema elsewhere names them. Returns the
-    name (or `default`), the options with YAML values, and the remaining arguments.
+    name (or `default`), the options with values in the grammar of all overrides, and the remaining arguments.
     """
     name, options, rest = default, {}, []
     for argument in arguments:
@@ -124,16 +83,7 @@ def split_plugin_options(
         if equals and key == plugin:
             name = value
         elif equals and key.startswith(f"{plugin}."):
-            options[key.removeprefix(f"{plugin}.")] = _yaml(argument, value)
+            options[key.removeprefix(f"{plugin}.")] = parse_value(key, value)
         else:
             rest.append(argument)
     return name, options, rest
-
-
-def _yaml(argument: str, value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(
-            "IDLM-0104", f"cannot read the value of {argument!r}", fix="quote it as YAML"
-        ) from error

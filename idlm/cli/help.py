@@ -1,4 +1,4 @@
-"""What the commands print for `-h` and `--version`. Imports nothing slow: help must not wait for torch."""
+"""The output of `-h` and `--version`. Imports nothing slow: help must not wait for torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SENTENCE_END = re.compile(r"(?<=[.;])\s")
 class CommandHelp:
     """The parts of a command's help that its keys do not say.
 
-    `usage` follows the name. `examples` are whole command lines. `keys`: the most used ones, which come
-    before all others. `flags`: what the command takes besides `key=value`, by its form. `has_recipes`:
-    whether the bundled recipes are for this command.
+    `usage` follows the name. `examples` are whole command lines. `keys` are the most used ones, which come
+    first. `flags` are arguments other than `key=value`, with their help. `has_recipes`: the bundled recipes
+    are for this command.
     """
 
     name: str
@@ -37,7 +37,7 @@ class CommandHelp:
 def answers_flags(
     command: CommandHelp, schema: type, arguments: Sequence[str], *, plugins: Callable[[], str] = str
 ) -> bool:
-    """Print the help or the version if `arguments` ask for one of them; returns whether they do."""
+    """Print the help or the version if `arguments` ask for it; return whether they do."""
     if set(HELP_FLAGS) & set(arguments):
         print(help_text(command, schema, plugins=plugins()))
         return True
@@ -48,9 +48,9 @@ def answers_flags(
 
 
 def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
-    """What the command does, recipes, examples, the most used keys, flags, and then every key.
+    """Return the summary, recipes, examples, most used keys, flags and all keys of a command.
 
-    `plugins` describes the options of plug-ins, which no schema names; it stands behind all keys.
+    `plugins` describes the options of plug-ins, which no schema names; it comes last.
     """
     flags = {**command.flags, "-h, --help": "print this text", VERSION_FLAG: "print the version"}
     sections = [f"usage: {command.name} {command.usage}", command.summary]
@@ -67,7 +67,7 @@ def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
 
 
 def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:
-    """The first sentence of the comment that a recipe begins with."""
+    """Return the first sentence of the comment at the start of a recipe."""
     lines = (conf_dir / RECIPE / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment: list[str] = []
     for line in lines[1:]:

@@ -1,7 +1,4 @@
-"""Progress of a long job on standard error: a bar on a terminal, a plain line now and then elsewhere.
-
-Standard output and output files never get any of it.
-"""
+"""Progress of a long job on standard error: a bar on a terminal, else a plain line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -25,13 +22,12 @@ Clock = Callable[[], float]
 
 
 class FigureBar(RichProgress):
-    """A bar whose figures stand on lines of their own below it, so that long figures never hide the bar.
-
-    The figures of a task are its field `text`.
+    """A bar with the figures of each task (its field `text`) on separate lines below, so that they never hide
+    it.
     """
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bars, then the figures of each task."""
+        """Yield the bars, then the figures of each task."""
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.fields.get("text"):
@@ -39,16 +35,16 @@ class FigureBar(RichProgress):
 
 
 def figure_bar(console: Console, *columns: ProgressColumn, **options: Any) -> FigureBar:
-    """A `FigureBar` with a description, a bar and then `columns`."""
+    """Return a `FigureBar` with a description, a bar and then `columns`."""
     bar = BarColumn(bar_width=BAR_WIDTH)
     return FigureBar(TextColumn("{task.description}"), bar, *columns, console=console, **options)
 
 
 class Progress:
-    """Shows how far a job is, from `with` to its end. `total` None: nobody knows how much there is to do.
+    """Shows the progress of a job inside `with`. `total` None: the amount of work is unknown.
 
-    `update` may be called at any rate: it asks for the figures only when it shows them. `counts` False: show
-    a percentage in place of two numbers, for totals (of bytes) that say little to a reader.
+    `update` may be called at any rate: it calls `figures` only when it shows them. `counts` False shows a
+    percentage instead of two numbers, for totals such as bytes that tell a reader little.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._start = self._last = self._clock()
         if self._has_bar:
-            # Standard output is left alone: it may be a file. What is printed there hides the bar (`hidden`).
+            # Standard output is not redirected, because it may be a file; see `hidden`.
             self._bar = figure_bar(
                 self._console,
                 TextColumn("{task.fields[share]}"),
@@ -93,18 +89,18 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
+        """Seconds since the start."""
         return self._clock() - self._start
 
     def begin(self, total: int) -> None:
-        """Say how much there is to do, once that is known. The time left follows the pace from here on."""
+        """Set the amount of work once it is known. The time left follows the rate from here on."""
         if total != self._total:
             self._total, self._start = total, self._clock()
         if self._bar is not None:
             self._bar.update(self._task, total=total)
 
     def update(self, done: int, figures: Callable[[], str] = str) -> None:
-        """`done` of the total is done; show it if the last update is long enough ago."""
+        """Show that `done` of the total is done, if the last update was long enough ago."""
         now = self._clock()
         is_due = now - self._last >= (BAR_SECONDS if self._has_bar else LINE_SECONDS)
         if not self._is_shown or not (is_due or (self._has_bar and done == self._total)):
@@ -124,7 +120,7 @@ class Progress:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Take the bar off the terminal while something is printed to standard output there."""
+        """Hide the bar while something is printed to the same terminal."""
         if self._bar is None or not sys.stdout.isatty():
             yield
             return
@@ -136,7 +132,7 @@ class Progress:
 
 
 def remaining(done: int, total: int | None, seconds: float) -> str:
-    """The time that the rest takes at the pace so far, as h:mm:ss; ? while that is unknown."""
+    """Return the time that the rest takes at the rate so far, as h:mm:ss, or ? while it is unknown."""
     if not done or total is None:
         return "?"
     return str(timedelta(seconds=round(seconds * max(0, total - done) / done)))

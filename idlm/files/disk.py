@@ -1,7 +1,8 @@
-"""A disk that refuses to write, told by one error whatever library met it; files that one process holds."""
+"""One error for a disk that refuses to write, whichever library failed; exclusive locks on files."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,10 +15,10 @@ from pathlib import Path
 from idlm.errors import UserError
 
 DISK_CODE = "IDLM-0301"
-"""Code of the UserError for a disk that does not take a file."""
+"""Code of the UserError for a disk that refuses a file."""
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 # safetensors and tokenizers report a full disk through their own exception types, with the text of the OS
-# error; torch's file writer says nothing of the cause.
+# error; torch's file writer does not give the cause.
 DISK_TEXTS = {
     "No space left on device": errno.ENOSPC,
     "os error 28": errno.ENOSPC,
@@ -31,17 +32,18 @@ TORCH_TEXTS = ("PytorchStreamWriter failed writing", "inline_container.cc")
 FULL_BYTES = 1 << 20
 """A disk with less free than that right after a failed write is full."""
 MANIFEST = "manifest.json"
-"""In every published directory; see idlm.checkpoint."""
+"""Every published directory has this file; see idlm.checkpoint."""
 CHECKPOINT_PREFIX = "checkpoint-"
-"""Of the checkpoints of a run, which stand beside each other."""
+"""Names of the checkpoints of a run, which are siblings, start with this."""
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
-"""What a file system without locks says."""
+"""Errors of a file system without locks."""
 
 
 @contextmanager
 def translate_disk_errors(target: Path, *, written: Path | None = None) -> Iterator[None]:
     """Inside, a full, size-limited or read-only disk raises UserError IDLM-0301 about saving `target`,
-    whatever library met it. `written`: the folder that is filled for `target`; its size is told.
+    whichever library failed. The message gives the size of `written`, the folder that is being filled for
+    `target`.
     """
     try:
         yield
@@ -55,45 +57,44 @@ def translate_disk_errors(target: Path, *, written: Path | None = None) -> Itera
 
 
 def replace_text(target: Path, text: str) -> None:
-    """Write `target` whole, or leave it as it was. UserError IDLM-0301 as `translate_disk_errors`."""
-    aside = target.with_suffix(".tmp")
+    """Replace `target` as a whole or leave it unchanged. UserError IDLM-0301 as `translate_disk_errors`."""
+    staged = target.with_suffix(".tmp")
     with translate_disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, target)
+        staged.write_text(text, encoding="utf-8")
+        os.replace(staged, target)
 
 
 def lock_file(path: Path) -> int | None:
-    """A descriptor of `path`, which is made where it is missing, with its exclusive lock: that ends when the
-    descriptor is closed or the process dies, in whatever way. None while another one has it, and where the
-    folder has gone.
+    """Return a descriptor of `path` (created if missing) that holds its exclusive lock, or None while another
+    process holds it or if the folder does not exist. The lock ends when the descriptor is closed or the
+    process dies.
 
-    Raises OSError with an errno of NO_LOCKS on file systems without locks: there another one may have it.
+    Raises OSError with an errno of NO_LOCKS on file systems without locks. filelock would truncate the file,
+    in which idlm-train names the owner, before it has the lock.
     """
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
             return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last owner may have removed the file since it was opened here: the next one makes another,
-            # which the lock of this one would not guard.
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The last owner may have removed the file since it was opened: a lock on it guards nothing.
+                is_current = os.path.samestat(os.stat(path), os.fstat(descriptor))
+            except FileNotFoundError:
+                continue
+            except BlockingIOError:
+                return None
+            if is_current:
+                stack.pop_all()
                 return descriptor
-        except FileNotFoundError:
-            pass
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
 
 
 def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> UserError:
-    """The error to raise, with the space that is left, and what is intact where there is anything."""
+    """Return the error to raise, with the free space and the checkpoint that is intact, if any."""
     done = "" if written is None else f", {_mib(_size_of(written))} of it were written"
     return UserError(
         DISK_CODE,
@@ -103,8 +104,8 @@ def cannot_save(target: Path, reason: str, *, written: Path | None = None) -> Us
 
 
 def _intact(target: Path) -> str:
-    """Which published directory there is to go on with: the one that `target` would have replaced, or the
-    newest checkpoint of the same run.
+    """Name the published directory to continue from: the one that `target` would have replaced, or the newest
+    checkpoint of the same run.
     """
     if (target / MANIFEST).is_file():
         return "; what was published there before is intact"
@@ -115,14 +116,14 @@ def _intact(target: Path) -> str:
 
 
 def _disk_reason(error: Exception, target: Path) -> str | None:
-    """Why the disk refused, or None when the error is not about the disk."""
+    """Return why the disk refused, or None if the error is not about the disk."""
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         return os.strerror(error.errno)
-    told = str(error)
-    code = next((code for text, code in DISK_TEXTS.items() if text in told), None)
+    message = str(error)
+    code = next((code for text, code in DISK_TEXTS.items() if text in message), None)
     if code is not None:
         return os.strerror(code)
-    if not any(text in told for text in TORCH_TEXTS):
+    if not any(text in message for text in TORCH_TEXTS):
         return None
     if isinstance(error.__context__, OSError) and error.__context__.errno is not None:
         return os.strerror(error.__context__.errno)

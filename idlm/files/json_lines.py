@@ -1,7 +1,4 @@
-"""Files of JSON lines, plain or `.gz`, as training data and as prompts: how they are opened.
-
-Not for the content of a line: each reader checks that by its own rules.
-"""
+"""Opening files of JSON lines, plain or `.gz`. Each reader checks the content of lines by its own rules."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 DAMAGE = (EOFError, OSError, zlib.error, UnicodeDecodeError)
-"""What reading a damaged or broken-off file raises."""
+"""What reading a damaged or truncated file raises."""
 
 
 def unpacked(file: BinaryIO, path: Path) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""Generated tasks with exact answers: data source and quality gauge of models small enough to train here."""
+"""Generated tasks with exact answers: training data and a measure of quality for small models."""
 
 from __future__ import annotations
 

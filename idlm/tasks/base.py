@@ -1,7 +1,7 @@
-"""What a verifiable task offers: samples that are a pure function of their index, a checker that reads text.
+"""The interface of a verifiable task: samples that are a pure function of their index, and a checker of text.
 
-A task is a generator and a checker which share nothing but the language they speak. The checker re-executes
-the prompt, so it judges a model's answer and a generator's mistake alike.
+The generator and the checker of a task share only the language of prompts and responses. The checker executes
+the prompt again, so it finds mistakes of a model and of the generator alike.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class TaskSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the checker thinks of a response."""
+    """The checker's judgement of a response."""
 
-    correct: bool
-    """Every step, the final answer and nothing else."""
-    final_answer_correct: bool
-    """The number after the last `####` alone; steps are not looked at."""
-    first_bad_step: int | None
-    """0-based step that leaves the truth; the number of steps when only the ending is wrong."""
-    reason: str
+    correct: bool = False
+    """Every step and the final answer are right, and there is nothing else."""
+    final_answer_correct: bool = False
+    """The number after the last `####` is right; steps do not count."""
+    first_bad_step: int | None = None
+    """The first wrong step, 0-based; the number of steps when only the ending is wrong."""
+    reason: str = ""
     """Empty when correct."""
 
 
@@ -44,20 +44,20 @@ class Task(Protocol):
     name: str
 
     def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` (>= 0) of `split`: pure in (task configuration, split, index)."""
+        """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index)."""
         ...
 
     def check(self, prompt: str, response: str) -> Verdict:
-        """Re-execute the prompt's text and judge the response; no state is shared with the generator."""
+        """Execute the prompt's text again and judge the response."""
         ...
 
     def split_of(self, prompt: str) -> Split:
-        """Return the split that a prompt belongs to, whatever names, items and verbs it uses."""
+        """Return the split of a prompt; names, items and verbs make no difference."""
         ...
 
     @staticmethod
     def surface_texts() -> Iterator[str]:
-        """Yield texts which together contain every word of the task in every position (for the tokenizer)."""
+        """Yield texts that together contain every word of the task in every position (for the tokenizer)."""
         ...
 
 
@@ -65,7 +65,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def resolve_config(name: str, levels: Mapping[str, ConfigT], level: str, knobs: Mapping[str, Any]) -> ConfigT:
-    """Return the preset `level` of task `name` with single knobs replaced.
+    """Return the preset `level` of task `name` with some knobs replaced.
 
     Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration class
     itself raises IDLM-0222 for values that cannot work.
@@ -88,3 +88,11 @@ def resolve_config(name: str, levels: Mapping[str, ConfigT], level: str, knobs: 
     changes = {knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}
     changed: ConfigT = replace(preset, **changes)
     return changed
+
+
+def check_rules(name: str, config: Any, rules: Mapping[str, bool]) -> None:
+    """Raise `UserError` IDLM-0222 naming the rules of task `name` that a configuration breaks."""
+    if broken := [text for text, holds in rules.items() if not holds]:
+        raise UserError(
+            "IDLM-0222", f"{name} cannot use {config!r}", fix="make these hold: " + "; ".join(broken)
+        )

@@ -1,21 +1,21 @@
-"""Word problems about who has how many: one sentence per event, solved by a written chain of thought.
+"""Word problems about amounts: one sentence per event, solved by a written chain of thought.
 
-"Lea has 9 shells. Lea wins 3. ... How many shells does Lea have?" Each event is answered in one of P surface
-forms, chosen uniformly: that choice is the entropy which sampling tests rely on. Judging is in
-`ledger_check.py`, which must not import this file.
+"Lea has 9 shells. Lea wins 3. ... How many shells does Lea have?" The response to an event has one of P
+surface forms, chosen uniformly: sampling tests rely on the entropy of that choice. `ledger_check.py` judges
+answers and must not import this file.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, resolve_config
+from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
 from idlm.tasks.ledger_check import check_ledger
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 
@@ -38,6 +38,15 @@ QUESTIONS = ("one", "total", "any")
 
 _TOTAL = -1
 _SIGN = MappingProxyType({"gain": "+", "lose": "-", "times": "*", "half": "/"})
+_CHANGE = MappingProxyType(
+    {
+        "gain": operator.add,
+        "lose": operator.sub,
+        "give": operator.sub,
+        "times": operator.mul,
+        "half": operator.floordiv,
+    }
+)
 _EVENT = MappingProxyType(
     {
         "gain": "{n} {v} {k}.",
@@ -47,7 +56,7 @@ _EVENT = MappingProxyType(
         "half": "{n} {v} them.",
     }
 )
-# n, o: actor and receiver; s, t: what they had; e, f: their sums written out; r, u: what they have now.
+# n, o: actor and receiver; s, t: their amounts before; e, f: their sums written out; r, u: their amounts now.
 _RESTATED = MappingProxyType(
     {
         "gain": (
@@ -126,23 +135,19 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        rules = (
-            (1 <= self.min_entities <= self.max_entities <= 4, "1 <= min_entities <= max_entities <= 4"),
-            (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps"),
-            (1 <= self.start_max <= self.cap, "1 <= start_max <= cap"),
-            (1 <= self.operand_max <= self.cap, "1 <= operand_max <= cap"),
-            (set(self.operations) <= set(VERBS), f"operations among {', '.join(VERBS)}"),
-            ({"gain", "lose"} <= set(self.operations), "operations contain gain and lose"),
-            ("give" not in self.operations or self.min_entities >= 2, "give needs min_entities >= 2"),
-            (1 <= self.paraphrases <= MAX_PARAPHRASES, f"1 <= paraphrases <= {MAX_PARAPHRASES}"),
-            (self.question in QUESTIONS, f"question among {', '.join(QUESTIONS)}"),
-            (self.question == "one" or self.min_entities >= 2, "a total needs min_entities >= 2"),
-        )
-        broken = [text for holds, text in rules if not holds]
-        if broken:
-            raise UserError(
-                "IDLM-0222", f"ledger cannot use {self!r}", fix="make these hold: " + "; ".join(broken)
-            )
+        rules = {
+            "1 <= min_entities <= max_entities <= 4": 1 <= self.min_entities <= self.max_entities <= 4,
+            "1 <= min_steps <= max_steps": 1 <= self.min_steps <= self.max_steps,
+            "1 <= start_max <= cap": 1 <= self.start_max <= self.cap,
+            "1 <= operand_max <= cap": 1 <= self.operand_max <= self.cap,
+            f"operations among {', '.join(VERBS)}": set(self.operations) <= set(VERBS),
+            "operations contain gain and lose": {"gain", "lose"} <= set(self.operations),
+            "give needs min_entities >= 2": "give" not in self.operations or self.min_entities >= 2,
+            f"1 <= paraphrases <= {MAX_PARAPHRASES}": 1 <= self.paraphrases <= MAX_PARAPHRASES,
+            f"question among {', '.join(QUESTIONS)}": self.question in QUESTIONS,
+            "a total needs min_entities >= 2": self.question == "one" or self.min_entities >= 2,
+        }
+        check_rules("ledger", self, rules)
 
 
 LEVELS = MappingProxyType(
@@ -163,14 +168,9 @@ LEVELS = MappingProxyType(
 )
 
 
-def _lexicon() -> Lexicon:
-    words = dict.fromkeys(ITEMS, ITEMS[0])
-    for verbs in VERBS.values():
-        words.update(dict.fromkeys(verbs, verbs[0]))
-    return Lexicon(entities=frozenset(NAMES), words=words)
-
-
-LEXICON = _lexicon()
+LEXICON = Lexicon(
+    entities=frozenset(NAMES), words={word: group[0] for group in (ITEMS, *VERBS.values()) for word in group}
+)
 
 
 def _draw_event(random: Callable[[], float], config: Config, amounts: list[int]) -> Event:
@@ -193,20 +193,11 @@ def _draw_event(random: Callable[[], float], config: Config, amounts: list[int])
             limit = 1 if have and have % 2 == 0 else 0
         if limit < 1:
             continue
-        operand = 1 + int(random() * limit)
-        if kind == "gain":
-            amounts[actor] = have + operand
-        elif kind == "lose":
-            amounts[actor] = have - operand
-        elif kind == "give":
-            amounts[actor] = have - operand
+        # The factor of "times" is 2 or 3, and "half" divides by 2: both add 1 to the draw.
+        operand = 1 + int(random() * limit) + (kind in ("times", "half"))
+        amounts[actor] = _CHANGE[kind](have, operand)
+        if kind == "give":
             amounts[other] += operand
-        elif kind == "times":
-            operand += 1
-            amounts[actor] = have * operand
-        else:
-            operand = 2
-            amounts[actor] = have // 2
         return Event(kind, actor, operand, other)
 
 
@@ -252,14 +243,8 @@ def render_response(
             }
             words["e"] = f"{have}-{operand}={have - operand}"
         else:
-            now = {
-                "gain": have + operand,
-                "lose": have - operand,
-                "times": have * operand,
-                "half": have // 2,
-            }[kind]
-            amounts[actor] = now
-            words["e"] = f"{have}{_SIGN[kind]}{operand}={now}"
+            amounts[actor] = _CHANGE[kind](have, operand)
+            words["e"] = f"{have}{_SIGN[kind]}{operand}={amounts[actor]}"
         words["r"] = amounts[actor]
         plain = _PLAIN_GIVE if kind == "give" else _PLAIN_ONE
         parts.append((_RESTATED[kind] if restate else plain)[form].format_map(words))

@@ -1,7 +1,7 @@
-"""Judge a ledger answer by reading and re-executing the prompt's text. Nothing here comes from the generator.
+"""Judge a ledger answer by executing the prompt's text again, without any code of the generator.
 
-The grammar of prompts and the accepted sentences are written down a second time on purpose: a slip in either
-place makes generated samples fail their own check. Names and items are whatever the prompt says.
+This file states the grammar of prompts and the accepted sentences a second time on purpose: a mistake in
+either place makes generated samples fail their own check. Names and items are those of the prompt.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def check_ledger(prompt: str, response: str) -> Verdict:
     try:
         steps, answer = _execute(prompt)
     except _Unreadable as error:
-        return Verdict(
-            correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}"
-        )
+        return Verdict(reason=f"prompt: {error}")
     final = _FINAL.search(response)
     final_ok = final is not None and int(final.group(1)) == answer
     position = 0
@@ -45,12 +43,12 @@ def check_ledger(prompt: str, response: str) -> Verdict:
         if matched is None:
             found = response[position : position + 80].lstrip()
             reason = f"step {idx}: found {found!r}, expected for example {forms[0]!r}"
-            return Verdict(correct=False, final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
+            return Verdict(final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
         position += len(lead) + len(matched)
     if response[position:] != f"\n#### {answer}":
         reason = f"ending: found {response[position : position + 80]!r}, expected '\\n#### {answer}'"
-        return Verdict(correct=False, final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
-    return Verdict(correct=True, final_answer_correct=True, first_bad_step=None, reason="")
+        return Verdict(final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
+    return Verdict(correct=True, final_answer_correct=True)
 
 
 def _execute(prompt: str) -> tuple[list[list[str]], int]:
@@ -64,7 +62,7 @@ def _execute(prompt: str) -> tuple[list[list[str]], int]:
             raise _Unreadable(f"{match.group()!r} contradicts what was said before")
         holdings[name], item, position = amount, noun, _after(prompt, match)
     if not holdings:
-        raise _Unreadable("nobody has anything at the start")
+        raise _Unreadable("there are no amounts at the start")
 
     steps: list[list[str]] = []
     while not prompt.startswith("How many", position):
@@ -140,14 +138,12 @@ def _apply(
     holdings[name] = now = _whole(rule(had), match)
     arithmetic = f"{had}{sign}{number}={now}"
     state = f"{name} has {now}."
-    then = {"+": f"plus {number}", "-": f"minus {number}", "*": f"times {number}", "/": "half of that"}[sign]
-    does = {"+": "adds", "-": "removes", "*": "multiplies by", "/": "divides by"}[sign]
-    change = {"+": f"{number} more", "-": f"{number} less", "*": f"{number} times that", "/": "half of it"}[
-        sign
-    ]
-    path = {
-        "+": f"go up by {number}", "-": f"go down by {number}", "*": f"scale by {number}", "/": "take half"
-    }[sign]  # fmt: skip
+    then, does, change, path = {
+        "+": (f"plus {number}", "adds", f"{number} more", f"go up by {number}"),
+        "-": (f"minus {number}", "removes", f"{number} less", f"go down by {number}"),
+        "*": (f"times {number}", "multiplies by", f"{number} times that", f"scale by {number}"),
+        "/": ("half of that", "divides by", "half of it", "take half"),
+    }[sign]
     return [
         f"{name} has {had}, then {then} gives {arithmetic}. {state}",
         f"With {had} {item}, {name} {does} {number}: {arithmetic}. {state}",

@@ -1,8 +1,8 @@
-"""Train, validation and test by a hash of the prompt's skeleton, so that no renaming leaks a problem into
+"""Train, validation and test splits by a hash of the prompt's skeleton: renaming cannot leak a problem into
 training.
 
 The skeleton is the prompt with entities, items and verbs replaced by canonical words. A sample of a split is
-found by rejection: candidates are drawn from the sample's own random stream until one hashes into the split.
+found by rejection: candidates come from the sample's own random stream until one hashes into the split.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The word-level tokenizer of the generated tasks, written as stock fast-tokenizer files.
 
-Words carry their leading space, digits stand alone, and nothing is lost: decoding gives every task text back.
+Words include their leading space, digits are single tokens, and decoding gives every task text back.
 The embedding has more rows than the tokenizer has ids, so the first spare row can be the mask token, as in
 Qwen3 (151669). Text outside the tasks' vocabulary encodes to `<unk>`.
 """
@@ -20,7 +20,7 @@ from idlm.tasks.base import TaskSample
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
 SEPARATOR = "\n\n"
-"""Stands between prompt and response; one token."""
+"""Separates prompt and response; one token."""
 ROW_MULTIPLE = 32
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -85,8 +85,8 @@ def save_tokenizer(directory: Path) -> int:
 class TaskEncoder:
     """Bulk encoder of task samples: the tokenizer's ids from one dictionary and one regular expression.
 
-    `ids` is the tokenizer's `get_vocab()`, so that samples are encoded for that checkpoint whatever tasks
-    exist now.
+    `ids` is the tokenizer's `get_vocab()`: samples are encoded for that checkpoint, whichever tasks exist
+    now.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:

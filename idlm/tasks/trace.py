@@ -1,8 +1,8 @@
 r"""Straight-line programs: "x=25; a=9\nx=x-a; a=a*2; print x" is answered by "x=25-9=16; a=9*2=18; #### 16".
 
 Without paraphrases the answer is determined (entropy 0) and every step needs a look-up of the newest
-assignment; with P > 1 each step takes one of P forms, uniformly. Judging is in `trace_check.py`, which must
-not import this file.
+assignment; with P > 1 each step takes one of P forms, uniformly. `trace_check.py` judges answers and must not
+import this file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, resolve_config
+from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
 from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
 from idlm.tasks.trace_check import check_trace
 
@@ -60,18 +59,14 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        rules = (
-            (2 <= self.min_variables <= self.max_variables <= 6, "2 <= min_variables <= max_variables <= 6"),
-            (1 <= self.min_steps <= self.max_steps, "1 <= min_steps <= max_steps"),
-            (2 <= self.start_max <= self.cap, "2 <= start_max <= cap"),
-            (2 <= self.operand_max <= self.cap, "2 <= operand_max <= cap"),
-            (1 <= self.paraphrases <= MAX_PARAPHRASES, f"1 <= paraphrases <= {MAX_PARAPHRASES}"),
-        )
-        broken = [text for holds, text in rules if not holds]
-        if broken:
-            raise UserError(
-                "IDLM-0222", f"trace cannot use {self!r}", fix="make these hold: " + "; ".join(broken)
-            )
+        rules = {
+            "2 <= min_variables <= max_variables <= 6": 2 <= self.min_variables <= self.max_variables <= 6,
+            "1 <= min_steps <= max_steps": 1 <= self.min_steps <= self.max_steps,
+            "2 <= start_max <= cap": 2 <= self.start_max <= self.cap,
+            "2 <= operand_max <= cap": 2 <= self.operand_max <= self.cap,
+            f"1 <= paraphrases <= {MAX_PARAPHRASES}": 1 <= self.paraphrases <= MAX_PARAPHRASES,
+        }
+        check_rules("trace", self, rules)
 
 
 LEVELS = MappingProxyType(
@@ -110,9 +105,7 @@ def draw_program(rng: Random, config: Config) -> Program:
 
 
 def _apply(left: int, sign: str, right: int) -> int:
-    if sign == "+":
-        return left + right
-    return left - right if sign == "-" else left * right
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 def render_prompt(program: Program, names: Sequence[str]) -> str:

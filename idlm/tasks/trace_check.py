@@ -1,5 +1,4 @@
-"""Judge an answer to a straight-line program by reading and running the prompt. Nothing here comes from the
-generator."""
+"""Judge an answer to a straight-line program by running the prompt, without any code of the generator."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ def check_trace(prompt: str, response: str) -> Verdict:
     try:
         steps, answer = _execute(prompt)
     except _Unreadable as error:
-        return Verdict(
-            correct=False, final_answer_correct=False, first_bad_step=None, reason=f"prompt: {error}"
-        )
+        return Verdict(reason=f"prompt: {error}")
     final = _FINAL.search(response)
     final_ok = final is not None and int(final.group(1)) == answer
     rest = response
@@ -39,12 +36,12 @@ def check_trace(prompt: str, response: str) -> Verdict:
         matched = next((form for form in accepted if rest.startswith(form)), None)
         if matched is None:
             reason = f"step {idx}: found {rest[:60]!r}, expected for example {accepted[0]!r}"
-            return Verdict(correct=False, final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
+            return Verdict(final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
         rest = rest[len(matched) :]
     if rest != f"#### {answer}":
         reason = f"ending: found {rest[:60]!r}, expected '#### {answer}'"
-        return Verdict(correct=False, final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
-    return Verdict(correct=True, final_answer_correct=True, first_bad_step=None, reason="")
+        return Verdict(final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
+    return Verdict(correct=True, final_answer_correct=True)
 
 
 def _execute(prompt: str) -> tuple[list[tuple[str, str]], int]:

@@ -1,8 +1,8 @@
 """Token ids to text: the one definition of an answer's text, whole or piece by piece.
 
-Where no character is broken it is what transformers decodes without special tokens, spaces as they are. A
-byte token that belongs to no character is U+FFFD, for itself. Transformers makes a whole run of byte tokens
-U+FFFD where one of them is broken, characters before it too, which no stream could take back.
+If no character is broken, the text is what transformers decodes without special tokens, with spaces
+unchanged. Each byte token that belongs to no character becomes one U+FFFD. Transformers replaces a whole run
+of byte tokens if one of them is broken, including characters before it, which a stream could not take back.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from idlm.text.tokenizer import plain_text, special_token_ids
 
 REPLACEMENT = "\ufffd"
 MAX_BYTES = 4
-"""Of a character, hence also the most tokens that it is split over."""
+"""Largest number of bytes of a character, and so of tokens that it is split over."""
 CHUNK = 64
 
 
 class Detokenizer:
-    """Turns a stream of token ids into text pieces; how it is cut into chunks makes no difference.
+    """Turns a stream of token ids into pieces of text; the cuts between calls make no difference.
 
     A character split over several tokens is held back until it is complete or can no longer become so. Ids
     without a token are dropped, and so are special tokens unless `keep_special`. Mutable: one object per
@@ -41,20 +41,20 @@ class Detokenizer:
         return "".join(self._push_chunk(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
 
     def flush(self) -> str:
-        """Return what is still held back; a character that never became complete comes out as U+FFFD."""
+        """Return the text still held back; an incomplete character becomes U+FFFD."""
         return self._settle(self._text(self._pending), len(self._pending)) if self._pending else ""
 
     def kept(self, token_ids: Iterable[int]) -> list[int]:
-        """Those of the ids that stand for text."""
+        """Return those of the ids that are text."""
         given = list(token_ids)
-        # Each once: a long answer has few different ones, and asking costs more than decoding.
+        # Look up each id once: a long answer has few different ids, and the look-up costs more than decoding.
         asked = list(set(given) - self._dropped)
         names = self._tokenizer.convert_ids_to_tokens(asked)
         text_ids = {token_id for token_id, name in zip(asked, names, strict=True) if name is not None}
         return [token_id for token_id in given if token_id in text_ids]
 
     def _push_chunk(self, token_ids: list[int]) -> str:
-        """Many at once where no character is broken: the same as one by one, and much faster."""
+        """Decode many ids at once if no character is broken: the same result, and much faster."""
         if len(token_ids) > 1 and self._before:
             together = self._pending + token_ids
             text = self._text(together)
@@ -79,15 +79,15 @@ class Detokenizer:
         return delta if rest.endswith(REPLACEMENT) else delta + self._settle(rest, len(self._pending))
 
     def _emit_beginning(self, text: str, settled: str) -> str:
-        """The newly `settled` beginning of the pending `text`, whose end is a broken character."""
+        """Return the newly `settled` start of the pending `text`, whose end is a broken character."""
         delta = settled[self._num_emitted :]
-        # What is broken lies in the last token alone: the others need not be decoded again.
+        # Only the last token is broken: the others need not be decoded again.
         self._pending = self._pending[-1:]
         self._num_emitted = len(self._text(self._pending)) - (len(text) - len(settled))
         return delta
 
     def _num_broken(self) -> int:
-        """How many of the pending ids, which end in a broken character, no later id can mend."""
+        """Return how many of the pending ids, which end in a broken character, no later id can complete."""
         cuts = range(1, len(self._pending))
         for cut in cuts:
             if not self._text(self._pending[cut:]).endswith(REPLACEMENT):
@@ -99,18 +99,18 @@ class Detokenizer:
         return min(cuts, key=lambda cut: len(halves[cut - 1]))
 
     def _settle(self, text: str, num_ids: int) -> str:
-        """The rest of the first pending ids' `text`; they are done with."""
+        """Return the rest of the `text` of the first `num_ids` pending ids and remove them."""
         delta = text[self._num_emitted :]
         done, self._pending = self._pending[:num_ids], self._pending[num_ids:]
         before = plain_text(self._tokenizer, done)
-        # A context tells whether what follows spoils it: it has text, and no broken character at its end.
+        # A context must have text without a broken character at its end, to show whether later ids change it.
         if not before.endswith(REPLACEMENT) and (before or not self._context):
             self._context, self._before = done, before
         self._num_emitted = max(self._num_emitted - len(text), 0)
         return delta
 
     def _text(self, token_ids: list[int]) -> str:
-        """Of ids behind the context; alone where they break a run of byte tokens that it ends with."""
+        """Return the text of ids after the context, or alone if they break a run of bytes at its end."""
         if self._context:
             text = plain_text(self._tokenizer, self._context + token_ids)
             if text.startswith(self._before):
@@ -119,7 +119,7 @@ class Detokenizer:
 
 
 def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """What a stream of these ids comes to: decoded in one call where no character is broken."""
+    """Return the text that a stream of these ids gives, decoded in one call if no character is broken."""
     detokenizer = Detokenizer(tokenizer)
     kept = detokenizer.kept(token_ids)
     text = plain_text(tokenizer, kept)

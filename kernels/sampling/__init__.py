@@ -18,6 +18,7 @@ from idlm.kernels.sampling.op import (
 )
 from idlm.kernels.sampling.reference import (
     draw_reference,
+    emitted_reference,
     probs_reference,
     residual_reference,
     verify_reference,
@@ -39,6 +40,7 @@ __all__ = [
     "draw_reference",
     "emit",
     "emit_and_draft",
+    "emitted_reference",
     "entropy",
     "judged_draws",
     "nonfinite",

@@ -1,4 +1,6 @@
-"""The ops in plain torch with fp64 laws in memory: what a CPU runs. Same arguments and results as launch.py.
+"""The ops in plain torch with fp64 distributions in memory: what a CPU runs.
+
+Arguments and results are those of launch.py; the definition is reference.py.
 
 Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, D draws.
 """
@@ -20,11 +22,11 @@ def row_probs(
     forbidden_id: int | None = None,
     own: bool = False,
 ) -> PlainProbs:
-    """fp64 laws; a filter that no row uses costs nothing."""
+    """fp64 distributions; a filter that no row uses costs nothing."""
     if forbidden_id is not None:
         with torch.inference_mode():
             logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
-    probs_XV = _laws(logits_XV, settings, lanes_B, filters=filters)
+    probs_XV = _warped_probs(logits_XV, settings, lanes_B, filters=filters)
     is_nonfinite_X = ~logits_XV.amax(-1).isfinite()
     if not own:
         return PlainProbs(probs_XV=probs_XV, is_nonfinite_X=is_nonfinite_X)
@@ -36,7 +38,7 @@ def row_probs(
     )
 
 
-def _laws(
+def _warped_probs(
     logits_XV: Tensor,
     settings: tuple[Tensor, Tensor, Tensor, Tensor],
     lanes_B: Tensor | None,
@@ -53,7 +55,7 @@ def _laws(
         return logits_XV.double()
     temperatures = set(temperature_X.tolist())
     has_greedy = 0.0 in temperatures
-    # From the maximum down: a tiny temperature then gives -inf for the others, and never inf - inf.
+    # Relative to the maximum: a tiny temperature then gives -inf for the others, and never inf - inf.
     probs_XV = logits_XV.double() - logits_XV.amax(-1, keepdim=True)
     if temperatures != {1.0}:
         divisor_X = torch.where(temperature_X == 0, 1.0, temperature_X) if has_greedy else temperature_X
@@ -77,7 +79,7 @@ def _laws(
 
 
 def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> None:
-    """In place; ties with the k-th stay. By the logits: scaling may round two into one."""
+    """Drop tokens in place; ties with the k-th stay. Compares logits: scaling may round two into one."""
     num_tokens = scaled_XV.shape[-1]
     is_on_X = (top_k_X > 0) & (top_k_X < num_tokens)
     if bool(is_on_X.any()):
@@ -88,7 +90,7 @@ def _drop_below_kth(scaled_XV: Tensor, logits_XV: Tensor, top_k_X: Tensor) -> No
 
 
 def _keep_top_p(probs_XV: Tensor, logits_XV: Tensor, top_p_X: Tensor) -> Tensor:
-    # In the order of the logits: at a large temperature probabilities of different logits round into one.
+    # Sort by logits: at a large temperature the probabilities of different logits round into one.
     order_XV = logits_XV.sort(dim=-1, descending=True, stable=True).indices
     sorted_XV = probs_XV.gather(-1, order_XV)
     before_XV = sorted_XV.cumsum(-1) - sorted_XV
@@ -103,8 +105,8 @@ def probability(probs: PlainProbs, rows: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def nonfinite(probs: PlainProbs, rows_BJ: Tensor) -> Tensor:
-    """1 + the first place [B], or 0."""
-    assert probs.is_nonfinite_X is not None, "laws that are not those of logits"
+    """1 + the first position [B] with such logits, or 0."""
+    assert probs.is_nonfinite_X is not None, "these probs were not computed from logits"
     is_nonfinite_BJ = (rows_BJ >= 0) & probs.is_nonfinite_X[rows_BJ.clamp(min=0)]
     return torch.where(is_nonfinite_BJ.any(-1), is_nonfinite_BJ.long().argmax(-1) + 1, 0)
 
@@ -124,7 +126,7 @@ def judged_draws(
     always_own: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and their probabilities [X]."""
-    assert probs.own_XV is not None and probs.best_X is not None, "laws that do not know the model's own"
+    assert probs.own_XV is not None and probs.best_X is not None, "these probs lack the model's own"
     if lanes_B is not None:
         temperature = temperature[lanes_B].repeat_interleave(len(probs) // max(1, len(lanes_B)))
     ids_X = _invert(probs.probs_XV, uniforms_X)
@@ -132,13 +134,13 @@ def judged_draws(
         ids_X = torch.where(takes_best_X, probs.best_X, ids_X)
     is_own_X = (temperature == 0) | always_own
     places_X1 = ids_X[:, None]
-    law_X, own_X = probs.probs_XV.gather(1, places_X1)[:, 0], probs.own_XV.gather(1, places_X1)[:, 0]
-    return ids_X, torch.where(is_own_X, own_X, law_X)
+    probs_X, own_X = probs.probs_XV.gather(1, places_X1)[:, 0], probs.own_XV.gather(1, places_X1)[:, 0]
+    return ids_X, torch.where(is_own_X, own_X, probs_X)
 
 
 def entropy(probs: PlainProbs) -> Tensor:
     """Nats, fp64 [X]."""
-    assert probs.own_XV is not None, "laws that do not know the model's own"
+    assert probs.own_XV is not None, "these probs lack the model's own"
     return torch.special.entr(probs.own_XV).sum(-1)
 
 
@@ -152,7 +154,7 @@ def _invert(probs_MV: Tensor, uniforms_M: Tensor) -> Tensor:
 def put(
     store: PlainDraftProbs, lanes_B: Tensor, probs: PlainProbs, rows_BJ: Tensor, active_B: Tensor
 ) -> None:
-    """Copy laws into their lanes."""
+    """Copy rows of probabilities into their lanes."""
     place_M, draft_M = torch.nonzero((rows_BJ >= 0) & active_B[:, None], as_tuple=True)
     store.probs_ZJV[lanes_B[place_M], draft_M] = probs.probs_XV[rows_BJ[place_M, draft_M]]
 

@@ -1,6 +1,10 @@
-"""The definition of the ops, token by token in fp64: laws, draws, the test of drafts and its correction.
+"""The definition of the ops in fp64: distributions, draws, the test of drafts and the correction.
 
-Slow and obvious. X rows, V vocabulary.
+Slow and obvious: Python lists, one token at a time; `emitted_reference` alone works on tensors. A draft x ~ q
+is accepted with probability min(1, (1+tau) p(x)/q(x)); a rejected one is replaced by a draw from
+normalise(max(0, p - q)). With tau = 0 the emitted token has exactly the distribution p (Leviathan et al.
+2023; arXiv 2604.11035, Algorithm 1), PROVIDED that x was drawn from that very q: the published rule drafts by
+argmax and is biased. X rows, B pairs of distributions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +19,22 @@ from torch import Tensor
 def probs_reference(
     logits_XV: Tensor, temperature_X: Tensor, top_k_X: Tensor, top_p_X: Tensor, min_p_X: Tensor
 ) -> Tensor:
-    """The law [X, V] fp64 of every row under its own settings."""
+    """The distribution [X, V] (fp64) of every row under its own settings, as defined in README.md.
+
+    The order is temperature, top-k, top-p, min-p, as in transformers. Temperature 0 gives all mass to the
+    token with the largest logit (ties: lowest id), which makes greedy decoding an ordinary case of the
+    accept/residual rule.
+    """
     settings = zip(temperature_X.tolist(), top_k_X.tolist(), top_p_X.tolist(), min_p_X.tolist(), strict=True)
-    probs = [_law(row, *setting) for row, setting in zip(logits_XV.double().tolist(), settings, strict=True)]
+    probs = [
+        _row_probs(row, *setting) for row, setting in zip(logits_XV.double().tolist(), settings, strict=True)
+    ]
     return torch.tensor(probs, dtype=torch.float64).view(logits_XV.shape)
 
 
-def _law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+def _row_probs(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[float]:
     largest = max(logits)
     if temperature == 0:
         best = logits.index(largest)
@@ -46,18 +59,20 @@ def _law(logits: list[float], temperature: float, top_k: int, top_p: float, min_
     return [weights[token] / mass if token in above else 0.0 for token in range(len(logits))]
 
 
-def draw_reference(law: Sequence[float], uniform: float) -> int:
+def draw_reference(probs: Sequence[float], uniform: float) -> int:
     """The first token whose cumulated probability exceeds `uniform` of the whole."""
-    target, total = uniform * math.fsum(law), 0.0
-    for token, probability in enumerate(law):
+    target, total = uniform * math.fsum(probs), 0.0
+    for token, probability in enumerate(probs):
         total += probability
         if probability > 0 and total > target:
             return token
-    return max(token for token, probability in enumerate(law) if probability > 0)
+    return max(token for token, probability in enumerate(probs) if probability > 0)
 
 
 def residual_reference(p: Sequence[float], q: Sequence[float]) -> list[float]:
-    """What a rejected draft is replaced from: max(0, p - q), normalised; p itself where that is nothing."""
+    """The distribution that replaces a rejected draft: max(0, p - q), normalised; p itself if that has no
+    mass.
+    """
     excess = [max(0.0, target - draft) for target, draft in zip(p, q, strict=True)]
     mass = math.fsum(excess)
     return [value / mass for value in excess] if mass > 0 else list(p)
@@ -70,8 +85,17 @@ def verify_reference(
     uniforms: Sequence[float],
     tau: float,
 ) -> int:
-    """How many drafts are accepted before the first rejection."""
+    """Number of drafts that are accepted before the first rejection."""
     for place, (token, uniform) in enumerate(zip(draft_ids, uniforms, strict=True)):
         if not uniform * q[place][token] < (1 + tau) * p[place][token]:
             return place
     return len(draft_ids)
+
+
+def emitted_reference(p_BV: Tensor, q_BV: Tensor, tau: float = 0.0) -> Tensor:
+    """The distribution [B, V] of one token after draft, test and correction, by enumeration of all drafts."""
+    excess_BV = (p_BV - q_BV).clamp(min=0.0)
+    mass_B1 = excess_BV.sum(-1, keepdim=True)
+    residual_BV = torch.where(mass_B1 > 0, excess_BV / mass_B1.where(mass_B1 > 0, 1.0), p_BV)
+    accepted_BV = q_BV * ((1.0 + tau) * p_BV / q_BV.where(q_BV > 0, 1.0)).clamp(max=1.0)
+    return accepted_BV + (1.0 - accepted_BV.sum(-1, keepdim=True)) * residual_BV

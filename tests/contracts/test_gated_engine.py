@@ -16,7 +16,7 @@ from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.runtime.model_runner import Runner
-from idlm.lora import gated_linear
+from idlm.kernels.gated_lora import gated_lora_reference
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
     CYCLE,
@@ -191,14 +191,9 @@ def test_fused_projections_follow_the_reference(random_pair: tuple[Path, Path]) 
         for a_rD, b_Er in zip(low.a, low.b, strict=True):
             part = slice(start, start + len(b_Er))
             bias = getattr(layer, f"{name}_bias")
-            expected = gated_linear(
-                x_RD,
-                weight[part],
-                None if bias is None else bias[part],
-                a_rD=a_rD,
-                b_Er=b_Er,
-                scaling=low.scaling,
-                is_mask_R=is_mask_R,
+            base_RE = torch.nn.functional.linear(x_RD, weight[part], None if bias is None else bias[part])
+            expected = gated_lora_reference(
+                base_RE, x_RD, is_mask_R, a_rD[None], b_Er, sizes=(len(b_Er),), scaling=low.scaling
             )
             torch.testing.assert_close(ours[:, part], expected, atol=1e-5, rtol=1e-5)
             start = part.stop

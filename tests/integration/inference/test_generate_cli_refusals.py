@@ -13,8 +13,8 @@ from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.output import exclusive_output
 from idlm.infer.engine import Engine
-from idlm.text import tokenizer as tokens
-from idlm.text.tokenizer import MAX_CHARS_PER_TOKEN
+from idlm.text import chat
+from idlm.text.chat import MAX_CHARS_PER_TOKEN
 from tests.integration.inference.command_lines import (
     BASE,
     MODEL,
@@ -297,11 +297,11 @@ def test_line_14_a_text_that_can_never_fit_is_refused_before_it_is_tokenised(
     text = "a " * (160 * MAX_CHARS_PER_TOKEN)
     line = {shape: text if shape == "prompt" else [{"role": "user", "content": text}]}
     source = write_lines(tmp_path / "in.jsonl", [line])
-    monkeypatch.setattr(tokens, "_plain_ids", lambda *_, **__: pytest.fail("it is encoded"))
+    monkeypatch.setattr(chat, "_plain_ids", lambda *_, **__: pytest.fail("it is encoded"))
     error = _refusal([*BASE, f"input={source}"])
     assert error.code == "IDLM-0412"
     assert error.message.startswith(f"{source}:1: the prompt has ")
-    assert "more than 160 tokens can stand for" in error.message
+    assert "more than 160 tokens can hold" in error.message
 
 
 def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> None:
@@ -309,6 +309,6 @@ def test_line_14_a_token_of_the_vocabulary_may_be_longer_than_the_bound() -> Non
         def get_vocab(self) -> dict[str, int]:
             return {"x" * 1000: 0, "y": 1}
 
-    tokens.check_size(Vocabulary(), "x" * 3000, 3)
+    chat.check_size(Vocabulary(), "x" * 3000, 3)
     with pytest.raises(UserError, match="IDLM-0412: the prompt has 3001 characters, more than 3 tokens"):
-        tokens.check_size(Vocabulary(), "x" * 3001, 3)
+        chat.check_size(Vocabulary(), "x" * 3001, 3)

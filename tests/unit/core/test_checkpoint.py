@@ -274,7 +274,7 @@ def test_missing_manifest_or_directory(tmp_path: Path) -> None:
         (b'{\n "a": 1,\n}', "line 3"),
         (b"[1]", "expected an object, got list"),
         (b'{"a": ' + b"1" * 5000 + b"}", "integer string conversion"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "recursion"),
         (b'{\n"\xff": 1}', "line 2: not UTF-8"),
     ],
 )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from idlm.masks import RowMeta, dense_mask, visible_slots
+from idlm.kernels.paged_attention import AttentionRows, paged_attention_reference
+from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import Sample, pack_rows
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
@@ -79,7 +80,7 @@ def test_packed_documents_never_see_each_other(stride: int) -> None:
         assert not (mask & other_doc).any()
 
 
-def test_every_row_sees_itself_and_nobody_sees_padding() -> None:
+def test_every_row_sees_itself_and_no_row_sees_padding() -> None:
     meta = packed_meta([(3, 5), (2, 4)], 3, padding=4)
     mask = dense_mask(meta)
     assert mask.diagonal().all()
@@ -87,9 +88,29 @@ def test_every_row_sees_itself_and_nobody_sees_padding() -> None:
     assert torch.equal(mask[:, is_padding].sum(dim=0), torch.ones(4, dtype=torch.int64))
 
 
-def test_the_engine_picture_is_the_training_picture() -> None:
-    """A clean prefix of c tokens, then pending and its masks: two ranges per row give the noisy rows of a
-    block.
+def visible_slots(
+    limits: torch.Tensor, branch_starts: torch.Tensor, own: torch.Tensor, num_slots: int
+) -> torch.Tensor:
+    """Bool [R, S] of one sequence: the slots to which attention gives weight, read off one-hot values."""
+    rows = AttentionRows(
+        cu_rows=torch.tensor([0, len(own)]),
+        block_table=torch.zeros(1, 1, dtype=torch.int64),
+        page_size=num_slots,
+        own_slots_R=own,
+        limits_R=limits,
+        branch_starts_R=branch_starts,
+        max_rows=len(own),
+        max_slots=num_slots,
+    )
+    q_RNH, k_SKH = torch.zeros(len(own), 1, num_slots), torch.zeros(num_slots, 1, num_slots)
+    return (
+        paged_attention_reference(q_RNH, k_SKH, torch.eye(num_slots)[:, None], rows=rows, scale=1.0)[:, 0] > 0
+    )
+
+
+def test_the_rows_of_the_engine_see_what_the_rows_of_training_see() -> None:
+    """The engine feeds the last token and its masks after a clean prefix; its two ranges per row give the
+    visibility of the noisy rows of a block.
     """
     meta = packed_meta([(6, 3)], 4)
     mask = dense_mask(meta)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from idlm.config.suggest import edit_distance, nearest
+from idlm.config.suggest import nearest
 from idlm.errors import UserError
 from idlm.registry import Registry
 
@@ -96,14 +96,6 @@ def test_entry_points_are_loaded(monkeypatch: pytest.MonkeyPatch, value: str, is
             registry.names()
         assert caught.value.code == "IDLM-0103"
     assert asked == ["idlm.plugs"]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "distance"),
-    [("", "abc", 3), ("abc", "abc", 0), ("abc", "acb", 1), ("abc", "abcd", 1), ("kitten", "sitting", 3)],
-)
-def test_edit_distance(a: str, b: str, distance: int) -> None:
-    assert edit_distance(a, b) == edit_distance(b, a) == distance
 
 
 def test_nearest_finds_leaves_and_refuses_strangers() -> None:

@@ -1,4 +1,6 @@
-"""The emitted law by exact enumeration over all pairs; warps against slow references."""
+"""The emitted distribution by exact enumeration over all pairs, with the distributions that a CPU samples
+from.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,26 @@ import itertools
 import pytest
 import torch
 
-from idlm.acceptance import (
-    acceptance_rate,
-    emitted_probs,
-    residual,
-    tokens_per_forward_branch,
-    tokens_per_forward_cold,
-)
-from idlm.sampling import Warp, draw, to_probs
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
+from idlm.kernels.sampling import draw, emitted_reference, residual_reference
+from idlm.kernels.sampling.plain import row_probs
+from idlm.kernels.sampling.types import PlainProbs
+
+Settings = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 SETTINGS = list(itertools.product((0.0, 0.3, 1.0, 1.7), (0, 1, 3, 6), (1.0, 0.9, 0.4), (0.0, 0.2)))
 PAIRS_PER_SETTING = 10_000
 
 
-def _warp(num_rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Warp:
+def _settings(num_rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Settings:
     def column(value: float) -> torch.Tensor:
         return torch.full((num_rows,), value, dtype=torch.float64)
 
-    return Warp(
-        temperature_X=column(temperature),
-        top_k_X=torch.full((num_rows,), top_k),
-        top_p_X=column(top_p),
-        min_p_X=column(min_p),
-    )
+    return column(temperature), torch.full((num_rows,), top_k), column(top_p), column(min_p)
+
+
+def _probs(logits_XV: torch.Tensor, settings: Settings) -> torch.Tensor:
+    return row_probs(logits_XV.double(), settings, None, filters=True).probs_XV
 
 
 def _slow_law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
@@ -66,9 +65,9 @@ def test_emitted_law_is_p_for_every_setting(
     logits_q = logits_p + torch.randn(PAIRS_PER_SETTING, 9, generator=generator) * torch.rand(
         1, generator=generator
     )
-    warp = _warp(PAIRS_PER_SETTING, temperature, top_k, top_p, min_p)
-    p, q = to_probs(logits_p, warp), to_probs(logits_q, warp)
-    assert (emitted_probs(p, q) - p).abs().sum(-1).max() / 2 <= 1e-6
+    settings = _settings(PAIRS_PER_SETTING, temperature, top_k, top_p, min_p)
+    p, q = _probs(logits_p, settings), _probs(logits_q, settings)
+    assert (emitted_reference(p, q) - p).abs().sum(-1).max() / 2 <= 1e-6
     for row in range(0, PAIRS_PER_SETTING, 1009):
         slow = _slow_law(logits_p[row].tolist(), temperature, top_k, top_p, min_p)
         assert p[row].tolist() == pytest.approx(slow, abs=1e-9)
@@ -86,15 +85,14 @@ def test_emitted_law_of_the_published_rule_is_biased() -> None:
 def test_relaxed_acceptance_is_lossy_and_grows_with_tau() -> None:
     generator = torch.Generator().manual_seed(1)
     p, q = (torch.randn(50, 9, generator=generator).double().softmax(-1) for _ in range(2))
-    distance = [float((emitted_probs(p, q, tau) - p).abs().sum(-1).mean() / 2) for tau in (0.0, 0.2, 1.0)]
+    distance = [float((emitted_reference(p, q, tau) - p).abs().sum(-1).mean() / 2) for tau in (0.0, 0.2, 1.0)]
     assert distance[0] < 1e-12 < distance[1] < distance[2]
 
 
-def test_residual_and_acceptance_rate() -> None:
-    p, q = torch.tensor([[0.5, 0.5, 0.0]]).double(), torch.tensor([[0.2, 0.3, 0.5]]).double()
-    assert residual(p, q).tolist() == [pytest.approx([0.6, 0.4, 0.0])]
-    assert residual(p, p).tolist() == p.tolist()
-    assert float(acceptance_rate(p, q)) == pytest.approx(0.5)
+def test_the_residual_is_what_p_has_more_than_q() -> None:
+    p, q = [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]
+    assert residual_reference(p, q) == pytest.approx([0.6, 0.4, 0.0])
+    assert residual_reference(p, p) == p
 
 
 def test_draw_follows_the_law_and_never_leaves_its_support() -> None:
@@ -102,25 +100,28 @@ def test_draw_follows_the_law_and_never_leaves_its_support() -> None:
     edges = torch.tensor(
         [2.0**-33, 0.2499999, 0.25, 0.2500001, 0.7499999, 0.75, 1 - 2.0**-33], dtype=torch.float64
     )
-    assert draw(law.expand(len(edges), -1), edges).tolist() == [1, 1, 3, 3, 3, 4, 4]
+    probs = PlainProbs(probs_XV=law[None])
+    assert draw(probs, torch.zeros(len(edges), dtype=torch.int64), edges).tolist() == [1, 1, 3, 3, 3, 4, 4]
     grid = (torch.arange(4000).double() + 0.5) / 4000
-    counts = draw(law.expand(4000, -1), grid).bincount(minlength=6)
+    counts = draw(probs, torch.zeros(4000, dtype=torch.int64), grid).bincount(minlength=6)
     assert counts.tolist() == [0, 1000, 0, 2000, 1000, 0]
 
 
 def test_rows_keep_their_own_settings() -> None:
     logits = torch.randn(5, generator=torch.Generator().manual_seed(3)).expand(3, 5)
-    warp = Warp(
-        temperature_X=torch.tensor([0.0, 1.0, 2.0]).double(),
-        top_k_X=torch.tensor([0, 2, 0]),
-        top_p_X=torch.tensor([1.0, 1.0, 0.5]).double(),
-        min_p_X=torch.zeros(3).double(),
+    temperature = torch.tensor([0.0, 1.0, 2.0]).double()
+    settings = (
+        temperature,
+        torch.tensor([0, 2, 0]),
+        torch.tensor([1.0, 1.0, 0.5]).double(),
+        torch.zeros(3).double(),
     )
-    law = to_probs(logits, warp)
+    law = _probs(logits, settings)
     assert (law[0] > 0).sum() == 1
     assert (law[1] > 0).sum() == 2
     assert law[2].tolist() == pytest.approx(_slow_law(logits[2].tolist(), 2.0, 0, 0.5, 0.0))
-    assert torch.equal(to_probs(logits[:2], warp.rows(torch.tensor([2, 0]))), law[[2, 0]])
+    some = torch.tensor([2, 0])
+    assert torch.equal(_probs(logits[some], tuple(column[some] for column in settings)), law[some])
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.85, 0.9, 1.0])

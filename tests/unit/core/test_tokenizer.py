@@ -14,6 +14,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, TaskEncoder, num_embedding_rows, save_tokenizer, vocabulary
+from idlm.text import chat
 from idlm.text import tokenizer as tokens
 from tests.small_tokenizers import CHATML, save_byte_level
 
@@ -64,12 +65,12 @@ def test_task_texts_survive_whatever_the_model_is_called(tmp_path, model_type):
             if index >= 20:
                 continue
             prompt_ids, response_ids = encoder.encode_sample(sample)
-            assert tokens.encode_prompt(tokenizer, sample.prompt) == prompt_ids
+            assert chat.encode_prompt(tokenizer, sample.prompt) == prompt_ids
             turns = [
                 {"role": "user", "content": sample.prompt},
                 {"role": "assistant", "content": sample.response},
             ]
-            token_ids, supervised = tokens.render_conversation(tokenizer, turns)
+            token_ids, supervised = chat.render_conversation(tokenizer, turns)
             assert token_ids == prompt_ids + response_ids
             assert supervised == [False] * len(prompt_ids) + [True] * len(response_ids)
 
@@ -173,15 +174,15 @@ def test_directory_without_tokenizer_is_none_and_broken_ones_are_named(tmp_path,
 
 
 def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
-    templated = tokens.encode_prompt(byte_level, "Hi")
+    templated = chat.encode_prompt(byte_level, "Hi")
     assert byte_level.decode(templated) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert byte_level.decode(tokens.encode_prompt(byte_level, "Hi", template="none")) == "Hi"
-    thinking = tokens.encode_prompt(byte_level, "Hi", enable_thinking=False)
+    assert byte_level.decode(chat.encode_prompt(byte_level, "Hi", template="none")) == "Hi"
+    thinking = chat.encode_prompt(byte_level, "Hi", enable_thinking=False)
     assert byte_level.decode(thinking).endswith("assistant\n<think></think>")
-    bare = tokens.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
+    bare = chat.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
     assert task_tokenizer.decode(bare) == "<bos>Lea has 9."
     with pytest.raises(UserError, match="IDLM-0218"):
-        tokens.encode_prompt(byte_level, "")
+        chat.encode_prompt(byte_level, "")
 
 
 TURNS = [
@@ -194,26 +195,26 @@ TURNS = [
 
 
 def test_every_assistant_turn_and_nothing_else_is_supervised(byte_level):
-    token_ids, supervised = tokens.render_conversation(byte_level, TURNS)
+    token_ids, supervised = chat.render_conversation(byte_level, TURNS)
     assert byte_level.decode(token_ids) == byte_level.apply_chat_template(TURNS, tokenize=False)
     runs = re.findall("1+", "".join("1" if flag else "0" for flag in supervised))
     assert len(runs) == 2
     target = byte_level.decode([idx for idx, flag in zip(token_ids, supervised, strict=True) if flag])
     assert target == "1 café<|im_end|>2 日本\n<|im_end|>"
     for num_turns in (2, 4):
-        prompt_ids = tokens.encode_messages(byte_level, TURNS[:num_turns])
+        prompt_ids = chat.encode_messages(byte_level, TURNS[:num_turns])
         assert token_ids[: len(prompt_ids)] == prompt_ids and supervised[len(prompt_ids)]
         assert not supervised[len(prompt_ids) - 1]
-    assert not any(tokens.render_conversation(byte_level, TURNS[:2])[1])
+    assert not any(chat.render_conversation(byte_level, TURNS[:2])[1])
 
 
 def test_template_that_rewrites_history_is_refused(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     thought = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
     tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", thought + "{{ m['content'] }}")
-    assert sum(tokens.render_conversation(tokenizer, TURNS[1:3])[1]) > 0
+    assert sum(chat.render_conversation(tokenizer, TURNS[1:3])[1]) > 0
     with pytest.raises(UserError, match="one sample per assistant turn") as caught:
-        tokens.render_conversation(tokenizer, TURNS)
+        chat.render_conversation(tokenizer, TURNS)
     assert caught.value.code == "IDLM-0214"
 
 
@@ -227,19 +228,19 @@ def test_template_that_merges_tokens_across_turns_is_refused(byte_level_dir):
     )
     turns = [("user", "x"), ("assistant", merged[0]), ("user", merged[1]), ("assistant", "y")]
     with pytest.raises(UserError, match="IDLM-0214"):
-        tokens.render_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
+        chat.render_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
 
 
 def test_missing_and_refusing_templates_are_named(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match="roles must alternate") as caught:
-        tokens.encode_prompt(tokenizer, "Hi")
+        chat.encode_prompt(tokenizer, "Hi")
     assert caught.value.code == "IDLM-0217"
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="IDLM-0215"):
-        tokens.render_conversation(tokenizer, TURNS)
-    assert tokenizer.decode(tokens.encode_prompt(tokenizer, "Hi")) == "Hi"
+        chat.render_conversation(tokenizer, TURNS)
+    assert tokenizer.decode(chat.encode_prompt(tokenizer, "Hi")) == "Hi"
 
 
 def test_stop_token_ids(task_tokenizer):
@@ -255,7 +256,7 @@ def test_stop_token_ids(task_tokenizer):
 
 def test_nothing_heavy_is_imported():
     program = (
-        "import sys, idlm.text.tokenizer, idlm.tasks.build, idlm.tasks.tokenizer as t; t.vocabulary();"
+        "import sys, idlm.text.tokenizer, idlm.tasks.tokenizer as t; t.vocabulary();"
         "print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -266,4 +267,4 @@ def test_nothing_heavy_is_imported():
 
 def test_template_separator_is_one_token(task_tokenizer):
     assert task_tokenizer.chat_template == CHAT_TEMPLATE
-    assert task_tokenizer.decode(tokens.encode_prompt(task_tokenizer, "Lea has 9.")[-1:]) == "\n\n"
+    assert task_tokenizer.decode(chat.encode_prompt(task_tokenizer, "Lea has 9.")[-1:]) == "\n\n"

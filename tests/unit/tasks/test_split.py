@@ -3,15 +3,12 @@ builder."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 
 import pytest
 
-from idlm.errors import UserError
 from idlm.tasks import TASKS, ledger, trace
-from idlm.tasks.build import build
 from idlm.tasks.split import skeleton, split_of_skeleton
 
 LEXICONS = {"ledger": ledger.LEXICON, "trace": trace.LEXICON}
@@ -88,39 +85,3 @@ def test_skeleton_keeps_what_matters():
         base.replace("Lea wins", "Tom wins"),
     ):
         assert skeleton(changed, ledger.LEXICON) != skeleton(base, ledger.LEXICON)
-
-
-def test_build_writes_the_tasks_own_samples(tmp_path):
-    output = build(
-        ["task=trace", "level=long", "split=test", "start=2", "num=5", f"output={tmp_path}/new/x.jsonl"]
-    )
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    task = TASKS.get("trace")(level="long")
-    expected = [task.sample(index, "test") for index in range(2, 7)]
-    assert lines == [{"prompt": sample.prompt, "response": sample.response} for sample in expected]
-    assert [path.name for path in output.parent.iterdir()] == ["x.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "names"),
-    [
-        (["lvel=tiny"], "IDLM-0225", "level"),
-        (["tiny"], "IDLM-0225", "key=value"),
-        (["num=3"], "IDLM-0225", "output"),
-        (["num=three", "output=x"], "IDLM-0225", "whole number"),
-        (["task=leger", "num=3", "output=x"], "IDLM-0102", "ledger"),
-        (["num=3", "output=/proc/none/x"], "IDLM-0226", "cannot write"),
-    ],
-)
-def test_build_refuses_bad_arguments(arguments, code, names):
-    with pytest.raises(UserError, match=names) as caught:
-        build(arguments)
-    assert caught.value.code == code
-
-
-def test_build_keeps_the_old_file_when_it_fails(tmp_path):
-    output = tmp_path / "x.jsonl"
-    output.write_text("old")
-    with pytest.raises(UserError):
-        build(["num=3", "split=dev", f"output={output}"])
-    assert output.read_text() == "old" and list(tmp_path.iterdir()) == [output]

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from idlm.errors import UserError
-from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, gated_linear, tensor_name
+from idlm.kernels.gated_lora import gated_lora_reference
+from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, tensor_name
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import pack_rows
+from idlm.train.model import gated_lora as gated
 from idlm.train.model.body_and_head import BodyAndHead
-from idlm.train.model.body_and_head import gated_lora as gated
 from idlm.train.model.compile import decoder_layers
 from idlm.train.model.gated_lora import (
     GatedLinear,
@@ -114,14 +115,15 @@ def test_an_adapted_layer_follows_the_reference(has_bias: bool) -> None:
     nn.init.normal_(layer.lora_B)
     x_BTD, is_mask_BT = torch.randn(2, 5, 6), torch.rand(2, 5) < 0.5
     gate.set(is_mask_BT.flatten().nonzero()[:, 0])
-    expected = gated_linear(
-        x_BTD.flatten(0, 1),
-        layer.weight,
-        layer.bias,
-        a_rD=layer.lora_A,
-        b_Er=layer.lora_B,
+    x_RD = x_BTD.flatten(0, 1)
+    expected = gated_lora_reference(
+        nn.functional.linear(x_RD, layer.weight, layer.bias),
+        x_RD,
+        is_mask_BT.flatten(),
+        layer.lora_A[None],
+        layer.lora_B,
+        sizes=(4,),
         scaling=SPEC.scaling,
-        is_mask_R=is_mask_BT.flatten(),
     )
     torch.testing.assert_close(layer(x_BTD).flatten(0, 1), expected, atol=1e-6, rtol=1e-6)
     gate.set(None)
