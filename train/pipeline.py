@@ -1,6 +1,6 @@
-"""One run from configuration to report: base model, data, stages, training, export. No command line in here.
+"""One run from configuration to report: base model, data, training, export. Does not parse a command line.
 
-`run_training` is the whole story in order; each step is a function of its own.
+`run_training` is the entry; `_run` lists the parts in order, and each part is a function of its own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from idlm.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     num_token_ids,
-    resolve_mask_token_id,
     stop_token_ids,
 )
 from idlm.train.checkpoint.resume import (
@@ -52,13 +51,13 @@ from idlm.train.data.open import remember_base, remember_data
 from idlm.train.data.prepare import make_objective, prepare_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, num_elements, num_parameters, zero_stage
-from idlm.train.loop.callbacks import Callbacks, finish
 from idlm.train.loop.signals import StopOnSignal
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.model.attention import choose_attention
-from idlm.train.model.body_and_head import (
+from idlm.train.model.checks import (
     check_model,
     grow_vocabulary,
+    mask_token,
     num_vocabulary_rows,
     prepare_mask_row,
     window_problem,
@@ -68,12 +67,15 @@ from idlm.train.model.gated_lora import add_adapter, choose_mask
 from idlm.train.model.load import create_base, load_base
 from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum, Stage
-from idlm.train.planning.estimate import check_disk
 from idlm.train.planning.memory_advice import explain_out_of_memory
-from idlm.train.planning.report import Sampler
+from idlm.train.planning.state import check_disk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
+
+    from idlm.train.loop.progress import Progress
+    from idlm.train.loop.trainer import IdlmTrainer
+    from idlm.train.planning.report import Sampler
 
 log = logging.getLogger(__name__)
 VOCABULARY_MULTIPLE = 64
@@ -158,7 +160,12 @@ def _run(
     publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
     report = None
     if rank() == 0:
-        report = finish(config, prepared, sampler, seconds=time.perf_counter() - start)
+        if config.report.enabled:
+            from idlm.train.planning.report import report_run
+
+            report = report_run(
+                config, prepared, sampler, num_gpus=args.world_size, seconds=time.perf_counter() - start
+            )
         store_finished(config, num_steps=last_step)
     return Outcome(signal=None, last_step=last_step, seconds=time.perf_counter() - start, report=report)
 
@@ -244,16 +251,9 @@ def prepare_mask(
         return None, None
     if config.adapter is not None:
         return choose_mask(model, tokenizer, config.model.mask_token_id)
-    num_rows = num_vocabulary_rows(model)
-    first_spare = num_token_ids(tokenizer)
-    is_full = (
-        config.model.mask_token_id is None and tokenizer.mask_token_id is None and first_spare >= num_rows
-    )
-    explicit = first_spare if is_full else config.model.mask_token_id
-    if is_full:
-        grow_vocabulary(model, first_spare)
-        num_rows = num_vocabulary_rows(model)
-    mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
+    mask_token_id, has_row = mask_token(tokenizer, num_vocabulary_rows(model), config.model.mask_token_id)
+    if not has_row:
+        grow_vocabulary(model, mask_token_id)
     prepare_mask_row(model, mask_token_id)
     return mask_token_id, None
 
@@ -321,10 +321,14 @@ def train(
     """(signal that stopped the run or None, last step done)."""
     from transformers import PrinterCallback
 
+    from idlm.train.loop.progress import Progress
     from idlm.train.loop.trainer import IdlmTrainer
 
-    control = Callbacks(config, prepared, args, console)
-    stop, failed = StopOnSignal(), True
+    progress, stop, failed = (
+        Progress(Path(args.output_dir) / "metrics.jsonl", console=console),
+        StopOnSignal(),
+        True,
+    )
 
     def publish_stage(stage: Stage) -> None:
         trainer.at("export")
@@ -340,16 +344,45 @@ def train(
         objective=prepared.objective,
         attention=prepared.attention,
         log_every=config.train.log_every,
-        callbacks=[watchdog, *control.callbacks, StageExports(prepared.curriculum, publish_stage), stop],
+        # The figures of a step come before anything else is done after it.
+        callbacks=[watchdog, progress],
         balance=config.train.balance,
     )
     trainer.zero_stage, trainer.watchdog = zero_stage(config), watchdog
     trainer.remove_callback(PrinterCallback)
-    control.attach(trainer)
+    progress.attach(trainer)
+    _add_evaluation(config, prepared, trainer, progress)
+    trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
+    trainer.add_callback(stop)
+    if rank() == 0 and config.wandb.mode != "disabled":
+        from idlm.train.loop.tracking import open_tracker
+
+        progress.tracker = open_tracker(config.wandb, Path(args.output_dir), asdict(config))
     try:
         with stop.listening(), explain_out_of_memory(config, prepared.model, world_size=args.world_size):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         failed = False
     finally:
-        control.close(failed=failed)
+        progress.close()
+        if progress.tracker is not None:
+            progress.tracker.close(failed=failed)
     return stop.received, trainer.state.global_step
+
+
+def _add_evaluation(
+    config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, progress: Progress
+) -> None:
+    """Evaluate held-out data while training, where the configuration asks for it."""
+    if config.eval.every is None or prepared.held_out is None:
+        return
+    from idlm.train.loop.evaluation import HeldOut
+
+    trainer.add_callback(
+        HeldOut(
+            prepared.held_out,
+            progress,
+            trainer,
+            every=config.eval.every,
+            num_items=config.eval.num_items,
+        )
+    )

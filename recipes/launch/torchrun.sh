@@ -2,7 +2,7 @@
 # Any recipe on the GPUs of this machine, by torchrun; also on CPUs with train.device=cpu and GPUS=2.
 #   recipes/launch/torchrun.sh recipe=qwen3_8b model.path=... data.path=...
 # Several nodes: start it on every node with NODES=2 RENDEZVOUS=first-node:29500 and one shared output_dir; the
-# configuration is frozen by whoever starts them: CONFIG=<frozen file> (printed by python -m idlm.train.config.freeze).
+# configuration is frozen once, before the start: CONFIG=<frozen file> (python -m idlm.train.config.freeze prints its path).
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=common.sh

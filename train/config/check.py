@@ -56,7 +56,6 @@ def check_config(config: TrainConfig) -> None:
         *_adapter_problems(config),
         *_loop_problems(config),
         *_stage_problems(config),
-        *_sample_problems(config),
         *data_problems(config.data, config.eval.path),
         *control_problems(config.plan, config.eval, config.wandb, config.report),
         *unused_options(config),
@@ -190,15 +189,6 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
                 "the base model's and their loss is constant; leave clean_weight out or set it to 0"
             )
     return problems
-
-
-def _sample_problems(config: TrainConfig) -> list[str]:
-    if config.report.sample_every is None or _predicts_next(config):
-        return []
-    return [
-        f"report.sample_every={config.report.sample_every}: samples while training are written next token by "
-        f"next token, which objective={config.objective} does not train; leave it out"
-    ]
 
 
 def _loop_problems(config: TrainConfig) -> list[str]:

@@ -55,10 +55,6 @@ class ReportConfig:
 
     enabled: bool = _setting(True, "write report.md with plots")
     num_samples: int = _setting(8, "sample generations shown")
-    sample_every: int | None = _setting(
-        None, "optimizer steps between greedy samples of the running weights; null: none"
-    )
-    sample_tokens: int = _setting(64, "longest such sample in tokens")
 
 
 def control_problems(
@@ -72,8 +68,6 @@ def control_problems(
         "plan.num_gpus": plan.num_gpus,
         "eval.every": evaluation.every,
         "eval.num_items": evaluation.num_items,
-        "report.sample_every": report.sample_every,
-        "report.sample_tokens": report.sample_tokens,
     }
     problems = [
         f"{key}={value} must be at least 1" for key, value in at_least_one.items() if (value or 1) < 1

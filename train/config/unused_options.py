@@ -71,11 +71,6 @@ RULES = (
         "report.enabled=false writes no report",
     ),
     Rule(
-        ("report.sample_tokens",),
-        lambda config: config.report.sample_every is None,
-        "no samples are drawn while training without report.sample_every",
-    ),
-    Rule(
         ("wandb.project", "wandb.name"),
         lambda config: config.wandb.mode == "disabled",
         "wandb.mode=disabled sends nothing",

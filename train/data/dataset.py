@@ -21,7 +21,7 @@ from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, Sample, pack_rows
 from idlm.train.data.packing import StreamPlan
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.planning.flops import count_fed
+from idlm.train.planning.time import count_fed
 
 OVERLONG_POLICIES = ("error", "drop", "truncate", "split")
 KEPT_POOLS = 4
@@ -150,7 +150,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     Adds `noisy_index` and `clean_index` (flat indices into B*T of the supervised rows of either half, found
     here so that no device ever waits for them), `open_index` (noisy rows whose target was left unmasked, and
     which are in neither), `gate_index` (those of all noisy rows, for a gated adapter),
-    `item_ids` [B], `fed` [6] (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the document
+    `item_ids` [B], `fed` [6] (`idlm.train.planning.time.count_fed`) and the scalar `num_tokens`, the document
     tokens of the micro-batch.
     """
     stages = {item["stage"] for item in items}

@@ -1,4 +1,4 @@
-"""Running out of memory, told as settings to change: by how much, and what that frees."""
+"""Explains an out-of-memory error: what was used, which settings to change, and what each of them frees."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import torch
 
 from idlm.errors import UserError
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, num_parameters, zero_stage
-from idlm.train.planning.estimate import state_setup
-from idlm.train.planning.memory import state_terms
+from idlm.train.planning.state import GIB, state_setup, state_terms
 
 if TYPE_CHECKING:
     from torch import nn
 
     from idlm.train.config.schema import TrainConfig
 
-GIB = 2**30
 HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
 
 
@@ -36,19 +34,16 @@ def explain_out_of_memory(config: TrainConfig, model: nn.Module, *, world_size: 
     """Inside, running out of GPU or host memory raises UserError IDLM-0517: what was used, what to set."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        figures = _gpu_figures()
-        raise _explained("GPU", figures, config, model, world_size=world_size) from error
-    except MemoryError as error:
-        raise _explained("host", _host_figures(), config, model, world_size=world_size) from error
-    except RuntimeError as error:
-        if not any(text in str(error) for text in HOST_TEXTS):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        raise _explained("host", _host_figures(), config, model, world_size=world_size) from error
+        is_gpu = isinstance(error, torch.OutOfMemoryError)
+        where, figures = ("GPU", _gpu_figures()) if is_gpu else ("host", _host_figures())
+        raise _explained(where, figures, config, model, world_size=world_size) from error
 
 
 def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
-    """Bytes per process of weights, gradients and AdamW's state, by the plan's formula."""
+    """Bytes per process of weights, gradients and AdamW's state."""
     terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
     return sum(term.num_bytes for term in terms)
 
@@ -72,7 +67,8 @@ def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size
     before = state_bytes(config, num_trained, num_frozen, world_size=world_size)
     if loop.deepspeed is None and world_size > 1 and stage < SHARDS_WEIGHTS:
         for higher in range(stage + 1, SHARDS_WEIGHTS + 1):
-            after = _with_stage(config, higher, num_trained, num_frozen, world_size=world_size)
+            sharded = replace(config, train=replace(loop, zero_stage=higher))
+            after = state_bytes(sharded, num_trained, num_frozen, world_size=world_size)
             told.append(
                 f"train.zero_stage={higher} (weights, gradients and optimizer take {after / GIB:.1f} GiB per "
                 f"process instead of {before / GIB:.1f})"
@@ -85,13 +81,6 @@ def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size
         length = loop.max_length // 2
         told.append(f"train.max_length={length} with train.overlong=truncate or drop (half the activations)")
     return told
-
-
-def _with_stage(
-    config: TrainConfig, stage: int, num_trained: int, num_frozen: int, *, world_size: int
-) -> int:
-    other = replace(config, train=replace(config.train, zero_stage=stage))
-    return state_bytes(other, num_trained, num_frozen, world_size=world_size)
 
 
 def _explained(
