@@ -26,7 +26,7 @@ from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
     from idlm.train.config.schema import TrainConfig
-    from idlm.train.pipeline import Prepared
+    from idlm.train.prepare import Prepared
 
 
 def stage_directory(output_dir: str, stage: Stage) -> Path:

@@ -27,7 +27,7 @@ from idlm.train.step import StepLosses
 
 if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
-    from idlm.train.loop.tracking import Tracker
+    from idlm.train.loop.tracking import WandbTracker
     from idlm.train.loop.trainer import IdlmTrainer
 
 EVALUATION = "held_out"
@@ -85,7 +85,7 @@ class Progress(TrainerCallback, ExportableState):
 
     def __init__(self, metrics_path: Path, *, console: Any) -> None:
         self.metrics_path, self.console = metrics_path, console
-        self.tracker: Tracker | None = None
+        self.tracker: WandbTracker | None = None
         self.trainer: IdlmTrainer | None = None
         self._bar: FigureBar | None = None
         self._task: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from idlm.errors import UserError
 from idlm.train.config.monitoring import WandbConfig
@@ -13,15 +13,7 @@ log = logging.getLogger(__name__)
 NOT_CURVES = ("first_item", "last_item", "step")
 
 
-class Tracker(Protocol):
-    """Where records go in addition to `metrics.jsonl`."""
-
-    def log(self, record: dict[str, Any]) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
-def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> Tracker | None:
+def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker | None:
     """The tracker of a run, None where `mode` is disabled. Call it on rank 0 only. `values`: the
     configuration.
 

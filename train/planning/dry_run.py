@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from idlm.errors import UserError
-from idlm.lora import AdapterSpec
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.checkpoint.resume import config_text, named_checkpoint
 from idlm.train.config.check import check_config
@@ -27,7 +26,6 @@ from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.prepare import make_objective, prepare_data
 from idlm.train.model.checks import mask_token
 from idlm.train.model.files import embedding_norm, is_renamed, read_generation_config, weight_problems
-from idlm.train.model.gated_lora import add_adapter
 from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
@@ -35,6 +33,7 @@ from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.preview import LEGEND, coloured, pieces_of, plain
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.planning.time import span
+from idlm.train.prepare import prepare_adapter, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +85,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
             named_checkpoint(config)
     tokenizer: Any = None
     with found.guarding():
-        tokenizer = _prepare("prepare_tokenizer")(config)
+        tokenizer = prepare_tokenizer(config)
     model: PreTrainedModel | None = None
     if tokenizer is not None:
         with found.guarding():
@@ -108,14 +107,6 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
             f"the dry run found {len(found.problems)} problem{plural}:{listed}",
             fix="correct them and run it again; nothing was trained",
         )
-
-
-def _prepare(name: str) -> Callable[..., Any]:
-    """A function of `idlm.train.pipeline`, whose imports an early refusal does not need."""
-    from idlm.train import pipeline
-
-    step: Callable[..., Any] = getattr(pipeline, name)
-    return step
 
 
 def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
@@ -140,7 +131,7 @@ def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
         read = read_generation_config(Path(config.model.path))
         model.generation_config = model.generation_config if read is None else read
     else:
-        model = _prepare("prepare_model")(config, tokenizer, "eager", meta)
+        model = prepare_model(config, tokenizer, "eager", meta)
     return model
 
 
@@ -162,7 +153,7 @@ def _plan(
         found.add("Model", [f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines])
     if mask_token_id is None and config.objective != "ar":
         return
-    _adapt(config, model)
+    prepare_adapter(config, model, None)
     objective = make_objective(config, model, tokenizer, mask_token_id)
     gpus = num_gpus(config)
     data = prepare_data(config, tokenizer, objective, mask_token_id, gpus)
@@ -204,7 +195,7 @@ def planned_device(config: TrainConfig) -> tuple[str, str]:
 
 
 def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
-    """(mask token id, lines about it), as `pipeline.prepare_mask` chooses it, without weights."""
+    """(mask token id, lines about it), as `prepare_mask` chooses it, without weights."""
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
@@ -229,15 +220,6 @@ def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> 
             use = "kept" if 0 < norm < float("inf") else "replaced by the mean embedding"
             lines.append(f"norm of its embedding {norm:.3g}: {use}")
     return mask_token_id, lines
-
-
-def _adapt(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Put the adapter on the meta model."""
-    if config.adapter is not None:
-        spec = AdapterSpec(
-            rank=config.adapter.rank, alpha=config.adapter.alpha, targets=tuple(config.adapter.targets)
-        )
-        add_adapter(model, spec)
 
 
 def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[Any]:

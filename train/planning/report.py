@@ -25,7 +25,7 @@ from idlm.train.planning.time import span
 
 if TYPE_CHECKING:
     from idlm.train.config.schema import TrainConfig
-    from idlm.train.pipeline import Prepared
+    from idlm.train.prepare import Prepared
 
 PLOT_FOLDER = "report"
 LOSS_PLOT = "losses.png"

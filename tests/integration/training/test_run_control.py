@@ -176,7 +176,7 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     from idlm.train.config.schema import TrainConfig
     from idlm.train.data.prepare import prepare_data
     from idlm.train.objectives.idlm import IntrospectiveConsistency
-    from idlm.train.pipeline import prepare_tokenizer
+    from idlm.train.prepare import prepare_tokenizer
 
     path = tmp_path / "data.jsonl"
     lines = [json.dumps({"prompt": f"Sam has {n}", "response": f"{n} and {n * n}"}) for n in range(40)]
