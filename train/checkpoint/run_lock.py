@@ -71,7 +71,7 @@ def _lock(path: Path, output_dir: str) -> int | None:
 def _owner(path: Path) -> str:
     """The owner of the lock, as its file names it."""
     with contextlib.suppress(OSError):
-        told = path.read_text(encoding="utf-8", errors="replace").strip()
-        if told:
-            return f"another idlm-train ({told})"
+        owner = path.read_text(encoding="utf-8", errors="replace").strip()
+        if owner:
+            return f"another idlm-train ({owner})"
     return "another idlm-train"

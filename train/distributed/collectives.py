@@ -63,16 +63,16 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     """
     if not is_distributed():
         return compute()
-    told: list[Any] = [None]
+    sent: list[Any] = [None]
     failure: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            told = [(True, compute())]
+            sent = [(True, compute())]
         except UserError as error:
             failure = error
-            told = [(False, (error.code, error.message, error.fix))]
-    dist.broadcast_object_list(told, src=0, group=control_group())
-    is_fine, value = told[0]
+            sent = [(False, (error.code, error.message, error.fix))]
+    dist.broadcast_object_list(sent, src=0, group=control_group())
+    is_fine, value = sent[0]
     if is_fine:
         return value
     code, message, fix = value

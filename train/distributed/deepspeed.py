@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STAGES = (0, 1, 2, 3)
 SHARDS_WEIGHTS = 3
-# Elements: 2 x 400 MB in bfloat16, enough to fill a link and little beside an optimizer.
+# Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
 BUCKET_ELEMENTS = 200_000_000
 LIVE_ELEMENTS = 1_000_000_000
 FILLED_BY_TRAINER = (
@@ -99,7 +99,7 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any] | 
 
 
 def deepspeed_problems(config: TrainConfig) -> list[str]:
-    """What is wrong with the DeepSpeed settings, without importing it."""
+    """Problems of the DeepSpeed settings, as sentences. Does not import DeepSpeed."""
     loop, problems = config.train, []
     if loop.zero_stage is not None and loop.zero_stage not in STAGES:
         problems.append(f"train.zero_stage={loop.zero_stage} is not one of null, 0, 1, 2, 3")
@@ -155,7 +155,7 @@ def prepare_environment(config: TrainConfig) -> None:
     """
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     if on_cpu:
-        # accelerate imports DeepSpeed where it is installed, and that warns of the missing GPU unless told.
+        # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not uses_deepspeed(config):
         return

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
+"""Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
 
 Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
 teacher-forced expectation of the step shown.

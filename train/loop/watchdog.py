@@ -164,8 +164,8 @@ class Watchdog(TrainerCallback):
         beats = [self.mine]
         if self.store is not None:
             self._publish()
-            told = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-            beats = [Heartbeat(**json.loads(text)) for text in told]
+            texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+            beats = [Heartbeat(**json.loads(text)) for text in texts]
         for beat in beats:
             known = self.seen.setdefault(beat.rank, PeerStatus(beat, now, now))
             if beat.count != known.heartbeat.count or beat.rank == self.mine.rank:

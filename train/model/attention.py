@@ -69,7 +69,7 @@ def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = 
 
 
 def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str, str] | None:
-    """What is wrong with a choice, and the remedy."""
+    """(problem, remedy) of a choice, None where it can run."""
     if requested in GPU_ONLY and device.type != "cuda":
         return f"has no backward pass on a {device.type.upper()}", "set model.attention=auto"
     if requested in ("idlm_split", "idlm_flash") and not is_16_bit:
@@ -83,7 +83,7 @@ def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str
 
 
 def flash_problem() -> tuple[str, str] | None:
-    """What `idlm_flash` lacks on this machine, and the remedy."""
+    """(problem, remedy) where `idlm_flash` cannot run on this machine."""
     if _is_installed("flash_attn.cute"):
         return None
     return "needs FlashAttention 4", "pip install 'idlm[flash-attn]', or set model.attention=auto"

@@ -53,7 +53,7 @@ def is_renamed(model: PreTrainedModel) -> bool:
 def weight_problems(
     directory: Path, expected: Mapping[str, tuple[int, ...]], *, is_renamed: bool = False
 ) -> list[str]:
-    """What is wrong with the weights of `directory`, whose tensors should be `expected` (name to shape).
+    """Problems of the weights of `directory`, whose tensors should be `expected` (name to shape).
 
     Values are not read. Only one of several tied tensors has to be there. `is_renamed`: transformers stores
     the family under other names, so that a name may be missing.

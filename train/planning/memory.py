@@ -38,7 +38,7 @@ DEVICE_BYTES = {"B200": 178 * GIB, "H200": 139 * GIB, "H100": 79 * GIB, "A100": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the memory of a decoder depends on; `queries` and `keys` are elements of all heads of a layer."""
+    """The sizes of a decoder that its memory depends on; `queries` and `keys` are elements of all heads of a layer."""
 
     width: int
     ffn: int
@@ -66,7 +66,7 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """What the GPU must have."""
+        """Bytes that the GPU must have."""
         return self.peak_allocated + sum(term.num_bytes for term in self.outside)
 
 

@@ -50,17 +50,17 @@ def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world
 
 def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:
     """Settings that lower memory, the cheapest first, each with its value for this run."""
-    loop, told = config.train, []
+    loop, settings = config.train, []
     if loop.batch_size > 1:
         half = loop.batch_size // 2
         rows = loop.batch_size * loop.accumulation
         keeps = rows % half == 0
-        told.append(
+        settings.append(
             f"train.batch_size={half} train.accumulation={rows // half}"
             + (" (same rows per step, half the activations)" if keeps else " (half the activations)")
         )
     if not config.model.gradient_checkpointing:
-        told.append(
+        settings.append(
             "model.gradient_checkpointing=true (activations of one layer at a time, 1/3 more compute)"
         )
     stage = zero_stage(config) or 0
@@ -69,18 +69,22 @@ def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size
         for higher in range(stage + 1, SHARDS_WEIGHTS + 1):
             sharded = replace(config, train=replace(loop, zero_stage=higher))
             after = state_bytes(sharded, num_trained, num_frozen, world_size=world_size)
-            told.append(
+            settings.append(
                 f"train.zero_stage={higher} (weights, gradients and optimizer take {after / GIB:.1f} GiB per "
                 f"process instead of {before / GIB:.1f})"
             )
     if loop.zero_stage and not loop.offload_optimizer:
         offloaded = replace(config, train=replace(loop, offload_optimizer=True))
         after = state_bytes(offloaded, num_trained, num_frozen, world_size=world_size)
-        told.append(f"train.offload_optimizer=true ({(before - after) / GIB:.1f} GiB less per process, slow)")
+        settings.append(
+            f"train.offload_optimizer=true ({(before - after) / GIB:.1f} GiB less per process, slow)"
+        )
     if loop.batch_size == 1:
         length = loop.max_length // 2
-        told.append(f"train.max_length={length} with train.overlong=truncate or drop (half the activations)")
-    return told
+        settings.append(
+            f"train.max_length={length} with train.overlong=truncate or drop (half the activations)"
+        )
+    return settings
 
 
 def _explained(
@@ -89,12 +93,12 @@ def _explained(
     num_trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
     num_frozen = num_parameters(model) - num_trained
     states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
-    told = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
+    settings = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
     return UserError(
         "IDLM-0517",
         f"out of {where} memory: {figures}; weights, gradients and optimizer take {states / GIB:.1f} GiB of "
         f"it, activations of {config.train.batch_size} x {config.train.max_length} tokens the rest",
-        fix="then resume=auto with one of: " + "; ".join(told),
+        fix="then resume=auto with one of: " + "; ".join(settings),
     )
 
 

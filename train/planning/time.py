@@ -112,10 +112,10 @@ def fed_of(counts: Tensor) -> TokenCounts:
 
 
 def work_of(model: PreTrainedModel) -> ModelWork | None:
-    """What a transformers model (also on the meta device) multiplies per row.
+    """The multiply-adds per row of a transformers model, also on the meta device.
 
     None where weights other than linear layers do, as in mixtures of experts and in GPT-2, or where the heads
-    are not told: no count is better than a wrong one.
+    are unknown: no count is better than a wrong one.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
