@@ -38,7 +38,7 @@ DEVICE_BYTES = {"B200": 178 * GIB, "H200": 139 * GIB, "H100": 79 * GIB, "A100": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder that its memory depends on; `queries` and `keys` are elements of all heads of a layer."""
+    """Sizes that the memory of a decoder depends on; `queries` and `keys` are elements of all heads."""
 
     width: int
     ffn: int

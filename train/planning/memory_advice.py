@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,39 +51,33 @@ def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world
 def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:
     """Settings that lower memory, the cheapest first, each with its value for this run."""
     loop, settings = config.train, []
+
+    def state_gib(**changes: Any) -> float:
+        changed = replace(config, train=replace(loop, **changes))
+        return state_bytes(changed, num_trained, num_frozen, world_size=world_size) / GIB
+
     if loop.batch_size > 1:
-        half = loop.batch_size // 2
-        rows = loop.batch_size * loop.accumulation
-        keeps = rows % half == 0
+        half, rows = loop.batch_size // 2, loop.batch_size * loop.accumulation
+        same = "same rows per step, " if rows % half == 0 else ""
         settings.append(
-            f"train.batch_size={half} train.accumulation={rows // half}"
-            + (" (same rows per step, half the activations)" if keeps else " (half the activations)")
+            f"train.batch_size={half} train.accumulation={rows // half} ({same}half the activations)"
         )
     if not config.model.gradient_checkpointing:
         settings.append(
             "model.gradient_checkpointing=true (activations of one layer at a time, 1/3 more compute)"
         )
-    stage = zero_stage(config) or 0
-    before = state_bytes(config, num_trained, num_frozen, world_size=world_size)
-    if loop.deepspeed is None and world_size > 1 and stage < SHARDS_WEIGHTS:
-        for higher in range(stage + 1, SHARDS_WEIGHTS + 1):
-            sharded = replace(config, train=replace(loop, zero_stage=higher))
-            after = state_bytes(sharded, num_trained, num_frozen, world_size=world_size)
-            settings.append(
-                f"train.zero_stage={higher} (weights, gradients and optimizer take {after / GIB:.1f} GiB per "
-                f"process instead of {before / GIB:.1f})"
-            )
+    if loop.deepspeed is None and world_size > 1:
+        settings += [
+            f"train.zero_stage={stage} (weights, gradients and optimizer take "
+            f"{state_gib(zero_stage=stage):.1f} GiB per process instead of {state_gib():.1f})"
+            for stage in range((zero_stage(config) or 0) + 1, SHARDS_WEIGHTS + 1)
+        ]
     if loop.zero_stage and not loop.offload_optimizer:
-        offloaded = replace(config, train=replace(loop, offload_optimizer=True))
-        after = state_bytes(offloaded, num_trained, num_frozen, world_size=world_size)
-        settings.append(
-            f"train.offload_optimizer=true ({(before - after) / GIB:.1f} GiB less per process, slow)"
-        )
+        saved = state_gib() - state_gib(offload_optimizer=True)
+        settings.append(f"train.offload_optimizer=true ({saved:.1f} GiB less per process, slow)")
     if loop.batch_size == 1:
-        length = loop.max_length // 2
-        settings.append(
-            f"train.max_length={length} with train.overlong=truncate or drop (half the activations)"
-        )
+        half = loop.max_length // 2
+        settings.append(f"train.max_length={half} train.overlong=truncate or drop (half the activations)")
     return settings
 
 

@@ -163,12 +163,12 @@ def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by its name; None where we do not know."""
+    """Dense bf16 FLOP/s of a GPU by its name; None for an unknown one."""
     return next((rate for name, rate in PEAK_BF16 if name.lower() in device_name.lower()), None)
 
 
 def peak_of(device: torch.device) -> float | None:
-    """`peak_flops` of a CUDA device, None of any other."""
+    """`peak_flops` of a CUDA device; None for any other device."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
