@@ -10,13 +10,33 @@ import torch
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import Sample, pack_rows
 from idlm.train.model.load import create_base
-from idlm.train.objectives.base import Objective
+from idlm.train.objectives.base import Batch, Head, Objective, Terms
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from idlm.train.step import BodyAndHead
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 VOCAB = 64
 MASK = 63
+
+
+class HiddenStates(BodyAndHead):
+    """The trainer's forward pass of a model, up to its last hidden states."""
+
+    def hidden(self, model: torch.nn.Module, batch: Batch, attention: str) -> torch.Tensor:
+        """Last hidden states [B, T, D] of a collated batch, differentiable."""
+        found: list[torch.Tensor] = []
+
+        def compute(head: Head, hidden_BTD: torch.Tensor) -> Terms:
+            found.append(hidden_BTD)
+            return Terms(sums=torch.zeros(1))
+
+        self.terms(model, batch, attention, compute)
+        return found[0]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V] of hidden states [M, D]."""
+        return self.lm_head(hidden)
 
 
 def tiny_config(family: str) -> dict[str, Any]:

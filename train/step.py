@@ -1,74 +1,256 @@
-"""The losses of one optimizer step: what is summed, how its terms are weighted, and the stop on a loss that
-is not finite. The host never waits for the device here, except for a flag set before the backward pass.
+"""One optimizer step, from packed rows to the optimizer, in the order in which it runs.
+
+    rows       `TrainingStep.start` takes the micro-batches of the step, packed rows `[x_t | x_0]`
+               (train/data/layout.py), and counts the supervised tokens of each loss term over all ranks.
+    model      `BodyAndHead` runs the model's own forward pass under our visibility mask (idlm/masks.py).
+    terms      Inside that pass, in place of the output head, the objective (train/objectives/) sums the
+               negative log-likelihood of each term: L_mask and L_clean for `idlm`.
+    weights    s in L_mask + s * L_clean: a number, or L_mask / L_clean of global means.
+    loss       ranks * sum over terms of weight * sum / count. The average of its gradient over ranks is the
+               gradient of the global mean, for any number of ranks and micro-batches.
+    guard      `LossGuard` ends the run on every rank before a loss that is not finite changes a weight.
+    optimizer  transformers' Trainer: backward pass, gradient clipping, AdamW, learning rate schedule.
+               Its subclass in train/loop/trainer.py calls `start`, `loss` and the guard, and nothing else.
+
+The host does not wait for the device, except for the guard's flag, which is set before the backward pass.
+Paper arXiv 2604.11035, section 3.1, equations 1 and 2.
+
+Shape letters: B packed rows of a micro-batch, T rows of one packed row, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
 from idlm.log import rank
+from idlm.masks import RowMeta
 from idlm.train.distributed.collectives import all_reduce, is_distributed
-from idlm.train.objectives.base import Batch, Overlap
-from idlm.train.objectives.curriculum import Stage
+from idlm.train.model.attention import mask_arguments
+from idlm.train.objectives.base import Batch, Head, Objective, Terms
+from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
-    from idlm.train.loop.trainer import IdlmTrainer
+    from transformers import PreTrainedModel
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepLosses:
-    """What one optimizer step computed, over all its micro-batches: tensors, so that reading them is the
-    caller's cost.
+    """What one optimizer step computes, summed over its micro-batches; tensors on the device.
 
-    `counts` [num_terms] are over all ranks; `sums` [num_terms], the overlap per draft position [num_masks],
-    `num_tokens` (document tokens, a scalar) and `fed` [6] (`idlm.train.planning.flops`) are of this rank alone.
-    `weights` [num_terms]; they wait for the losses of the step's one micro-batch where `is_weighted` is
-    false.
+    `counts` [num_terms], supervised tokens per term, are over all ranks. `sums` [num_terms], nats, the
+    overlap per draft position [num_masks] and `fed` [6] (`train.planning.time.count_fed`) are of this rank.
+    `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step.
     """
 
     stage: Stage
+    is_logged: bool
     counts: Tensor
     sums: Tensor
-    weights: Tensor
-    is_weighted: bool
     overlap_sums: Tensor
     overlap_counts: Tensor
-    num_tokens: Tensor
     fed: Tensor
-
-    def add_overlap(self, overlap: Overlap) -> None:
-        """Add a micro-batch's."""
-        self.overlap_sums += overlap.sums
-        self.overlap_counts += overlap.counts
-
-    def weigh(self, weights: Tensor) -> None:
-        """Settle the weights of the terms."""
-        self.weights, self.is_weighted = weights, True
+    weights: Tensor | None = None
 
     def means(self, sums: Tensor) -> Tensor:
-        """Global means per token of this rank's `sums` [num_terms], on the device. Collective."""
+        """Global means per token [num_terms] of this rank's `sums` [num_terms], on the device. Collective."""
         total = sums.clone()
         all_reduce(total)
         return total / self.counts.clamp_min(1)
 
 
+class TrainingStep:
+    """Computes the losses of optimizer steps: `start` once per step, then `loss` once per micro-batch.
+
+    `autocast`: context of a forward pass. `previous`: means of the step before, for train.balance=previous.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        objective: Objective,
+        curriculum: Curriculum,
+        attention: str,
+        log_every: int,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        previous: PreviousMeans | None = None,
+    ) -> None:
+        self.model, self.args = model, args
+        self.objective, self.curriculum = objective, curriculum
+        self.attention, self.log_every, self.autocast = attention, log_every, autocast
+        self.runner = BodyAndHead(model)
+        self.guard = LossGuard(Path(args.output_dir))
+        self.previous = previous
+        self.losses: StepLosses | None = None
+
+    def is_logged(self, step: int) -> bool:
+        """Whether the metrics get a line after this 1-based step; a line covers steps of one stage only."""
+        return step == 1 or step % self.log_every == 0 or self.curriculum.ends_stage(step)
+
+    def start(self, step: int, batches: list[Batch], to_device: Callable[[Batch], Batch]) -> Tensor:
+        """Begin the 0-based optimizer step with its micro-batches. Returns `counts`. Collective."""
+        device = self.args.device
+        self.guard.begin(step + 1, num_micro_batches=len(batches))
+        stage, is_logged = self.curriculum.stage_of_step(step), self.is_logged(step + 1)
+        per_batch = [self.objective.counts(batch, stage=stage, want_overlap=is_logged) for batch in batches]
+        counts = torch.stack(per_batch).sum(dim=0).to(device)
+        all_reduce(counts)
+        self.losses = StepLosses(
+            stage=stage,
+            is_logged=is_logged,
+            counts=counts,
+            sums=torch.zeros(len(counts), device=device),
+            overlap_sums=torch.zeros(stage.stride - 1, device=device),
+            overlap_counts=torch.zeros(stage.stride - 1, device=device),
+            fed=torch.stack([batch["fed"] for batch in batches]).sum(dim=0),
+        )
+        self._choose_weights(self.losses, batches, to_device)
+        return counts
+
+    def _choose_weights(
+        self, step: StepLosses, batches: list[Batch], to_device: Callable[[Batch], Batch]
+    ) -> None:
+        """Set the weights of the terms before the first forward pass, where that is possible.
+
+        A balanced stage (s = L_mask / L_clean) needs the losses of the whole step before its gradients. With
+        one micro-batch `loss` takes them from its own forward pass, for one more product with the head. With
+        accumulation a pass without gradients over all micro-batches computes them here, about a third more
+        compute for the step. With balance=previous the losses of the step before are used, at no cost.
+        """
+        if not self.objective.needs_means(step.stage):
+            step.weights = self.objective.weights(step.stage, None).to(step.sums.device)
+        elif self.previous is not None and self.previous.means is not None:
+            step.weights = self.objective.weights(step.stage, self.previous.means)
+        elif len(batches) > 1:
+            sums = torch.zeros_like(step.sums)
+            # Dropout draws the same numbers in the pass that trains.
+            with torch.no_grad(), torch.random.fork_rng(devices=[sums.device] if sums.is_cuda else []):
+                self.model.train()
+                for batch in map(to_device, batches):
+                    sums += self._forward(self.model, batch, partial(self._sums, step.stage, batch)).sums
+            step.weights = self.objective.weights(step.stage, step.means(sums))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """This rank's share of the step's loss, a scalar to differentiate; `model` may be wrapped (DDP,
+        DeepSpeed), `batch` is on the device.
+        """
+        step = self.losses
+        assert step is not None, "start() begins a step"
+
+        def in_place_of_head(head: Head, hidden_BTD: Tensor) -> Terms:
+            if step.weights is None:
+                means = step.means(self._sums(step.stage, batch, head, hidden_BTD).sums)
+                step.weights = self.objective.weights(step.stage, means)
+            return self.objective.terms(
+                head,
+                hidden_BTD,
+                batch,
+                stage=step.stage,
+                coefficients=step.weights / step.counts.clamp_min(1) * self.args.world_size,
+                want_overlap=step.is_logged,
+            )
+
+        terms = self._forward(model, batch, in_place_of_head)
+        assert terms.loss is not None
+        step.sums += terms.sums
+        if terms.overlap is not None:
+            step.overlap_sums += terms.overlap.sums
+            step.overlap_counts += terms.overlap.counts
+        self.guard.note(terms.loss, batch)
+        return terms.loss
+
+    def _sums(self, stage: Stage, batch: Batch, head: Head, hidden_BTD: Tensor) -> Terms:
+        """The summed losses of a micro-batch, without gradients."""
+        hidden_BTD = hidden_BTD.detach()
+        return self.objective.terms(
+            head, hidden_BTD, batch, stage=stage, coefficients=None, want_overlap=False
+        )
+
+    def _forward(self, model: nn.Module, batch: Batch, compute: Callable[[Head, Tensor], Terms]) -> Terms:
+        # accelerate puts the wrapped model's forward pass under autocast, not that of the model inside.
+        with self.autocast():
+            return self.runner.terms(model, batch, self.attention, compute)
+
+
+class BodyAndHead:
+    """Runs a model with a function in place of its output head, so that logits of [B, T, V] never exist.
+
+    The model's own `forward` is called, never that of a submodule, and the function runs inside the forward
+    pass of the head module. So wrappers (DDP, DeepSpeed, autocast) keep working, and a wrapper that gathers
+    the head's weight for its forward and backward pass, as ZeRO-3 does, gathers it for the function too. The
+    loss is what the head returns: it comes back as the model's `logits`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        # Set by `train.model.gated_lora.add_adapter`: marks the MASK rows, which alone the adapter changes.
+        self.gate = getattr(model, "mask_gate", None)
+
+    def terms(
+        self, model: nn.Module, batch: Batch, attention: str, compute: Callable[[Head, Tensor], Terms]
+    ) -> Terms:
+        """`compute(head, hidden_BTD)` of a collated batch in one forward pass of `model`, which may be
+        wrapped. Where it has a loss, the result's loss is the one that the wrapped model returned.
+        """
+        computed: list[Terms] = []
+
+        def forward(hidden_BTD: Tensor) -> Tensor:
+            computed.append(
+                compute(Head(weight_VD=self.lm_head.weight, bias_V=self.lm_head.bias), hidden_BTD)
+            )
+            loss = computed[0].loss
+            return hidden_BTD.new_zeros(1, 1, 1) if loss is None else loss.reshape(1, 1, 1)
+
+        meta = RowMeta(
+            doc_ids=batch["doc_ids"],
+            positions=batch["position_ids"],
+            block_starts=batch["block_starts"],
+            is_noisy=batch["is_noisy"],
+            reach=batch.get("reach"),
+        )
+        if self.gate is not None:
+            self.gate.set(batch["gate_index"])
+        head_attributes = vars(self.lm_head)
+        # Wrappers may have set a forward of their own on the module.
+        before = head_attributes.get("forward")
+        head_attributes["forward"] = forward
+        try:
+            logits = model(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                use_cache=False,
+                **mask_arguments(meta, attention),
+            ).logits
+        finally:
+            if before is None:
+                del head_attributes["forward"]
+            else:
+                head_attributes["forward"] = before
+        assert len(computed) == 1, f"the head ran {len(computed)} times in one forward pass"
+        return computed[0] if computed[0].loss is None else replace(computed[0], loss=logits.reshape(()))
+
+
 class PreviousMeans(TrainerCallback, ExportableState):
-    """The global mean losses of the last optimizer step, for `train.balance=previous`; saved in
+    """Keeps the global mean losses of the last optimizer step for `train.balance=previous`. They are saved in
     `trainer_state.json`, whose decimals give the same float32 again.
     """
 
-    def __init__(self, trainer: IdlmTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
+        self.step: TrainingStep | None = None
         self.means: Tensor | None = None
 
     def on_train_begin(
@@ -80,26 +262,23 @@ class PreviousMeans(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        step = self.trainer.step_losses
-        assert step is not None
-        # A clean half of weight 0 is summed up only where it is shown.
-        self.means = None if step.stage.clean_weight == 0 else step.means(step.sums)
+        assert self.step is not None and self.step.losses is not None
+        losses = self.step.losses
+        # A clean half of weight 0 is summed only in steps that are logged.
+        self.means = None if losses.stage.clean_weight == 0 else losses.means(losses.sums)
 
     def state(self) -> dict[str, Any]:
         """What transformers writes with a checkpoint."""
-        return {
-            "args": {},
-            "attributes": {"means": None if self.means is None else self.means.tolist()},
-        }
+        return {"args": {}, "attributes": {"means": None if self.means is None else self.means.tolist()}}
 
 
 class LossGuard:
     """Ends the run, on every rank, when a loss is not finite, before the optimizer changes a weight.
 
-    `note` sends the verdict to the host beside the running step, `check` reads it once the backward pass is
-    on its way. DeepSpeed steps at the end of its backward pass: there the optimizer's own hook checks first.
-    Where DeepSpeed finds gradients that are not finite it skips the step, after which the schedule and the
-    data part ways: `check_skipped` ends the run there.
+    `note` sends the verdict to the host while the step runs, `check` reads it once the backward pass is
+    launched. DeepSpeed steps at the end of its backward pass: there the optimizer's own hook checks first.
+    DeepSpeed skips a step whose gradients are not finite, after which schedule and data disagree:
+    `check_skipped` ends the run then.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -115,18 +294,18 @@ class LossGuard:
         self._watched: Any = None
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look before every step of `optimizer`; safe to call again."""
+        """Check before every step of `optimizer`; further calls change nothing."""
         if self._watched is not optimizer:
             self._watched = optimizer
             optimizer.register_step_pre_hook(lambda *_: self.check())
 
     def begin(self, step: int, *, num_micro_batches: int) -> None:
-        """Forget the step before; `step` counts from 1."""
+        """Forget the previous step; `step` counts from 1."""
         self._step, self._num_micro_batches, self._num_bad = step, num_micro_batches, None
         self._losses, self._batches = [], []
 
     def note(self, loss: Tensor, batch: Batch) -> None:
-        """Take in the loss of a micro-batch. Collective at the last one of the step."""
+        """Record the loss of a micro-batch. Collective at the last one of the step."""
         self._losses.append(loss.detach())
         self._batches.append(batch)
         if len(self._losses) < self._num_micro_batches:
@@ -141,7 +320,7 @@ class LossGuard:
         if self._stream is None or self._pinned is None:
             self._stream, self._arrived = torch.cuda.Stream(), torch.cuda.Event()
             self._pinned = torch.zeros((), dtype=num_bad.dtype, pin_memory=True)
-        # A copy on the step's own stream would arrive only when the backward pass behind it is done.
+        # On the step's own stream the copy would arrive only after the backward pass.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if work is not None:
@@ -166,7 +345,7 @@ class LossGuard:
         self._refuse(what, bad, micro_batches)
 
     def check_skipped(self, optimizer: Any) -> None:
-        """Raise UserError IDLM-0503 when DeepSpeed's `optimizer` left the step out, as all ranks do."""
+        """Raise UserError IDLM-0503 when DeepSpeed's `optimizer` skipped the step, on all ranks."""
         if getattr(optimizer, "overflow", False):
             micro_batches = self._micro_batches()
             self._refuse("gradients became not finite", micro_batches, micro_batches)

@@ -29,11 +29,11 @@ from idlm.lora import AdapterSpec, base_identity
 from idlm.semantics import Semantics
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.data.layout import Sample
-from idlm.train.model.body_and_head import BodyAndHead
 from idlm.train.model.gated_lora import add_adapter
 from tests.tiny_training import (
     FAMILIES,
     MASK,
+    HiddenStates,
     batch_of,
     random_sample,
     stage_of,
@@ -85,7 +85,7 @@ def training_rows(family: str, stride: int, attention: str, model: Any = None) -
     ]
     batch = batch_of(samples, tiny_objective(), stage_of(stride), padding=3)
     model = tiny_model(family, attention) if model is None else model
-    runner = BodyAndHead(model)
+    runner = HiddenStates(model)
     logits_TV = runner.head(runner.hidden(model, batch, attention)[0])
     rows = Rows(masks={}, clean={})
     fields = (batch[name][0].tolist() for name in ("doc_ids", "position_ids", "block_starts", "is_noisy"))

@@ -1,8 +1,8 @@
-"""Publishing a trained model as a stock checkpoint of its base architecture, or an adapter as a stock PEFT
+"""Publishes a trained model as a stock checkpoint of its base architecture, or an adapter as a stock PEFT
 directory, plus `idlm_config.json`.
 
-Any tool that loads the base architecture loads the result. Nothing is published whose files do not read back
-bitwise equal to the weights in memory.
+Any tool that loads the base architecture loads the result. Files that do not read back bitwise equal to the
+weights in memory are not published.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PROBES = (
 )
 ADAPTER_CARD = """# A gated LoRA of idlm
 
-It applies to MASK rows only. `idlm-generate model=<this directory>` does so, and answers with the law of
-the base model. peft and transformers load the files too, but know no gate: they apply it to every row, which
-is another model.
+It applies to MASK rows only. `idlm-generate model=<this directory>` does so, and answers with the
+distribution of the base model. peft and transformers load the files too, but without a gate: they apply the
+adapter to every row, which is another model.
 """
 
 
@@ -51,7 +51,7 @@ def export(
     """Publish `target` atomically: config, safetensors, tokenizer, generation config and semantics.
 
     `weights` is the whole state dict where the model holds only parts of it (ZeRO-3). `dtype` is that of the
-    files; None keeps the training dtype. The model is left as it is. Errors as in `idlm.checkpoint.publish`.
+    files; None keeps the training dtype. The model does not change. Errors as in `idlm.checkpoint.publish`.
     """
     weights = _converted(model.state_dict() if weights is None else weights, dtype)
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
@@ -70,7 +70,7 @@ def export(
 
 
 def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
-    """Warn when transformers' AutoTokenizer gives other ids for the files in `directory` than `tokenizer`.
+    """Warn when transformers' AutoTokenizer encodes with the files in `directory` otherwise than `tokenizer`.
 
     For some values of `model_type` (qwen2) it applies that family's rules to files of a generic class.
     """
@@ -79,7 +79,7 @@ def _warn_of_stock_rules(tokenizer: Any, directory: Path) -> None:
     try:
         stock = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         differing = [text for text in PROBES if stock(text)["input_ids"] != tokenizer(text)["input_ids"]]
-    # Files that it cannot read surface as OSError, ValueError, KeyError or a bare Exception of the Rust side.
+    # For files that it cannot read it raises OSError, ValueError, KeyError or, in Rust, a bare Exception.
     except Exception as error:
         log.warning("transformers' AutoTokenizer cannot load the published tokenizer: %s", error)
         return
@@ -118,8 +118,8 @@ def _complete_config(path: Path, dtype: torch.dtype | None) -> None:
 def _require_bitwise(
     weights: dict[str, torch.Tensor], directory: Path, model_class: type[PreTrainedModel]
 ) -> None:
-    """The files hold `weights`, under their own names or, where transformers stores a family under others
-    (experts one by one), as that family loads them.
+    """Assert that the files hold `weights`, under their own names or, where transformers stores a family
+    under other names (experts one by one), as that family loads them.
     """
     names: set[str] = set()
     for name, value in _read_back(directory, weights.keys(), model_class):

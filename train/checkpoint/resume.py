@@ -1,8 +1,9 @@
 """Which checkpoint a run continues from, and whether it may: only its own, verified, and with the same
 configuration.
 
-Training state is read from the run's own directory only, after every file was found as it was published and
-no other beside them: torch files with weights_only, DeepSpeed's own by DeepSpeed, which unpickles.
+Training state is read only from the run's own directory, and only after every file was found as it was
+published, with no further file next to them: torch files with weights_only, DeepSpeed's own by DeepSpeed,
+which unpickles.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ class RunShape:
 
 
 def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
-    """The checkpoint to continue from, or None to start. `resume=never` moves an old run aside instead of
-    losing it.
+    """The checkpoint to continue from, None to start anew. `resume=never` renames an old run and keeps it.
+
+    UserError IDLM-0506, 0507, 0512, 0513 and 0302: another run's, configuration, rows per step or number of
+    ZeRO ranks; damaged files.
     """
     run = Path(config.output_dir) / RUN_FOLDER
     clear_stale(run)
@@ -86,7 +89,7 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
 
 
 def named_checkpoint(config: TrainConfig) -> Path:
-    """Return the checkpoint that `resume` names. UserError IDLM-0506 where it is not one of this run."""
+    """The checkpoint that `resume` names. UserError IDLM-0506 where it is not one of this run."""
     run, found = Path(config.output_dir) / RUN_FOLDER, Path(config.resume)
     if found.resolve().parent != run.resolve() or not found.is_dir():
         raise UserError(
@@ -98,8 +101,8 @@ def named_checkpoint(config: TrainConfig) -> Path:
 
 
 def store_config(config: TrainConfig) -> None:
-    """Remember what the run was started with: to compare when it is resumed, and to start it again with
-    `idlm-train config=<output_dir>/run/config.yaml`.
+    """Store the configuration: to compare when the run is resumed, and to start it again with `idlm-train
+    config=<output_dir>/run/config.yaml`.
     """
     run = Path(config.output_dir) / RUN_FOLDER
     try:
@@ -117,15 +120,15 @@ def store_config(config: TrainConfig) -> None:
 
 
 def store_finished(config: TrainConfig, *, num_steps: int) -> None:
-    """Remember that the run has published its checkpoint and written its report."""
+    """Store that the run has published its checkpoint and written its report."""
     replace_text(_finished_file(config), json.dumps({"num_steps": num_steps, **_published(config)}))
 
 
 def finished_text(config: TrainConfig) -> str | None:
-    """What to tell of the run in `output_dir` if nothing of it is left to do, else None.
+    """The message for a run in `output_dir` that is finished, None for any other.
 
-    Something is left where the published checkpoint or the report is missing or damaged, or is wanted with
-    other `export` or `report` settings, and where `resume` does not say auto.
+    A run is not finished where the published checkpoint or the report is missing or damaged, where `export`
+    or `report` settings differ now, and where `resume` is not auto.
     """
     stored = _finished_file(config)
     if config.resume != "auto" or not stored.is_file():
@@ -142,11 +145,11 @@ def finished_text(config: TrainConfig) -> str | None:
     num_steps = known.pop("num_steps", None)
     if known != _published(config) or not (report is None or report.is_file()):
         return None
-    told = (
+    message = (
         f"this run finished {num_steps} steps, and its checkpoint in {target} is intact: nothing is left to "
         "do. resume=never trains it anew"
     )
-    return told if report is None else f"{told}\nreport: {report}"
+    return message if report is None else f"{message}\nreport: {report}"
 
 
 def _finished_file(config: TrainConfig) -> Path:
@@ -154,7 +157,7 @@ def _finished_file(config: TrainConfig) -> Path:
 
 
 def _published(config: TrainConfig) -> dict[str, Any]:
-    """What is published, and by which of the settings that a finished run may be started again with."""
+    """The published manifest, and the settings of publishing, which may differ in a later start."""
     manifest = (Path(config.output_dir) / MANIFEST).read_bytes()
     return {
         "manifest": hashlib.sha256(manifest).hexdigest(),
@@ -169,7 +172,7 @@ def config_text(config: TrainConfig) -> str:
 
 
 def config_hash(config: TrainConfig) -> str:
-    """Equal on all ranks of a run that was started as it should be."""
+    """A hash to compare the configurations of all ranks."""
     return hashlib.sha256(config_text(config).encode()).hexdigest()[:16]
 
 
@@ -185,7 +188,7 @@ def _newest_intact(run: Path) -> Path | None:
         except UserError as error:
             kept = _free_name(path.with_name(f"damaged-{path.name}"))
             log.warning("%s is damaged, passed over and kept as %s: %s", path, kept.name, error.message)
-            # Left in place it would stand in the way of the same step's next checkpoint.
+            # In its place it would block the next checkpoint of the same step.
             os.rename(path, kept)
             continue
         return path
@@ -260,7 +263,7 @@ def _comparable(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_aside(run: Path) -> None:
-    """The run and what it has published of its stages, which would pass for the new run's."""
+    """Rename the run and its published stages, which would be taken for those of the new run."""
     if not run.exists():
         return
     for folder in (run, run.with_name(STAGE_FOLDER)):

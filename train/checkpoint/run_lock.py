@@ -1,7 +1,8 @@
 """One run per output_dir: rank 0 holds a file lock for the life of the run.
 
-The lock file lies beside output_dir, because publishing replaces output_dir itself. The kernel releases the
-lock when the process ends, in whatever way; a file that a dead process left behind stops nobody.
+The lock file lies next to output_dir, because publishing replaces output_dir itself. The kernel releases the
+lock when the process ends, also by a crash; a file that a dead process left blocks no run. It holds the name
+of its owner, which filelock would truncate.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def exclusive_output(output_dir: str) -> Iterator[None]:
         yield
     finally:
         if rank() == 0 and held is not None:
-            # Before the lock is gone: after it, the file may be another run's.
+            # Before the lock is released: afterwards another run may own the file.
             with contextlib.suppress(OSError):
                 path.unlink()
             os.close(held)
@@ -68,9 +69,9 @@ def _lock(path: Path, output_dir: str) -> int | None:
 
 
 def _owner(path: Path) -> str:
-    """Who holds the lock, as far as its file tells."""
+    """The owner of the lock, as its file names it."""
     with contextlib.suppress(OSError):
-        told = path.read_text(encoding="utf-8", errors="replace").strip()
-        if told:
-            return f"another idlm-train ({told})"
+        owner = path.read_text(encoding="utf-8", errors="replace").strip()
+        if owner:
+            return f"another idlm-train ({owner})"
     return "another idlm-train"

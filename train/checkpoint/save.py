@@ -1,10 +1,10 @@
-"""Checkpoints of a run: written aside by all ranks, published by rank 0 with a manifest, never with bad
-weights.
+"""Checkpoints of a run: all ranks write them into a staging directory, rank 0 publishes them with a manifest.
+Weights that are not finite are never saved.
 
 Under DeepSpeed every rank writes its shard of the optimizer into the same staging directory; the manifest
 covers all of them. DeepSpeed restores its state by unpickling: that happens only for a checkpoint of the
-run's own directory, after `idlm.checkpoint.verify` found every file as it was published and no other file
-beside them. Nothing else here unpickles.
+run's own directory, after `idlm.checkpoint.verify` found every file as it was published and no further file
+next to them. Nothing else here unpickles.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,18 @@ from idlm.train.distributed.deepspeed import local_part
 from idlm.train.loop.watchdog import Watchdog
 from idlm.train.model.gated_lora import gate_of, save_trained
 
-# Pickled arguments and scripts that nothing here ever reads: the run's config.yaml says the same in the open.
+# Pickled arguments and scripts that nothing here reads: the run's config.yaml holds the same as text.
 LEFT_OUT = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
 
 class SavingTrainer(Trainer):
-    """A Trainer whose checkpoints appear whole or not at all; `zero_stage` is noted in them."""
+    """A Trainer whose checkpoints appear whole or not at all. They store `zero_stage`; `before_save` is
+    called on every rank before one is written.
+    """
 
     zero_stage: int | None = None
     watchdog: Watchdog | None = None
+    before_save: Callable[[], None] | None = None
     _staging: str | None = None
 
     def refuse_bad_weights(self) -> None:
@@ -54,7 +58,7 @@ class SavingTrainer(Trainer):
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """DeepSpeed's own state holds the weights; a second copy would be read by nobody."""
+        """Under DeepSpeed write no weights: its own state holds them."""
         if not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save and output_dir is not None:
@@ -89,6 +93,8 @@ class SavingTrainer(Trainer):
             self.watchdog.move(phase, self.state.global_step)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.before_save is not None:
+            self.before_save()
         self.at("save")
         self.refuse_bad_weights()
         target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"

@@ -1,8 +1,8 @@
-"""A stock checkpoint at the end of every stage: `<output_dir>/stages/<number>-stride-<stride>`; that of the
-last is `output_dir` itself.
+"""Publishes a stock checkpoint at the end of every stage: `<output_dir>/stages/<number>-stride-<stride>`, for
+the last stage `output_dir` itself.
 
-A stage is published before the checkpoint of the same step, so whatever a resumed run continues from, every
-stage before it is there; a stage whose end is trained again is replaced by its equal.
+A stage is published before the checkpoint of the same step, so every stage before the checkpoint from which a
+run resumes exists; a stage whose end is trained again is replaced by an equal one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
     from idlm.train.config.schema import TrainConfig
-    from idlm.train.pipeline import Prepared
+    from idlm.train.prepare import Prepared
 
 
 def stage_directory(output_dir: str, stage: Stage) -> Path:

@@ -41,7 +41,7 @@ FRACTION_TOLERANCE = 0.02
 AT_LEAST_ONE = (
     *("train.global_batch", "train.batch_size", "train.accumulation", "train.max_length", "train.row_length"),
     *("train.log_every", "train.save_every", "train.save_total_limit", "train.threads"),
-    *("plan.num_gpus", "eval.every", "eval.num_items", "report.sample_every", "report.sample_tokens"),
+    *("plan.num_gpus", "eval.every", "eval.num_items"),
     "adapter.rank",
 )
 NOT_NEGATIVE = (
@@ -235,7 +235,6 @@ def _loop_problems(config: TrainConfig) -> list[str]:
     loop, source, attention = config.train, config.data.source, config.model.attention
     endless = is_endless(source)
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
-    every = config.report.sample_every
     found = {
         "train.max_length=1 leaves no token to predict": loop.max_length == 1,
         f"train.steps={loop.steps} must be at least 1, and 1 for every stage": (
@@ -250,10 +249,6 @@ def _loop_problems(config: TrainConfig) -> list[str]:
         ),
         f"train.overlong=split is for files, not for data.source={source}": loop.overlong == "split"
         and endless,
-        f"report.sample_every={every}: samples while training are decoded token by token, which "
-        f"objective={config.objective} does not train; leave it out": (
-            every is not None and not _objective_has(config, "predicts_next")
-        ),
     }
     return _sentences(found)
 

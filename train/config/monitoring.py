@@ -54,7 +54,3 @@ class ReportConfig:
 
     enabled: bool = setting(True, "write report.md with plots")
     num_samples: int = setting(8, "sample generations shown")
-    sample_every: int | None = setting(
-        None, "optimizer steps between greedy samples of the running weights; null: none"
-    )
-    sample_tokens: int = setting(64, "most tokens of such a sample")

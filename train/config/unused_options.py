@@ -62,11 +62,6 @@ RULES = (
     Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
     Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
     Rule(
-        ("report.sample_tokens",),
-        lambda c: c.report.sample_every is None,
-        "no samples are drawn while training without report.sample_every",
-    ),
-    Rule(
         ("wandb.project", "wandb.name"),
         lambda c: c.wandb.mode == "disabled",
         "wandb.mode=disabled sends nothing",

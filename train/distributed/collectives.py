@@ -1,8 +1,7 @@
-"""What the ranks of one run tell each other beside gradients: flags, objects, and whose turn it is.
+"""Communication between the ranks of one run apart from gradients: flags, objects, results of rank 0.
 
-Control messages travel on a group of host processes (gloo), so that asking "did anyone hear a signal?" never
-waits for a GPU. Objects are packed by torch.distributed, between processes of one run. Under one process
-everything here is a no-op.
+Control messages use a gloo group, so that asking "did any rank receive a signal?" never waits for a GPU.
+torch.distributed serializes the objects. In a run of one process nothing here communicates.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     if is_distributed():
         dist.barrier(group=control_group())
 
@@ -43,9 +42,9 @@ def highest(value: int) -> int:
     """The largest `value` of any rank. Collective, and without a GPU."""
     if not is_distributed():
         return value
-    heard = torch.tensor(value)
-    dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=control_group())
-    return int(heard)
+    found = torch.tensor(value)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control_group())
+    return int(found)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -58,22 +57,22 @@ def gather_objects(value: T) -> list[T]:
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on every rank; a UserError of rank 0 is raised on every rank.
+    """Run `compute` on rank 0 and return its result on every rank. Every rank raises a UserError of rank 0.
 
-    Any other exception of rank 0 is its own: the watchdog ends the ranks that wait for it.
+    Rank 0 alone raises any other exception; the watchdog ends the ranks that wait for it. Collective.
     """
     if not is_distributed():
         return compute()
-    told: list[Any] = [None]
+    sent: list[Any] = [None]
     failure: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            told = [(True, compute())]
+            sent = [(True, compute())]
         except UserError as error:
             failure = error
-            told = [(False, (error.code, error.message, error.fix))]
-    dist.broadcast_object_list(told, src=0, group=control_group())
-    is_fine, value = told[0]
+            sent = [(False, (error.code, error.message, error.fix))]
+    dist.broadcast_object_list(sent, src=0, group=control_group())
+    is_fine, value = sent[0]
     if is_fine:
         return value
     code, message, fix = value
@@ -81,9 +80,8 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The group for host tensors; None is the default group, where that one serves the host.
-
-    The first call is collective.
+    """The group for tensors on the host; None, the default group, where that uses gloo. The first call is
+    collective.
     """
     if dist.get_backend() == "gloo":
         return None
@@ -92,5 +90,5 @@ def control_group() -> dist.ProcessGroup | None:
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    log.debug("opening a gloo group beside %s", world)
+    log.debug("opening a gloo group next to %s", world)
     return dist.new_group(backend="gloo")

@@ -1,11 +1,11 @@
-"""DeepSpeed ZeRO: its configuration from ours, its environment, and parameters that lie in parts on several
+"""DeepSpeed ZeRO: its configuration from ours, its environment, and parameters that are partitioned over
 ranks.
 
-We write DeepSpeed's JSON ourselves and hand it torch's AdamW, so nothing is compiled on the default path.
-Weights are bfloat16 with fp32 masters in the (partitioned) optimizer, or float32 throughout; never float16.
-Gradients travel in the dtype of the weights and are accumulated in fp32 (`grad_accum_dtype`): over many
-micro-batches bfloat16 sums would lose what small gradients add, and the fp32 sums of ZeRO-2 and 3 cost
-4 bytes / ranks per weight. Imports deepspeed only when asked to.
+The configuration gives DeepSpeed torch's AdamW, so nothing is compiled by default. Weights are bfloat16 with
+fp32 masters in the (partitioned) optimizer, or float32 throughout; never float16. Gradients are communicated
+in the dtype of the weights and accumulated in fp32 (`grad_accum_dtype`): over many micro-batches bfloat16
+sums would lose small gradients, and the fp32 sums of ZeRO-2 and 3 cost 4 bytes / ranks per weight. deepspeed
+is imported only by functions that need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STAGES = (0, 1, 2, 3)
 SHARDS_WEIGHTS = 3
-# Elements: 2 x 400 MB in bfloat16, enough to fill a link and little beside an optimizer.
+# Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
 BUCKET_ELEMENTS = 200_000_000
 LIVE_ELEMENTS = 1_000_000_000
 FILLED_BY_TRAINER = (
@@ -42,7 +42,7 @@ LONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "
 
 
 def uses_deepspeed(config: TrainConfig) -> bool:
-    """Whether this run goes through DeepSpeed, by `train.zero_stage` or a file of the user's."""
+    """Whether this run uses DeepSpeed, by `train.zero_stage` or a configuration file of the user."""
     return config.train.zero_stage is not None or config.train.deepspeed is not None
 
 
@@ -62,8 +62,8 @@ def keeps_fp32_masters(config: TrainConfig) -> bool:
 def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any] | None:
     """DeepSpeed's configuration for `device_type` ("cuda" or "cpu"); None without DeepSpeed.
 
-    Sizes are "auto": the Trainer fills them in from the same settings. A file of the user's
-    (`train.deepspeed`) is passed on with what it leaves out.
+    Sizes are "auto": the Trainer fills them in from the same settings. A file of the user (`train.deepspeed`)
+    gets defaults for the keys that it leaves out.
     """
     loop = config.train
     is_bf16 = keeps_fp32_masters(config)
@@ -99,7 +99,7 @@ def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any] | 
 
 
 def deepspeed_problems(config: TrainConfig) -> list[str]:
-    """What is wrong with the DeepSpeed settings, without importing it."""
+    """Problems of the DeepSpeed settings, as sentences. Does not import DeepSpeed."""
     loop, problems = config.train, []
     if loop.zero_stage is not None and loop.zero_stage not in STAGES:
         problems.append(f"train.zero_stage={loop.zero_stage} is not one of null, 0, 1, 2, 3")
@@ -147,14 +147,15 @@ def _enabled(given: dict[str, Any], section: str) -> bool:
 
 
 def prepare_environment(config: TrainConfig) -> None:
-    """Set what DeepSpeed wants to find before it is imported: a device, and a rank even for one process.
+    """Set the environment that DeepSpeed reads when it is imported: a device, and a rank even for one
+    process.
 
-    Must run before TrainingArguments is made. Without it plain `python` asks for mpi4py, and the first run
-    on a CPU compiles an operation for a minute.
+    Call it before TrainingArguments is created. Without it plain `python` asks for mpi4py, and the first run
+    on a CPU compiles an operation for a minute. UserError IDLM-0511 where DeepSpeed cannot be imported.
     """
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     if on_cpu:
-        # accelerate imports DeepSpeed where it is installed, and that warns of the missing GPU unless told.
+        # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not uses_deepspeed(config):
         return
@@ -169,14 +170,14 @@ def prepare_environment(config: TrainConfig) -> None:
             f"DeepSpeed cannot be imported: {error}",
             fix="pip install 'idlm[gpu]', or train.zero_stage=null on one GPU",
         ) from error
-    # Its use of torch's older names is its own affair.
+    # DeepSpeed's use of torch's older names concerns no user of ours.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if on_cpu:
         vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
 
 
 def open_communication(config: TrainConfig) -> None:
-    """Tell DeepSpeed of the open process group: ZeRO-3 asks it for the ranks while weights are loaded."""
+    """Give DeepSpeed the open process group: ZeRO-3 asks for its ranks while weights are loaded."""
     if uses_deepspeed(config):
         import deepspeed
 
@@ -190,17 +191,17 @@ def _free_port() -> int:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether `parameter` is a ZeRO-3 placeholder whose values lie in parts on all ranks."""
+    """Whether `parameter` is a ZeRO-3 placeholder whose values are partitioned over all ranks."""
     return hasattr(parameter, "ds_id")
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Elements of the whole parameter, wherever they lie."""
+    """Elements of the whole parameter, partitioned or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of the whole parameter, wherever its values lie."""
+    """The shape of the whole parameter, partitioned or not."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -210,14 +211,14 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The values of `parameter` that lie on this rank: all of them without ZeRO-3."""
+    """The values of `parameter` that this rank holds: all of them without ZeRO-3."""
     part: Tensor = getattr(parameter, "ds_tensor", parameter)
     return part
 
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
-    """Inside, `parameters` are whole on every rank; with `writes`, what rank 0 wrote holds afterwards.
+    """Inside, `parameters` are whole on every rank; with `writes`, changes by rank 0 are kept on all ranks.
 
     Collective. Does nothing for parameters that are not partitioned.
     """

@@ -1,7 +1,7 @@
-"""What a run shows while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
+"""Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
 
-Losses are means over all tokens since the last line, which are of one stage; acceptance is the teacher-forced
-expectation of the step shown.
+Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
+teacher-forced expectation of the step shown.
 """
 
 from __future__ import annotations
@@ -11,30 +11,59 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.train.distributed.collectives import all_reduce, highest
-from idlm.train.loop.metrics import MetricsWindow, restored
-from idlm.train.planning.flops import ModelWork, fed_of, peak_of, train_flops, work_of
-from idlm.train.planning.time import span
+from idlm.train.planning.time import ModelWork, fed_of, peak_of, span, train_flops, work_of
+from idlm.train.step import StepLosses
 
 if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
-    from idlm.train.loop.tracking import Tracker
+    from idlm.train.loop.tracking import WandbTracker
     from idlm.train.loop.trainer import IdlmTrainer
 
 EVALUATION = "held_out"
 """Marks the records of `metrics.jsonl` that are evaluations."""
 
 
+@dataclass(slots=True, kw_only=True)
+class MetricsWindow:
+    """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
+
+    `counts` are over all ranks, `sums` and `fed` of this rank, as in `StepLosses`; None before a first step.
+    """
+
+    step: int
+    start: float
+    counts: Tensor | None = None
+    sums: Tensor | None = None
+    fed: Tensor | None = None
+
+    def add(self, step: StepLosses) -> None:
+        """Add an optimizer step."""
+        for name in ("counts", "sums", "fed"):
+            known, new = getattr(self, name), getattr(step, name)
+            setattr(self, name, new.clone() if known is None else known.to(new.device) + new)
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """`sums` and `fed` over all ranks. Collective."""
+        assert self.sums is not None and self.fed is not None
+        totals = self.sums.clone(), self.fed.clone()
+        for tensor in totals:
+            all_reduce(tensor)
+        return totals
+
+
 def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
-    """Records of `metrics.jsonl` in order; lines that are none, as a crash may leave one, are ignored."""
+    """Records of `metrics.jsonl` in order; a line that is no record, as a crash may leave one, is skipped."""
     if not path.is_file():
         return []
     records = []
@@ -50,26 +79,23 @@ def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str,
 
 
 class Progress(TrainerCallback, ExportableState):
-    """Reports the steps that the trainer calls logged; `attach` gives it the trainer whose steps it reads.
-
-    Between reports nothing here waits for the device. `tracker` gets every record too. What is not reported
-    yet is saved in `trainer_state.json`.
+    """Reports the steps that are logged; `attach` gives it the trainer. Between reports nothing here waits
+    for the device. `tracker` gets every record too. `trainer_state.json` keeps what is not reported yet.
     """
 
     def __init__(self, metrics_path: Path, *, console: Any) -> None:
         self.metrics_path, self.console = metrics_path, console
-        self.tracker: Tracker | None = None
+        self.tracker: WandbTracker | None = None
         self.trainer: IdlmTrainer | None = None
         self._bar: FigureBar | None = None
         self._task: Any = None
-        self._window: MetricsWindow | None = None
-        self._gathered: dict[str, Any] | None = None
-        self._paused = 0.0
+        self._window = MetricsWindow(step=0, start=0.0)
+        self._saved: dict[str, Any] | None = None
         self._work: ModelWork | None = None
         self._grad_norm: Any = None
 
     def attach(self, trainer: IdlmTrainer) -> None:
-        """Read the steps of `trainer`, and the gradient norms that it clips by."""
+        """Report the steps of `trainer`, and the gradient norms that it clips by."""
         self.trainer = trainer
         self._work = work_of(trainer.model)
         clip = trainer.accelerator.clip_grad_norm_
@@ -84,20 +110,29 @@ class Progress(TrainerCallback, ExportableState):
 
     def gather(self) -> None:
         """Make `state` that of this step. Collective; waits for the device."""
-        assert self._window is not None
-        seconds = time.perf_counter() - self._window.start - self._paused
-        self._gathered = self._window.gathered(seconds=seconds)
+        window, self._saved = self._window, None
+        if window.counts is not None:
+            sums, fed = (tensor.tolist() for tensor in window.totals())
+            seconds = time.perf_counter() - window.start
+            counts = window.counts.tolist()
+            self._saved = {
+                "step": window.step,
+                "seconds": seconds,
+                "counts": counts,
+                "sums": sums,
+                "fed": fed,
+            }
 
     def state(self) -> dict[str, Any]:
         """What transformers writes with a checkpoint."""
-        return {"args": {}, "attributes": {"window": self._gathered}}
+        return {"args": {}, "attributes": {"window": self._saved}}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not training: evaluation, samples."""
+        """Time inside is not counted as training: evaluation."""
         start = time.perf_counter()
         yield
-        self._paused += time.perf_counter() - start
+        self._window.start += time.perf_counter() - start
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record of another kind, with its `step`, to the metrics. On rank 0."""
@@ -107,19 +142,25 @@ class Progress(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Checkpoints from before windows were saved have no entry, and transformers replaces only entries.
-        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        self._window = restored(
-            saved["attributes"].get("window"),
-            step=state.global_step,
-            rank=args.process_index,
-            world_size=args.world_size,
-            device=args.device,
-        )
+        # transformers replaces only the entries that a checkpoint has.
+        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        saved, now = stored["attributes"].get("window"), time.perf_counter()
+        self._window = MetricsWindow(step=state.global_step, start=now)
+        if saved is not None and "sums" in saved:
+            # Rank 0 takes the sums of all ranks.
+            own = {
+                name: torch.tensor(saved[name], device=args.device) * (args.process_index == 0)
+                for name in ("sums", "fed")
+            }
+            counts = torch.tensor(saved["counts"], device=args.device)
+            self._window = MetricsWindow(
+                step=saved["step"], start=now - saved["seconds"], counts=counts, **own
+            )
         if not state.is_world_process_zero:
             return
+        # A resumed run repeats the steps after its checkpoint; their old lines go.
         kept = read_metrics(self.metrics_path, up_to_step=state.global_step)
-        self._rewrite(kept)
+        replace_text(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
         if self.console.is_terminal:
             self._bar = _new_bar(self.console)
             self._task = self._bar.add_task(
@@ -130,12 +171,12 @@ class Progress(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        assert self.trainer is not None and self.trainer.step_losses is not None and self._window is not None
-        self._window.add(self.trainer.step_losses)
-        if self.trainer.is_logged(state.global_step):
-            record = self._record(self._window, state)
+        assert self.trainer is not None and self.trainer.step.losses is not None
+        step = self.trainer.step.losses
+        self._window.add(step)
+        if step.is_logged:
+            record = self._record(self._window, step, state)
             self._window = MetricsWindow(step=state.global_step, start=time.perf_counter())
-            self._paused = 0.0
             if state.is_world_process_zero:
                 self._show(record, state)
         if self._bar is not None:
@@ -147,48 +188,47 @@ class Progress(TrainerCallback, ExportableState):
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back; safe to call again, and needed when training ends by an exception."""
+        """Stop drawing the bar; needed when training ends by an exception. Further calls change nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _record(self, window: MetricsWindow, state: TrainerState) -> dict[str, Any]:
-        """Collective: every rank comes here at the same steps."""
+    def _record(self, window: MetricsWindow, step: StepLosses, state: TrainerState) -> dict[str, Any]:
+        """The line of the metrics for `window`, which ends with `step`. Collective."""
         trainer = self.trainer
-        assert trainer is not None and trainer.step_losses is not None
-        assert window.sums is not None and window.counts is not None
-        assert window.num_tokens is not None and window.fed is not None
-        step = trainer.step_losses
+        assert trainer is not None and window.counts is not None and step.weights is not None
         overlap = torch.stack([step.overlap_sums, step.overlap_counts])
-        for tensor in (window.sums, overlap, window.num_tokens, window.fed):
-            all_reduce(tensor)
-        means = (window.sums / window.counts.clamp_min(1)).tolist()
-        tokens, num_processes = int(window.num_tokens), trainer.args.world_size
-        flops = None
-        if self._work is not None:
-            flops = train_flops(self._work, fed_of(window.fed), trains_clean=step.stage.clean_weight != 0)
+        all_reduce(overlap)
+        sums, counts = window.totals()
+        means = (sums / window.counts.clamp_min(1)).tolist()
+        acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
+        fed, num_processes = fed_of(counts), trainer.args.world_size
+        tokens, global_batch = int(fed.clean_rows), trainer.step.curriculum.global_batch
         # Read last: everything above has waited for the device.
-        seconds = max(time.perf_counter() - window.start - self._paused, 1e-9)
-        num_steps = state.global_step - window.step
-        rate, peak = tokens / seconds, peak_of(trainer.args.device)
+        seconds = max(time.perf_counter() - window.start, 1e-9)
         record = {
             "step": state.global_step,
             "stage": step.stage.index,
             "stride": step.stage.stride,
-            **{f"{name}_loss": mean for name, mean in zip(trainer.objective.term_names, means, strict=True)},
+            **{
+                f"{name}_loss": mean
+                for name, mean in zip(trainer.step.objective.term_names, means, strict=True)
+            },
             "clean_weight": float(step.weights[-1]),
-            "acceptance": [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)],
+            "acceptance": acceptance,
             "learning_rate": trainer.optimizer.param_groups[0]["lr"],
             "gradient_norm": None if self._grad_norm is None else float(self._grad_norm),
-            "first_item": window.step * trainer.curriculum.global_batch,
-            "last_item": state.global_step * trainer.curriculum.global_batch - 1,
+            "first_item": window.step * global_batch,
+            "last_item": state.global_step * global_batch - 1,
             "num_tokens": tokens,
             "seconds": seconds,
-            "step_seconds": seconds / num_steps,
-            "tokens_per_second": rate,
-            "tokens_per_second_per_gpu": rate / num_processes,
+            "step_seconds": seconds / (state.global_step - window.step),
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_gpu": tokens / seconds / num_processes,
         }
-        if flops is not None:
+        if self._work is not None:
+            flops = train_flops(self._work, fed, trains_clean=step.stage.clean_weight != 0)
+            peak = peak_of(trainer.args.device)
             record["tflops_per_gpu"] = flops / seconds / num_processes / 1e12
             if peak is not None:
                 record["mfu"] = flops / seconds / num_processes / peak
@@ -214,13 +254,9 @@ class Progress(TrainerCallback, ExportableState):
         if self.tracker is not None:
             self.tracker.log(record)
 
-    def _rewrite(self, records: list[dict[str, Any]]) -> None:
-        """A resumed run repeats the steps after its checkpoint; their old lines go."""
-        replace_text(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
-
 
 def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of training steps."""
+    """The records of training steps."""
     return [record for record in records if EVALUATION not in record]
 
 

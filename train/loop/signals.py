@@ -1,10 +1,10 @@
 """Stopping on SIGINT and SIGTERM: the step in progress is finished and saved, a second signal ends the
 process at once.
 
-One keystroke can arrive twice, from the terminal and from the launcher, so a second one counts only
-`ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed's after 30 s,
-torchrun after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and newer). A step and its save must fit into that,
-or the run goes on from the checkpoint before.
+One keystroke can arrive twice, from the terminal and from the launcher, so a second signal counts only
+`ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed after 30 s,
+torchrun after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and newer). If a step and its save take longer, the
+run continues from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ECHO_SECONDS = 2.0
 
 
 def ignore_stop_signals() -> None:
-    """Ignore them in this process. Data workers call this: launchers and terminals signal the whole process
-    group, and a run whose workers have died cannot finish its step and save.
+    """Ignore SIGINT and SIGTERM in this process. Data workers call this: launchers and terminals signal the
+    whole process group, and a run whose workers have died cannot finish its step and save.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopOnSignal(TrainerCallback):
-    """Inside `listening()`, turns a signal into "save and stop" after the current step; `received` says which
-    one.
+    """Inside `listening()`, saves and stops after the current step when a signal arrives; `received` is its
+    number.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
-"""Metrics mirrored to Weights & Biases. A service that fails costs its curves, never the run."""
+"""Mirrors metrics to Weights & Biases. A service that fails never ends the run."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from idlm.errors import UserError
 from idlm.train.config.monitoring import WandbConfig
@@ -13,16 +13,9 @@ log = logging.getLogger(__name__)
 NOT_CURVES = ("first_item", "last_item", "step")
 
 
-class Tracker(Protocol):
-    """Where records go beside `metrics.jsonl`."""
-
-    def log(self, record: dict[str, Any]) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
-def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> Tracker | None:
-    """The tracker of a run, None where `mode` is disabled. For rank 0 alone. `values`: the configuration.
+def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker | None:
+    """The tracker of a run, None where `mode` is disabled. Call it on rank 0 only. `values`: the
+    configuration.
 
     Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained.
     """
@@ -46,7 +39,7 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> T
             config=values,
             settings=wandb.Settings(silent=True, console="off"),
         )
-    # A missing key, a refused one and no network have no common base.
+    # The exceptions for a missing key, a refused one and no network have no common base class.
     except Exception as error:
         raise UserError(
             "IDLM-0551",
@@ -57,7 +50,7 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> T
 
 
 class WandbTracker:
-    """One run of Weights & Biases; stops talking to it after the first failure."""
+    """One run of Weights & Biases; sends nothing more after the first failure."""
 
     def __init__(self, run: Any) -> None:
         self._run: Any = run
@@ -68,7 +61,7 @@ class WandbTracker:
             return
         try:
             self._run.log(curves(record), step=record["step"])
-        # Whatever the service or its client does, training goes on.
+        # Training goes on, whatever the service or its client raises.
         except Exception as error:
             self._give_up(error)
 

@@ -1,11 +1,12 @@
 """Names the rank that died, failed or hangs, and ends the others, so that no run waits for a dead peer.
 
-Every rank tells a small store (torch's TCPStore, held by rank 0) each second that it lives and where it is; a
-thread on every rank reads the others. A process that ended is seen within seconds on its own host, a stopped
-one or a lost host after `SILENT_SECONDS`; a rank without progress for `train.hang_seconds` (`SLOW_FACTOR`
-times as long where files are read or written) is a hang: the rank furthest behind is named with its stack.
-Tokenising counts as progress (train/loop/liveness.py), also on the ranks that wait for it.
-torchrun and deepspeed, too, end all ranks when one exits, but cannot say why. Exit status: `STATUS`.
+Every rank writes a heartbeat with its position into a store (torch's TCPStore on rank 0) each second, and a
+thread on every rank reads those of the others. A process that ended is noticed within seconds on its own
+host, a stopped process or a lost host after `SILENT_SECONDS`. A rank without progress for
+`train.hang_seconds` (`SLOW_FACTOR` times as long in phases that read or write files) hangs: the rank furthest
+behind is named with its stack. Tokenising counts as progress (train/loop/liveness.py), also on the ranks that
+wait for it. torchrun and deepspeed also end all ranks when one exits, but do not say why. Exit status:
+`STATUS`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from idlm.train.loop.liveness import progress_count
 
 log = logging.getLogger(__name__)
 STATUS = 75
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 40.0
 STORE_SECONDS = 10.0
 LINGER_SECONDS = 3.0
@@ -48,7 +49,9 @@ VERDICT = "verdict"
 
 @dataclass(slots=True, kw_only=True)
 class Heartbeat:
-    """What a rank says of itself. `count` grows while the process lives, `progress_count` with every progress."""
+    """The state that a rank publishes. `count` grows while the process lives, `progress_count` with every
+    piece of work.
+    """
 
     rank: int
     pid: int
@@ -61,7 +64,7 @@ class Heartbeat:
     is_done: bool = False
 
     def place(self) -> tuple[int, int]:
-        """Sorts ranks by how far they got."""
+        """Sort key: how far the rank got."""
         return self.step, PHASES.index(self.phase)
 
     def where(self) -> str:
@@ -70,15 +73,17 @@ class Heartbeat:
 
 @dataclass(slots=True)
 class PeerStatus:
-    """A rank's newest beat, and when (monotonic seconds) its count and its moves last changed."""
+    """A rank's newest heartbeat, and when (monotonic seconds) its `count` and its progress last changed."""
 
-    beat: Heartbeat
+    heartbeat: Heartbeat
     alive_at: float = field(default_factory=time.monotonic)
     moved_at: float = field(default_factory=time.monotonic)
 
 
 class Watchdog(TrainerCallback):
-    """`move` and the callbacks are for the main thread; the store is touched by the watching thread alone."""
+    """Watches the ranks of a run. The main thread calls `move` and the callbacks; only the watching thread
+    uses the store.
+    """
 
     def __init__(
         self,
@@ -97,27 +102,27 @@ class Watchdog(TrainerCallback):
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch, once every rank has told the store about itself. Collective."""
+        """Begin to watch once every rank has a heartbeat in the store. Collective."""
         if self.store is not None:
-            self._tell()
+            self._publish()
         barrier()
         self._thread.start()
 
     def move(self, phase: str, step: int | None = None) -> None:
-        """This rank is now in `phase` of the step after `step` finished ones."""
+        """Record that this rank is in `phase` of the step after `step` finished ones."""
         assert phase in PHASES, f"{phase=}"
         self.mine.phase = phase
         self.mine.step = self.mine.step if step is None else step
         self.mine.progress_count += 1
 
     def end(self, failure_message: str = "") -> None:
-        """Stop watching; `failure_message` tell the others why this rank ends early."""
+        """Stop watching; `failure_message` tells the others why this rank ends early."""
         self.mine.failure_message, self.mine.is_done = failure_message, not failure_message
         self._ending.set()
         self._thread.join(timeout=STORE_SECONDS)
 
     def wait_for_verdict(self, seconds: float) -> None:
-        """Give the thread time to find out whether another rank is the cause; then it ends the process."""
+        """Give the thread time to find out whether another rank is the cause; it then ends the process."""
         self._thread.join(timeout=seconds)
 
     def on_step_begin(
@@ -136,7 +141,7 @@ class Watchdog(TrainerCallback):
         self.move("data", state.global_step)
 
     def _watch(self) -> None:
-        while not self._ending.wait(BEAT_SECONDS):
+        while not self._ending.wait(HEARTBEAT_SECONDS):
             self.mine.count += 1
             with contextlib.suppress(RuntimeError):
                 self._exchange()
@@ -147,9 +152,9 @@ class Watchdog(TrainerCallback):
                 self._execute(*verdict)
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                self._tell()
+                self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         self.store.set(f"beat/{self.mine.rank}", json.dumps(asdict(self.mine)))
 
     def _exchange(self) -> None:
@@ -158,30 +163,32 @@ class Watchdog(TrainerCallback):
         self._num_noted = num_noted
         beats = [self.mine]
         if self.store is not None:
-            self._tell()
-            told = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-            beats = [Heartbeat(**json.loads(text)) for text in told]
+            self._publish()
+            texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+            beats = [Heartbeat(**json.loads(text)) for text in texts]
         for beat in beats:
             known = self.seen.setdefault(beat.rank, PeerStatus(beat, now, now))
-            if beat.count != known.beat.count or beat.rank == self.mine.rank:
+            if beat.count != known.heartbeat.count or beat.rank == self.mine.rank:
                 known.alive_at = now
-            if beat.progress_count != known.beat.progress_count:
+            if beat.progress_count != known.heartbeat.progress_count:
                 known.moved_at = now
-            # A copy: this rank's own beat changes under the main thread's hands.
-            known.beat = Heartbeat(**asdict(beat))
+            # A copy: the main thread changes this rank's own heartbeat.
+            known.heartbeat = Heartbeat(**asdict(beat))
 
     def _judge(self) -> tuple[str, list[Heartbeat]] | None:
-        """(what happened, the ranks that caused it), or None while all is well."""
+        """(what happened, the ranks that caused it), or None while every rank is fine."""
         now = self.clock()
-        running = [known for known in self.seen.values() if not known.beat.is_done]
-        others = [known for known in running if known.beat.rank != self.mine.rank]
+        running = [known for known in self.seen.values() if not known.heartbeat.is_done]
+        others = [known for known in running if known.heartbeat.rank != self.mine.rank]
         for known in others:
-            if known.beat.failure_message:
-                return f"{known.beat.where()} failed: {known.beat.failure_message}", [known.beat]
+            if known.heartbeat.failure_message:
+                return f"{known.heartbeat.where()} failed: {known.heartbeat.failure_message}", [
+                    known.heartbeat
+                ]
         for known in others:
-            if known.beat.host == self.mine.host and _has_ended(known.beat.pid):
-                return f"{known.beat.where()} died without a word (killed?)", [known.beat]
-        silent = [known.beat for known in others if now - known.alive_at > SILENT_SECONDS]
+            if known.heartbeat.host == self.mine.host and _has_ended(known.heartbeat.pid):
+                return f"{known.heartbeat.where()} died without a word (killed?)", [known.heartbeat]
+        silent = [known.heartbeat for known in others if now - known.alive_at > SILENT_SECONDS]
         if silent:
             return (
                 f"{'; '.join(beat.where() for beat in silent)}: silent for {SILENT_SECONDS:.0f} s (stopped, "
@@ -192,13 +199,13 @@ class Watchdog(TrainerCallback):
             known
             for known in running
             if now - known.moved_at
-            > self.hang_seconds * (SLOW_FACTOR if known.beat.phase in SLOW_PHASES else 1)
+            > self.hang_seconds * (SLOW_FACTOR if known.heartbeat.phase in SLOW_PHASES else 1)
         ]
         if not stuck:
             return None
-        least = min(known.beat.place() for known in running)
-        behind = [known.beat for known in running if known.beat.place() == least]
-        places = "; ".join(known.beat.where() for known in running)
+        least = min(known.heartbeat.place() for known in running)
+        behind = [known.heartbeat for known in running if known.heartbeat.place() == least]
+        places = "; ".join(known.heartbeat.where() for known in running)
         named = "; ".join(beat.where() for beat in behind)
         seconds = now - min(known.moved_at for known in stuck)
         if len(behind) == len(running) > 1:
@@ -206,13 +213,13 @@ class Watchdog(TrainerCallback):
         return f"{named} hangs: no progress for {seconds:.0f} s (all: {places})", behind
 
     def _execute(self, what: str, culprits: list[Heartbeat]) -> None:
-        """Agree with the others on the first verdict, say it, and end this process."""
+        """Agree with the others on the first verdict, print it, and end this process."""
         names = {beat.rank for beat in culprits}
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
                 what = self.store.compare_set(VERDICT, "", what).decode()
         if any(beat.failure_message for beat in culprits) and self._ending.wait(LINGER_SECONDS):
-            # The main thread met the same failure and is ending by itself, with its own message.
+            # The main thread met the same failure and ends by itself, with its own message.
             return
         text = f"watchdog on rank {self.mine.rank}: {what}; all ranks end with status {STATUS}"
         print(text, file=sys.stderr, flush=True)
@@ -231,7 +238,7 @@ class Watchdog(TrainerCallback):
 
 @contextlib.contextmanager
 def watching(hang_seconds: float) -> Iterator[Watchdog]:
-    """A watchdog over the ranks of the open process group; an exception inside is told to the others."""
+    """A watchdog over the ranks of the open process group; it reports an exception inside to the others."""
     watchdog = Watchdog(
         _open_store() if is_distributed() else None,
         rank=dist.get_rank() if is_distributed() else 0,
@@ -254,7 +261,7 @@ def watching(hang_seconds: float) -> Iterator[Watchdog]:
 
 
 def _open_store() -> TCPStore | None:
-    """This rank's store; None on all ranks where one cannot reach the port of rank 0. Collective."""
+    """This rank's client of the store; None on all ranks if one cannot reach rank 0. Collective."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = datetime.timedelta(seconds=STORE_SECONDS)
     held: list[TCPStore] = []
@@ -267,14 +274,16 @@ def _open_store() -> TCPStore | None:
     store = held[0] if held else None
     with contextlib.suppress(RuntimeError):
         store = store or TCPStore(host, port, is_master=False, timeout=timeout)
-    deaf = [rank for rank, reached in enumerate(gather_objects(store is not None)) if not reached]
-    if deaf:
-        log.warning("ranks %s cannot reach %s:%d: a rank that dies or hangs is not named", deaf, host, port)
-    return None if deaf else store
+    unreachable = [rank for rank, reached in enumerate(gather_objects(store is not None)) if not reached]
+    if unreachable:
+        log.warning(
+            "ranks %s cannot reach %s:%d: a rank that dies or hangs is not named", unreachable, host, port
+        )
+    return None if unreachable else store
 
 
 def _host() -> str:
-    """Tells processes that see each other's ids from those that do not."""
+    """Host name and PID namespace: equal for processes that see each other's process ids."""
     space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
     return f"{socket.gethostname()} {space}".strip()
 

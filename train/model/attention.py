@@ -1,11 +1,11 @@
-"""Our attention functions, registered with transformers, so that any of its causal models trains on `[x_t |
-x_0]`.
+"""Attention functions registered with transformers, so that any of its causal models trains on `[x_t | x_0]`.
 
-`idlm_sdpa` takes a dense bool mask [B, 1, T, T], the plain reference; `idlm_documents` runs each document of
-a packed row by itself, since a dense kernel would compute all pairs across documents only to mask them;
-`idlm_split` is our Triton kernel (GPU, 16 bits); `idlm_flex` and `idlm_flash` are FlexAttention (GPU) with
-its Triton and its FlashAttention-4 back end. transformers hands a prepared mask with four dimensions to every
-layer as it is, sliding-window layers included: `idlm.train.model.body_and_head` refuses rows longer than such a window.
+`idlm_sdpa` takes a dense bool mask [B, 1, T, T] and is the plain reference. `idlm_documents` runs each
+document of a packed row by itself, because a dense kernel would compute all pairs across documents only to
+mask them. `idlm_split` is our Triton kernel (GPU, 16 bits). `idlm_flex` and `idlm_flash` are FlexAttention
+(GPU) with its Triton and its FlashAttention-4 back end. transformers passes a prepared mask with four
+dimensions to every layer unchanged, sliding-window layers included: `idlm.train.model.checks` refuses rows
+longer than such a window.
 
 B packed rows, T rows of one packed row, M rows of all documents, N query heads, K KV heads, H head dim.
 """
@@ -43,7 +43,7 @@ class DocumentMasks:
 
 
 def register_attention() -> None:
-    """Make the functions known to transformers by name; safe to call again."""
+    """Register the functions with transformers by name; further calls change nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("idlm_sdpa", sdpa_attention)
@@ -54,8 +54,9 @@ def register_attention() -> None:
 
 
 def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = False) -> str:
-    """`auto` is what measured fastest (kernels/split_attention/README.md): by document on a CPU; on a GPU the
-    Triton kernel in 16 bits and FlexAttention in float32. UserError IDLM-0542 for what cannot run.
+    """The attention to run. `auto` chooses the fastest (kernels/split_attention/README.md): by document on a
+    CPU; on a GPU the Triton kernel in 16 bits and FlexAttention in float32. UserError IDLM-0542 where the
+    requested one cannot run.
     """
     if requested == "auto":
         if device.type != "cuda":
@@ -68,7 +69,7 @@ def choose_attention(requested: str, device: torch.device, *, is_16_bit: bool = 
 
 
 def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str, str] | None:
-    """What is wrong with a choice, and the remedy."""
+    """(problem, remedy) of a choice, None where it can run."""
     if requested in GPU_ONLY and device.type != "cuda":
         return f"has no backward pass on a {device.type.upper()}", "set model.attention=auto"
     if requested in ("idlm_split", "idlm_flash") and not is_16_bit:
@@ -82,7 +83,7 @@ def _problem(requested: str, device: torch.device, is_16_bit: bool) -> tuple[str
 
 
 def flash_problem() -> tuple[str, str] | None:
-    """What `idlm_flash` lacks on this machine, and the remedy."""
+    """(problem, remedy) where `idlm_flash` cannot run on this machine."""
     if _is_installed("flash_attn.cute"):
         return None
     return "needs FlashAttention 4", "pip install 'idlm[flash-attn]', or set model.attention=auto"
@@ -96,7 +97,7 @@ def _is_installed(module: str) -> bool:
 
 
 def mask_arguments(meta: RowMeta, attention: str) -> dict[str, Any]:
-    """Keyword arguments that give a forward pass the visibility of `meta` ([B, T]); once for all layers."""
+    """Keyword arguments of a forward pass that set the visibility of `meta` ([B, T]) in all layers."""
     if attention in ("idlm_flex", "idlm_flash"):
         return {"attention_mask": flex_block_mask(row_ranges(meta))}
     if attention == "idlm_sdpa":
@@ -114,7 +115,7 @@ def row_ranges(meta: RowMeta) -> Visibility:
 
 
 def document_masks(meta: RowMeta) -> DocumentMasks:
-    """The dense masks of all documents of the packed rows, one by one; padding belongs to none."""
+    """The dense masks of all documents of the packed rows; padding belongs to no document."""
     rows, masks = [], []
     num_rows = meta.doc_ids.shape[1]
     for b, doc_ids_T in enumerate(meta.doc_ids):
@@ -135,11 +136,11 @@ def document_masks(meta: RowMeta) -> DocumentMasks:
 
 
 UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "attention sinks"}
-"""What transformers hands to the attention of some families, and none of ours computes."""
+"""Arguments that transformers passes to the attention of some families and that no function here computes."""
 
 
 def _refuse_further(module: nn.Module, further: dict[str, Any]) -> None:
-    """An argument that changes the result, and that nobody would miss if it were dropped."""
+    """Raise UserError IDLM-0505 for an argument that changes the result and would be ignored."""
     for name, what in UNSUPPORTED.items():
         if further.get(name) is not None:
             raise UserError(
@@ -160,9 +161,7 @@ def sdpa_attention(
     scaling: float | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention under a bool mask; returns [B, T, N, H]. Without a mask it is plain
-    causal.
-    """
+    """Scaled dot-product attention under a bool mask, causal without one; returns [B, T, N, H]."""
     _refuse_further(module, further)
     output = functional.scaled_dot_product_attention(
         query_BNTH,
@@ -191,7 +190,7 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention document by document; returns [B, T, N, H], zero for padding rows."""
     _refuse_further(module, further)
-    assert document_masks is not None, "the model does not hand keyword arguments on to its attention"
+    assert document_masks is not None, "the model does not pass keyword arguments to its attention"
     rows_M = document_masks.rows
     sizes = [mask.shape[-1] for mask in document_masks.masks]
     parts = [
@@ -229,7 +228,7 @@ def split_attention(
 ) -> tuple[Tensor, None]:
     """The kernel of `idlm.kernels.split_attention`; returns [B, T, N, H], zero for padding rows."""
     _refuse_further(module, further)
-    assert row_ranges is not None, "the model does not hand keyword arguments on to its attention"
+    assert row_ranges is not None, "the model does not pass keyword arguments to its attention"
     assert dropout == 0.0, f"{dropout=}"
     scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = _computed_in_one_dtype(query_BNTH, key_BKTH, value_BKTH)
@@ -237,7 +236,7 @@ def split_attention(
 
 
 def _computed_in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast a normalised query may be float32 beside a bfloat16 value."""
+    """Cast under autocast, where a normalised query may be float32 and the value bfloat16."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors

@@ -1,7 +1,8 @@
-"""torch.compile for the decoder layers of a model, one by one: layers share their code, so one compilation
-serves all of them, and whatever surrounds them (wrappers, hooks on the head, gathering of rows) stays eager.
+"""Compiles the decoder layers of a model one by one with torch.compile.
 
-Compiling the whole model instead would tie the compiled code to the number of documents and supervised rows.
+Layers share their code, so one compilation serves all of them; the rest (wrappers, hooks on the head,
+gathering of rows) stays eager. Compiled code of the whole model would depend on the number of documents and
+supervised rows.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ WEIGHT_SHARDING_STAGE = 3
 
 
 def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bool:
-    """Whether `model.compile` = `choice` means compiled layers; `auto`: on a GPU where weights stay in place.
+    """Whether to compile the layers for `model.compile` = `choice`; `auto`: on a GPU, except under ZeRO-3.
 
     ZeRO-3 gathers and frees the weights of every layer in hooks, which compiled code would not see.
+    UserError IDLM-0540 for choice "on" under ZeRO-3.
     """
     moves_weights = zero_stage == WEIGHT_SHARDING_STAGE
     if choice == "on" and moves_weights:
@@ -39,7 +41,7 @@ def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bo
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's decoder layers: the outermost of their number, whatever the family calls it."""
+    """The model's decoder layers: the outermost module list of their number, whatever its name."""
     wanted = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     found = next((module for module in lists if len(module) == wanted), None)

@@ -1,7 +1,7 @@
 """FlexAttention's block-sparse mask, built from the ranges of `idlm.kernels.split_attention.visibility`.
 
-`create_block_mask` evaluates all T x T pairs; this counts, per row and key block, how much of the block its
-two ranges cover. The result is the same, block for block. Knows no kernel.
+`create_block_mask` evaluates all T x T pairs; this counts, per row and key block, how many keys of the block
+its two ranges cover. The result is the same, block for block.
 
 B packed rows, T rows of one packed row, J key blocks of one packed row.
 """
@@ -35,7 +35,7 @@ def flex_predicate(see: Visibility) -> Callable[[Tensor, Tensor, Tensor, Tensor]
 
 
 def flex_block_mask(see: Visibility, *, block_rows: int = BLOCK_ROWS) -> BlockMask:
-    """The BlockMask of all heads; in blocks that are seen whole no predicate runs."""
+    """The BlockMask of all heads; fully visible blocks run no predicate."""
     from torch.nn.attention.flex_attention import BlockMask
 
     num_rows = see.own_start_BT.shape[1]

@@ -1,10 +1,9 @@
-"""Gated LoRA while training: MASK rows of a batch gain the low-rank update, all other rows stay the base's,
-bitwise.
+"""Gated LoRA while training: MASK rows of a batch get the low-rank update, all other rows stay bitwise those
+of the base.
 
-Which rows are MASK rows is carried by the batch (`gate_index`), never read off token ids. The adapted
-modules are `nn.Linear`s that own the base's weight next to A and B, so that whatever gathers, shards or
-casts the weights of a module that is called (DDP, ZeRO, autocast, compiled layers) finds all three. Knows
-no objective and no trainer.
+The batch says which rows are MASK rows (`gate_index`); token ids do not decide it. An adapted module is an
+`nn.Linear` that owns the base's weight, A and B, so that wrappers that gather, shard or cast the weights of a
+called module (DDP, ZeRO, autocast, compiled layers) find all three.
 
 Shape letters: B packed rows, T rows of one packed row, M MASK rows of the batch, D input width, E output
 width.
@@ -23,17 +22,21 @@ from torch.nn import functional
 
 from idlm.errors import UserError
 from idlm.lora import MASK_ROW, AdapterSpec, low_rank, tensor_name
-from idlm.text.tokenizer import num_token_ids, resolve_mask_token_id
 from idlm.train.distributed.deepspeed import gathered
+from idlm.train.model.checks import is_usable, mask_token, mean_of_others
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Gate:
-    """The MASK rows of the batch under way, shared by all adapted modules of one model.
+GATE = "mask_gate"
+"""Attribute of an adapted model that holds its gate; `idlm.train.step.BodyAndHead` sets its rows."""
 
-    It stays as it is until the next batch, because checkpointed layers run again in the backward pass.
+
+class Gate:
+    """The MASK rows of the current batch, shared by all adapted modules of one model.
+
+    It stays set until the next batch, because checkpointed layers run again in the backward pass.
     """
 
     def __init__(self) -> None:
@@ -42,8 +45,8 @@ class Gate:
     def set(self, rows_M: Tensor | None) -> None:
         """Flat indices into B*T, on the model's device; None: the base model, nothing is gated."""
         if rows_M is not None and len(rows_M) > 1 and "torch._dynamo" in sys.modules:
-            # Compiled layers have static shapes, but the number of MASK rows changes with every batch. Where
-            # nothing is compiled the compiler, seconds to import, is not loaded.
+            # Compiled layers have static shapes, but the number of MASK rows changes with every batch.
+            # Importing the compiler takes seconds, so a run without compiled layers does not.
             torch._dynamo.mark_dynamic(rows_M, 0)
         self.rows_M = rows_M
 
@@ -51,8 +54,8 @@ class Gate:
 class GatedProduct(torch.autograd.Function):
     """`linear` of all rows by a frozen weight, plus `update_ME` on the MASK rows.
 
-    Gradients flow to `x_MD`, the MASK rows of `x`, and to the update. Nothing that trains lies behind any
-    other row, so the product that would carry their gradient, half of the backward pass, is left out.
+    Gradients flow to `x_MD`, the MASK rows of `x`, and to the update. No other row depends on a trained
+    weight, so the product for their gradient, half of the backward pass, is left out.
     """
 
     @staticmethod
@@ -83,7 +86,7 @@ class GatedProduct(torch.autograd.Function):
 
 
 class GatedLinear(nn.Linear):
-    """Takes the place of a linear layer and its weight; A and B are float32, whatever the base's dtype."""
+    """Replaces a linear layer and owns its weight; A and B are float32 for any dtype of the base."""
 
     def __init__(self, base: nn.Linear, gate: Gate, spec: AdapterSpec, generator: torch.Generator) -> None:
         nn.Module.__init__(self)
@@ -110,8 +113,8 @@ class GatedLinear(nn.Linear):
 
 
 class GatedEmbedding(nn.Embedding):
-    """An embedding whose MASK rows are one trained vector, whatever id they carry, even one the table
-    lacks.
+    """An embedding that gives all MASK rows one trained vector, whatever their id, even one outside the
+    table.
 
     The table itself stays the base's: where it is tied to the head, a row trained in place, or added, would
     change the logits of clean rows.
@@ -176,37 +179,30 @@ def add_adapter(
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
     model.register_load_state_dict_post_hook(_expect_trained_only)
+    setattr(model, GATE, gate)
     return gate
 
 
 def gate_of(model: nn.Module) -> Gate | None:
-    """The gate of an adapted model, None of any other."""
-    gates = {module.gate for module in model.modules() if isinstance(module, GatedLinear)}
-    assert len(gates) <= 1, f"{len(gates)} adapters in one model"
-    return gates.pop() if gates else None
+    """The gate of an adapted model; None for any other."""
+    gate: Gate | None = getattr(model, GATE, None)
+    return gate
 
 
 @torch.no_grad()
 def choose_mask(model: PreTrainedModel, tokenizer: Any, explicit: int | None) -> tuple[int, Tensor | None]:
-    """(mask token id, start of a trained embedding [D] or None) of an adapter on `model`, which is not
-    changed.
+    """(mask token id, start of a trained embedding [D] or None) for an adapter on `model`, which stays as it
+    is.
 
-    Without a spare row the id is the first behind the tokenizer's, and no row is added for it. A row that
-    is missing, zero or not finite is replaced by a vector of the adapter's own that starts at the mean
-    embedding.
+    Without a spare row the id is the first after the tokenizer's, and no row is added for it. A row that is
+    missing, zero or not finite is replaced by a vector of the adapter that starts at the mean embedding.
     """
-    embedding = model.get_input_embeddings()
-    with gathered([embedding.weight]):
-        rows_VD = embedding.weight
-        num_rows, spare = rows_VD.shape[0], num_token_ids(tokenizer)
-        is_full = explicit is None and tokenizer.mask_token_id is None and spare >= num_rows
-        mask_token_id = spare if is_full else resolve_mask_token_id(tokenizer, num_rows, explicit)
-        if not is_full:
-            norm = rows_VD[mask_token_id].float().norm()
-            if bool(torch.isfinite(norm)) and float(norm) > 0.0:
-                return mask_token_id, None
-        others_VD = rows_VD[torch.arange(num_rows, device=rows_VD.device) != mask_token_id]
-        return mask_token_id, others_VD.float().mean(dim=0)
+    rows_VD = model.get_input_embeddings().weight
+    with gathered([rows_VD]):
+        mask_token_id, has_row = mask_token(tokenizer, len(rows_VD), explicit)
+        if has_row and is_usable(rows_VD[mask_token_id]):
+            return mask_token_id, None
+        return mask_token_id, mean_of_others(rows_VD, mask_token_id)
 
 
 def is_trained(name: str) -> bool:
@@ -226,19 +222,16 @@ def peft_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_trained(model: nn.Module, directory: Path) -> None:
-    """Write what trains as `model.safetensors` of a training checkpoint; the frozen base is where it was."""
+    """Write the trained weights as `model.safetensors` of a training checkpoint, without the frozen base."""
     from safetensors.torch import save_file
 
-    trained = {
-        name: value.detach().cpu().contiguous()
-        for name, value in model.state_dict().items()
-        if is_trained(name)
-    }
+    state = model.state_dict()
+    trained = {name: state[name].detach().cpu().contiguous() for name in state if is_trained(name)}
     save_file(trained, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _expect_trained_only(model: nn.Module, incompatible: Any) -> None:
-    """Checkpoints of an adapter hold no frozen weights, so those are not missing."""
+    """Do not report frozen weights as missing: checkpoints of an adapter hold none."""
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if is_trained(name)]
 
 

@@ -1,6 +1,6 @@
-"""The model that training starts from: read from a checkpoint directory, completely or not at all, or new.
+"""The model that training starts from: new, or read from a checkpoint directory, completely or not at all.
 
-transformers fills tensors that a checkpoint lacks with random numbers and goes on; nothing here does.
+transformers fills tensors that a checkpoint lacks with random numbers; here that is an error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.train.model.attention import register_attention
-from idlm.train.model.generation_config import settled
-from idlm.train.model.weights_check import num_tensors
+from idlm.train.model.files import num_tensors, savable, some_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,10 +25,9 @@ MAX_NAMED = 8
 
 
 def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a local checkpoint directory, in training dtype.
-
-    UserError IDLM-0302 and 0303: damaged files, 0501: no checkpoint, 0541: unreadable, or its tensors are not
-    those of its config.json, and those of `check_base_config`. Only safetensors are read.
+    """A causal language model from a local checkpoint directory, with parameters of `dtype`. Only safetensors
+    are read. UserError IDLM-0302 and 0303: damaged files, 0501: no checkpoint, 0541: unreadable, or its
+    tensors are not those of its config.json, and those of `check_base_config`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -53,12 +51,12 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
             local_files_only=True,
             output_loading_info=True,
         )
-    # What a damaged directory makes transformers, its validators and safetensors raise has no common base.
+    # The exceptions that transformers, its validators and safetensors raise have no common base class.
     except Exception as error:
         if attention in str(error):
             raise UserError(
                 "IDLM-0505",
-                f"the architecture of model.path={path} lets nobody choose its attention ({error})",
+                f"the architecture of model.path={path} does not let its attention be chosen ({error})",
                 fix="use a causal model of transformers with standard attention layers",
             ) from error
         raise UserError(
@@ -69,13 +67,13 @@ def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedMod
         ) from error
     _require_complete(path, report)
     if model.generation_config is not None:
-        model.generation_config = settled(model.generation_config, directory)
+        model.generation_config = savable(model.generation_config, directory)
     return model
 
 
 def check_base_config(directory: Path) -> None:
-    """Refuse a config.json of which transformers would ignore a key that changes the arithmetic (UserError
-    IDLM-0618), or whose layers cannot be in the weight files (IDLM-0603). Reads no weights.
+    """Refuse a config.json with a key that changes the arithmetic and that transformers would ignore
+    (UserError IDLM-0618), or with more layers than the weight files can hold (IDLM-0603). Reads no weights.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -84,7 +82,7 @@ def check_base_config(directory: Path) -> None:
     if held is not None:
         refuse_impossible_counts(config, held, keys=("num_hidden_layers",), source=source)
     model_type = config.get("model_type")
-    # Of a model type that transformers does not know it says so itself.
+    # transformers itself reports a model type that it does not know.
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[model_type]
         known = {*kind().to_dict(), *kind.attribute_map, "quantization_config"}
@@ -93,7 +91,7 @@ def check_base_config(directory: Path) -> None:
 
 def _require_complete(path: str, report: Mapping[str, Any]) -> None:
     problems = [
-        f"{len(names)} {what}: {_some(names)}"
+        f"{len(names)} {what}: {some_of(sorted(map(str, names)), MAX_NAMED)}"
         for what, names in (
             ("missing", report["missing_keys"]),
             ("not used", report["unexpected_keys"]),
@@ -107,13 +105,6 @@ def _require_complete(path: str, report: Mapping[str, Any]) -> None:
             f"the tensors of model.path={path} do not fit its config.json; {'; '.join(problems)}",
             fix="use the config.json that belongs to these weights, and download all weight files",
         )
-
-
-def _some(names: Any) -> str:
-    listed = sorted(str(name) for name in names)
-    return ", ".join(listed[:MAX_NAMED]) + (
-        f" and {len(listed) - MAX_NAMED} more" * (len(listed) > MAX_NAMED)
-    )
 
 
 def create_base(

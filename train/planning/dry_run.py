@@ -1,15 +1,14 @@
-"""`dry_run=true`: everything that can be said and checked about a run before a GPU or a weight is touched.
+"""`dry_run=true`: plans and checks a run without a GPU and without reading weights.
 
-The model is built on the meta device, weight files are looked at by their headers. Every problem is found
-before any is reported; then the command ends with status 2. Nothing is written but the data cache, which the
-run itself would build.
+The model is built on the meta device; of weight files only the headers are read. All problems are collected,
+and with any the command ends with status 2. Only the data cache is written, which the run itself would build.
 """
 
 from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from idlm.errors import UserError
-from idlm.lora import AdapterSpec
-from idlm.text.tokenizer import num_token_ids, resolve_mask_token_id, stop_token_ids
+from idlm.text.tokenizer import num_token_ids, stop_token_ids
 from idlm.train.checkpoint.resume import config_text, named_checkpoint
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.prepare import make_objective, prepare_data
-from idlm.train.model.gated_lora import add_adapter
-from idlm.train.model.generation_config import read_generation_config
+from idlm.train.model.checks import mask_token
+from idlm.train.model.files import embedding_norm, is_renamed, read_generation_config, weight_problems
 from idlm.train.model.load import check_base_config, create_base
-from idlm.train.model.weights_check import embedding_norm, is_renamed, weight_problems
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, plan_disk, remedies
-from idlm.train.planning.memory import DEVICE_BYTES, GIB
+from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
+from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.preview import LEGEND, coloured, pieces_of, plain
-from idlm.train.planning.time import DISK_FIX, DiskPlan, size_text, span
+from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
+from idlm.train.planning.time import span
+from idlm.train.prepare import prepare_adapter, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Findings:
-    """Sections in order of printing, a line being text or something that rich prints; and the problems.
+    """Sections in order of printing, whose lines are text or rich's Text; and the problems.
 
     `is_sound`: no value of the configuration was refused.
     """
@@ -59,9 +58,9 @@ class Findings:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Inside, a UserError becomes a problem; what was told is not told again.
+        """Inside, a UserError becomes a problem, unless it is one already.
 
-        Values that were refused may break the plan anywhere: then what it would still have shown is left out.
+        Refused values may break the plan anywhere: the rest of the plan is then left out.
         """
         try:
             yield
@@ -86,7 +85,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
             named_checkpoint(config)
     tokenizer: Any = None
     with found.guarding():
-        tokenizer = _prepare("prepare_tokenizer")(config)
+        tokenizer = prepare_tokenizer(config)
     model: PreTrainedModel | None = None
     if tokenizer is not None:
         with found.guarding():
@@ -95,7 +94,7 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         with found.guarding():
             _plan(config, model, tokenizer, found, colours=console.is_terminal)
     found.add("Launch", [launch_command(num_gpus(config), arguments)])
-    # Last, since it is the longest and says what the user gave.
+    # Last, because it is the longest and shows what the user gave.
     found.add("Configuration", config_text(config).rstrip().splitlines())
     if found.problems:
         found.sections.insert(0, ("Problems", "\n".join(found.problems).splitlines()))
@@ -110,14 +109,6 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
         )
 
 
-def _prepare(name: str) -> Callable[..., Any]:
-    """A step of `idlm.train.pipeline`, which imports much that a refusal at the start does not need."""
-    from idlm.train import pipeline
-
-    step: Callable[..., Any] = getattr(pipeline, name)
-    return step
-
-
 def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
     """The model of the run without any weights, with its adapter, and with the rows that it will have."""
     from transformers import AutoConfig
@@ -129,7 +120,7 @@ def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
             values = AutoConfig.from_pretrained(
                 config.model.path, local_files_only=True, trust_remote_code=False
             ).to_dict()
-        # What a damaged config.json makes transformers raise has no common base.
+        # The exceptions that transformers raises on a damaged config.json have no common base class.
         except Exception as error:
             raise UserError(
                 "IDLM-0541",
@@ -140,7 +131,7 @@ def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
         read = read_generation_config(Path(config.model.path))
         model.generation_config = model.generation_config if read is None else read
     else:
-        model = _prepare("prepare_model")(config, tokenizer, "eager", meta)
+        model = prepare_model(config, tokenizer, "eager", meta)
     return model
 
 
@@ -162,7 +153,7 @@ def _plan(
         found.add("Model", [f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines])
     if mask_token_id is None and config.objective != "ar":
         return
-    _adapt(config, model)
+    prepare_adapter(config, model, None)
     objective = make_objective(config, model, tokenizer, mask_token_id)
     gpus = num_gpus(config)
     data = prepare_data(config, tokenizer, objective, mask_token_id, gpus)
@@ -204,22 +195,22 @@ def planned_device(config: TrainConfig) -> tuple[str, str]:
 
 
 def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> tuple[int | None, list[str]]:
-    """(mask token id, what to say about it); the rules of `pipeline.prepare_mask` without weights."""
+    """(mask token id, lines about it), as `prepare_mask` chooses it, without weights."""
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, ["no mask token: objective=ar"]
     rows_VD = model.get_input_embeddings().weight
     num_rows, spare, explicit = rows_VD.shape[0], num_token_ids(tokenizer), config.model.mask_token_id
     lines = [f"the tokenizer has {spare:,} ids, the embedding {num_rows:,} rows"]
-    if explicit is None and tokenizer.mask_token_id is None and spare >= num_rows:
-        kept = "an embedding of the adapter's own" if config.adapter is not None else "new rows are added"
-        return spare, [*lines, f"mask token {spare}: no row is spare, so that {kept}"]
-    mask_token_id = resolve_mask_token_id(tokenizer, num_rows, explicit)
+    mask_token_id, has_row = mask_token(tokenizer, num_rows, explicit)
+    if not has_row:
+        how = "the adapter gets an embedding for it" if config.adapter is not None else "new rows are added"
+        return mask_token_id, [*lines, f"mask token {mask_token_id}: no row is spare, so {how}"]
     if explicit is not None:
         why = "model.mask_token_id"
     elif tokenizer.mask_token_id is not None:
         why = f"the tokenizer's mask token {tokenizer.mask_token!r}"
     else:
-        why = "the first spare row behind the tokenizer's ids"
+        why = "the first spare row after the tokenizer's ids"
     kind = "spare" if mask_token_id >= spare else "a special token of the tokenizer"
     lines.append(f"mask token {mask_token_id}: {why}; its row exists and is {kind}")
     if config.model.path is not None:
@@ -229,15 +220,6 @@ def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> 
             use = "kept" if 0 < norm < float("inf") else "replaced by the mean embedding"
             lines.append(f"norm of its embedding {norm:.3g}: {use}")
     return mask_token_id, lines
-
-
-def _adapt(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Put the adapter on the meta model."""
-    if config.adapter is not None:
-        spec = AdapterSpec(
-            rank=config.adapter.rank, alpha=config.adapter.alpha, targets=tuple(config.adapter.targets)
-        )
-        add_adapter(model, spec)
 
 
 def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[Any]:

@@ -1,4 +1,6 @@
-"""The plan of a run from its configuration, its data and a model's shape: for the dry run and the report."""
+"""What a run is expected to need, from its configuration, its data and its model's shape: for the dry run and
+the report; and the settings that lower its memory.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from idlm.errors import UserError
 from idlm.train.config.monitoring import MATMUL_TFLOPS
 from idlm.train.config.schema import TrainConfig
 from idlm.train.config.trainer_arguments import num_processes
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.distributed.deepspeed import (
-    SHARDS_WEIGHTS,
-    keeps_fp32_masters,
-    num_elements,
-    uses_deepspeed,
-    zero_stage,
-)
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, uses_deepspeed, zero_stage
 from idlm.train.model.compile import compiles
 from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.planning.flops import TokenCounts, fed_of, work_of
-from idlm.train.planning.memory import GIB, MemoryPlan, ModelShape, RunSetup, memory_plan, shape_of
+from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
+from idlm.train.planning.state import GIB, RunSetup, state_setup
 from idlm.train.planning.time import (
-    DISK_FIX,
-    DiskPlan,
     TimePlan,
-    disk_plan,
+    TokenCounts,
+    fed_of,
     mean_fed,
     time_plan,
+    work_of,
 )
 
 if TYPE_CHECKING:
@@ -51,15 +46,6 @@ class Estimate:
     is_counted: bool
     row_length: int
     fed: TokenCounts
-
-    def as_dict(self) -> dict[str, float | None]:
-        """For the run's folder, to be compared with what is measured."""
-        return {
-            "num_gpus": self.num_gpus,
-            "peak_allocated": self.memory.peak_allocated,
-            "seconds": None if self.time is None else self.time.seconds,
-            "tokens_per_second_per_gpu": None if self.time is None else self.time.tokens_per_second_per_gpu,
-        }
 
 
 def num_gpus(config: TrainConfig) -> int:
@@ -88,25 +74,10 @@ def sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: int) -> T
     return mean_fed([fed_of(collate([dataset[item]])["fed"]) for item in range(first, last)])
 
 
-def state_setup(config: TrainConfig, *, world_size: int) -> RunSetup:
-    """The run as `state_terms` wants it: without rows."""
-    masters = keeps_fp32_masters(config)
-    return RunSetup(
-        rows=0,
-        targets=0,
-        mask_rows=0,
-        world_size=world_size,
-        zero_stage=zero_stage(config),
-        is_bf16=masters or config.model.dtype == "bfloat16",
-        offloads=config.train.offload_optimizer,
-        rank=0 if config.adapter is None else config.adapter.rank,
-    )
-
-
 def run_setup(
     config: TrainConfig, row_length: int, fed: TokenCounts, *, num_adapted: int, world_size: int
 ) -> RunSetup:
-    """The run as `memory_plan` wants it; rows of a micro-batch are `fed` times the batch size."""
+    """The setup that `memory_plan` needs; rows of a micro-batch are `fed` times the batch size."""
     size = config.train.batch_size
     device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
     return replace(
@@ -137,14 +108,8 @@ def estimate_run(
     work, tflops = work_of(model), config.plan.tflops or MATMUL_TFLOPS.get(gpu_name(config) or "")
     time = None
     if work is not None and tflops is not None:
-        time = time_plan(
-            config,
-            work,
-            stages=list(zip(curriculum.stages, fed, strict=True)),
-            global_batch=curriculum.global_batch,
-            num_gpus=gpus,
-            tflops=tflops,
-        )
+        stages, rows = list(zip(curriculum.stages, fed, strict=True)), curriculum.global_batch
+        time = time_plan(config, work, stages=stages, global_batch=rows, num_gpus=gpus, tflops=tflops)
     return Estimate(
         shape=shape,
         setup=setup,
@@ -158,8 +123,8 @@ def estimate_run(
 
 
 def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
-    """Return the settings that lower the largest term of the plan, each with what the run needs then; the one
-    that leaves the smallest need comes first.
+    """Settings that lower the largest term of the memory plan, each with what the run needs then; the
+    smallest need comes first.
     """
     loop, gpus, row_length = config.train, estimate.num_gpus, estimate.row_length
     checkpointed = replace(config, model=replace(config.model, gradient_checkpointing=True))
@@ -181,8 +146,9 @@ def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
         loops["train.offload_optimizer=true (slow)"] = replace(loop, offload_optimizer=True)
     for name, changed in loops.items():
         changes[name] = (replace(config, train=changed), gpus, row_length)
-    kind, before = _largest_kind(estimate.memory)
-    found = []
+    # Recomputed activations have other names than kept ones: terms are compared by their first word.
+    kind = max(estimate.memory.terms, key=lambda term: term.num_bytes).name.split()[0].rstrip(",")
+    before, found = _bytes_of_kind(estimate.memory, kind), []
     for name, (changed_config, world_size, length) in changes.items():
         plan = _memory_of(changed_config, estimate, world_size=world_size, row_length=length)
         if _bytes_of_kind(plan, kind) < before:
@@ -198,32 +164,5 @@ def _memory_of(config: TrainConfig, estimate: Estimate, *, world_size: int, row_
     return memory_plan(estimate.shape, setup)
 
 
-def _largest_kind(plan: MemoryPlan) -> tuple[str, int]:
-    """Return the first word of the largest term's name, and the bytes of all terms that begin with it:
-    recomputed activations go by other names than kept ones.
-    """
-    kind = max(plan.terms, key=lambda term: term.num_bytes).name.split()[0].rstrip(",")
-    return kind, _bytes_of_kind(plan, kind)
-
-
 def _bytes_of_kind(plan: MemoryPlan, kind: str) -> int:
     return sum(term.num_bytes for term in plan.terms if term.name.startswith(kind))
-
-
-def plan_disk(config: TrainConfig, model: PreTrainedModel, curriculum: Curriculum) -> DiskPlan:
-    """Return what the run will write; `model` with its adapter, if any."""
-    return disk_plan(
-        config,
-        num_trained=sum(num_elements(value) for value in model.parameters() if value.requires_grad),
-        num_stages=len(curriculum.stages),
-        num_steps=curriculum.num_steps,
-        has_masters=uses_deepspeed(config),
-        is_bf16=keeps_fp32_masters(config) or config.model.dtype == "bfloat16",
-    )
-
-
-def check_disk(config: TrainConfig, model: PreTrainedModel, curriculum: Curriculum) -> None:
-    """Raise UserError IDLM-0520 where the disk has no room for what the run will write."""
-    problem = plan_disk(config, model, curriculum).problem
-    if problem is not None:
-        raise UserError("IDLM-0520", problem, fix=DISK_FIX)

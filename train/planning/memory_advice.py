@@ -1,4 +1,4 @@
-"""Running out of memory, told as settings to change: by how much, and what that frees."""
+"""Explains an out-of-memory error: what was used, which settings to change, and what each of them frees."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from idlm.errors import UserError
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, num_parameters, zero_stage
-from idlm.train.planning.estimate import state_setup
-from idlm.train.planning.memory import state_terms
+from idlm.train.planning.state import GIB, state_setup, state_terms
 
 if TYPE_CHECKING:
     from torch import nn
 
     from idlm.train.config.schema import TrainConfig
 
-GIB = 2**30
 HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
 
 
@@ -36,62 +34,51 @@ def explain_out_of_memory(config: TrainConfig, model: nn.Module, *, world_size: 
     """Inside, running out of GPU or host memory raises UserError IDLM-0517: what was used, what to set."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        figures = _gpu_figures()
-        raise _explained("GPU", figures, config, model, world_size=world_size) from error
-    except MemoryError as error:
-        raise _explained("host", _host_figures(), config, model, world_size=world_size) from error
-    except RuntimeError as error:
-        if not any(text in str(error) for text in HOST_TEXTS):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        raise _explained("host", _host_figures(), config, model, world_size=world_size) from error
+        is_gpu = isinstance(error, torch.OutOfMemoryError)
+        where, figures = ("GPU", _gpu_figures()) if is_gpu else ("host", _host_figures())
+        raise _explained(where, figures, config, model, world_size=world_size) from error
 
 
 def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
-    """Bytes per process of weights, gradients and AdamW's state, by the plan's formula."""
+    """Bytes per process of weights, gradients and AdamW's state."""
     terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
     return sum(term.num_bytes for term in terms)
 
 
 def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:
     """Settings that lower memory, the cheapest first, each with its value for this run."""
-    loop, told = config.train, []
+    loop, settings = config.train, []
+
+    def state_gib(**changes: Any) -> float:
+        changed = replace(config, train=replace(loop, **changes))
+        return state_bytes(changed, num_trained, num_frozen, world_size=world_size) / GIB
+
     if loop.batch_size > 1:
-        half = loop.batch_size // 2
-        rows = loop.batch_size * loop.accumulation
-        keeps = rows % half == 0
-        told.append(
-            f"train.batch_size={half} train.accumulation={rows // half}"
-            + (" (same rows per step, half the activations)" if keeps else " (half the activations)")
+        half, rows = loop.batch_size // 2, loop.batch_size * loop.accumulation
+        same = "same rows per step, " if rows % half == 0 else ""
+        settings.append(
+            f"train.batch_size={half} train.accumulation={rows // half} ({same}half the activations)"
         )
     if not config.model.gradient_checkpointing:
-        told.append(
+        settings.append(
             "model.gradient_checkpointing=true (activations of one layer at a time, 1/3 more compute)"
         )
-    stage = zero_stage(config) or 0
-    before = state_bytes(config, num_trained, num_frozen, world_size=world_size)
-    if loop.deepspeed is None and world_size > 1 and stage < SHARDS_WEIGHTS:
-        for higher in range(stage + 1, SHARDS_WEIGHTS + 1):
-            after = _with_stage(config, higher, num_trained, num_frozen, world_size=world_size)
-            told.append(
-                f"train.zero_stage={higher} (weights, gradients and optimizer take {after / GIB:.1f} GiB per "
-                f"process instead of {before / GIB:.1f})"
-            )
+    if loop.deepspeed is None and world_size > 1:
+        settings += [
+            f"train.zero_stage={stage} (weights, gradients and optimizer take "
+            f"{state_gib(zero_stage=stage):.1f} GiB per process instead of {state_gib():.1f})"
+            for stage in range((zero_stage(config) or 0) + 1, SHARDS_WEIGHTS + 1)
+        ]
     if loop.zero_stage and not loop.offload_optimizer:
-        offloaded = replace(config, train=replace(loop, offload_optimizer=True))
-        after = state_bytes(offloaded, num_trained, num_frozen, world_size=world_size)
-        told.append(f"train.offload_optimizer=true ({(before - after) / GIB:.1f} GiB less per process, slow)")
+        saved = state_gib() - state_gib(offload_optimizer=True)
+        settings.append(f"train.offload_optimizer=true ({saved:.1f} GiB less per process, slow)")
     if loop.batch_size == 1:
-        length = loop.max_length // 2
-        told.append(f"train.max_length={length} with train.overlong=truncate or drop (half the activations)")
-    return told
-
-
-def _with_stage(
-    config: TrainConfig, stage: int, num_trained: int, num_frozen: int, *, world_size: int
-) -> int:
-    other = replace(config, train=replace(config.train, zero_stage=stage))
-    return state_bytes(other, num_trained, num_frozen, world_size=world_size)
+        half = loop.max_length // 2
+        settings.append(f"train.max_length={half} train.overlong=truncate or drop (half the activations)")
+    return settings
 
 
 def _explained(
@@ -100,12 +87,12 @@ def _explained(
     num_trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
     num_frozen = num_parameters(model) - num_trained
     states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
-    told = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
+    settings = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
     return UserError(
         "IDLM-0517",
         f"out of {where} memory: {figures}; weights, gradients and optimizer take {states / GIB:.1f} GiB of "
         f"it, activations of {config.train.batch_size} x {config.train.max_length} tokens the rest",
-        fix="then resume=auto with one of: " + "; ".join(told),
+        fix="then resume=auto with one of: " + "; ".join(settings),
     )
 
 

@@ -1,4 +1,4 @@
-"""Training samples for people: which tokens are context, which are targets, where blocks of masks start.
+"""Training samples as text: which tokens are context, which are targets, where blocks of masks start.
 
 Colours on a terminal (context dim, targets green, the first token of a masked block underlined), markers in
 plain text: `[[` and `]]` around targets, `|` before a block.

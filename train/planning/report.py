@@ -1,6 +1,6 @@
-"""`report.md` beside the checkpoint: what was trained, how it went (plots), what it writes now.
+"""`report.md` next to the checkpoint: what was trained, how losses and acceptance went (plots), and samples.
 
-Generations come from a `Sampler` that the command line passes in, because training never imports the engine.
+Samples come from a `Sampler` that the command line passes in, because training never imports the engine.
 """
 
 from __future__ import annotations
@@ -9,11 +9,23 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
-from idlm.files.disk import replace_text
-from idlm.train.planning.time import size_text, span
+from idlm.files.disk import replace_text, translate_disk_errors
+from idlm.log import run_fingerprint
+from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
+from idlm.train.checkpoint.stages import stage_directory
+from idlm.train.data.checks import inspect_data
+from idlm.train.loop.progress import EVALUATION, describe, read_metrics, training_records
+from idlm.train.planning.estimate import Estimate, estimate_run
+from idlm.train.planning.state import size_text
+from idlm.train.planning.time import span
+
+if TYPE_CHECKING:
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.prepare import Prepared
 
 PLOT_FOLDER = "report"
 LOSS_PLOT = "losses.png"
@@ -21,9 +33,7 @@ LOSS_PLOT = "losses.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleText:
-    """One generation; `verdict` is free text, such as the checker's reason, and empty where nothing judged
-    it.
-    """
+    """One generation; `verdict` is free text, such as the checker's reason, empty without a checker."""
 
     prompt: str
     response: str
@@ -51,21 +61,53 @@ class SampleReport:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """What the run's own files say: `evaluations` are the held-out records of `metrics.jsonl`, `plan` is what
-    was estimated before (`idlm.train.planning.estimate.Estimate.as_dict`).
-    """
-
-    evaluations: tuple[dict[str, Any], ...] = ()
-    running_samples: tuple[dict[str, Any], ...] = ()
-    data_lines: tuple[str, ...] = ()
-    exports: tuple[str, ...] = ()
-    plan: dict[str, Any] | None = None
-
-
 Sampler = Callable[[Path, int], SampleReport]
 """`(checkpoint directory, number of samples) -> SampleReport`."""
+
+
+def report_run(
+    config: TrainConfig, prepared: Prepared, sampler: Sampler | None, *, num_gpus: int, seconds: float
+) -> Path:
+    """Report on the published checkpoint of a run that took `seconds` in this process. On rank 0."""
+    target = Path(config.output_dir)
+    records = read_metrics(target / RUN_FOLDER / "metrics.jsonl")
+    metrics, curriculum = training_records(records), prepared.curriculum
+    samples: SampleReport | None = None
+    if sampler is not None and config.report.num_samples > 0:
+        samples = sampler(target, config.report.num_samples)
+    facts = {
+        "base": config.model.path or "new weights",
+        "architecture": type(prepared.model).__name__,
+        "objective": config.objective,
+        **{f"stage {stage.index + 1}": stage.name for stage in curriculum.stages},
+        "mask token id": str(prepared.mask_token_id),
+        "time": f"{seconds:.0f} s in this process, {sum(r['seconds'] for r in metrics):.0f} s of training",
+        "document tokens trained": f"{sum(record['num_tokens'] for record in metrics):,}",
+        "last metrics": describe(metrics[-1]) if metrics else "none",
+    }
+    if prepared.adapter is not None:
+        facts["adapter"] = (
+            f"gated LoRA, rank {prepared.adapter.rank}, next to its base {prepared.adapter.base_path}; clean "
+            "rows are the base model's"
+        )
+    exports = [stage_directory(config.output_dir, stage) for stage in curriculum.stages[:-1]]
+    exports = [path.relative_to(target) for path in exports if path.is_dir()]
+    if exports:
+        facts["stage checkpoints"] = ", ".join(map(str, exports))
+    stops = stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict())
+    data = inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops)
+    with translate_disk_errors(target / "report.md"):
+        return write_report(
+            target,
+            metrics=metrics,
+            config_yaml=config_text(config),
+            fingerprint=run_fingerprint(),
+            facts=facts,
+            samples=samples,
+            evaluations=[record for record in records if EVALUATION in record],
+            data_lines=data.lines(),
+            estimate=estimate_run(config, prepared.model, prepared.dataset, curriculum, gpus=num_gpus),
+        )
 
 
 def write_report(
@@ -76,22 +118,22 @@ def write_report(
     fingerprint: dict[str, Any],
     facts: dict[str, str],
     samples: SampleReport | None,
-    run: RunFacts | None = None,
+    evaluations: Sequence[dict[str, Any]] = (),
+    data_lines: Sequence[str] = (),
+    estimate: Estimate | None = None,
 ) -> Path:
-    """Write `report.md` and its plots into `directory`; `facts` are lines of the summary."""
-    run = run or RunFacts()
+    """Write `report.md` and its plots into `directory`; `facts` are lines of the summary, `evaluations` the
+    held-out records of `metrics.jsonl`, `estimate` what the run was expected to need.
+    """
     plots = _plots(directory / PLOT_FOLDER, metrics) if metrics else []
-    summary = [*facts.items(), *_measured(metrics, run.plan)]
-    if run.exports:
-        summary.append(("stage checkpoints", ", ".join(run.exports)))
-    parts = ["# Training report", _table(("what", "value"), summary), *_held_out_parts(run.evaluations)]
+    summary = [*facts.items(), *_measured(metrics, estimate)]
+    parts = ["# Training report", _table(("what", "value"), summary), *_held_out_parts(evaluations)]
     for title, name in plots:
         parts += [f"## {title}", f"![{title}]({PLOT_FOLDER}/{name})"]
     if samples is not None:
         parts += _sample_parts(samples)
-    parts += _running_parts(run.running_samples)
-    if run.data_lines:
-        parts += ["## Data", "\n".join(f"- {line}" for line in run.data_lines)]
+    if data_lines:
+        parts += ["## Data", "\n".join(f"- {line}" for line in data_lines)]
     parts += ["## Configuration", f"```yaml\n{config_yaml.rstrip()}\n```"]
     parts += ["## Environment", f"```json\n{json.dumps(fingerprint, indent=2)}\n```"]
     path = directory / "report.md"
@@ -104,33 +146,32 @@ def expected_tpf(acceptance_J: Sequence[float]) -> dict[str, float]:
     return {"cold": tokens_per_forward_cold(acceptance_J), "branch": tokens_per_forward_branch(acceptance_J)}
 
 
-def _measured(metrics: Sequence[dict[str, Any]], plan: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Speed and memory of the run, beside what was estimated. The first record, in which things are compiled
-    and warmed up, does not count for speed where there are others.
+def _measured(metrics: Sequence[dict[str, Any]], estimate: Estimate | None) -> list[tuple[str, str]]:
+    """Speed and memory of the run, and what was estimated. The first record, in which things are compiled and
+    warmed up, does not count for speed where there are others.
     """
     rows: list[tuple[str, str]] = []
     steady = metrics[1:] or metrics
     seconds = sum(record["seconds"] for record in steady)
     per_gpu = sum(record.get("tokens_per_second_per_gpu", 0) * record["seconds"] for record in steady)
-    expected = plan or {}
+    plan = None if estimate is None else estimate.time
     if seconds and per_gpu:
         rate = f"{per_gpu / seconds:,.0f} document tokens per second and process"
-        if expected.get("tokens_per_second_per_gpu"):
-            rate += f" (estimated {expected['tokens_per_second_per_gpu']:,.0f})"
-        rows.append(("speed", rate))
+        expected = "" if plan is None else f" (estimated {plan.tokens_per_second_per_gpu:,.0f})"
+        rows.append(("speed", rate + expected))
     shares = [(record["mfu"], record["seconds"]) for record in steady if "mfu" in record]
     if shares:
         mean = sum(share * weight for share, weight in shares) / sum(weight for _, weight in shares)
         rows.append(("MFU", f"{mean:.1%} of the data sheet's bf16 rate, recomputation not counted"))
-    if expected.get("seconds"):
+    if plan is not None:
         taken = sum(record["seconds"] for record in metrics)
-        rows.append(("time of the steps", f"{span(taken)} (estimated {span(expected['seconds'])})"))
+        rows.append(("time of the steps", f"{span(taken)} (estimated {span(plan.seconds)})"))
     peaks = [record["peak_memory"] for record in metrics if "peak_memory" in record]
     if peaks:
         text = size_text(max(peaks))
-        if expected.get("peak_allocated"):
-            ratio = expected["peak_allocated"] / max(peaks) - 1
-            text += f" (estimated {size_text(expected['peak_allocated'])}, {ratio:+.1%})"
+        if estimate is not None:
+            planned = estimate.memory.peak_allocated
+            text += f" (estimated {size_text(planned)}, {planned / max(peaks) - 1:+.1%})"
         rows.append(("peak memory of a GPU", text))
     return rows
 
@@ -150,22 +191,8 @@ def _held_out_parts(evaluations: Sequence[dict[str, Any]]) -> list[str]:
         losses = [f"{record[name]:.3f}" for name in names]
         row = [str(stage + 1), str(record["stride"]), str(record["step"]), *losses, *accepted]
         rows.append(row + ["-"] * (len(header) - len(row)))
-    note = "Losses in nats per token; acceptance is the expected overlap of drafted and verified laws."
+    note = "Losses in nats per token; acceptance is the expected overlap of draft and verify probabilities."
     return ["## Held-out data at the end of each stage", _table(header, rows), note]
-
-
-def _running_parts(samples: Sequence[dict[str, Any]]) -> list[str]:
-    """How the answer to the first prompt changed, and all answers of the last time."""
-    if not samples:
-        return []
-    first = [one for one in samples if one["prompt"] == samples[0]["prompt"]]
-    shown = [*first, *(one for one in samples if one["step"] == samples[-1]["step"] and one not in first)]
-    parts = ["## Samples while training (greedy, next token by next token)"]
-    for one in shown:
-        parts.append(
-            f"Step {one['step']}\n\n{_quoted(one['prompt'])}\n\nResponse\n\n{_quoted(one['response'])}"
-        )
-    return parts
 
 
 def _sample_parts(report: SampleReport) -> list[str]:

@@ -1,28 +1,173 @@
-"""What a run will take, before it runs: seconds from FLOPs, bytes on disk, and what of them is free.
+"""Work and time of a training step: FLOPs counted from the rows that are fed, and seconds that follow.
 
-Rates are assumptions and are named as such wherever they are shown. Nothing here needs a GPU or the weights.
+Products only, 2 FLOPs per multiply-add. What costs time but trains nothing is left out of the count: padding,
+recomputed activations, the extra passes of a balanced loss, clean rows through the head where their weight is
+0. So MFU by this count is low rather than flattering. Rates of GPUs are assumptions, and are called so
+wherever they are shown.
 """
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from idlm.masks import PADDING_DOC
+from idlm.train.distributed.deepspeed import whole_shape
+from idlm.train.model.gated_lora import GatedLinear
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.planning.flops import FORWARD, PAIR_FORWARD, ModelWork, TokenCounts, train_flops
-from idlm.train.planning.memory import GIB
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from idlm.train.config.schema import TrainConfig
 
 EFFICIENCY = 0.6
 """Share of that rate which whole steps reach; benchmarks/training/train_step.py measures it."""
-EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
-DISK_FIX = "free space, lower train.save_total_limit or give another output_dir"
+FED = ("clean_rows", "noisy_rows", "clean_pairs", "noisy_pairs", "clean_targets", "noisy_targets")
+FORWARD, ACTIVATIONS, WEIGHTS = 2, 2, 2
+"""FLOPs per weight and row: the product, its gradient of the input, its gradient of the weight."""
+PAIR_FORWARD, PAIR_BACKWARD = 4, 10
+"""FLOPs per visible pair and element of a query: two products forward; backward four, and that of queries and
+keys once more, because the scores are not kept."""
+PEAK_BF16 = (
+    ("B200", 2250e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+)
+"""Dense bf16 FLOP/s of the data sheets; the first name that a device's name contains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Rows, visible (query, key) pairs and rows with a target, by half, padding left out."""
+
+    clean_rows: float = 0
+    noisy_rows: float = 0
+    clean_pairs: float = 0
+    noisy_pairs: float = 0
+    clean_targets: float = 0
+    noisy_targets: float = 0
+
+    @property
+    def rows(self) -> float:
+        return self.clean_rows + self.noisy_rows
+
+    @property
+    def pairs(self) -> float:
+        return self.clean_pairs + self.noisy_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """Multiply-adds of one row: `layers` in the linear layers, `head` in the output head, `adapter` in a
+    gated LoRA; `queries`: elements of a query vector, summed over layers. `is_frozen`: an adapter trains.
+    """
+
+    layers: int
+    head: int
+    queries: int
+    adapter: int = 0
+    is_frozen: bool = False
+
+
+def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """Int64 [6] in the order of `FED`, of collated rows [B, T] with their `noisy_index` and `clean_index`.
+
+    A clean row that reaches position p sees p + 1 clean rows; a noisy one the clean rows before its block and
+    the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`).
+    """
+    is_real, is_noisy = rows["doc_ids"] != PADDING_DOC, rows["is_noisy"]
+    seen = rows["reach"] + 1
+    clean, noisy = is_real & ~is_noisy, is_real & is_noisy
+    return np.asarray(
+        [
+            clean.sum(),
+            noisy.sum(),
+            seen[clean].sum(),
+            seen[noisy].sum(),
+            len(rows["clean_index"]),
+            len(rows["noisy_index"]),
+        ],
+        dtype=np.int64,
+    )
+
+
+def fed_of(counts: Tensor) -> TokenCounts:
+    """`TokenCounts` of an int64 [6] tensor as `count_fed` makes them; waits for its device."""
+    return TokenCounts(**dict(zip(FED, counts.tolist(), strict=True)))
+
+
+def work_of(model: PreTrainedModel) -> ModelWork | None:
+    """The multiply-adds per row of a transformers model, also on the meta device.
+
+    None where weights other than linear layers do, as in mixtures of experts and in GPT-2, or where the heads
+    are unknown: no count is better than a wrong one.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    if not isinstance(head, nn.Linear) or not all(hasattr(config, name) for name in sizes):
+        return None
+    layers = adapter = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if module is not head:
+                layers += module.in_features * module.out_features
+            if isinstance(module, GatedLinear):
+                adapter += whole_shape(module.lora_A)[0] * (module.in_features + module.out_features)
+        elif isinstance(module, nn.Embedding):
+            continue
+        elif any(len(whole_shape(value)) > 1 for value in module.parameters(recurse=False)):
+            return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelWork(
+        layers=layers,
+        head=head.in_features * head.out_features,
+        queries=config.num_hidden_layers * config.num_attention_heads * head_dim,
+        adapter=adapter,
+        is_frozen=adapter > 0,
+    )
+
+
+def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True) -> float:
+    """FLOPs that forward and backward of `fed` need; without `trains_clean` the clean loss is only reported.
+
+    All weights train: three products per weight and row, in the layers for every row, in the head for rows
+    with a target. Gated LoRA: one product for every row; for noisy rows, which alone are changed by what
+    trains, also that for the gradient of the activations, three products with A and B, and the backward pass
+    of attention. The head of a frozen base gives no gradient of its weights.
+    """
+    if work.is_frozen:
+        linear = FORWARD * work.layers * fed.rows + ACTIVATIONS * work.layers * fed.noisy_rows
+        linear += (FORWARD + ACTIVATIONS + WEIGHTS) * work.adapter * fed.noisy_rows
+        head = (FORWARD + ACTIVATIONS) * work.head * fed.noisy_targets
+        attention = work.queries * (PAIR_FORWARD * fed.pairs + PAIR_BACKWARD * fed.noisy_pairs)
+        return linear + head + attention
+    products = FORWARD + ACTIVATIONS + WEIGHTS
+    targets = fed.noisy_targets + (fed.clean_targets if trains_clean else 0)
+    attention = work.queries * (PAIR_FORWARD + PAIR_BACKWARD) * fed.pairs
+    return products * (work.layers * fed.rows + work.head * targets) + attention
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name; None for an unknown one."""
+    return next((rate for name, rate in PEAK_BF16 if name.lower() in device_name.lower()), None)
+
+
+def peak_of(device: torch.device) -> float | None:
+    """`peak_flops` of a CUDA device; None for any other device."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,36 +194,6 @@ class TimePlan:
     @property
     def tokens_per_second_per_gpu(self) -> float:
         return self.tokens_per_step / self.seconds_per_step / self.num_gpus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskPlan:
-    """Bytes of one checkpoint of the run and of one published one, how many of each, and what is free.
-    `held_bytes`: those that the run's earlier checkpoints take already.
-    """
-
-    checkpoint_bytes: int
-    num_checkpoints: int
-    export_bytes: int
-    num_exports: int
-    free_bytes: int
-    place: str
-    held_bytes: int = 0
-
-    @property
-    def needed_bytes(self) -> int:
-        return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes * self.num_exports
-
-    @property
-    def problem(self) -> str | None:
-        """What to say when it does not fit; `DISK_FIX` says what to do."""
-        missing_bytes = self.needed_bytes - self.held_bytes
-        if missing_bytes <= self.free_bytes:
-            return None
-        return (
-            f"output_dir needs {size_text(missing_bytes)}, and {self.place} has "
-            f"{size_text(self.free_bytes)} free"
-        )
 
 
 def mean_fed(fed: Sequence[TokenCounts]) -> TokenCounts:
@@ -121,42 +236,6 @@ def time_plan(
         tflops=tflops,
         efficiency=EFFICIENCY,
     )
-
-
-def disk_plan(
-    config: TrainConfig,
-    *,
-    num_trained: int,
-    num_stages: int,
-    num_steps: int,
-    has_masters: bool,
-    is_bf16: bool,
-) -> DiskPlan:
-    """A checkpoint holds the weights that train, AdamW's two moments and, with DeepSpeed, float32 masters.
-
-    One more than `save_total_limit` exists while the newest is written. Every stage publishes the weights, or
-    the adapter alone.
-    """
-    loop, weight = config.train, 2 if is_bf16 else 4
-    dtype = config.export.dtype or config.model.dtype
-    is_float32_adapter = config.adapter is not None and config.export.dtype is None
-    output_dir = Path(config.output_dir).absolute()
-    place = next(path for path in (output_dir, *output_dir.parents) if path.exists())
-    written = [*output_dir.glob("run/checkpoint-*/**/*"), *output_dir.glob("stages/**/*")]
-    return DiskPlan(
-        checkpoint_bytes=num_trained * (weight + 8 + (4 if has_masters else 0)),
-        num_checkpoints=min(loop.save_total_limit + 1, math.ceil(num_steps / loop.save_every)),
-        export_bytes=num_trained * (4 if is_float32_adapter else EXPORT_BYTES[dtype]),
-        num_exports=num_stages,
-        free_bytes=shutil.disk_usage(place).free,
-        place=str(place),
-        held_bytes=sum(path.stat().st_size for path in written if path.is_file()),
-    )
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def span(seconds: float) -> str:

@@ -18,8 +18,7 @@ from idlm.kernels.linear_cross_entropy import (
     linear_overlap,
     token_nll,
 )
-from idlm.train.model.body_and_head import BodyAndHead
-from idlm.train.step import LossGuard
+from idlm.train.step import BodyAndHead, LossGuard
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""A watched run: held-out data, samples, W&B, the report; and `dry_run=true`, without weights."""
+"""A watched run: held-out data, W&B, the report; and `dry_run=true`, without weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
 from idlm.train.data.prepare import held_out_flags
-from idlm.train.loop.evaluation import read_samples
 from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
 from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
@@ -30,8 +29,6 @@ WATCHED = {
     "train.save_every": 2,
     "eval.every": 2,
     "eval.num_items": 3,
-    "report.sample_every": 2,
-    "report.sample_tokens": 3,
     "report.enabled": "true",
     "plan.tflops": 0.01,
 }
@@ -128,8 +125,6 @@ def test_a_stopped_run_keeps_its_evaluations_once(
     assert cli.main(arguments(base, output, **WATCHED), sampler=nothing) == 0
     whole = [record for record in records_of(watched[0]) if EVALUATION in record]
     assert [record for record in records_of(output) if EVALUATION in record] == whole
-    samples = [read_samples(path / "run" / "samples.jsonl") for path in (output, watched[0])]
-    assert samples[0] == samples[1]
     assert "Held-out data" in (output / "report.md").read_text()
 
 
@@ -172,11 +167,8 @@ def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> Non
         "| 2 | 3 | 5 |",
         "stages/1-stride-2",
         "(estimated",
-        "Samples while training",
     ):
         assert part in text
-    shown = read_samples(watched[0] / "run" / "samples.jsonl")
-    assert {one["step"] for one in shown} == {2, 4}
 
 
 def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: Path) -> None:
@@ -184,7 +176,7 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     from idlm.train.config.schema import TrainConfig
     from idlm.train.data.prepare import prepare_data
     from idlm.train.objectives.idlm import IntrospectiveConsistency
-    from idlm.train.pipeline import prepare_tokenizer
+    from idlm.train.prepare import prepare_tokenizer
 
     path = tmp_path / "data.jsonl"
     lines = [json.dumps({"prompt": f"Sam has {n}", "response": f"{n} and {n * n}"}) for n in range(40)]
@@ -203,7 +195,7 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     assert data.dataset.num_dropped == data.held_out.num_dropped == 0
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.tmp", "plan.json", "samples.jsonl", "report.tmp"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.tmp", "report.tmp"])
 def test_a_file_of_the_run_that_cannot_be_written_is_named(
     name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,7 +289,7 @@ def test_a_dry_run_lists_what_it_cannot_plan_with(
 def test_a_disk_too_small_for_the_plan_is_refused_before_training(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from idlm.train.planning import time as estimate
+    from idlm.train.planning import state as estimate
 
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
     assert cli.main(arguments(base, tmp_path / "out")) == 2
@@ -346,7 +338,7 @@ def test_a_dry_run_without_a_gpu_says_which_device_it_assumes(
 def test_a_dry_run_tells_all_problems_at_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from idlm.train.planning import time as estimate
+    from idlm.train.planning import state as estimate
 
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
     monkeypatch.setitem(vars(sys.modules["idlm.train.planning.dry_run"])["DEVICE_BYTES"], "H200", 1000)

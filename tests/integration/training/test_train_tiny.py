@@ -26,12 +26,11 @@ from idlm.train import cli, pipeline
 from idlm.train.checkpoint.export import export
 from idlm.train.config.check import PUBLISHED_FILES
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.loop.trainer import IdlmTrainer
-from idlm.train.model.body_and_head import BodyAndHead
 from idlm.train.model.load import create_base
 from idlm.train.planning.report import Measurement, SampleReport, SampleText
+from idlm.train.step import BodyAndHead
 from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after, failing_after
-from tests.tiny_training import tiny_config
+from tests.tiny_training import HiddenStates, tiny_config
 
 STAGES = (
     "[{stride: 2, steps: 3, clean_weight: 0.2}, {stride: 3, steps: 2, clean_weight: 0.2}, "
@@ -245,7 +244,7 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
     losses = []
     for step in range(curriculum.num_steps):
         batch = collate([data[2 * step], data[2 * step + 1]])
-        runner = BodyAndHead(model)
+        runner = HiddenStates(model)
         logits = runner.head(runner.hidden(model, batch, prepared.attention))
         halves = []
         for half in (batch["is_noisy"], ~batch["is_noisy"]):
@@ -272,18 +271,18 @@ def test_ten_steps_follow_an_unfused_reference(finished: Path, base: Path, tmp_p
 def test_a_bad_loss_stops_before_the_optimizer_and_keeps_the_checkpoint(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, seen = IdlmTrainer._terms, {}
+    plain, seen = BodyAndHead.terms, {}
 
-    def poisoned(self, model, batch, step, *, trains):
-        terms = plain(self, model, batch, step, trains=trains)
-        if self.state.global_step == 5 and trains:
+    def poisoned(self, model, batch, *further):
+        terms = plain(self, model, batch, *further)
+        if batch["item_ids"].tolist() in ([10], [11]) and terms.loss is not None:
             seen["weights"] = {name: value.detach().clone() for name, value in model.named_parameters()}
             seen["model"] = model
             if batch["item_ids"].tolist() == [11]:
                 return replace(terms, loss=terms.loss * float("nan"))
         return terms
 
-    monkeypatch.setattr(IdlmTrainer, "_terms", poisoned)
+    monkeypatch.setattr(BodyAndHead, "terms", poisoned)
     halves = {"train.batch_size": 1, "train.accumulation": 2}
     assert cli.main(arguments(base, tmp_path / "out", **halves)) == 2
     told = capsys.readouterr().err

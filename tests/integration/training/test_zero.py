@@ -1,7 +1,7 @@
 """Several processes through DeepSpeed on a CPU: the same run as one process, whatever dies; and who is named.
 
-`pytest tests/integration/training/test_zero.py -m slow` adds ZeRO-1, ZeRO-3, offload, bfloat16, DDP, the watchdog and
-a launcher; the full counts of deaths are `python -m benchmarks.resume`.
+`pytest tests/integration/training/test_zero.py -m slow` adds ZeRO-1, ZeRO-3, offload, bfloat16, DDP, the
+watchdog and a launcher; `python -m benchmarks.resume` runs the full counts of deaths.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ USED = {
     "eval.path": "eval.every=1",
     "eval.holdout": "eval.every=1",
     "report.num_samples": "report.enabled=true",
-    "report.sample_tokens": "report.sample_every=1",
     "wandb.project": "wandb.mode=offline",
     "wandb.name": "wandb.mode=online",
     "model.config": "model.path=null",
@@ -60,7 +59,6 @@ UNUSED = (
     ("eval.every=null", "eval.holdout=0.5"),
     ("eval.every=1 eval.path=/e.jsonl", "eval.holdout=0.5"),
     ("report.enabled=false", "report.num_samples=3"),
-    ("report.sample_every=null", "report.sample_tokens=3"),
     ("wandb.mode=disabled", "wandb.project=mine"),
     ("wandb.mode=disabled", "wandb.name=mine"),
     ("model.path=/m", "+model.config.model_type=qwen3"),
@@ -119,11 +117,13 @@ def test_no_recipe_sets_what_does_nothing(name: str) -> None:
     assert not unused_options(composed(f"recipe={name}"))
 
 
-def test_the_commands_of_the_readme_set_nothing_that_does_nothing() -> None:
-    text = (Path(__file__).parents[3] / "README.md").read_text().replace("\\\n", " ")
-    commands = [
-        line.partition("#")[0].split()[1:] for line in text.splitlines() if line.startswith("idlm-train ")
+def test_the_commands_of_the_documentation_set_nothing_that_does_nothing() -> None:
+    root = Path(__file__).parents[3]
+    texts = [
+        path.read_text().replace("\\\n", " ") for path in (root / "README.md", *(root / "docs").glob("*.md"))
     ]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("idlm-train ")]
+    commands = [line.partition("#")[0].split()[1:] for line in lines]
     assert len(commands) >= 5
     for command in commands:
         assert not unused_options(composed(*command)), command

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from idlm.lora import AdapterSpec
 from idlm.masks import PADDING_DOC, RowMeta, dense_mask
-from idlm.train.model.body_and_head import BodyAndHead
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.base import Head
-from idlm.train.planning.flops import FED, TokenCounts, fed_of, peak_flops, train_flops, work_of
+from idlm.train.planning.time import FED, TokenCounts, fed_of, peak_flops, train_flops, work_of
+from idlm.train.step import BodyAndHead
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -16,20 +16,18 @@ from idlm.lora import AdapterSpec
 from idlm.train.config.schema import TrainConfig
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.curriculum import Curriculum, Stage
-from idlm.train.planning import time as estimate
-from idlm.train.planning.estimate import Estimate, check_disk, remedies, run_setup
-from idlm.train.planning.flops import TokenCounts, work_of
+from idlm.train.planning import state as estimate
+from idlm.train.planning.estimate import Estimate, remedies, run_setup
 from idlm.train.planning.memory import (
     DEVICE_BYTES,
-    GIB,
     ModelShape,
-    RunSetup,
     kept_per_mask_row,
     kept_per_row,
     memory_plan,
     shape_of,
 )
-from idlm.train.planning.time import DiskPlan, TimePlan, span
+from idlm.train.planning.state import GIB, DiskPlan, RunSetup, check_disk
+from idlm.train.planning.time import TimePlan, TokenCounts, span, work_of
 
 ROWS, LAYERS, RANK = 64, 3, 8
 
@@ -264,12 +262,8 @@ def test_checkpointing_is_no_fix_where_the_optimizer_is_the_largest_term() -> No
     config, planned = estimate_32b("adapter=null", "train.zero_stage=1", adapter_parameters=0)
     told = remedies(config, planned)
     assert not any("checkpointing" in text or "max_length" in text for text in told), told
-    # Gradients of 4 P on every GPU are the largest term: ZeRO-1 shards the optimizer alone.
-    assert {text.split()[0] for text in told} == {
-        "train.zero_stage=2",
-        "train.zero_stage=3",
-        "train.offload_optimizer=true",
-    }
+    # Gradients of 4 P on every GPU are the largest term: ZeRO-1 shards and offloads the optimizer alone.
+    assert {text.split()[0] for text in told} == {"train.zero_stage=2", "train.zero_stage=3"}
 
 
 def test_a_run_checks_the_disk_that_its_plan_needs_and_counts_what_it_has_written(

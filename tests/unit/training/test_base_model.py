@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from idlm.checkpoint import MANIFEST
 from idlm.errors import UserError
-from idlm.train.model.generation_config import read_generation_config
+from idlm.train.model.files import read_generation_config
 from idlm.train.model.load import load_base
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "assets" / "tiny_ar"

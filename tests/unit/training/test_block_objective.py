@@ -19,11 +19,10 @@ from torch.nn import functional
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Sample, SampleRows, pack_rows
-from idlm.train.model.body_and_head import BodyAndHead
 from idlm.train.objectives.base import Batch, Head, Terms
 from idlm.train.objectives.block import LOWEST_RATE, BlockDiffusion
 from idlm.train.objectives.curriculum import Curriculum, Stage
-from tests.tiny_training import MASK, random_sample, tiny_model
+from tests.tiny_training import MASK, HiddenStates, random_sample, tiny_model
 
 STOP = 7
 TOLERANCE = 1e-5
@@ -59,11 +58,11 @@ def terms_of(
             head, hidden_BTD, batch, stage=stage, coefficients=coefficients, want_overlap=False
         )
 
-    return BodyAndHead(model).terms(model, batch, attention, compute)
+    return HiddenStates(model).terms(model, batch, attention, compute)
 
 
 def logits_of(model: Any, batch: Batch) -> Tensor:
-    runner = BodyAndHead(model)
+    runner = HiddenStates(model)
     return runner.head(runner.hidden(model, batch, "idlm_sdpa")[0])
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from idlm.errors import UserError
-from idlm.train.model.body_and_head import attention as attention_module
-from idlm.train.model.body_and_head import body_and_head as model_module
-from idlm.train.model.body_and_head import check_model
+from idlm.train.model import attention as attention_module
+from idlm.train.model import checks as model_module
+from idlm.train.model.checks import check_model
 from idlm.train.model.load import create_base, load_base
 from tests.tiny_training import tiny_model
 

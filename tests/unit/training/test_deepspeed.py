@@ -20,9 +20,9 @@ from idlm.train.distributed.deepspeed import (
     whole_weights,
     zero_stage,
 )
-from idlm.train.planning.estimate import state_setup
-from idlm.train.planning.memory import ModelShape, memory_plan, state_terms
-from idlm.train.planning.memory_advice import GIB, advice, explain_out_of_memory, state_bytes
+from idlm.train.planning.memory import ModelShape, memory_plan
+from idlm.train.planning.memory_advice import advice, explain_out_of_memory, state_bytes
+from idlm.train.planning.state import GIB, state_setup, state_terms
 
 
 def config_of(**changes: object) -> TrainConfig:

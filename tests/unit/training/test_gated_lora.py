@@ -18,7 +18,6 @@ from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, tensor_
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import pack_rows
 from idlm.train.model import gated_lora as gated
-from idlm.train.model.body_and_head import BodyAndHead
 from idlm.train.model.compile import decoder_layers
 from idlm.train.model.gated_lora import (
     GatedLinear,
@@ -29,7 +28,15 @@ from idlm.train.model.gated_lora import (
     is_trained,
     peft_tensors,
 )
-from tests.tiny_training import FAMILIES, MASK, random_sample, stage_of, tiny_model, tiny_objective
+from tests.tiny_training import (
+    FAMILIES,
+    MASK,
+    HiddenStates,
+    random_sample,
+    stage_of,
+    tiny_model,
+    tiny_objective,
+)
 
 SPEC = AdapterSpec(rank=3, alpha=6.0)
 WIDTH = 32
@@ -67,13 +74,13 @@ def adapted(
 
 
 def hidden_of(model: Any, batch: dict[str, Tensor], attention: str = "idlm_sdpa") -> Tensor:
-    return BodyAndHead(model).hidden(model, batch, attention)
+    return HiddenStates(model).hidden(model, batch, attention)
 
 
 def gradients(model: Any, batch: dict[str, Tensor], rows: str) -> dict[str, Tensor]:
     """Gradients of the summed loss of `rows` (a name of the batch), by name; absent ones as zero."""
     model.zero_grad()
-    runner = BodyAndHead(model)
+    runner = HiddenStates(model)
     hidden_MD = runner.hidden(model, batch, "idlm_sdpa").flatten(0, 1)[batch[rows]]
     labels_M = batch["labels"].flatten()[batch[rows]]
     loss = nn.functional.cross_entropy(runner.head(hidden_MD).float(), labels_M, reduction="sum")

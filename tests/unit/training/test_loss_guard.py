@@ -1,4 +1,4 @@
-"""A loss that is not finite stops the run before the optimizer changes a weight, whoever calls its step."""
+"""A loss that is not finite stops the run before the optimizer changes a weight."""
 
 from __future__ import annotations
 

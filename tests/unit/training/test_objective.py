@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.layout import IGNORE_LABEL
-from idlm.train.model.body_and_head import BodyAndHead, prepare_mask_row, window_problem
+from idlm.train.model.checks import prepare_mask_row, window_problem
 from idlm.train.model.load import create_base
 from idlm.train.objectives import base
 from idlm.train.objectives.ar import Autoregressive
@@ -18,6 +18,7 @@ from tests.tiny_training import (
     FAMILIES,
     MASK,
     VOCAB,
+    HiddenStates,
     batch_of,
     random_sample,
     stage_of,
@@ -31,7 +32,7 @@ BOTH = torch.ones(2)
 
 
 def all_logits(model, batch, attention="idlm_sdpa"):
-    runner = BodyAndHead(model)
+    runner = HiddenStates(model)
     return runner.head(runner.hidden(model, batch, attention)[0])
 
 
@@ -135,7 +136,7 @@ def test_every_attention_has_the_gradients_of_dense_sdpa(family: str, attention:
 def terms_of(model, batch, objective, stage, coefficients=None, *, want_overlap=False, attention="idlm_sdpa"):
     """`objective.terms` inside the model's own forward pass, as the trainer runs it."""
     arguments = {"stage": stage, "coefficients": coefficients, "want_overlap": want_overlap}
-    return BodyAndHead(model).terms(
+    return HiddenStates(model).terms(
         model, batch, attention, lambda head, hidden: objective.terms(head, hidden, batch, **arguments)
     )
 

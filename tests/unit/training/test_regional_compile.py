@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from idlm.errors import UserError
 from idlm.train.model.attention import register_attention
-from idlm.train.model.body_and_head import BodyAndHead
 from idlm.train.model.compile import compile_layers, compiles, decoder_layers
+from tests.tiny_training import HiddenStates
 
 ROWS = 24
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -55,7 +55,7 @@ def _batch(document_rows: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_one_compilation_serves_every_layer_and_packing(model_type: str) -> None:
     model = _model(model_type)
-    runner = BodyAndHead(model)
+    runner = HiddenStates(model)
     batches = [_batch(rows) for rows in (8, 12, 7)]
     eager = [runner.hidden(model, batch, "idlm_sdpa") for batch in batches]
     for layer in decoder_layers(model):

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from idlm.train import cli
 from idlm.train.config.schema import ReportConfig, TrainConfig
-from idlm.train.loop import callbacks as control
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning import report
 
@@ -74,7 +73,8 @@ def test_a_report_of_no_samples_asks_for_none(
     num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(control, "inspect_data", lambda *_, **__: SimpleNamespace(lines=list))
+    monkeypatch.setattr(report, "inspect_data", lambda *_, **__: SimpleNamespace(lines=list))
+    monkeypatch.setattr(report, "estimate_run", lambda *_, **__: None)
     stage = Stage(index=0, stride=2, num_steps=1, clean_weight=0.2)
     prepared: Any = SimpleNamespace(
         curriculum=Curriculum(stages=(stage,), global_batch=1), model=torch.nn.Linear(1, 1), adapter=None,
@@ -87,8 +87,8 @@ def test_a_report_of_no_samples_asks_for_none(
         asked.append(number)
         return report.SampleReport(samples=(report.SampleText(prompt="a", response="b"),) * number)
 
-    written = control.finish(config, prepared, sampler, seconds=1.0)
-    assert written is not None and asked == [num_samples] * bool(num_samples)
+    written = report.report_run(config, prepared, sampler, num_gpus=1, seconds=1.0)
+    assert asked == [num_samples] * bool(num_samples)
     assert ("Sample generations" in written.read_text()) == bool(num_samples)
 
 

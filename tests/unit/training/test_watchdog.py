@@ -1,4 +1,4 @@
-"""Who is named, and when nobody is: the watchdog's judgement on what ranks said, without processes."""
+"""Which ranks the watchdog names, judged on their heartbeats, without processes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def named(watchdog: Watchdog) -> tuple[str, list[int]] | None:
     return None if verdict is None else (verdict[0], [culprit.rank for culprit in verdict[1]])
 
 
-def test_nobody_is_named_while_all_is_well() -> None:
+def test_no_rank_is_named_while_all_are_fine() -> None:
     watchdog = watchdog_that_saw(beat(1), beat(2, host=_host()))
     assert named(watchdog) is None
 
 
-def test_last_words_are_passed_on() -> None:
+def test_failure_messages_are_passed_on() -> None:
     watchdog = watchdog_that_saw(beat(1), beat(2, step=6))
-    watchdog.seen[2].beat.failure_message = "IDLM-0301: no space"
+    watchdog.seen[2].heartbeat.failure_message = "IDLM-0301: no space"
     told = named(watchdog)
     assert told is not None and told[1] == [2]
     assert "rank 2" in told[0] and "step 7" in told[0] and "IDLM-0301: no space" in told[0]
@@ -60,7 +60,7 @@ def test_a_process_that_ended_here_is_named_at_once() -> None:
     )
     told = named(watchdog)
     assert told is not None and told[1] == [1], "the same number on another machine means nothing"
-    watchdog.seen[1].beat.is_done = True
+    watchdog.seen[1].heartbeat.is_done = True
     assert named(watchdog) is None, "a rank that finished may go"
 
 
@@ -83,7 +83,7 @@ def test_silence_is_named_after_its_time() -> None:
 def test_the_rank_furthest_behind_hangs(places: list[tuple[str, int]], expected: list[int]) -> None:
     watchdog = watchdog_that_saw(*(beat(rank) for rank in (1, 2)))
     for rank, (phase, step) in enumerate(places):
-        watchdog.seen[rank].beat.phase, watchdog.seen[rank].beat.step = phase, step
+        watchdog.seen[rank].heartbeat.phase, watchdog.seen[rank].heartbeat.step = phase, step
         watchdog.seen[rank].moved_at -= watchdog.hang_seconds * (SLOW_FACTOR if phase == "save" else 1) + 1
     told = named(watchdog)
     assert told is not None and told[1] == expected
@@ -107,7 +107,7 @@ def test_a_rank_that_hangs_ends_with_its_stack(
         watchdog._ending.set()
         ended.set()
 
-    monkeypatch.setattr(watchdog_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog_module, "HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr(os, "_exit", end)
 
     def the_place_that_hangs() -> None:
@@ -117,7 +117,7 @@ def test_a_rank_that_hangs_ends_with_its_stack(
         watchdog.move("compute", 3)
         the_place_that_hangs()
     told = capfd.readouterr().err
-    assert statuses == [watchdog.STATUS]
+    assert statuses == [watchdog_module.STATUS]
     assert "rank 0" in told and "step 4, compute hangs" in told
     assert "the_place_that_hangs" in told
 

@@ -1,0 +1,178 @@
+"""Files of a base checkpoint that are read without loading weights: headers of safetensors, generation
+config.
+
+transformers loads whatever `generation_config.json` says and warns, but refuses to save values that do not
+fit together once one of them has changed: a run would train up to its first checkpoint and lose it there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from idlm.checkpoint import read_json
+from idlm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+MAX_NAMED = 4
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that should hold the weights, whether they exist or not; empty where no file names any."""
+    if (directory / INDEX).is_file():
+        names = read_json(directory / INDEX).get("weight_map", {}).values()
+        return [directory / name for name in sorted(set(names))]
+    return [directory / SINGLE] if (directory / SINGLE).is_file() else []
+
+
+def num_tensors(directory: Path) -> int | None:
+    """How many tensors the weight files hold; None where there are none or one cannot be read."""
+    try:
+        return sum(len(_header(path)) for path in weight_files(directory)) or None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_renamed(model: PreTrainedModel) -> bool:
+    """Whether transformers stores the family's weights under other names (experts one by one)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def weight_problems(
+    directory: Path, expected: Mapping[str, tuple[int, ...]], *, is_renamed: bool = False
+) -> list[str]:
+    """Problems of the weights of `directory`, whose tensors should be `expected` (name to shape).
+
+    Values are not read. Only one of several tied tensors has to be there. `is_renamed`: transformers stores
+    the family under other names, so that a name may be missing.
+    """
+    files = weight_files(directory)
+    if not files:
+        return [f"model.path={directory} has no weights: neither {SINGLE} nor {INDEX}"]
+    missing_files = [path.name for path in files if not path.is_file()]
+    if missing_files:
+        return [f"model.path={directory} lacks weight files that its index names: {some_of(missing_files)}"]
+    found: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for path in files:
+        try:
+            found |= _header(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{path} is damaged: {error}")
+    if problems:
+        return problems
+    wrong = [name for name, shape in found.items() if name in expected and expected[name] != shape]
+    if wrong:
+        problems.append(
+            f"{len(wrong)} tensors of {directory} are not of the shape that config.json says: {wrong[0]} is "
+            f"{list(found[wrong[0]])}, not {list(expected[wrong[0]])}"
+        )
+    missing = [name for name in expected if name not in found]
+    # In a checkpoint of the body alone every name differs.
+    if missing and len(missing) < len(expected) and not is_renamed:
+        problems.append(f"{len(missing)} tensors are in no file of {directory}: {some_of(missing)}")
+    return problems
+
+
+def embedding_norm(directory: Path, name: str, row: int) -> float | None:
+    """The norm of one row of a stored matrix; None where it cannot be read. Reads that row only."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in weight_files(directory):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118 - not a mapping
+                    return float(file.get_slice(name)[row : row + 1].float().norm())
+        except (OSError, SafetensorError):
+            return None
+    return None
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by tensor name. ValueError and others where the header does not describe the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size:
+            raise ValueError("its header is longer than the file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if size != 8 + length + end:
+        raise ValueError(f"it has {size} bytes, its header says {8 + length + end}")
+    return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+
+
+def some_of(names: list[str], limit: int = MAX_NAMED) -> str:
+    """The first `limit` names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def read_generation_config(directory: Path) -> GenerationConfig | None:
+    """The generation config of a checkpoint directory, as `savable` returns it; None without a file."""
+    from transformers import GenerationConfig
+
+    if not (directory / GENERATION_CONFIG).is_file():
+        return None
+    try:
+        config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(directory, str(error)) from error
+    return savable(config, directory)
+
+
+def savable(config: GenerationConfig, directory: Path) -> GenerationConfig:
+    """`config` where transformers can save it. Else a copy with do_sample=true, if that was left open and is
+    all that is missing (Llama-2-chat), or one without the values that are ignored. UserError IDLM-0541 where
+    neither helps.
+    """
+    problem = _problem(config)
+    if problem is None:
+        return config
+    if config.do_sample is None:
+        sampled = copy.deepcopy(config)
+        sampled.do_sample = True
+        if _problem(sampled) is None:
+            log.warning(
+                "%s says how to sample but not whether: the export says do_sample=true", GENERATION_CONFIG
+            )
+            return sampled
+    mended = copy.deepcopy(config)
+    names = re.findall(r"^- `(\w+)`:", problem, flags=re.MULTILINE)
+    for name in names:
+        setattr(mended, name, None)
+    left = _problem(mended)
+    if left is not None or not names:
+        raise _unreadable(directory, left or problem)
+    log.warning("%s: transformers will not save these values: %s", GENERATION_CONFIG, ", ".join(names))
+    return mended
+
+
+def _problem(config: GenerationConfig) -> str | None:
+    """Why transformers would not save it."""
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _unreadable(directory: Path, why: str) -> UserError:
+    return UserError(
+        "IDLM-0541",
+        f"{directory / GENERATION_CONFIG} cannot be used: {why.splitlines()[0] if why else 'it is damaged'}",
+        fix="correct the file, or remove it: the tokenizer's stop token is then used",
+    )
