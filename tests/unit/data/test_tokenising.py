@@ -276,7 +276,7 @@ def test_a_rank_that_tokenises_reports_its_progress(monkeypatch: pytest.MonkeyPa
 def test_progress_of_this_process_is_sent_to_the_other_ranks() -> None:
     watchdog = watching(Clock())
     watchdog._exchange()
-    before = watchdog.seen[0].beat.progress_count
+    before = watchdog.seen[0].heartbeat.progress_count
     note_progress()
     watchdog._exchange()
-    assert watchdog.seen[0].beat.progress_count == before + 1
+    assert watchdog.seen[0].heartbeat.progress_count == before + 1
