@@ -52,9 +52,9 @@ def _device_seconds(call: Callable[[], Any]) -> float:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 class Timer:

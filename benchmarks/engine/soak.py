@@ -188,10 +188,10 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
 def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
     engine, replay = make_engine(options, share_of_pages=SHARE_OF_PAGES)
     arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=0)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with replaying(replay):
         soaked = soak(engine, arrivals, int(options["requests"]))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     leaked = engine.pool.num_pages - engine.pool.num_free
     gate = soaked.num_done == soaked.num_requests and leaked == 0
     print(

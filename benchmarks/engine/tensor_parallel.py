@@ -176,10 +176,10 @@ def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int)
         for _ in range(WARM_UP_PASSES):
             engine.step()
         for _ in range(rounds):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(passes):
                 engine.step()
-            found.append(1e3 * (time.perf_counter() - begun) / passes)
+            found.append(1e3 * (time.perf_counter() - start) / passes)
         assert engine.has_work, "the answers have ended"
     finally:
         engine.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.harness import Seats
+from benchmarks.engine.decoding.harness import SteadyEngine
 
 KINDS = (
     ("attention", r"attend_kernel|combine_kernel|tile_kernel|item_kernel"),
@@ -40,15 +40,15 @@ class KernelTime:
         return next((kind for kind, pattern in KINDS if re.search(pattern, self.name)), "small")
 
 
-def kernel_times(seats: Seats, num_passes: int) -> list[KernelTime]:
+def kernel_times(steady: SteadyEngine, num_passes: int) -> list[KernelTime]:
     """Kernels (on a CPU: operations) of so many passes of a steady engine, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
-    is_cuda = seats.engine.table.device.type == "cuda"
+    is_cuda = steady.engine.table.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     with profile(activities=[activity]) as record:
-        seats.run_passes(num_passes)
-        seats.drain()
+        steady.run_passes(num_passes)
+        steady.drain()
         if is_cuda:
             torch.cuda.synchronize()
     found = [_time(event, num_passes, is_cuda) for event in record.key_averages()]
@@ -66,8 +66,8 @@ def lines_of(times: list[KernelTime], expected: Mapping[str, float]) -> list[str
     kinds = {kind: [time for time in times if time.kind == kind] for kind in _kinds(times)}
     for kind, members in kinds.items():
         ms, calls = sum(time.ms for time in members), sum(time.calls for time in members)
-        told = f"{expected[kind]:9.3f}" if kind in expected else ""
-        lines.append(f"    {kind:<12s} {ms:9.3f} {calls:7.1f} {told}")
+        detail = f"{expected[kind]:9.3f}" if kind in expected else ""
+        lines.append(f"    {kind:<12s} {ms:9.3f} {calls:7.1f} {detail}")
     lines.append(f"    {'all':<12s} {sum(time.ms for time in times):9.3f}")
     for time in times[:NUM_SHOWN]:
         lines.append(f"      {time.ms:9.4f} {time.calls:7.1f}  {time.kind:<10s} {time.name[:NAME_WIDTH]}")

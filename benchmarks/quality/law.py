@@ -177,9 +177,9 @@ def run_case(case: Case) -> Outcome:
         return number
 
     engine._stride_controller.choose = noted  # type: ignore[method-assign]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     sampled = sample(engine, [(PROMPT, NEUTRAL)], case.draws, per_request=PER_REQUEST, at_once=AT_ONCE)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     engine.pool.check()
     assert engine.pool.num_free == engine.pool.num_pages, f"{engine.pool.num_free=}"
     found = fits(case.toy, sampled)

@@ -19,14 +19,14 @@ def test_a_pass_is_that_of_the_definition(seed: int) -> None:
     expected = pack_reference(sequences, shape, case.num_rows)
     counts = [len(rows) for rows, *_ in expected]
     assert plan.cu_rows_B1.diff().tolist() == counts
-    assert plan.is_mask_R is not None and plan.work is not None
+    assert plan.is_mask_R is not None and plan.active is not None
     columns = (plan.token_ids_R, plan.slots_R, plan.limits_R, plan.is_mask_R)
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found[: sum(counts)] == [row for rows, *_ in expected for row in rows]
     assert not any(row[-1] for row in found[sum(counts) :])
     assert plan.num_feed_B.tolist() == [num_feed for _, num_feed, *_ in expected]
     assert plan.samples_B.tolist() == [samples for *_, samples, _ in expected]
-    assert [torch.nonzero(row)[:, 0].tolist() for row in plan.work.is_maskable_BW] == [
+    assert [torch.nonzero(row)[:, 0].tolist() for row in plan.active.is_maskable_BW] == [
         row[-1] for row in expected
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Arm, Load, Seats, adapted, random_model
+from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Arm, Load, SteadyEngine, adapted, random_model
 from benchmarks.quality.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
 from idlm.infer.cli.evaluation import evaluate, task_samples
@@ -111,7 +111,7 @@ def test_an_adapter_leaves_a_model_of_true_width_its_bits(
 def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, list[int]]:
     """Answers to random prompts of unlike length."""
     load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
-    engine = Seats(model, arm, load, None).engine
+    engine = SteadyEngine(model, arm, load, None).engine
     params = replace(load.sampling, max_tokens=load.num_tokens, ignore_eos=True)
     dice, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
     for number in range(concurrency):

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N -m tests.gpu.engine.zero_worker FOLDER BASE DEVICE CASE...
 
 A CASE is `name:key=value,key=value`; each runs to its end, then again with a SIGTERM to rank 0 in step 3 and
-a resume. Rank 0 writes what came out to FOLDER/told-N.json.
+a resume. Rank 0 writes what came out to FOLDER/results-N.json.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def stopping(argv: list[str]) -> int:
 def main() -> int:
     folder, base, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     # Bitwise claims hold for kernels that add in a fixed order; embeddings and attention have others too.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -106,10 +106,10 @@ def main() -> int:
             status += [stopping(arguments(broken, base, device, changes))]
             status += [run(arguments(broken, base, device, changes))]
         if rank == 0:
-            told[name] = {"status": status, "whole": outcome(whole), "seconds": time.perf_counter() - start}
-            told[name]["broken"] = outcome(broken) if world_size > 1 else None
+            results[name] = {"status": status, "whole": outcome(whole), "seconds": time.perf_counter() - start}
+            results[name]["broken"] = outcome(broken) if world_size > 1 else None
     if rank == 0:
-        (folder / f"told-{world_size}.json").write_text(json.dumps(told))
+        (folder / f"results-{world_size}.json").write_text(json.dumps(results))
     return 0
 
 

@@ -31,8 +31,8 @@ def test_20_an_arm_that_fails_is_left_out_with_its_reason(capsys: pytest.Capture
     absent = {"other": "is not installed"}
     assert run_arms(arms, lambda arm: arm("x"), required={"ours"}, absent=absent) == {"ours": "X"}
     print_absent(absent)
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
         "not measured: other: is not installed",
         "not measured: library: RuntimeError: cannot compile",
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.engine import block, block_profile
-from benchmarks.engine.block_harness import Answers, BlockArm, BlockSeats, whole_answers
+from benchmarks.engine.block_harness import Answers, BlockArm, SteadyBlocks, whole_answers
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.trace import Trace, trace_of
 from benchmarks.results import read_rows
@@ -45,10 +45,10 @@ def test_fused_commits_save_a_pass_per_block() -> None:
 def test_sequences_are_at_different_steps_of_their_blocks() -> None:
     model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
     load = Load(concurrency=SIZE, context=CONTEXT, num_tokens=SIZE, sampling=SAMPLING["T1"])
-    seats = BlockSeats(model, BlockArm(name="arm", stride=SIZE), load, trace_of("p0.53", SIZE), 1)
-    assert sorted(len(prompt) % SIZE for prompt in seats._prompts) == list(range(SIZE))
-    seats.sit()
-    assert all(request.num_computed == CONTEXT for request in seats.engine.scheduler.waiting)
+    steady = SteadyBlocks(model, BlockArm(name="arm", stride=SIZE), load, trace_of("p0.53", SIZE), 1)
+    assert sorted(len(prompt) % SIZE for prompt in steady._prompts) == list(range(SIZE))
+    steady.start_requests()
+    assert all(request.num_computed == CONTEXT for request in steady.engine.scheduler.waiting)
 
 
 def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
 def test_work_is_that_of_the_rows_fed() -> None:
     model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
     spec = model.spec
-    work = block_profile.work_of(model, num_sequences=2, rows=16, slots=10)
+    work = block_profile.pass_cost(model, num_sequences=2, rows=16, slots=10)
     heads = spec.num_heads + 2 * spec.num_kv_heads
     layer = spec.width * spec.head_dim * (heads + spec.num_heads) + 3 * spec.width * spec.ffn_width
     head = spec.width * spec.vocab_size

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.engine import decode
-from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, Seats, random_model
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine, random_model
 from benchmarks.engine.decoding.trace import RECORDED_STRIDES, trace_of
 from benchmarks.results import read_rows
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -29,9 +29,9 @@ def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
     arm = Arm(name="arm", strategy=strategy, stride=stride)
     load = Load(concurrency=32, context=8, num_tokens=60, sampling=SAMPLING[sampling])
     trace = trace_of("p0.90", stride)
-    seats = Seats(model, arm, load, trace)
-    measured = Measured(arm=arm, load=load, width=max(seats.engine.decoder.widths))
-    seats.measure(measured)
+    steady = SteadyEngine(model, arm, load, trace)
+    measured = Measured(arm=arm, load=load, width=max(steady.engine.decoder.widths))
+    steady.measure(measured)
     formula = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}[strategy]
     assert measured.tokens_per_forward() == pytest.approx(formula(trace.acceptance()), rel=0.05)
 
@@ -42,7 +42,7 @@ def test_without_a_trace_random_weights_accept_little() -> None:
     load = Load(concurrency=8, context=8, num_tokens=12, sampling=SAMPLING["greedy"])
     arm = Arm(name="arm", strategy="branch")
     measured = Measured(arm=arm, load=load, width=1)
-    Seats(model, arm, load, None).measure(measured)
+    SteadyEngine(model, arm, load, None).measure(measured)
     assert measured.tokens_per_forward() < 2
 
 
