@@ -11,7 +11,7 @@ from tests.kernels.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_a_pass_is_that_of_the_definition(seed: int) -> None:
+def test_a_pass_equals_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
     shape, config = case.decoder.shape, case.decoder.config
     sequences = [(case.sequence(lane), told, decodes) for lane, told, decodes in case.sequences]
@@ -58,7 +58,7 @@ def test_a_pass_is_that_of_the_definition(seed: int) -> None:
         assert after.tokens[:most] == sequence.tokens[:most]
 
 
-def test_the_interpreted_kernels_say_what_plain_torch_says() -> None:
+def test_interpreted_kernels_equal_plain_torch() -> None:
     run_interpreted("interpreted/block_step.py")
 
 

@@ -88,7 +88,7 @@ def test_the_recorded_trace_is_there_for_every_stride() -> None:
         assert all(0.8 < share < 1 for share in trace.acceptance())
 
 
-@pytest.mark.parametrize(("name", "stride"), [("nobody", 4), ("tiny", 7), ("p1.5", 4)])
+@pytest.mark.parametrize(("name", "stride"), [("missing", 4), ("tiny", 7), ("p1.5", 4)])
 def test_a_trace_that_is_not_there_is_refused(name: str, stride: int) -> None:
     with pytest.raises(UserError, match="IDLM-0109"):
         trace_of(name, stride)
