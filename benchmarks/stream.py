@@ -1,6 +1,4 @@
-"""Times of graph replays, and what they are compared with: read-only stream and matrix product of the same
-process.
-"""
+"""Times of graph replays, and the machine's limits: read-only stream and matrix product."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Tables of README.md and RESULTS.md from result rows: `python -m benchmarks.table` writes them; with
-`--check` it only compares.
+"""Writes the tables of README.md and RESULTS.md from result rows: `python -m benchmarks.table [--check]`.
 
-A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one
-column per metric, and holds the newest row of each; NAME is a bench, or BENCH:METRIC for one column. Rows
-whose parity gate failed are never printed.
+A table is between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, has one line per case and one column
+per metric, and holds the newest row of each. NAME is a bench, or BENCH:METRIC for one column. Rows whose
+parity gate failed are never printed. `--check` compares without writing.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def _order(case: dict[str, Any], shown: list[str]) -> list[float]:
-    """The numbers of a case, its last key first: by them lines are sorted, else they stand as measured."""
+    """Sort key of a line: the numbers of its case, last key first; other lines keep their order."""
     return [float(case[key]) for key in reversed(shown) if isinstance(case.get(key), int | float)]
 
 
@@ -124,7 +123,7 @@ def _cell(row: Row) -> str:
 
 
 def _commit(row: Row) -> str:
-    """12 digits, with a + where the tree had changes; `unknown` as it is."""
+    """12 digits of the commit, with a + if the tree had changes; `unknown` stays."""
     commit, dirty, _ = (row["commit"] or "unknown").partition("-dirty")
     return commit[:12] + "+" * bool(dirty)
 

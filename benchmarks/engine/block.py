@@ -9,7 +9,7 @@ of the true shape, in CUDA graphs, with every sequence at another step of its bl
 arms, says how many positions a pass decides (block_harness.py): pQ decides one position, and one more with
 probability Q, and so on.
 p0.53 and p0.77 need about as many passes per block as the chats and the mathematics of FOCUS's baseline at
-threshold 0.9 (15.02 and 7.45 rows for each token: facts/limits.md, 3.3). `full` times steps of the first
+threshold 0.9 (15.02 and 7.45 rows for each token). `full` times steps of the first
 trace, `commit` decodes whole answers of every one, with and without fused commits, at the largest batch up to
 64.
 """
@@ -206,7 +206,7 @@ def _slots(bench: Bench, batch: int, measured: BlockMeasured) -> float:
 
 
 def commit(bench: Bench) -> None:
-    """Tokens per forward of whole answers with fused commits, divided by those without, on the same traces."""
+    """Tokens per forward of whole answers with fused commits over those without, on the same traces."""
     batch = max((batch for batch in bench.batches if batch <= COMMIT_BATCH), default=min(bench.batches))
     fused = BlockArm(name="fused", stride=bench.block)
     load = bench.load(batch, bench.num_blocks * bench.block)

@@ -1,4 +1,4 @@
-"""An engine that decodes by block diffusion in steady state, and a trace of how many positions a pass decides.
+"""An engine that decodes by block diffusion in steady state, and a trace of the positions a pass decides.
 
 Every sequence is at its own step of its block. Random weights decide one position a pass, or all at once, so
 the real strategy chooses which positions are decided (the most confident first), and a trace by lane, block
@@ -112,7 +112,7 @@ class SteadyBlocks(SteadyEngine):
         self.drain()
 
     def measure(self, into: Measured) -> None:
-        """Run one round: start all requests, warm up, then time from an empty queue of passes to an empty one."""
+        """Run one round: start all requests, warm up, then time between two empty queues of passes."""
         assert isinstance(into, BlockMeasured)
         with self.toggled():
             self.start_and_warm_up()

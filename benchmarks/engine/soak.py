@@ -3,7 +3,7 @@
     python -m benchmarks.soak [requests=20000] [device=cuda] [shortages=100] [lanes=64] [num_inflight_steps=4]
                               [graphs=on] [record=true]
 
-A tiny model of random weights decodes with replayed acceptance, steps in flight, prefix cache and preemption;
+A tiny model of random weights decodes with replayed acceptance, asynchronous steps, prefix cache and preemption;
 a third of the requests are aborted. The page pool is checked every few passes and at the end: pages without
 references that are not free are leaked.
 `shortages`: the n-th allocation on the device fails, n = 1, 2, .., and no request may fail. Then the
@@ -156,7 +156,7 @@ class Arrivals:
 
 
 def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
-    """Run all requests, twice as many as lanes at a time; some are aborted in the queue or a few passes later."""
+    """Run all requests, twice as many as lanes at a time; abort some in the queue or a few passes later."""
     soaked, waiting_for_abort = Soaked(num_requests=num_requests), dict[str, int]()
     num_open = num_passes = num_added = 0
     most_open = 2 * engine.settings.max_num_seqs

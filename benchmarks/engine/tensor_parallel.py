@@ -5,8 +5,8 @@
 
 Random weights of the model's shape in `layers` layers are written to a folder, because every rank loads its
 own part. Random drafts are rejected, but with static shapes a pass takes the same time whatever is accepted.
-So the benchmark measures the time of a pass without prompts, and computes tokens per pass from `acceptance` by
-eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a pass.
+So the benchmark measures the time of a pass without prompts, and computes tokens per pass from `acceptance`
+by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a pass.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Checks every arm against float64 first. One CUDA graph runs an arm over as many layers as outgrow the L2 cache
 several times, so keys and values come from memory as in a model; medians, the arms of a case in turns.
-Between two layers stands a norm (attention_step.py), whose own time is taken off. "pdl": programmatic
+A norm runs between two layers (attention_step.py), and its own time is subtracted. "pdl": programmatic
 dependent launch. The stream is a sum over 4 GiB, measured in the same process. `sweep=true` tries launch
 parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt. A library that is absent or fails
 is named with the reason; "flash_attn 4" is FlashAttention 4 (pip install 'idlm[flash-attn]').
@@ -104,7 +104,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def _arms(step: Step, *, libraries: bool) -> tuple[dict[str, Attend], dict[str, str]]:
-    """The arms of a case, and for each library that cannot serve it the reason."""
+    """The arms of a case, and the reason for each library that cannot serve it."""
     reasons = {}
     launches = {name: launch_of(step, fixed=name.startswith("fixed")) for name in ("triton", "fixed")}
     arms = {}
@@ -147,7 +147,7 @@ def _dense(step: Step, dtype: torch.dtype) -> Tensor:
 
 
 def _error(step: Step, attend: Attend) -> float:
-    """Largest error of the checked sequences against float64, over that of torch in bfloat16."""
+    """Largest error of the checked sequences against float64, divided by that of torch in bfloat16."""
     truth, own = _dense(step, torch.float64), _dense(step, torch.bfloat16)
     mine = attend()[0][: len(truth)]
     floor = torch.finfo(torch.bfloat16).eps / 2 * truth.abs().max()
@@ -157,7 +157,7 @@ def _error(step: Step, attend: Attend) -> float:
 def _measure_case(
     step: Step, arms: dict[str, Attend], absent: dict[str, str], rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Arm to (seconds of one layer, error over torch's own)."""
+    """Per arm the seconds of one layer and the error relative to torch's."""
     norms = {"norms": norms_alone(step, pdl=False), "norms pdl": norms_alone(step, pdl=True)}
 
     def checked_and_captured(attend: Attend) -> tuple[float, torch.cuda.CUDAGraph]:

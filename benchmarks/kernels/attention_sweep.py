@@ -157,7 +157,7 @@ def _rank(step: Step, launches: list[Any], floor: float, rounds: int) -> None:
 
 
 def _name(launch: Any, chosen: Any) -> str:
-    """What differs from the chosen launch."""
+    """The parameters that differ from the chosen launch."""
     changed = (field.name for field in fields(launch))
     detail = [
         f"{name}={getattr(launch, name)}"
@@ -168,7 +168,7 @@ def _name(launch: Any, chosen: Any) -> str:
 
 
 def _compile_everything(arguments: list[str]) -> None:
-    """Compile all variants into Triton's cache, in parallel: one after the other would take minutes."""
+    """Compile all variants into Triton's cache in parallel; in sequence it would take minutes."""
     num_parts = min(16, os.cpu_count() or 1)
     base = [sys.executable, "-m", "benchmarks.kernels.attention", *arguments]
     parts = [subprocess.Popen([*base, f"compile_part={i}/{num_parts}"]) for i in range(num_parts)]
@@ -177,7 +177,7 @@ def _compile_everything(arguments: list[str]) -> None:
 
 
 def compile_part(options: dict[str, str]) -> int:
-    """Launch this part of the variants once, on little data."""
+    """Launch this part of the variants once on little data."""
     from triton.runtime.errors import OutOfResources
 
     index, num_parts = numbers(options["compile_part"].replace("/", ","))

@@ -1,4 +1,4 @@
-"""Which kernels the passes of a GPU spend their time in, by name and by kind."""
+"""Kernel times of decoding passes, by name and by kind."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KINDS = (
     ("rows", r"pack_|map_slots|commit|unmask|choose"),
     ("linears", r"gemm|cutlass|nvjet|cublas|splitK|split_kernel|linear|mm\b|addmm"),
 )
-"""The first that matches a kernel's name; what matches none is `small`."""
+"""The first pattern that matches a kernel's name gives its kind; kernels without a match are `small`."""
 NUM_SHOWN = 40
 NAME_WIDTH = 76
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """Per pass."""
+    """Time and calls of a kernel per pass."""
 
     name: str
     ms: float
@@ -36,12 +36,12 @@ class KernelTime:
 
     @property
     def kind(self) -> str:
-        """By `KINDS`."""
+        """Kind of the kernel by `KINDS`."""
         return next((kind for kind, pattern in KINDS if re.search(pattern, self.name)), "small")
 
 
 def kernel_times(steady: SteadyEngine, num_passes: int) -> list[KernelTime]:
-    """Kernels (on a CPU: operations) of so many passes of a steady engine, the longest first."""
+    """Kernels (on a CPU: operations) of `num_passes` passes of a steady engine, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     is_cuda = steady.engine.table.device.type == "cuda"
@@ -61,7 +61,7 @@ def _time(event: Any, num_passes: int, is_cuda: bool) -> KernelTime:
 
 
 def lines_of(times: list[KernelTime], expected: Mapping[str, float]) -> list[str]:
-    """A line per kind, with what it should take, then one per kernel."""
+    """A line per kind with its expected time, then one per kernel."""
     lines = [f"    {'kind':<12s} {'ms/pass':>9s} {'calls':>7s} {'expected':>9s}"]
     kinds = {kind: [time for time in times if time.kind == kind] for kind in _kinds(times)}
     for kind, members in kinds.items():

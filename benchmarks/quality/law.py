@@ -3,9 +3,10 @@
     python -m benchmarks.law [draws=1000000] [device=cuda] [cases=2-cold,..,8-branch,adaptive]
                              [workers=0] [faults=true] [lanes=1024] [num_inflight_steps=2] [record=true]
 
-On a toy of 5 tokens, draws with graphs and steps in flight are tested against the joint laws of response tokens
-0..3 and 4..7, which transformers enumerates (law_harness.py). One process per case, all on the same GPU,
-because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the device too.
+On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
+tokens 0..3 and 4..7, which transformers enumerates (law_harness.py). One process per case, all on the same
+GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
+device too.
 """
 
 from __future__ import annotations

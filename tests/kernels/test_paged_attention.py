@@ -1,6 +1,7 @@
 """Back ends of paged attention: the kernels in the interpreter and compiled for Hopper, and who serves what.
 
-The torch path has tests/unit/engine/test_paged_attention.py, the GPU tests/gpu/kernels/test_paged_attention_gpu.py.
+The torch path has tests/unit/engine/test_paged_attention.py, the GPU
+tests/gpu/kernels/test_paged_attention_gpu.py.
 """
 
 from __future__ import annotations

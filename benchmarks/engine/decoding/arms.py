@@ -102,8 +102,8 @@ class Bench:
 
 
 def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = True) -> dict[str, Measured]:
-    """Measure all arms that fit and run, with rounds in turn for arms that fit in memory together. `has_rows`:
-    record their step times as result rows.
+    """Measure all arms that fit and run, with rounds in turn for arms that fit in memory together.
+    `has_rows`: record their step times as result rows.
     """
     found: dict[str, Measured] = {}
     waiting = [arm for arm in arms if _fits(bench, arm, load)]
@@ -277,7 +277,7 @@ def _over_formula(bench: Bench, measured: Measured) -> None:
 
 
 def published(bench: Bench) -> None:
-    """Compare ours with the authors' configuration, rebuilt, and with every single toggle, at one sequence."""
+    """Compare ours with the authors' configuration and with every single toggle, at one sequence."""
     load = bench.load(bench.concurrency[0], bench.contexts[0])
     found = measure_arms(bench, list(TOGGLED), load, has_rows=False)
     ours = found.get("ours")
@@ -326,7 +326,7 @@ def adapter(bench: Bench) -> None:
 
 
 def deterministic(bench: Bench) -> None:
-    """Compare steps of deterministic mode, where a row's bits do not depend on its batch, with normal steps."""
+    """Compare steps of deterministic mode (a row's bits do not depend on its batch) with normal ones."""
     stride = _published_stride(bench)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
         load = bench.load(concurrency, bench.contexts[0])

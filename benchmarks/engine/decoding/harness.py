@@ -228,7 +228,7 @@ class SteadyEngine:
         return self.load.context + 1 + self.warm_up_tokens + self.load.num_tokens + 2 * slack
 
     def measure(self, into: Measured) -> None:
-        """Run one round: start all requests, warm up, then time from an empty queue of passes to an empty one."""
+        """Run one round: start all requests, warm up, then time between two empty queues of passes."""
         with self.toggled(), replaying(self.replay):
             self.start_requests()
             self.run_tokens(self.warm_up_tokens)

@@ -1,9 +1,8 @@
 """Cost of the host in a steady run: how long the GPU idles, and how many passes run per wait of the host.
 
-Idle: two one-thread kernels per pass, in its graph, record the GPU's clock before its first and after its last
-kernel; the time between passes is idle. Waits: torch's reports of synchronizing calls, and every time that the
-host had to wait for results while no further pass was queued.
-Shapes: S passes.
+Idle: two one-thread kernels per pass, in its graph, record the GPU's clock before its first and after its
+last kernel; the time between passes is idle. Waits: torch's reports of synchronizing calls, and every time
+that the host had to wait for results while no further pass was queued. Shapes: S passes.
 """
 
 from __future__ import annotations

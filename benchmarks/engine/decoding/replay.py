@@ -1,9 +1,9 @@
 """Replays a trace of acceptances in the engine's own step, on the device, without a host synchronisation.
 
 Random weights accept nothing, so while `replaying` every verdict on drafts is overwritten with the trace's,
-behind the real test. Everything else runs as it is: laws, test, residual, draws, commit. The overwriting
-costs one small launch per step, which counts against us.
-Shapes: Z lanes, B sequences, J drafts, A = J + 1, S tests of the trace, Y layouts.
+after the real test. Everything else runs unchanged: probabilities, test, residual, draws, commit. The
+overwriting costs one small launch per step, which counts against us. Shapes: Z lanes, B sequences, J drafts,
+A = J + 1, S tests of the trace, Y layouts.
 """
 
 from __future__ import annotations

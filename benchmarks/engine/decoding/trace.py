@@ -4,7 +4,7 @@ A trace is a list of how many drafts each test accepted, in order; a file holds 
 (`python -m benchmarks.decode record_trace=FILE model=outputs/tiny`). The name `p0.90` means draws instead:
 every draft is accepted with that probability once its predecessors are. 0.90 is what the authors' published
 tokens per forward imply by eq. 3: 1.80, 2.48, 2.96, 4.01 at strides 2, 3, 4, 8 give 0.889, 0.909, 0.905,
-0.896 (facts/introspective.md, facts/limits.md section 1).
+0.896 (I-DLM, arXiv 2604.11035).
 """
 
 from __future__ import annotations

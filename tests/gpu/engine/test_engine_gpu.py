@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Arm, Load, SteadyEngine, adapted, random_model
+from benchmarks.engine.decoding.harness import (
+    MODELS,
+    SAMPLING,
+    Arm,
+    Load,
+    SteadyEngine,
+    adapted,
+    random_model,
+)
 from benchmarks.quality.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
 from idlm.infer.cli.evaluation import evaluate, task_samples

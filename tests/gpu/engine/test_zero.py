@@ -1,6 +1,7 @@
 """ZeRO-1, 2 and 3 over NCCL: each trains, saves, stops on a signal, resumes and exports, as one process does.
 
-    python -m pytest tests/gpu/engine/test_zero.py -m gpu -s          (2 to 8 GPUs, or 1: then ZeRO with one process)
+    python -m pytest tests/gpu/engine/test_zero.py -m gpu -s          (2 to 8 GPUs, or 1: then ZeRO with one
+    process)
 
 IDLM_ZERO_DEVICE=cpu IDLM_ZERO_PROCESSES=2 rehearses it without a GPU, over gloo.
 """
@@ -87,7 +88,9 @@ def test_a_stopped_run_resumes_and_exports(results: dict[str, Any], name: str) -
 @pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
 @pytest.mark.parametrize("name", list(STAGES))
 def test_processes_and_micro_batches_are_the_same(results: dict[str, Any], name: str) -> None:
-    for alone, together in zip(results["alone"]["whole"]["losses"], results[name]["whole"]["losses"], strict=True):
+    for alone, together in zip(
+        results["alone"]["whole"]["losses"], results[name]["whole"]["losses"], strict=True
+    ):
         assert together == pytest.approx(alone, rel=1e-6, abs=1e-6)
 
 

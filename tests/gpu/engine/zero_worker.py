@@ -106,7 +106,11 @@ def main() -> int:
             status += [stopping(arguments(broken, base, device, changes))]
             status += [run(arguments(broken, base, device, changes))]
         if rank == 0:
-            results[name] = {"status": status, "whole": outcome(whole), "seconds": time.perf_counter() - start}
+            results[name] = {
+                "status": status,
+                "whole": outcome(whole),
+                "seconds": time.perf_counter() - start,
+            }
             results[name]["broken"] = outcome(broken) if world_size > 1 else None
     if rank == 0:
         (folder / f"results-{world_size}.json").write_text(json.dumps(results))

@@ -1,7 +1,8 @@
 """Random checks of routing and experts against fp64, with NaN in all that must not be read.
 
-Run in the interpreter by interpreted_experts.py (fp32, fp16) and on a GPU by tests/gpu/block/test_experts_gpu.py.
-R rows, X experts that rows choose from, E experts that are here, C chosen experts, D width, F ffn.
+Run in the interpreter by interpreted_experts.py (fp32, fp16) and on a GPU by
+tests/gpu/block/test_experts_gpu.py. R rows, X experts that rows choose from, E experts that are here, C
+chosen experts, D width, F ffn.
 """
 
 from __future__ import annotations

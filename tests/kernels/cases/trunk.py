@@ -1,7 +1,8 @@
 """Random checks of the trunk's ops against fp64, with NaN in all that must not be read.
 
-Run in the interpreter by interpreted_trunk.py (fp32, fp16) and on a GPU by tests/gpu/kernels/test_trunk_gpu.py.
-R rows, D width, E output width, F ffn, N query heads, K KV heads, H head dim, S slots, r rank.
+Run in the interpreter by interpreted_trunk.py (fp32, fp16) and on a GPU by
+tests/gpu/kernels/test_trunk_gpu.py. R rows, D width, E output width, F ffn, N query heads, K KV heads, H head
+dim, S slots, r rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The Triton kernels of paged attention in the interpreter: started by test_paged_attention.py.
 
-float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_paged_attention_gpu.py has more shapes.
+float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_paged_attention_gpu.py has more
+shapes.
 """
 
 from __future__ import annotations

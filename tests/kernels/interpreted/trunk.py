@@ -1,6 +1,7 @@
 """The Triton kernels of the trunk in the interpreter: started by test_trunk.py.
 
-float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_trunk_gpu.py has more and larger shapes.
+float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_trunk_gpu.py has more and larger
+shapes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""benchmarks.kernels.attention and benchmarks.kernels.train_attention without a GPU: FlashAttention 4 beside our kernels
-(issue 13, line 20), and arms of libraries that are absent or fail.
+"""benchmarks.kernels.attention and benchmarks.kernels.train_attention without a GPU: FlashAttention 4 beside
+our kernels (issue 13, line 20), and arms of libraries that are absent or fail.
 """
 
 from __future__ import annotations
