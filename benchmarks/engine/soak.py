@@ -3,13 +3,12 @@
     python -m benchmarks.soak [requests=20000] [device=cuda] [shortages=100] [lanes=64] [num_inflight_steps=4]
                               [graphs=on] [record=true]
 
-A tiny model of random weights decodes with replayed acceptance, asynchronous steps, prefix cache and preemption;
-a third of the requests are aborted. The page pool is checked every few passes and at the end: pages without
-references that are not free are leaked.
-`shortages`: the n-th allocation on the device fails, n = 1, 2, .., and no request may fail. Then the
-allocation after it fails too: one request must fail with a clear error, and all others finish. An allocation
-is a torch operation that returns new memory, counted by a dispatch mode; the outputs of Triton kernels are
-allocated by such operations.
+A tiny model of random weights decodes with replayed acceptance, asynchronous steps, prefix cache and
+preemption; a third of the requests are aborted. The page pool is checked every few passes and at the end:
+pages without references that are not free are leaked. `shortages`: the n-th allocation on the device fails, n
+= 1, 2, .., and no request may fail. Then the allocation after it fails too: one request must fail with a
+clear error, and all others finish. An allocation is a torch operation that returns new memory, counted by a
+dispatch mode; the outputs of Triton kernels are allocated by such operations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Few-query paged attention: our kernel, torch and installed libraries against a read-only stream.
+"""Few-query paged attention: our kernel, torch and FlashAttention against a read-only stream.
 
     python -m benchmarks.attention [record=true] [sweep=true] [batches=1,16,64] [contexts=1024,8192,32768]
 
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels import attention_sweep
+from benchmarks.kernels import attention_sweep, flash_attention
 from benchmarks.kernels.attention_step import (
     Attend,
     Step,
     attention_layers,
     captured,
     launch_of,
+    layers,
     make_step,
     norms_alone,
     numbers,
@@ -38,7 +39,6 @@ from benchmarks.results import append_rows, result_row
 from benchmarks.stream import stream_rate
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.kernels.paged_attention import BACKENDS, library_flash_attn, problems
 
 DEFAULTS = {
     "batches": "1,4,16,64",
@@ -85,7 +85,7 @@ def measure(arguments: list[str]) -> int:
                     continue
                 arms, reasons = _arms(step, libraries=options["libraries"] == "true")
                 outcome = _measure_case(step, arms, reasons, int(options["rounds"]))
-                absent |= {name: reason for name, reason in reasons.items() if step.is_causal}
+                absent |= reasons
                 times[num_rows] = outcome["triton pdl"][0]
                 rows += _rows(case, outcome, step.layer_bytes / rate)
                 lines += _lines(case, outcome, step.layer_bytes / rate)
@@ -111,16 +111,15 @@ def _arms(step: Step, *, libraries: bool) -> tuple[dict[str, Attend], dict[str, 
     for name, launch in launches.items():
         arms[name] = attention_layers(step, "triton", launch=launch)
         arms[name + " pdl"] = attention_layers(step, "triton", launch=replace(launch, pdl=True))
-    for name in BACKENDS:
-        options: dict[str, Any] = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
-        if name == "triton" or (name != "torch" and not libraries):
-            continue
-        found = problems(name, step.shape, is_causal=step.is_causal, **options)
-        if found:
-            reasons[name] = "; ".join(found)
-            continue
-        number = library_flash_attn.version(step.shape, **options) if name == "flash_attn" else None
-        arms[name if number is None else f"{name} {number}"] = attention_layers(step, name)
+    arms["torch"] = attention_layers(step, "torch")
+    if libraries and step.is_causal:
+        where: dict[str, Any] = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
+        version = flash_attention.version(step.shape, **where)
+        if version is None:
+            reasons["flash_attn"] = "; ".join(flash_attention.obstacles(step.shape, **where).values())
+        else:
+            attend = flash_attention.make_attend(step.rows, version, step.scale)
+            arms[f"flash_attn {version}"] = layers(step, attend)
     return arms, reasons
 
 

@@ -106,25 +106,23 @@ def _branch_layout(device: str) -> Tensor:
 
 
 def attention_layers(step: Step, backend: str, *, deterministic: bool = False, launch: Any = None) -> Attend:
-    """Run all layers of one step with one plan; returns the outputs of attention."""
-    plan = plan_attention(
-        step.rows,
-        step.shape,
-        backend=backend,
-        is_causal=step.is_causal,
-        deterministic=deterministic,
-        launch=launch,
-    )
+    """A run of all layers of one step with one plan, which returns the outputs of attention."""
+    plan = plan_attention(step.rows, step.shape, backend=backend, deterministic=deterministic, launch=launch)
     pdl = launch is not None and launch.pdl
+    return layers(step, lambda q, k, v: paged_attention(q, k, v, plan, scale=step.scale), pdl=pdl)
 
-    def attend() -> list[Tensor]:
+
+def layers(step: Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, pdl: bool = False) -> Attend:
+    """A run of all layers, each `attend` of query, keys and values, then a norm."""
+
+    def run() -> list[Tensor]:
         outputs, q_RNH = [], step.q_RNH
         for keys, values in zip(step.keys, step.values, strict=True):
-            outputs.append(paged_attention(q_RNH, keys, values, plan, scale=step.scale))
+            outputs.append(attend(q_RNH, keys, values))
             q_RNH = _norm(outputs[-1], step, pdl=pdl)
         return outputs
 
-    return attend
+    return run
 
 
 def norms_alone(step: Step, *, pdl: bool) -> Attend:

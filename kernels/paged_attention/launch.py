@@ -23,7 +23,7 @@ from idlm.kernels.backend import INTERPRETED, has_pdl
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
-from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 RECORD = 32
 LOG2_E = 1.4426950408889634
@@ -87,9 +87,7 @@ class TritonPlan:
     partial_sums: torch.Tensor
 
 
-def problems(
-    shape: HeadShape, *, page_size: int, is_causal: bool, deterministic: bool, device: torch.device
-) -> list[str]:
+def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
     """Every reason why this back end cannot serve; empty when it can."""
     found = []
     if device.type != "cuda" and not INTERPRETED:

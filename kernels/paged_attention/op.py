@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 __all__ = ["AttentionPlan", "AttentionRows", "paged_attention", "plan_attention"]
 
@@ -135,9 +135,7 @@ def _rectangle(
     )
 
 
-def problems(
-    shape: HeadShape, *, page_size: int, is_causal: bool, deterministic: bool, device: torch.device
-) -> list[str]:
+def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
     """Every reason why it cannot serve."""
     found = []
     if deterministic:
