@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.kernel_run import grouped, plan_tiles
-from idlm.kernels.experts.launch import Launch, choose
+from idlm.kernels.experts.launch import Launch, choose, grouped, plan_tiles
 from idlm.kernels.experts.op import plain_experts, plain_route
 from idlm.kernels.linear import Linears
 from idlm.kernels.swiglu import swiglu

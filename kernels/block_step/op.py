@@ -142,7 +142,7 @@ def pack_blocks(
     `has_room`: `num_rows` bounds how many blocks may be denoised beside what is stored; else it is exactly
     what they need. Runs kernels only.
     """
-    from idlm.kernels.block_step.kernel_run import run_pack
+    from idlm.kernels.block_step.launch import run_pack
 
     return run_pack(lanes, blocks, shape, steps_Z, (lanes_B, num_feed_B, samples_B), num_rows, has_room)
 
@@ -166,7 +166,7 @@ def decide_blocks(
     sequence are emitted [B], both int64. `rule`: one of `RULES`. Runs kernels only.
     """
     assert rule in RULES, f"{rule=}"
-    from idlm.kernels.block_step.kernel_run import run_decide
+    from idlm.kernels.block_step.launch import run_decide
 
     columns = (lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW)
     return run_decide(lanes, table_steps_Z, blocks, shape, rule, limits, columns, proposed)

@@ -1,11 +1,27 @@
-"""Tiles of the grouped products. R rows, E experts, C chosen experts, P pairs."""
+"""Launches of the kernels of experts: tiles of the grouped products, and their choice by the number of rows.
+
+R rows, X experts that rows choose from, E experts that are here, C chosen experts, P = R C pairs, T tiles, D
+width, F ffn of an expert.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.experts.kernel import grouped_kernel
+from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
+from idlm.kernels.experts.op import Routing
+from idlm.kernels.experts.reference import MIN_SUM
+
+PLAN_PAIRS = 8192
+COMBINE_COLUMNS = 1024
 SHARED_BYTES = 225 * 1024
 
 
@@ -84,3 +100,172 @@ def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype)
 def num_tiles(num_pairs: int, num_experts: int, block_r: int) -> int:
     """The most tiles that `num_pairs` can need: every expert has at most one that is not full."""
     return min(num_experts, num_pairs) + num_pairs // block_r
+
+
+def _launched(pdl: bool) -> dict[str, Any]:
+    pdl = pdl and not INTERPRETED
+    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def run_route(
+    logits_RX: Tensor, routing: Routing, *, bias_X: Tensor | None, slots_R: Tensor | None, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """One program per row. Experts are int32."""
+    num_rows, X = logits_RX.shape
+    shape = (num_rows, routing.num_chosen)
+    experts_RC = torch.empty(shape, dtype=torch.int32, device=logits_RX.device)
+    weights_RC = torch.empty(shape, dtype=torch.float32, device=logits_RX.device)
+    if num_rows:
+        # Groups of which all are chosen change nothing.
+        groups = routing.num_groups if routing.num_chosen_groups < routing.num_groups else 1
+        route_kernel[(num_rows,)](
+            logits_RX,
+            logits_RX if bias_X is None else bias_X,
+            experts_RC if slots_R is None else slots_R,
+            experts_RC,
+            weights_RC,
+            logits_RX.stride(0),
+            routing.scaling,
+            X=X,
+            CHOSEN=routing.num_chosen,
+            GROUPS=groups,
+            CHOSEN_GROUPS=min(groups, routing.num_chosen_groups),
+            PAD_G=triton.next_power_of_2(groups),
+            PAD_S=triton.next_power_of_2(X // groups),
+            SIGMOID=routing.score == "sigmoid",
+            NORMALISED=routing.is_normalised,
+            HAS_BIAS=bias_X is not None,
+            HAS_SLOTS=slots_R is not None,
+            MIN_SUM=MIN_SUM,
+            num_warps=1,
+            **_launched(pdl),
+        )
+    return experts_RC, weights_RC
+
+
+def run_experts(
+    x_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    chosen: tuple[Tensor, Tensor],
+    *,
+    first: int,
+    shared_RD: Tensor | None,
+    launch: Launch,
+    pdl: bool,
+) -> Tensor:
+    """Plan, two grouped products, sum."""
+    (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
+    experts_RC, weights_RC = experts_RC.contiguous(), weights_RC.contiguous()
+    num_rows, num_chosen = experts_RC.shape
+    num_experts, D, F = down_EDF.shape
+    out_RD = x_RD.new_empty(num_rows, D)
+    if num_rows == 0:
+        return out_RD
+    plan = plan_tiles(experts_RC, first, num_experts, launch.block_r, pdl)
+    hidden_PF, y_PD = x_RD.new_empty(experts_RC.numel(), F), x_RD.new_empty(experts_RC.numel(), D)
+    grouped(x_RD, gate_up_EFD, hidden_PF, plan, experts_RC, first, launch.block_r, launch.gate_up, pdl, True)
+    grouped(hidden_PF, down_EDF, y_PD, plan, experts_RC, first, launch.block_r, launch.down, pdl, False)
+    block = min(COMBINE_COLUMNS, triton.next_power_of_2(D))
+    combine_kernel[(num_rows * triton.cdiv(D, block),)](
+        y_PD,
+        experts_RC,
+        weights_RC,
+        out_RD if shared_RD is None else shared_RD,
+        out_RD,
+        first,
+        num_experts,
+        D,
+        0 if shared_RD is None else shared_RD.stride(0),
+        CHOSEN=num_chosen,
+        HAS_SHARED=shared_RD is not None,
+        BLOCK_D=block,
+        num_warps=4,
+        **_launched(pdl),
+    )
+    return out_RD
+
+
+def plan_tiles(
+    experts_RC: Tensor, first: int, num_experts: int, block_r: int, pdl: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Tiles [T, 4] and the pairs in order of experts [P]; one row needs none: its experts all differ."""
+    if len(experts_RC) == 1:
+        return None
+    num_pairs = experts_RC.numel()
+    tiles = num_tiles(num_pairs, num_experts, block_r)
+    tiles_T4 = torch.empty(tiles, 4, dtype=torch.int32, device=experts_RC.device)
+    order_P = torch.empty(num_pairs, dtype=torch.int32, device=experts_RC.device)
+    block_p = min(PLAN_PAIRS, max(128, triton.next_power_of_2(num_pairs)))
+    plan_kernel[(num_experts,)](
+        experts_RC,
+        order_P,
+        tiles_T4,
+        num_pairs,
+        tiles,
+        first,
+        num_experts,
+        BLOCK_P=block_p,
+        BLOCK_R=block_r,
+        PAD_E=max(32, triton.next_power_of_2(num_experts)),
+        num_warps=8 if block_p > 1024 else 4,
+        **_launched(pdl),
+    )
+    return tiles_T4, order_P
+
+
+def grouped(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    plan: tuple[Tensor, Tensor] | None,
+    experts_RC: Tensor,
+    first: int,
+    block_r: int,
+    tile: Tile,
+    pdl: bool,
+    gated: bool,
+) -> None:
+    """One grouped product into `y`."""
+    IN, OUT = x.shape[1], y.shape[1]
+    tiles_T4, order_P = (experts_RC, experts_RC) if plan is None else plan
+    num = experts_RC.numel() if plan is None else len(tiles_T4)
+    block_i = min(tile.block_i, max(16, triton.next_power_of_2(IN)))
+    box = _box(weight, tile.block_o, block_i) if tile.tma and not tile.stacked else None
+    grouped_kernel[(num * triton.cdiv(OUT, tile.block_o),)](
+        x,
+        weight,
+        weight if box is None else box,
+        y,
+        tiles_T4,
+        order_P,
+        experts_RC,
+        first,
+        len(weight),
+        experts_RC.shape[1],
+        IN,
+        OUT,
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        y.stride(0),
+        GATED=gated,
+        STACKED=tile.stacked,
+        ALONE=plan is None,
+        EVEN=IN % block_i == 0,
+        TMA=box is not None,
+        BLOCK_O=tile.block_o,
+        BLOCK_R=block_r,
+        BLOCK_I=block_i,
+        STAGES=tile.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        **_launched(pdl),
+    )
+
+
+def _box(weight: Tensor, block_o: int, block_i: int) -> TensorDescriptor | None:
+    """The descriptor of all experts' rows as one matrix; None where the hardware cannot read them so."""
+    rows = weight.flatten(0, 1) if weight.is_contiguous() else None
+    if rows is None or weight.data_ptr() % 16 or rows.stride(0) * rows.element_size() % 16:
+        return None
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_o, block_i])

@@ -56,7 +56,7 @@ def route(
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
     if _runs_kernels(logits_RX):
-        from idlm.kernels.experts.kernel_run import run_route
+        from idlm.kernels.experts.launch import run_route
 
         pdl = has_pdl(logits_RX.device) if pdl is None else pdl
         return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, pdl=pdl)
@@ -106,7 +106,7 @@ def experts(
     assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2], f"{gate_up_EFD.shape=} {down_EDF.shape=}"
     weights = (gate_up_EFD, down_EDF)
     if _runs_kernels(x_RD):
-        from idlm.kernels.experts.kernel_run import run_experts
+        from idlm.kernels.experts.launch import run_experts
 
         return run_experts(
             x_RD,

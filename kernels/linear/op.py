@@ -38,7 +38,7 @@ def linear(
     _check(x_RD, weight_ED, bias_E)
     if launch is None or not _takes(x_RD):
         return _library(x_RD, weight_ED, bias_E, out_RE)
-    from idlm.kernels.linear.kernel_run import run
+    from idlm.kernels.linear.launch import run
 
     values_ED, scale_E = _parts(weight_ED)
     out_RE = x_RD.new_empty(len(x_RD), len(values_ED)) if out_RE is None else out_RE
@@ -75,7 +75,7 @@ def linear_swiglu(
         gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
         result_RF = F.silu(gate_RF) * up_RF
         return result_RF if out_RF is None else out_RF.copy_(result_RF)
-    from idlm.kernels.linear.kernel_run import run
+    from idlm.kernels.linear.launch import run
 
     values_ED, scale_E = _parts(weight_ED)
     out_RF = x_RD.new_empty(len(x_RD), width) if out_RF is None else out_RF
