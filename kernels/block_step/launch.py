@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from idlm.kernels.block_step.kernel import decide_kernel, pack_blocks_kernel
-from idlm.kernels.block_step.op import (
+from idlm.kernels.block_step.types import (
     PASSES_BITS,
     RULES,
     BlockLanes,

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
-from idlm.kernels.experts.op import Routing
 from idlm.kernels.experts.reference import MIN_SUM
+from idlm.kernels.experts.types import Routing
 
 PLAN_PAIRS = 8192
 COMBINE_COLUMNS = 1024

@@ -7,36 +7,22 @@ expert, D width, F ffn of an expert.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl
+from idlm.kernels.backend import has_pdl, runs_kernels
 from idlm.kernels.experts.reference import MIN_SUM
+from idlm.kernels.experts.types import Routing
 
 if TYPE_CHECKING:
     from idlm.kernels.experts.launch import Launch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST_OF_GROUP = 2
 """How many of a group's scores count for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How rows choose. `is_normalised`: the weights of the chosen are divided by their sum."""
-
-    num_chosen: int
-    score: Literal["softmax", "sigmoid"]
-    is_normalised: bool
-    scaling: float = 1.0
-    num_groups: int = 1
-    num_chosen_groups: int = 1
 
 
 def route(
@@ -171,4 +157,4 @@ def _in_best_groups(quality_RX: Tensor, routing: Routing) -> Tensor:
 
 
 def _runs_kernels(x: Tensor) -> bool:
-    return (x.is_cuda or INTERPRETED) and x.dtype in DTYPES
+    return runs_kernels(x) and x.dtype in DTYPES

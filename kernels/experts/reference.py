@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from idlm.kernels.experts.op import Routing
+    from idlm.kernels.experts.types import Routing
 
 MIN_SUM = 1e-20
 

@@ -6,13 +6,12 @@ S physical KV slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.qkv_rope_cache.types import Rope
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -20,18 +19,6 @@ FEW_ROWS = 128
 """Beyond, a program has four times the heads and the warps: then a head lies in as many lanes either way, and
 the sum of its norm has the same order.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
-    `scaling` a factor on cos and sin. `tables`: those, rounded, [R, 1, h], where no kernel computes them.
-    """
-
-    positions_R: Tensor
-    inv_freq_h: Tensor
-    scaling: float
-    tables: tuple[Tensor, Tensor] | None
 
 
 def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, dtype: torch.dtype) -> Rope:
@@ -87,7 +74,7 @@ def qkv_rope_cache(
             None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
             (k_scale_K, v_scale_K),
         )
-    from idlm.kernels.qkv_rope_cache.kernel import run
+    from idlm.kernels.qkv_rope_cache.launch import run
 
     is_few = len(qkv_RJH) <= FEW_ROWS
     run(

@@ -7,57 +7,11 @@ widest layout, J drafts, A tokens that a pass can emit, P pages of the longest s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
-
-MASK = -1
-"""Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
-    """State by lane, int64. The last column of `tokens_ZL` is never read. `draft_buffer_Z` None: 0 for all."""
-
-    num_known_Z: Tensor
-    num_computed_Z: Tensor
-    ends_Z: Tensor
-    tokens_ZL: Tensor
-    draft_buffer_Z: Tensor | None = None
-    drafts_ZJ: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTable:
-    """Per stock: rows fed behind the known tokens, the pending one included, and per row its source, its
-    position, limit and branch start relative to the pending token. int64, contiguous.
-    """
-
-    width_Y: Tensor
-    source_YW: Tensor
-    position_YW: Tensor
-    limit_YW: Tensor
-    branch_YW: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
-    """Rows of all sequences, laid end to end; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
-
-    cu_rows_B1: Tensor
-    sequence_R: Tensor
-    token_ids_R: Tensor
-    positions_R: Tensor
-    slots_R: Tensor
-    limits_R: Tensor
-    branch_starts_R: Tensor
-    is_mask_R: Tensor
-    logit_rows_X: Tensor
-    samples_B: Tensor
-    advances_B: Tensor
+from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
 
 
 def pack_rows(
@@ -78,7 +32,7 @@ def pack_rows(
     if num_rows is None:
         num_rows = int(_cu_rows(lanes, table, lanes_B, num_feed_B, wants_B)[0][-1])
     if runs_kernels(lanes_B):
-        from idlm.kernels.step_rows.kernel import run_pack_rows
+        from idlm.kernels.step_rows.launch import run_pack_rows
 
         return run_pack_rows(
             lanes,
@@ -159,7 +113,7 @@ def map_slots(
 ) -> Tensor:
     """Physical slot of each row, [R]; -1 for padding rows."""
     if runs_kernels(slots_R):
-        from idlm.kernels.step_rows.kernel import run_map_slots
+        from idlm.kernels.step_rows.launch import run_map_slots
 
         return run_map_slots(block_table_BP, sequence_R, slots_R, cu_rows_B1, page_size)
     page_R = (slots_R // page_size).clamp(max=block_table_BP.shape[1] - 1)
@@ -182,7 +136,7 @@ def commit(
     What is emitted behind the last column but one is dropped. A lane that occurs twice has nothing to commit.
     """
     if runs_kernels(lanes_B):
-        from idlm.kernels.step_rows.kernel import run_commit
+        from idlm.kernels.step_rows.launch import run_commit
 
         run_commit(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B)
         return
