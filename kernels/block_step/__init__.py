@@ -1,4 +1,4 @@
-"""The rows of a pass of block diffusion, and what it decides, as tensors by lane; contract in README.md."""
+"""Rows and decisions of a block-diffusion pass, as tensors by lane; contract in README.md."""
 
 from idlm.kernels.block_step.op import decide_blocks, pack_blocks
 from idlm.kernels.block_step.reference import decide_reference, pack_reference

@@ -31,7 +31,7 @@ def run_pack(
     num_rows: int,
     has_room: bool,
 ) -> PackedBlocks:
-    """One launch; `columns_B`: lanes_B, num_feed_B, samples_B."""
+    """Launch `pack_blocks_kernel`; `columns_B`: lanes_B, num_feed_B, samples_B."""
     lanes_B, size = columns_B[0], shape.size
     num_sequences, device = len(lanes_B), lanes_B.device
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
@@ -104,7 +104,7 @@ def run_decide(
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     proposed: Proposed,
 ) -> tuple[Tensor, Tensor]:
-    """One launch; `columns`: lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW."""
+    """Launch `decide_kernel`; `columns`: lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW."""
     lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW = columns
     num_sequences, entropy_BW = len(lanes_B), proposed.entropy_BW
     assert is_maskable_BW.is_contiguous() and proposed.token_ids_BW.is_contiguous(), (

@@ -1,7 +1,7 @@
-"""Two launches of a block-diffusion pass on a GPU: its rows, and what its logits decide.
+"""The two launches of a block-diffusion pass on a GPU: its rows, and the decisions from its logits.
 
-In plain torch they are about 80 launches each (infer/decoders/block_rows.py and block.py), which would cost a
-step of an 8B model at batch 1 several percent. Contract in README.md.
+In plain torch (infer/decoders/block_rows.py and block.py) each takes about 80 launches, several percent of a
+step of an 8B model at batch 1. Contract in README.md.
 Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X = B * W wanted rows.
 """
 
@@ -32,10 +32,10 @@ def pack_blocks(
     num_rows: int,
     has_room: bool,
 ) -> PackedBlocks:
-    """Whole known blocks that are not stored yet, then the block in work, of every sequence.
+    """Rows of every sequence: its whole known blocks that are not stored yet, then its active block.
 
-    `has_room`: `num_rows` bounds how many blocks may be denoised beside what is stored; else it is exactly
-    what they need. Runs kernels only.
+    `has_room`: `num_rows` bounds how many blocks may be denoised next to the stored ones; else it is the
+    exact number of rows. Runs on a GPU or in the interpreter only.
     """
     from idlm.kernels.block_step.launch import run_pack
 
@@ -57,8 +57,8 @@ def decide_blocks(
     has_logits_BW: Tensor | None,
     proposed: Proposed,
 ) -> tuple[Tensor, Tensor]:
-    """Decide masks, edit, and commit what is clean by that; returns the tokens [B, W] and how many of each
-    sequence are emitted [B], both int64. `rule`: one of `RULES`. Runs kernels only.
+    """Decide masks, edit, and commit blocks that become clean; returns the tokens [B, W] and the number that
+    each sequence emits [B], both int64. `rule`: one of `RULES`. Runs on a GPU or in the interpreter only.
     """
     assert rule in RULES, f"{rule=}"
     from idlm.kernels.block_step.launch import run_decide

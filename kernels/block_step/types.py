@@ -1,4 +1,4 @@
-"""Tensors that the ops of a block-diffusion pass take and return.
+"""Arguments and results of the ops of a block-diffusion pass.
 
 Z lanes, B sequences, R rows, W places of a block, X = B * W wanted rows.
 """
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 PASSES_BITS = 16
-"""The random stream's step is the block's number, then this many bits for the pass."""
+"""The step of the random stream is the block's number, followed by this many bits for the pass."""
 RULES = ("sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded")
 """Strategies that the kernel knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLanes:
-    """The block in work of each lane: tokens decided so far (known ones are in the table), which places those
-    are, how many denoising passes it has had, and how many of these began without a mask (edits only).
-    `whole_part_Z`: the part that was being decided when the whole block was fed last; -1: the cache holds
+    """The active block of each lane: the tokens decided so far (known ones are in the table), which places
+    are decided, the number of denoising passes, and how many of these began without a mask (edits only).
+    `whole_part_Z`: the part that was being decided when the whole block was last computed; -1: the cache has
     nothing of this block.
     """
 
@@ -32,7 +32,7 @@ class BlockLanes:
 
     @classmethod
     def empty(cls, num_lanes: int, block_size: int, device: torch.device) -> BlockLanes:
-        """Nothing is decided."""
+        """Lanes without any decided place."""
         shape = (num_lanes, block_size)
         return cls(
             tokens_ZW=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -43,8 +43,8 @@ class BlockLanes:
         )
 
     def reset(self, lanes_B: Tensor) -> None:
-        """These lanes (int64) begin their blocks anew."""
-        # Not x[lanes_B] = 0, which copies the number to the device and waits for all that runs there.
+        """Clear the active blocks of these lanes (int64)."""
+        # Not x[lanes_B] = 0, which copies the number to the device and waits for the device.
         self.is_decided_ZW.index_fill_(0, lanes_B, False)
         self.num_passes_Z.index_fill_(0, lanes_B, 0)
         self.num_clean_passes_Z.index_fill_(0, lanes_B, 0)
@@ -53,11 +53,11 @@ class BlockLanes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """`shifted`: a position is predicted by the row before it, so a block's first one by the last row of the
-    clean block before, and nothing can be denoised beside that. `fuses`: a block is denoised in the very pass
-    that stores the one before, as far as rows suffice. `part`: masks are decided in parts of so many places;
-    None: anywhere. `reuses`: a pass over a block feeds just the part that is being decided, behind one pass
-    over the whole block per part.
+    """`shifted`: a row predicts the next position, so the last row of the previous clean block predicts a
+    block's first position, and that pass can denoise nothing else. `fuses`: the pass that stores a block also
+    denoises the next one, if it has enough rows. `part`: number of places of a part, in which masks are
+    decided together; None: anywhere. `reuses`: a pass computes only the part that is being decided, after one
+    pass over the whole block per part.
     """
 
     size: int
@@ -69,14 +69,14 @@ class BlockShape:
 
     @property
     def reused_part(self) -> int | None:
-        """Places that a pass feeds of a block whose others are stored; None: it always feeds all."""
+        """Number of places that a pass computes of a block whose others are stored; None: always all."""
         return self.part if self.reuses else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBlocks:
-    """Rows of all sequences, laid end to end, and of each sequence what the pass is about. int64 but for the
-    bools `is_mask_R`, `samples_B`, `advances_B`, `is_maskable_BW`. `draw_steps_B`: the random stream's step.
+    """Concatenated rows of all sequences, and numbers of each sequence. int64 but for the bools `is_mask_R`,
+    `samples_B`, `advances_B`, `is_maskable_BW`. `draw_steps_B`: step of the random stream.
     """
 
     cu_rows_B1: Tensor
@@ -99,7 +99,7 @@ class PackedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposed:
-    """For every place a token and its probability (fp64), and the entropy (fp64, nats) where a rule asks."""
+    """For every place a token, its probability (fp64) and, if the rule needs it, the entropy (fp64, nats)."""
 
     token_ids_BW: Tensor
     confidence_BW: Tensor
@@ -108,9 +108,9 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What decides between many and few, per lane: fp64, `steps_Z` int64. `max_clean_passes`: passes for
-    edits alone; None: there are no edits. `quota_B` (int64): the least that is decided, instead of what the
-    steps allot.
+    """Parameters of the rules, per lane: fp64, `steps_Z` int64. `max_clean_passes`: limit of passes for edits
+    alone; None: no edits. `quota_B` (int64): the minimum number of decided places, in place of the number
+    that follows from `steps_Z`.
     """
 
     threshold_Z: Tensor

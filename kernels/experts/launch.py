@@ -27,11 +27,11 @@ SHARED_BYTES = 225 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Of one product; everything here may be swept (benchmarks/kernels/experts.py).
+    """Launch parameters of one product; benchmarks/kernels/experts.py sweeps them.
 
-    `block_o` outputs: with `stacked` (gate and up only) the instruction's M side is twice as large, it is
-    then 64 or a multiple. `block_i` columns per step. `tma`: weights (where they allow it) are read by
-    descriptor; not with `stacked`.
+    `block_o` outputs; with `stacked` (gate and up only) the M side of the instruction is twice as large,
+    which must be a multiple of 64. `block_i` columns per step. `tma`: read weights by descriptor if their
+    layout allows it; not with `stacked`.
     """
 
     block_o: int
@@ -42,13 +42,13 @@ class Tile:
     tma: bool = False
 
     def shared_bytes(self, itemsize: int, block_r: int, *, gated: bool) -> int:
-        """Shared memory of the pipeline, about."""
+        """Approximate shared memory of the pipeline."""
         return self.stages * self.block_i * ((2 if gated else 1) * self.block_o + block_r) * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """`block_r`: pairs of a tile, shared by both products."""
+    """`block_r`: pairs of a tile, the same for both products."""
 
     block_r: int
     gate_up: Tile
@@ -63,7 +63,7 @@ STREAMED = {
     )
     for block_r in (16, 32)
 }
-"""For few rows: what counts is the number of weight bytes on their way."""
+"""For few rows, where the number of weight bytes on their way limits the speed."""
 COMPUTED = {
     64: Launch(
         block_r=64,
@@ -81,11 +81,11 @@ EXACT = Launch(
     gate_up=Tile(block_o=64, block_i=32, stages=2),
     down=Tile(block_o=64, block_i=32, stages=2),
 )
-"""fp32 products are made of fma, in an order that follows the tile: one tile for any number of rows."""
+"""fp32 products use fma in an order that follows the tile, so all numbers of rows share one tile."""
 
 
 def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype) -> Launch:
-    """By how many rows an expert of `num_experts` gets on average, and can get at most."""
+    """Choose by the mean and the maximum number of rows of an expert."""
     if dtype.itemsize > 2:
         return EXACT
     mean = num_rows * num_chosen / num_experts
@@ -98,7 +98,7 @@ def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype)
 
 
 def num_tiles(num_pairs: int, num_experts: int, block_r: int) -> int:
-    """The most tiles that `num_pairs` can need: every expert has at most one that is not full."""
+    """Maximum number of tiles of `num_pairs`: every expert has at most one that is not full."""
     return min(num_experts, num_pairs) + num_pairs // block_r
 
 
@@ -110,13 +110,13 @@ def _launched(pdl: bool) -> dict[str, Any]:
 def run_route(
     logits_RX: Tensor, routing: Routing, *, bias_X: Tensor | None, slots_R: Tensor | None, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """One program per row. Experts are int32."""
+    """Route with one program per row; returns experts (int32) and weights (fp32), both [R, C]."""
     num_rows, X = logits_RX.shape
     shape = (num_rows, routing.num_chosen)
     experts_RC = torch.empty(shape, dtype=torch.int32, device=logits_RX.device)
     weights_RC = torch.empty(shape, dtype=torch.float32, device=logits_RX.device)
     if num_rows:
-        # Groups of which all are chosen change nothing.
+        # If all groups are chosen, groups change nothing.
         groups = routing.num_groups if routing.num_chosen_groups < routing.num_groups else 1
         route_kernel[(num_rows,)](
             logits_RX,
@@ -153,7 +153,7 @@ def run_experts(
     launch: Launch,
     pdl: bool,
 ) -> Tensor:
-    """Plan, two grouped products, sum."""
+    """Plan the tiles, run both grouped products and sum; returns [R, D]."""
     (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
     experts_RC, weights_RC = experts_RC.contiguous(), weights_RC.contiguous()
     num_rows, num_chosen = experts_RC.shape
@@ -188,7 +188,7 @@ def run_experts(
 def plan_tiles(
     experts_RC: Tensor, first: int, num_experts: int, block_r: int, pdl: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Tiles [T, 4] and the pairs in order of experts [P]; one row needs none: its experts all differ."""
+    """Tiles [T, 4] and the pairs sorted by expert [P]; None for one row, whose experts all differ."""
     if len(experts_RC) == 1:
         return None
     num_pairs = experts_RC.numel()
@@ -225,7 +225,7 @@ def grouped(
     pdl: bool,
     gated: bool,
 ) -> None:
-    """One grouped product into `y`."""
+    """Write one grouped product into `y`."""
     IN, OUT = x.shape[1], y.shape[1]
     tiles_T4, order_P = (experts_RC, experts_RC) if plan is None else plan
     num = experts_RC.numel() if plan is None else len(tiles_T4)
@@ -264,7 +264,7 @@ def grouped(
 
 
 def _box(weight: Tensor, block_o: int, block_i: int) -> TensorDescriptor | None:
-    """The descriptor of all experts' rows as one matrix; None where the hardware cannot read them so."""
+    """The descriptor of all experts' rows as one matrix; None if the hardware cannot address them."""
     rows = weight.flatten(0, 1) if weight.is_contiguous() else None
     if rows is None or weight.data_ptr() % 16 or rows.stride(0) * rows.element_size() % 16:
         return None

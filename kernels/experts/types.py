@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How rows choose. `is_normalised`: the weights of the chosen are divided by their sum."""
+    """Parameters of the router. `is_normalised`: divide the weights of the chosen experts by their sum."""
 
     num_chosen: int
     score: Literal["softmax", "sigmoid"]

@@ -1,4 +1,4 @@
-"""Linear layers of few rows: ours with a `Launch`, the library's without one. Contract in README.md.
+"""Linear layers of few rows: our kernel with a `Launch`, the library without one. Contract in README.md.
 
 R rows, D input width, E output width, F half of it for a SwiGLU.
 """
@@ -63,8 +63,8 @@ def linear_swiglu(
     workspace: Workspace | None = None,
     out_RF: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's, then, with
-    `lora`, come those of its A (of a bias zeros). That needs a launch of which `adds_lora` is true.
+    """silu(gate) * up, [R, F]. Rows 0..F of the weight belong to gate, F..2F to up; with `lora` the rows of
+    its A follow (zeros in the bias), which needs a launch for which `adds_lora` holds.
 
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
@@ -112,7 +112,7 @@ def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def _takes(x_RD: Tensor) -> bool:
-    """Whether our kernel knows the dtype, and runs where the tensor is."""
+    """Whether our kernel computes this dtype on this device."""
     return runs_kernels(x_RD) and x_RD.dtype in DTYPES
 
 

@@ -27,7 +27,7 @@ def _halves(p, mask, HALF: tl.constexpr):
 def _store_cache(p, low, high, mask, scale, HALF: tl.constexpr, IS_FP8: tl.constexpr):
     dtype = p.dtype.element_ty
     if IS_FP8:
-        # Clamped, since a value beyond the range of e4m3 may become a NaN.
+        # Clamped, because a value beyond the range of e4m3 may become NaN.
         low = tl.minimum(tl.maximum(low / scale, -448.0), 448.0)
         high = tl.minimum(tl.maximum(high / scale, -448.0), 448.0)
     tl.store(p, low.to(dtype), mask=mask)
@@ -64,7 +64,7 @@ def qkv_rope_cache_kernel(
     BLOCK_h: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """q of its heads in place; k and v of its heads into the caches, unless the row's slot is -1."""
+    """Write q of its heads in place, and k and v of its heads to the caches unless the row's slot is -1."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (N + 2 * K + BLOCK_J - 1) // BLOCK_J
@@ -75,7 +75,7 @@ def qkv_rope_cache_kernel(
     mask = (head < N + 2 * K)[:, None] & in_half
     is_rotated = (head < N + K)[:, None]
     dtype = qkv_RJH.dtype.element_ty
-    # What does not depend on the projection comes first: positions and slots are older than the layer.
+    # Positions and slots do not depend on the projection, so they are read before the wait.
     inv_freq = tl.load(inv_freq_h + o_half, mask=o_half < HALF, other=0.0)
     angle = tl.load(positions_R + row).to(tl.float32) * inv_freq
     cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]

@@ -24,7 +24,7 @@ def run(
     warps: int,
     pdl: bool,
 ) -> None:
-    """One launch; the arguments are those of the op."""
+    """Launch the kernel; the arguments are those of the op."""
     (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K) = caches, scales
     num_kv_heads = k_cache_SKH.shape[1]
     num_rows, fused_heads, head_dim = qkv_RJH.shape

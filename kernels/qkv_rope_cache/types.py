@@ -10,7 +10,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
-    `scaling` a factor on cos and sin. `tables`: those, rounded, [R, 1, h], where no kernel computes them.
+    `scaling` a factor of cos and sin. `tables`: rounded cos and sin [R, 1, h] if no kernel computes them.
     """
 
     positions_R: Tensor

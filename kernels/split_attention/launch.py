@@ -29,7 +29,7 @@ PREPARE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How one kernel is launched; `rows` by `walk` is a tile of scores, `rows` the stationary side."""
+    """Launch parameters of one kernel; `rows` by `walk` is a tile of scores, `rows` the stationary side."""
 
     rows: int
     walk: int
@@ -107,7 +107,7 @@ def run_backward(
     parts = launch.parts if group % launch.parts == 0 else 1
     doutput = addressable(doutput)
     delta = torch.empty_like(lse)
-    # A bulk addition may not start below row 0, where a tile of a nearly empty packed row does: a margin.
+    # A tile of a nearly empty packed row starts below row 0, where a bulk addition may not, hence the margin.
     margin = launch.walk
     dq_sums = query.new_empty(margin + batch * num_rows, num_heads * head_dim, dtype=torch.float32)
     dq_sum = dq_sums[margin:]
@@ -222,7 +222,7 @@ def takes_hopper_kernel(query: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_gluon(device: torch.device) -> bool:
-    """Gluon is experimental: only versions that the tests compile."""
+    """Whether Gluon, which is experimental, has a version that the tests compile, and the GPU is a Hopper."""
     known = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])
     return known and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -240,6 +240,6 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, block_h: int) -> TensorDescriptor:
-    """Of tiles [rows, block_h] of a tensor [B, heads, T, H]; what lies outside reads as zero."""
+    """Descriptor of tiles [rows, block_h] of a tensor [B, heads, T, H]; elements outside read as zero."""
     tensor = addressable(tensor)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_h])

@@ -1,4 +1,4 @@
-"""The rows that a pass feeds, and what it commits, as tensors by lane; contract in README.md."""
+"""Rows and commits of a pass, as tensors by lane; contract in README.md."""
 
 from idlm.kernels.step_rows.op import commit, map_slots, pack_rows
 from idlm.kernels.step_rows.reference import pack_rows_reference

@@ -1,7 +1,7 @@
-"""The Triton kernels of planning and committing: small integers only, nothing to be fast at but few launches.
+"""The Triton kernels of planning and committing: small integers, fast because they are few launches.
 
-Every program finds the rows' sequences for itself by adding all widths up, so nothing is passed between
-programs. B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
+Every program sums the widths of all sequences to find those of its own rows, so programs exchange nothing.
+B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
 columns of the token table, P pages of a block table.
 """
 
@@ -47,7 +47,9 @@ def pack_rows_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of rows, or (programs behind those) of wanted rows; the first program also stores the sums."""
+    """A block of rows, or (in the programs after those) of wanted rows; the first program also stores the
+    sums.
+    """
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
@@ -88,7 +90,7 @@ def pack_rows_kernel(
     source = tl.load(source_YW + place)
     base, slot = computed + feed - 1, computed + offset
     is_known = slot <= base
-    # Padding gets ids of text: the mask's may lie outside the embedding.
+    # Padding gets ids of text: the mask id may be outside the embedding.
     is_mask = (slot > base) & (source == MASK_SOURCE) & (row < total)
     token = tl.load(tokens_ZL + lane * L + tl.minimum(slot, L - 1))
     if HAS_DRAFTS:
@@ -120,7 +122,7 @@ def map_slots_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of rows."""
+    """Physical slots of a block of rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_row = row < R
     slot = tl.load(slots_R + row, mask=m_row, other=0)
@@ -145,7 +147,7 @@ def commit_kernel(
     L,
     BLOCK_A: tl.constexpr,
 ):
-    """One sequence."""
+    """Commit one sequence."""
     b = tl.program_id(0)
     lane, emitted = tl.load(lanes_B + b), tl.load(emitted_B + b)
     known = tl.load(known_Z + lane)

@@ -1,4 +1,4 @@
-"""Launches of the kernels of a pass's rows. B sequences, R rows, W rows of the widest layout."""
+"""Launches of the kernels of this op. B sequences, R rows, W rows of the widest layout."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """Per stock: rows fed behind the known tokens, the pending one included, and per row its source, its
-    position, limit and branch start relative to the pending token. int64, contiguous.
+    """Per draft buffer the number of rows after the known tokens, with the pending one, and per row its
+    source, and its position, limit and branch start relative to the pending token. int64, contiguous.
     """
 
     width_Y: Tensor
@@ -41,7 +41,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows of all sequences, laid end to end; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
+    """Concatenated rows of all sequences; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
 
     cu_rows_B1: Tensor
     sequence_R: Tensor
