@@ -1,4 +1,4 @@
-"""Passes of block diffusion against their definition, and the interpreted kernels against the plain path."""
+"""Block-diffusion passes against the reference, and the interpreted kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_interpreted_kernels_equal_plain_torch() -> None:
 
 @pytest.mark.parametrize("has_all", [False, True])
 def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
-    """Blocks of 32 as SDAR's, then all that Fast-dLLM v2 and LLaDA2.1 ask for at once."""
+    """Blocks of 32 as in SDAR, then all options of Fast-dLLM v2 and LLaDA2.1 at once."""
     pytest.importorskip("triton")
     from idlm.kernels.block_step.kernel import decide_kernel, pack_blocks_kernel
     from tests.kernels.hopper_compiler import compile_for_hopper

@@ -1,4 +1,5 @@
-"""Back ends of paged attention: the kernels in the interpreter and compiled for Hopper, and who serves what.
+"""Back ends of paged attention: the kernels in the interpreter and compiled for Hopper, and reasons of
+refusal.
 
 The torch path has tests/unit/engine/test_paged_attention.py, the GPU
 tests/gpu/kernels/test_paged_attention_gpu.py.
@@ -91,7 +92,7 @@ def compiled(
     ("max_rows", "max_slots", "deterministic"), [(7, 2048, False), (1, 65536, False), (1, 2048, True)]
 )
 def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, deterministic: bool) -> None:
-    """Copies of 16 bytes, several blocks ahead, and room for the programs of a multiprocessor."""
+    """Copies of 16 bytes, several blocks ahead, and enough memory for the programs of a multiprocessor."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel
     from idlm.kernels.paged_attention.launch import RECORD, choose_launch

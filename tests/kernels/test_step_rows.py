@@ -1,4 +1,4 @@
-"""Rows of a pass against their definition, and the interpreted kernels against the plain path."""
+"""Rows of a pass against their reference, and the interpreted kernels against plain torch."""
 
 from __future__ import annotations
 

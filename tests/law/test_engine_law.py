@@ -69,7 +69,7 @@ def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str)
     _check_isd(law_toy, stride, strategy, FULL)
 
 
-def test_going_from_picture_to_picture_keeps_the_law(law_toy: Path) -> None:
+def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
     """Strides and strategies change from pass to pass, by dice and by what was committed last."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
     dice, used = random.Random(1), set()
@@ -97,7 +97,7 @@ def test_ar_emits_the_ar_law(law_toy: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
-def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str) -> None:
+def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strategy: str) -> None:
     """Temperature, top-k and top-p differ between requests that share every forward pass."""
     engine = build_engine(law_toy, "isd", stride=4, rejection_strategy=strategy)
     sampled = sample(engine, [(MIXED_PROMPT, params) for params in MIXED_SETTINGS], MIXED, per_request=50)
@@ -118,7 +118,7 @@ def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
     assert completion.exactness == "lossy"
 
 
-def test_relaxed_acceptance_is_seen_and_labelled(law_toy: Path) -> None:
+def test_relaxed_acceptance_is_detected_and_labelled(law_toy: Path) -> None:
     engine = build_engine(law_toy, "isd", stride=4, rejection_strategy="tree")
     relaxed = replace(NEUTRAL, tau=1.0)
     draws = sample(engine, [(PROMPT, relaxed)], 10_000).draws[PROMPT, relaxed]

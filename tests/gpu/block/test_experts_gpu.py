@@ -81,7 +81,7 @@ def test_a_row_has_its_bits_at_any_number_of_rows_and_with_any_tiles() -> None:
             assert torch.equal(layer(rows), whole[rows]), f"{num_rows=} {first=}"
 
 
-def test_of_many_rows_on_few_experts_all_are_right() -> None:
+def test_many_rows_on_few_experts() -> None:
     """All 600 rows choose the same 8: tiles of one expert, all other programs for nothing."""
     layer = Layer()
     spread = layer(slice(0, 600))
@@ -92,7 +92,7 @@ def test_of_many_rows_on_few_experts_all_are_right() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-def test_a_graph_follows_what_rows_choose(num_rows: int) -> None:
+def test_a_graph_follows_the_choices_of_rows(num_rows: int) -> None:
     """With programmatic launches; padding rows of NaN come and go."""
     layer = Layer()
     x, logits = layer.x[:num_rows].clone(), layer.logits[:num_rows].clone()

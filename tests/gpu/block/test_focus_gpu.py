@@ -26,7 +26,7 @@ STACKS: list[dict[str, Any]] = [{}, {"mage": {"k": 6, "exact_layers": 1}}]
 @pytest.mark.parametrize("beside", STACKS, ids=str)
 @pytest.mark.parametrize("attention", ["triton", "torch"])
 @pytest.mark.parametrize(("shifted", "options", "focus"), CASES, ids=str)
-def test_tokens_are_those_of_a_cpu(
+def test_tokens_equal_those_of_a_cpu(
     toys: dict[bool, Path],
     shifted: bool,
     options: dict[str, Any],

@@ -131,7 +131,7 @@ def test_a_long_context(num_rows: int) -> None:
         assert error_ratio(case, run(case, SETTINGS[name])) <= 2, name
 
 
-def test_prompt_chunks_beside_decoding_sequences() -> None:
+def test_prompt_chunks_with_decoding_sequences() -> None:
     sequences = [branch(900), causal(1000, 2048), tree(77), causal(0, 700), [], steady(3000)]
     case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=100)
     assert error_ratio(case, run(case, Setting(shape=case.shape))) <= 2
@@ -235,7 +235,7 @@ def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, A
         assert torch.equal(*outputs)
 
 
-def test_the_sum_sees_all_parts_though_it_is_launched_early() -> None:
+def test_an_early_sum_sees_all_parts() -> None:
     """A race would show in some of many runs."""
     setting = SETTINGS["qwen3_8b_pdl"]
     case = build([causal(32_000, 4), *(causal(500 * n, 4) for n in range(20))], setting.shape, device="cuda")

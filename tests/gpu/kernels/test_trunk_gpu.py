@@ -203,7 +203,7 @@ def in_one_kernel(
     return (linears.swiglu if name == "gate_up" else linears.linear)(x, weight, lora=lora)
 
 
-def test_an_adapter_has_the_same_bits_in_the_product_and_behind_it() -> None:
+def test_an_adapter_has_the_same_bits_in_the_product_and_after_it() -> None:
     torch.manual_seed(0)
     linears, (weight, b) = Linears(), adapted_weight("gate_up")
     for rows, share in itertools.product((1, 3, 7, 16, 17, 28, 32), (0.0, 0.5, 1.0)):

@@ -1,6 +1,6 @@
 """The Triton kernels of the fused loss, in the interpreter: started by test_linear_cross_entropy.py.
 
-Memory around every row is NaN, so that what must not be read is seen when it is.
+Memory around every row is NaN, so that a wrong read is detected.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def answers_of(trace: Trace, *, fused: bool, sampling: str = "T1") -> Answers:
 
 
 @pytest.mark.parametrize("sampling", ["T1", "qwen3"])
-def test_answers_take_the_passes_that_the_trace_says(sampling: str) -> None:
+def test_answers_take_the_passes_of_the_trace(sampling: str) -> None:
     """Whatever random weights are sure of; a clean block is stored by a pass of its own, or by none."""
     trace = trace_of("p0.53", SIZE)
     separate = answers_of(trace, fused=False, sampling=sampling)
@@ -68,7 +68,7 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert "trace p0.53" in said and "profile of batch 3" in said
 
 
-def test_work_is_that_of_the_rows_fed() -> None:
+def test_the_cost_of_a_pass_follows_its_rows() -> None:
     model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
     spec = model.spec
     work = block_profile.pass_cost(model, num_sequences=2, rows=16, slots=10)

@@ -80,7 +80,7 @@ def test_the_profile_of_an_adapted_pass_has_its_kernels(capsys: pytest.CaptureFi
     assert adapted > plain, "there are no products with B"
 
 
-def test_the_recorded_trace_is_there_for_every_stride() -> None:
+def test_the_recorded_trace_has_every_stride() -> None:
     for stride in RECORDED_STRIDES:
         trace = trace_of("tiny", stride)
         assert max(trace.accepted) == stride - 1
@@ -89,6 +89,6 @@ def test_the_recorded_trace_is_there_for_every_stride() -> None:
 
 
 @pytest.mark.parametrize(("name", "stride"), [("missing", 4), ("tiny", 7), ("p1.5", 4)])
-def test_a_trace_that_is_not_there_is_refused(name: str, stride: int) -> None:
+def test_a_missing_trace_is_refused(name: str, stride: int) -> None:
     with pytest.raises(UserError, match="IDLM-0109"):
         trace_of(name, stride)
