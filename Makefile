@@ -1,7 +1,7 @@
 # The two commands a newcomer needs. Each creates .venv, installs once per change of pyproject.toml, and runs.
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
 #   make test   lint, types, import rules and every test that needs no GPU
-# For who has a GPU: make gpu-test PART=engine, and the other parts below.
+#   make gpu-test PART=engine|block|kernels   the tests of tests/gpu, on a machine with a GPU
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
 PYTHON ?= python3

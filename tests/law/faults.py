@@ -1,9 +1,9 @@
-"""Faults that speculative decoders have really had, each planted into the engine by one patch.
+"""Faults that speculative decoders have had, each planted into the engine by one patch.
 
-A fault is a function of pytest's monkeypatch; `FAULTS` says which check must catch it. A draft from a
-consistently wrong place (another branch, a mask that saw rejected drafts) is still exact when q is the law it
-was drawn from; only the layout contract forbids that.
-Shapes: B sequences, J drafts, X wanted rows, V vocabulary, R rows.
+A fault is a function of pytest's monkeypatch; `FAULTS` gives the check that must catch it. A draft from a
+consistently wrong place (another branch, a mask that saw rejected drafts) is still exact if q is the
+distribution it was drawn from; only the layout contract forbids that. Shapes: B sequences, J drafts, X wanted
+rows, V vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`check` is one of test_planted_faults.CHECKS; `strategy` is what the engine runs."""
+    """`check` is one of test_planted_faults.CHECKS; `strategy` is the engine's rejection strategy."""
 
     name: str
     plant: Plant
@@ -49,7 +49,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
-    """Enter a planting function under its own name."""
+    """Register a planting function under its own name."""
 
     def enter(plant: Plant) -> Plant:
         FAULTS.append(Fault(name=plant.__name__, plant=plant, check=check, strategy=strategy))
@@ -59,14 +59,14 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
 
 
 def _replace(patch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
-    """Have the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
+    """Make the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
     if op in ("emit", "draw_drafts"):
         _part(patch)
     patch.setattr(isd, op, functools.partial(change, getattr(sampling, op)))
 
 
 def _part(patch: pytest.MonkeyPatch) -> None:
-    """Have the decoder emit and draft by two ops that can be replaced, in place of the one that does both."""
+    """Make the decoder emit and draft by two ops that can be replaced, in place of the combined op."""
 
     def emit_and_draft(
         probs: Probs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
@@ -82,7 +82,7 @@ def _part(patch: pytest.MonkeyPatch) -> None:
 
 
 def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Table, logits and lanes of the pass, whenever laws are computed."""
+    """Table, logits and lanes of the pass, updated whenever probabilities are computed."""
     seen: dict[str, Any] = {}
     original = SequenceState.probs
 
@@ -95,7 +95,9 @@ def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Probs:
-    """Laws of the pass with part of the request's settings, the temperature applied `power` times."""
+    """Probabilities of the pass with part of the request's settings, and the temperature applied `power`
+    times.
+    """
     table: SequenceState = seen["table"]
     temperature_Z = table.temperature_Z**power if tempered else torch.ones_like(table.temperature_Z)
     return sampling.row_probs(
@@ -295,7 +297,7 @@ def verify_positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @fault("greedy", "tree")
 def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
-    """The KV pointer moves past a rejected draft: one slot of the sequence holds what was never emitted."""
+    """The KV pointer moves past a rejected draft, so one slot holds the KV of a token that was never emitted."""
     original = IsdDecoder.plan
 
     def plan(self: IsdDecoder, table: SequenceState, batch: Batch) -> StepPlan:
@@ -374,7 +376,7 @@ def preemption_restarts_the_random_stream(patch: pytest.MonkeyPatch) -> None:
 
 @fault("preempt", "branch")
 def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
-    """All KV of a preempted sequence is believed to be in the pages that it comes back to."""
+    """After preemption, the engine assumes that all KV is still in the pages that the sequence gets."""
     original = Scheduler._sit
 
     def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:

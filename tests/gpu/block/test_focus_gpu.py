@@ -1,5 +1,5 @@
-"""FOCUS on a GPU, where rows of a block that are left have gaps between them, against the CPU, which is
-compared with a slow reference in tests/contracts.
+"""FOCUS on a GPU, where the selected rows of a block have gaps, against the CPU, which tests/contracts
+compares with a slow reference.
 
 python -m pytest tests/gpu/block/test_focus_gpu.py -m gpu
 """

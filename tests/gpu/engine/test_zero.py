@@ -56,7 +56,7 @@ def start(folder: Path, num_processes: int, cases: list[str]) -> subprocess.Pope
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of all processes, and beside them one process with as many micro-batches."""
+    """Runs of all processes, and of one process with as many micro-batches."""
     folder = tmp_path_factory.mktemp("zero")
     cases = [f"{name}:{changes}" for name, changes in {**STAGES, "mixed": MIXED}.items()]
     many = start(folder, max(2, PROCESSES) if DEVICE == "cpu" else PROCESSES, cases)

@@ -44,7 +44,7 @@ def heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a compiled kernel is made for; every random step of a setting shares it."""
+    """Compile-time configuration, which all random steps of a setting share."""
 
     shape: HeadShape
     page_size: int = 16
@@ -179,7 +179,7 @@ def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("tunables", [(), (("pdl", True),), (("pdl", True), ("early", False))], ids=str)
 def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, Any], ...]) -> None:
-    """Planning and two layers captured once, at bounds; then other lengths in the same tensors."""
+    """Planning and two layers are captured once at bounds, then replayed with other lengths."""
     shape, num_rows = heads(32, 8, 128), 64
     setting = Setting(shape=shape, tunables=tunables)
     steps: list[list[list[Row]]] = [
@@ -236,7 +236,7 @@ def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, A
 
 
 def test_an_early_sum_sees_all_parts() -> None:
-    """A race would show in some of many runs."""
+    """A race would fail some of many runs."""
     setting = SETTINGS["qwen3_8b_pdl"]
     case = build([causal(32_000, 4), *(causal(500 * n, 4) for n in range(20))], setting.shape, device="cuda")
     first = run(case, setting)
@@ -280,7 +280,7 @@ def test_an_fp8_cache_with_its_scales() -> None:
     plain = replace(case, k_cache_SKH=restored[0], v_cache_SKH=restored[1])
     plan = plan_attention(case.rows, replace(shape, kv_dtype=torch.float8_e4m3fn), backend="triton")
     o_RNH = paged_attention(case.q_RNH, *stored, plan, scale=SCALE, k_scale_K=scale_K, v_scale_K=scale_K)
-    # The truth rounds the restored cache to bfloat16, which the kernel does not.
+    # The reference rounds the restored cache to bfloat16, which the kernel does not.
     assert error_ratio(plain, o_RNH) <= 4
 
 

@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_batch(filters: bool) -> None:
 
 
 def test_draws_follow_the_law() -> None:
-    """A million draws of 200 tokens: chi-square far below what a bias of 1e-3 would make."""
+    """A million draws of 200 tokens: chi-square stays far below that of a bias of 1e-3."""
     num_draws = 1 << 20
     logits_1V = 2 * torch.randn(1, 200, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     one = torch.ones(1, device="cuda", dtype=torch.float64)

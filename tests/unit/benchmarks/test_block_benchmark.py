@@ -1,4 +1,4 @@
-"""The benchmark of block diffusion, tiny and on a CPU: what it replays, what it counts, and that it runs."""
+"""The benchmark of block diffusion, tiny and on a CPU: replay, counts, and all its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answers_of(trace: Trace, *, fused: bool, sampling: str = "T1") -> Answers:
 
 @pytest.mark.parametrize("sampling", ["T1", "qwen3"])
 def test_answers_take_the_passes_of_the_trace(sampling: str) -> None:
-    """Whatever random weights are sure of; a clean block is stored by a pass of its own, or by none."""
+    """Whatever the confidence of random weights; without fused commits another pass stores a clean block."""
     trace = trace_of("p0.53", SIZE)
     separate = answers_of(trace, fused=False, sampling=sampling)
     assert separate.num_passes == separate.num_expected

@@ -1,4 +1,4 @@
-"""The decode benchmark, tiny and on a CPU: what it replays, what it counts, and that every part runs."""
+"""The decode benchmark, tiny and on a CPU: replay, counts, and all its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = ["model=tiny", "device=cpu", "dtype=float32", "contexts=24", "rounds=1",
 def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
     strategy: str, stride: int, sampling: str
 ) -> None:
-    """Random weights accept next to nothing; what is emitted follows the trace alone."""
+    """Random weights accept almost nothing, so the emitted tokens follow the trace alone."""
     model = random_model("tiny", device="cpu", dtype=torch.float32)
     arm = Arm(name="arm", strategy=strategy, stride=stride)
     load = Load(concurrency=32, context=8, num_tokens=60, sampling=SAMPLING[sampling])
@@ -37,7 +37,7 @@ def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
 
 
 def test_without_a_trace_random_weights_accept_little() -> None:
-    """So the test above can fail."""
+    """Shows that the test above can fail."""
     model = random_model("tiny", device="cpu", dtype=torch.float32)
     load = Load(concurrency=8, context=8, num_tokens=12, sampling=SAMPLING["greedy"])
     arm = Arm(name="arm", strategy="branch")
