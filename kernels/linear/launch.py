@@ -194,13 +194,7 @@ def run(
     adapter = _arguments(x_RD, out_RE, launch, lora, gated)
     splits, rank = num_splits(launch, D), 0 if lora is None else lora.b_Er.shape[1]
     floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, rank=rank)
-    if tiles and workspace is None:
-        workspace = make_workspace(x_RD.device, num_floats=floats, num_tiles=tiles)
-    if workspace is None:
-        partials = counters = out_RE
-    else:
-        partials, counters = workspace.partials, workspace.counters
-        assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
+    partials, counters = _buffers(workspace, out_RE, floats, tiles)
     block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
     programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
     programs += triton.cdiv(rank, launch.block_e)
@@ -238,6 +232,17 @@ def run(
         **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),
     )
     return out_RE
+
+
+def _buffers(workspace: Workspace | None, out_RE: Tensor, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Partial sums and counters: of the workspace, of a new one, or (unused) the output."""
+    if workspace is None and tiles:
+        workspace = make_workspace(out_RE.device, num_floats=floats, num_tiles=tiles)
+    if workspace is None:
+        return out_RE, out_RE
+    partials, counters = workspace.partials, workspace.counters
+    assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
+    return partials, counters
 
 
 def _arguments(

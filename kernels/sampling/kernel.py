@@ -195,8 +195,8 @@ def probability_kernel(
     # A stored row has logits only in chunks that have mass.
     m_pair = m_pair & (tl.load(p_masses + b_row * num_chunks + b_id // CHUNK, mask=m_pair, other=0.0) > 0)
     b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_pair, other=0.0)
-    b_law = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
-    tl.store(p_out + o_pair, b_law, mask=o_pair < num_pairs)
+    b_probability = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
+    tl.store(p_out + o_pair, b_probability, mask=o_pair < num_pairs)
 
 
 @triton.jit

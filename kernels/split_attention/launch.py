@@ -158,7 +158,9 @@ def _run_walk(
     block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows
     sums_block = [launch.walk, block_h]
     tile_rows = (launch.walk, launch.rows, launch.rows, launch.walk)
-    options: dict[str, Any] = {"num_warps": launch.warps}
+    options: dict[str, Any] = {"N": num_heads, "G": num_heads // num_kv_heads, "H": head_dim, "PARTS": parts}
+    options |= {"BLOCK_Q": launch.walk, "BLOCK_K": launch.rows, "BLOCK_H": block_h}
+    options |= {"STAGES": launch.stages, "num_warps": launch.warps}
     kernel: Any
     if on_hopper:
         from triton.experimental.gluon.language import NVMMASharedLayout
@@ -179,30 +181,14 @@ def _run_walk(
         sums = [TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), sums_block)]
         sums.append(dq_sums[launch.walk :])
         options |= {"SPLITS": splits, "BULK": not INTERPRETED}
-    ranges = (see.seen_start_BT, see.seen_end_BT, see.own_from_BT, see.own_end_BT)
-    batch, num_rows = see.own_end_BT.shape
     kernel[(see.key_order.numel() * splits * num_kv_heads * parts,)](
         *tiles,
         *sums,
-        *outputs,
-        *statistics,
-        *ranges,
-        see.key_tiles_BI8,
-        see.key_order,
-        see.num_rows_B,
-        batch,
-        num_rows,
-        see.key_tiles_BI8.shape[1],
-        scale,
-        scale * LOG2_E,
-        N=num_heads,
-        G=num_heads // num_kv_heads,
-        H=head_dim,
-        PARTS=parts,
-        BLOCK_Q=launch.walk,
-        BLOCK_K=launch.rows,
-        BLOCK_H=block_h,
-        STAGES=launch.stages,
+        *(*outputs, *statistics),
+        *(see.seen_start_BT, see.seen_end_BT, see.own_from_BT, see.own_end_BT),
+        *(see.key_tiles_BI8, see.key_order, see.num_rows_B),
+        *(*see.own_end_BT.shape, see.key_tiles_BI8.shape[1]),
+        *(scale, scale * LOG2_E),
         **options,
     )
 

@@ -56,8 +56,8 @@ def test_there_is_room_for_all_tiles_whatever_is_chosen() -> None:
     generator = torch.Generator().manual_seed(0)
     for num_experts, num_pairs, block_r in ((5, 3, 16), (8, 400, 16), (128, 4096, 32), (256, 999, 128)):
         for sharpness in (0.0, 3.0, 30.0):
-            law = (sharpness * torch.randn(num_experts, generator=generator)).softmax(0)
-            counts = torch.multinomial(law, num_pairs, replacement=True, generator=generator).bincount()
+            probs = (sharpness * torch.randn(num_experts, generator=generator)).softmax(0)
+            counts = torch.multinomial(probs, num_pairs, replacement=True, generator=generator).bincount()
             assert (-(-counts // block_r)).sum() <= num_tiles(num_pairs, num_experts, block_r)
         # Every expert has one pair more than whole tiles, which reaches the bound.
         fitting = num_experts * (block_r + 1)

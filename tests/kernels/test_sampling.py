@@ -77,7 +77,9 @@ def test_draws_equal_the_reference() -> None:
     probs_XV /= probs_XV.sum(-1, keepdim=True)
     uniforms_X = torch.rand(60, generator=generator, dtype=torch.float64)
     ids_X = draw(PlainProbs(probs_XV=probs_XV), torch.arange(60), uniforms_X)
-    expected = [draw_reference(law, u) for law, u in zip(probs_XV.tolist(), uniforms_X.tolist(), strict=True)]
+    expected = [
+        draw_reference(probs, u) for probs, u in zip(probs_XV.tolist(), uniforms_X.tolist(), strict=True)
+    ]
     assert ids_X.tolist() == expected
     assert draw(PlainProbs(probs_XV=probs_XV), torch.full((2,), -1), uniforms_X[:2]).tolist() == [0, 0]
 

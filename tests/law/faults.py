@@ -94,10 +94,8 @@ def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Probs:
-    """Probabilities of the pass with part of the request's settings, and the temperature applied `power`
-    times.
-    """
+def _probs_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Probs:
+    """Probabilities of the pass with some of the settings, the temperature applied `power` times."""
     table: SequenceState = seen["table"]
     temperature_Z = table.temperature_Z**power if tempered else torch.ones_like(table.temperature_Z)
     return sampling.row_probs(
@@ -112,11 +110,11 @@ def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = Fal
 
 
 def _keep_as_q(patch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Keep as q of new drafts what `_laws_of` makes of the rows that they were drawn from."""
+    """Keep as q of new drafts what `_probs_of` makes of the rows that they were drawn from."""
     seen = _seen(patch)
 
     def put(op: Any, store: Any, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
-        op(store, lanes_B, _laws_of(seen, **settings), rows_BJ, active_B=active_B)
+        op(store, lanes_B, _probs_of(seen, **settings), rows_BJ, active_B=active_B)
 
     _replace(patch, "put", put)
 
@@ -149,7 +147,7 @@ def truncation_missing_in_the_residual(patch: pytest.MonkeyPatch) -> None:
     def emit(op: Any, probs: Probs, store: Any, verdict: Verdict, **columns: Tensor) -> None:
         op(probs, store, verdict, **columns)
         truncated_BA = verdict.token_ids_BA.clone()
-        op(_laws_of(seen), store, verdict, **columns)
+        op(_probs_of(seen), store, verdict, **columns)
         is_rejected_B1 = verdict.rejected_B[:, None] > 0
         verdict.token_ids_BA.copy_(torch.where(is_rejected_B1, verdict.token_ids_BA, truncated_BA))
 
@@ -161,7 +159,7 @@ def truncation_only_on_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """The published engine: accepted drafts may lie outside the nucleus."""
     seen = _seen(patch)
     for name in ("verify", "draw_drafts"):
-        _replace(patch, name, lambda op, probs, *args, **kwargs: op(_laws_of(seen), *args, **kwargs))
+        _replace(patch, name, lambda op, probs, *args, **kwargs: op(_probs_of(seen), *args, **kwargs))
     _keep_as_q(patch)
 
 
@@ -297,7 +295,7 @@ def verify_positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @fault("greedy", "tree")
 def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
-    """The KV pointer moves past a rejected draft, so one slot holds the KV of a token that was never emitted."""
+    """The KV pointer moves past a rejected draft: one slot keeps KV of a token that was never emitted."""
     original = IsdDecoder.plan
 
     def plan(self: IsdDecoder, table: SequenceState, batch: Batch) -> StepPlan:

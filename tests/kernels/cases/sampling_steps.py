@@ -163,10 +163,10 @@ def _check_verdict(state: Step, verdict: Verdict, p_XV: Tensor, q_ZJV: Tensor, u
         assert values == expected, f"{values=} {expected=}"
         assert verdict.token_ids_BA[b, :accepted].tolist() == drafts[:accepted]
         assert not verdict.token_ids_BA[b, accepted + 1 :].any()
-        law = p_XV[first + accepted].tolist()
+        probs = p_XV[first + accepted].tolist()
         if rejected:
-            law = residual_reference(law, q_JV[accepted])
-        probs_1V = torch.tensor([law], dtype=torch.float64, device=p_XV.device)
+            probs = residual_reference(probs, q_JV[accepted])
+        probs_1V = torch.tensor([probs], dtype=torch.float64, device=p_XV.device)
         token_1 = verdict.token_ids_BA[b, accepted][None]
         check_draws(token_1, probs_1V, uniforms_BD[b, num_masks][None])
         rows = [
