@@ -53,7 +53,7 @@ class Tracer:
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def counts(self) -> dict[str, Any]:
         """`files_entered`, `lines_entered`, `functions_entered`, and the lines of each file in `files`."""
