@@ -23,7 +23,7 @@ def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.con
 
 
 @triton.jit
-def shares(
+def sequence_rows(
     known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
     SIZE: tl.constexpr, PART: tl.constexpr, SHIFTED: tl.constexpr, FUSES: tl.constexpr,
     HAS_ROOM: tl.constexpr, REUSES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -36,18 +36,18 @@ def shares(
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
     known = tl.load(known_Z + lane)
     computed = tl.load(computed_Z + lane)
-    told = tl.load(feed_B + b, mask=m_b, other=0)
+    num_counted = tl.load(feed_B + b, mask=m_b, other=0)
     decodes = tl.load(samples_B + b, mask=m_b, other=0) != 0
     advances = (known < tl.load(ends_Z + lane)) & m_b
     wants = decodes & advances
-    feed = tl.where(decodes, known // SIZE * SIZE - computed, told)
+    feed = tl.where(decodes, known // SIZE * SIZE - computed, num_counted)
     feed = tl.where(advances, feed, 0)
     denoises = wants
     if not FUSES:
         denoises = wants & (feed == 0)
     elif HAS_ROOM:
-        uncounted = tl.where(m_b, tl.maximum(feed - told, 0), 0)
-        room = R - B * SIZE - tl.sum(tl.where(m_b, tl.minimum(feed, told), 0), 0)
+        uncounted = tl.where(m_b, tl.maximum(feed - num_counted, 0), 0)
+        room = R - B * SIZE - tl.sum(tl.where(m_b, tl.minimum(feed, num_counted), 0), 0)
         denoises = wants & ((uncounted == 0) | (tl.cumsum(uncounted, 0) <= room))
     first = feed * 0
     num = first + SIZE
@@ -102,7 +102,7 @@ def pack_blocks_kernel(
 ):
     """A block of rows, or (in the programs after those) the wanted rows and numbers of one sequence."""
     b = tl.arange(0, BLOCK_B)
-    advances, wants, denoises, feed, first, first_slot, count = shares(
+    advances, wants, denoises, feed, first, first_slot, count = sequence_rows(
         known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
         SIZE, PART, SHIFTED, FUSES, HAS_ROOM, REUSES, BLOCK_B, BLOCK_W,
     )  # fmt: skip

@@ -51,18 +51,18 @@ def pack_reference(
     """
     size, uncounted, counted = shape.size, 0, 0
     due = []
-    for sequence, told, decodes in sequences:
+    for sequence, num_counted, decodes in sequences:
         advances = len(sequence.tokens) < sequence.ends
-        num_feed = len(sequence.tokens) // size * size - sequence.num_computed if decodes else told
+        num_feed = len(sequence.tokens) // size * size - sequence.num_computed if decodes else num_counted
         due.append((num_feed if advances else 0, decodes and advances))
-        counted += min(due[-1][0], told)
+        counted += min(due[-1][0], num_counted)
     packed = []
-    for (sequence, told, _), (num_feed, wants) in zip(sequences, due, strict=True):
+    for (sequence, num_counted, _), (num_feed, wants) in zip(sequences, due, strict=True):
         denoises = wants
         if shape.shifted or not shape.fuses:
             denoises = wants and num_feed == 0
         elif num_rows is not None:
-            extra = max(0, num_feed - told)
+            extra = max(0, num_feed - num_counted)
             uncounted += extra
             denoises = wants and (not extra or uncounted <= num_rows - len(sequences) * size - counted)
         rows = [_row(sequence, sequence.num_computed + k, shape) for k in range(num_feed)]

@@ -14,7 +14,7 @@ from tests.kernels.interpreter import run_interpreted
 def test_a_pass_equals_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
     shape, config = case.decoder.shape, case.decoder.config
-    sequences = [(case.sequence(lane), told, decodes) for lane, told, decodes in case.sequences]
+    sequences = [(case.sequence(lane), num_counted, decodes) for lane, num_counted, decodes in case.sequences]
     plan, proposed = case.proposed(case.plan())
     expected = pack_reference(sequences, shape, case.num_rows)
     counts = [len(rows) for rows, *_ in expected]

@@ -23,7 +23,7 @@ pytestmark = [
 STACKS: list[dict[str, Any]] = [{}, {"mage": {"k": 6, "exact_layers": 1}}]
 
 
-@pytest.mark.parametrize("beside", STACKS, ids=str)
+@pytest.mark.parametrize("others", STACKS, ids=str)
 @pytest.mark.parametrize("attention", ["triton", "torch"])
 @pytest.mark.parametrize(("shifted", "options", "focus"), CASES, ids=str)
 def test_tokens_equal_those_of_a_cpu(
@@ -32,9 +32,9 @@ def test_tokens_equal_those_of_a_cpu(
     options: dict[str, Any],
     focus: dict[str, Any],
     attention: str,
-    beside: dict[str, Any],
+    others: dict[str, Any],
 ) -> None:
-    options = {**options, "accelerators": {"focus": focus, **beside}}
+    options = {**options, "accelerators": {"focus": focus, **others}}
     expected = clear_answers(build_engine(toys[shifted], "block", **options), PROMPTS, params())
     engine = build_engine(toys[shifted], "block", device="cuda", attention=attention, **options)
     found = engine.generate(PROMPTS, params())

@@ -169,7 +169,7 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
 
 
 def adapted_weight(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A projection with the A of its parts behind it, and the B."""
+    """A projection whose weight ends with the A of its parts, and the B."""
     sizes, width = ADAPTED[name]
     weight = randn(sum(sizes) + RANK * len(sizes), width, scale=width**-0.5)
     return weight, randn(sum(sizes), RANK, scale=RANK**-0.5)

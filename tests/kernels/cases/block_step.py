@@ -99,14 +99,16 @@ class Case:
 
     def plan(self) -> BlockPlan:
         """The pass, planned by kernels or plain torch."""
-        lanes, told, decodes = zip(*self.sequences, strict=True)
+        lanes, num_counted, decodes = zip(*self.sequences, strict=True)
         room = self.rng.choice([0, 0, 1, 4]) * self.size
-        self.num_rows = None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(told) + room
+        self.num_rows = (
+            None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(num_counted) + room
+        )
         batch = Batch(
             lanes_B=torch.tensor(lanes, device=self.device),
-            num_feed_B=torch.tensor(told, device=self.device),
+            num_feed_B=torch.tensor(num_counted, device=self.device),
             samples_B=torch.tensor(decodes, device=self.device),
-            max_feed=max(told) + 1,
+            max_feed=max(num_counted) + 1,
             max_known=9 * self.size,
             num_rows=self.num_rows,
             filters=False,

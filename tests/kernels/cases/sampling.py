@@ -126,8 +126,8 @@ def check_probs(found_XV: Tensor, case: Case, oracle: Oracle) -> None:
     is_right_X &= ~((found_XV > VISIBLE) & (wide_XV <= 0)).any(-1)
     is_right_X &= _keeps_a_prefix(case.logits_XV.double(), is_kept_XV, free_XV > VISIBLE)
     rows = torch.nonzero(~is_right_X)[:, 0].tolist()
-    told = [[float(column[row]) for column in case.settings] for row in rows]
-    assert not rows, f"{rows=} {told=} {case.logits_XV.dtype=} {case.logits_XV.shape=}"
+    settings = [[float(column[row]) for column in case.settings] for row in rows]
+    assert not rows, f"{rows=} {settings=} {case.logits_XV.dtype=} {case.logits_XV.shape=}"
 
 
 def _keeps_a_prefix(logits_XV: Tensor, is_kept_XV: Tensor, is_visible_XV: Tensor) -> Tensor:
