@@ -353,7 +353,7 @@ def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[EngineParts, lis
         original(self, schedule)
         change(self.parts, [lane_of(request) for request in schedule.preempted])
 
-    patch.setattr(Worker, "_seat", admit)
+    patch.setattr(Worker, "_admit", admit)
 
 
 @fault("preempt")
