@@ -30,7 +30,7 @@ from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, linears_ms, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.trace import Trace, trace_of
-from benchmarks.kernels.kernel_profile import lines_of
+from benchmarks.engine.kernel_profile import lines_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate

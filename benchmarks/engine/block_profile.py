@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.engine.block_harness import SteadyBlocks
 from benchmarks.engine.decoding.harness import slot_bytes, weights_of
-from benchmarks.kernels.kernel_profile import KernelTime, kernel_times
+from benchmarks.engine.kernel_profile import KernelTime, kernel_times
 from idlm.infer.models.loader import LoadedModel
 
 

@@ -24,7 +24,7 @@ import torch
 from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding import mismatches as decode_mismatches
 from benchmarks.engine.decoding import report as decode_report
-from benchmarks.engine.decoding.arms import Bench
+from benchmarks.engine.decoding.bench import Bench
 from benchmarks.engine.decoding.harness import SAMPLING, random_model
 from benchmarks.engine.decoding.trace import record, trace_of
 from benchmarks.options import parse_options

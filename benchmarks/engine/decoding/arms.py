@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from benchmarks.engine.decoding.bench import Bench
 from benchmarks.engine.decoding.harness import (
-    SAMPLING,
     Arm,
     Load,
     Measured,
@@ -24,11 +24,8 @@ from benchmarks.engine.decoding.harness import (
 )
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.profile import print_profiles
-from benchmarks.engine.decoding.trace import Trace
-from benchmarks.results import result_row
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
-from idlm.infer.models.loader import LoadedModel
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
 ADAPTER_RANK = 128
@@ -53,52 +50,6 @@ TOGGLED = (
 """Our configuration without one feature, then the authors' configuration with some features added. Unfused
 verification waits for the host, so it cannot be in a graph and is compared with eager.
 """
-
-
-@dataclass(slots=True, kw_only=True)
-class Bench:
-    """Model, measured rates and options of all parts; parts append to the lists."""
-
-    model: LoadedModel
-    stream: float
-    contexts: list[int]
-    concurrency: list[int]
-    strides: list[int]
-    strategies: list[str]
-    sampling: str
-    traces: dict[int, Trace]
-    rounds: int
-    num_tokens: int
-    least_tokens: int
-    num_passes: int
-    measured: list[Measured] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    floors: dict[tuple[int, int], float] = field(default_factory=dict)
-    linears: dict[int, float] = field(default_factory=dict)
-
-    def load(self, concurrency: int, context: int) -> Load:
-        """The load of a round; few sequences emit more tokens each, so that the trace averages out."""
-        return Load(
-            concurrency=concurrency,
-            context=context,
-            num_tokens=max(self.num_tokens, self.least_tokens // concurrency),
-            sampling=SAMPLING[self.sampling],
-        )
-
-    def trace(self, arm: Arm) -> Trace | None:
-        """The trace that replaces the verdicts on the arm's drafts; None for AR."""
-        return None if arm.decoder == "ar" else self.traces[arm.stride]
-
-    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """Append one result row and a line that is printed at the end."""
-        case = {**case, "sampling": self.sampling}
-        self.rows.append(result_row("decode", case, metric, value, unit, **more))
-        baseline = more.get("baseline")
-        against = "" if baseline is None else f" against {baseline:.4g}"
-        name = " ".join(f"{key}={value}" for key, value in case.items())
-        self.lines.append(f"{metric:32s} {value:10.4g} {unit}{against}  {name}")
 
 
 def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = True) -> dict[str, Measured]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from benchmarks.engine.decoding.bench import Bench
 from benchmarks.engine.decoding.harness import Arm, SteadyEngine, adapted
 from benchmarks.engine.decoding.replay import replaying
-from benchmarks.kernels.kernel_profile import KernelTime, kernel_times, lines_of
-
-if TYPE_CHECKING:
-    from benchmarks.engine.decoding.arms import Bench
+from benchmarks.engine.kernel_profile import KernelTime, kernel_times, lines_of
 
 MAX_PASSES = 20
 """More passes add nothing, and the profiler keeps every kernel of each."""

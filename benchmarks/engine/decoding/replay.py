@@ -50,7 +50,8 @@ class Replay:
         if lanes_B.is_cuda:
             from benchmarks.engine.decoding import kernels as decode_kernels
 
-            decode_kernels.overwrite(self, verdict, tables, columns)
+            trace = (self.accepted_S, self.filled_S, self.num_tests_Z)
+            decode_kernels.overwrite(trace, verdict, tables, columns)
         else:
             self._overwrite_plainly(verdict, tables, columns)
 
