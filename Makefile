@@ -2,7 +2,7 @@
 #   make demo   converts the bundled tiny checkpoint and compares decoders on it (CPU, minutes)
 #   make test   lint, types, import rules and every test that needs no GPU
 #   make docs   the documentation as a site, in site/
-# For who has a GPU: make gpu-test PART=engine, and the other parts below.
+#   make gpu-test PART=engine|block|kernels   the tests of tests/gpu, on a machine with a GPU
 # PYTHON=python3.12 make ... picks another interpreter; VENV=/path puts the environment elsewhere.
 
 PYTHON ?= python3

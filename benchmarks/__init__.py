@@ -1,4 +1,4 @@
-"""What produced every figure in the documentation; results are JSON lines in `benchmarks/results`.
+"""Programs that measure every figure in the documentation; results are JSON lines in `benchmarks/results`.
 
 Modules are in folders by what they measure. `python -m benchmarks.decode` finds them in every folder.
 """

@@ -1,4 +1,4 @@
-"""`make demo`: convert the bundled checkpoint on this machine, then measure what came out, side by side.
+"""`make demo`: convert the bundled checkpoint on this machine, then measure both, side by side.
 
     python -m benchmarks.demo [num=200] [output=outputs/tiny] [record=true]
 
@@ -45,7 +45,7 @@ class Arm:
 
 
 def arms() -> list[Arm]:
-    """AR base; converted model decoded AR; converted model decoded ISD with each strategy and at T=1."""
+    """AR base, the converted model decoded by AR, and by ISD with each strategy and at T=1."""
     isd = [
         Arm(
             label=f"converted, ISD {strategy}",
@@ -120,13 +120,13 @@ def _line(arm: Arm, result: Evaluation) -> tuple[str, ...]:
 
 
 def closed_form(arm: Arm, result: Evaluation) -> float | None:
-    """Tokens per forward that the strategy's formula gives at the measured acceptance of each position."""
+    """Tokens per forward by the strategy's formula at the measured acceptance of each position."""
     formula = FORMULAS.get(arm.options.get("rejection_strategy", ""))
     return None if formula is None else formula(result.acceptance_by_position)
 
 
 def parity(arm: Arm, result: Evaluation, results: list[tuple[Arm, Evaluation]]) -> bool | None:
-    """Whether greedy ISD gave AR's answers token for token; None where there is nothing to compare."""
+    """Whether greedy ISD equals AR token for token; None if there is nothing to compare."""
     if arm.decoder == "ar" or arm.temperature != 0:
         return None
     [ar] = [r for a, r in results if a.decoder == "ar" and a.temperature == 0 and not a.is_base]
@@ -175,7 +175,7 @@ def rows(results: list[tuple[Arm, Evaluation]], convert_seconds: float) -> list[
 
 
 def _convert(output: Path) -> float:
-    """Run the real command in a process of its own; returns its wall-clock seconds."""
+    """Run the real command in another process; returns its wall-clock seconds."""
     start = time.perf_counter()
     arguments = ["recipe=tiny", f"output_dir={output}", "resume=never"]
     finished = subprocess.run([sys.executable, "-m", "idlm.train.cli", *arguments], check=False)

@@ -1,4 +1,4 @@
-"""Arms of libraries that may be absent or fail: the others are measured, and the reason is printed."""
+"""Runs arms of libraries that may be absent or fail, and prints the reason of each that does not run."""
 
 from __future__ import annotations
 

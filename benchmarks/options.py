@@ -9,7 +9,7 @@ from idlm.errors import UserError
 
 
 def parse_options(arguments: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
-    """`defaults` with the given values; an unknown key raises UserError IDLM-0107."""
+    """Merge `key=value` arguments into `defaults`; an unknown key raises UserError IDLM-0107."""
     options = dict(defaults)
     for argument in arguments:
         key, equals, value = argument.partition("=")

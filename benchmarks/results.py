@@ -1,8 +1,7 @@
 """Result rows: one validated JSON object per measurement, appended to `benchmarks/results/<bench>.jsonl`.
 
-A row says what was measured, against what, whether its parity gate passed, whether the configuration is exact
-or lossy, and on which hardware and commit. README tables are made from rows only (`python -m
-benchmarks.table`).
+A row holds the measurement, its baseline, whether its parity gate passed, whether the configuration is exact
+or lossy, and hardware and commit. README tables are generated from rows only (`python -m benchmarks.table`).
 """
 
 from __future__ import annotations
@@ -57,8 +56,9 @@ def result_row(
     exactness: str = "exact",
     command: str | None = None,
 ) -> dict[str, Any]:
-    """A validated row. `baseline` is the same metric of the strongest baseline of the same run, `floor` the
-    best that hardware allows (same unit), `gate_passed` the parity gate (None: the metric has none).
+    """Build and validate a row. `baseline`: the same metric of the strongest baseline of the same run.
+    `floor`: the best that hardware allows (same unit). `gate_passed`: the parity gate (None: the metric has
+    none).
 
     `ratio` is above 1 when ours is better, `share_of_floor` 1 at the limit: value over the other figure, or
     the other way round for times and sizes.
@@ -88,7 +88,7 @@ def result_row(
 
 
 def _goodness(value: float, other: float | None, unit: str) -> float | None:
-    """How many times better `value` is than `other`; None without the other, or over zero."""
+    """How many times better `value` is than `other`; None without `other` or if the divisor is zero."""
     if other is None:
         return None
     ours, theirs = (other, value) if unit in LOWER_IS_BETTER else (value, other)

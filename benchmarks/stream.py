@@ -1,6 +1,4 @@
-"""Times of graph replays, and what they are compared with: read-only stream and matrix product of the same
-process.
-"""
+"""Times of graph replays, and the machine's limits: read-only stream and matrix product."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ MATMUL_SIZE = 8192
 CPU_MATMUL_SIZE = 256
 MATMUL_REPEATS = 20
 MIN_US = 3000.0
-"""A graph holds so much work that its own launch does not count."""
+"""Minimum work of a graph, so that the time of its launch does not count."""
 
 
 def stream_rate(*, rounds: int = STREAM_ROUNDS, device: str = "cuda") -> float:
-    """Bytes per second of a sum over more than any cache holds: what only reading takes."""
+    """Bytes per second of a sum over more memory than any cache holds, which only reads."""
     num_bytes = STREAM_BYTES if device.startswith("cuda") else CPU_STREAM_BYTES
     buffer = torch.ones(num_bytes // 4, device=device)
     if not buffer.is_cuda:
@@ -31,14 +29,14 @@ def stream_rate(*, rounds: int = STREAM_ROUNDS, device: str = "cuda") -> float:
 
 
 def matmul_rate(*, device: str = "cuda") -> float:
-    """FLOP/s of a large bf16 product of random matrices, the median of several: the machine's own ceiling."""
+    """Median FLOP/s of a large bf16 product of random matrices, the ceiling of this machine."""
     is_cuda = device.startswith("cuda")
     size = MATMUL_SIZE if is_cuda else CPU_MATMUL_SIZE
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = [
         _device_seconds(lambda: a @ b) if is_cuda else _seconds(lambda: a @ b) for _ in range(MATMUL_REPEATS)
     ]
-    # The first ones find the clock and the library's choice unsettled.
+    # The first products run before the clock and the library's choice of a kernel have settled.
     return 2 * size**3 / statistics.median(seconds[MATMUL_REPEATS // 4 :])
 
 
@@ -52,20 +50,20 @@ def _device_seconds(call: Callable[[], Any]) -> float:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 class Timer:
-    """Median of `rounds` replays; measures the stream when it is made, unless it is given."""
+    """Median of `rounds` replays. Measures the stream when it is created, unless the rate is given."""
 
     def __init__(self, *, rounds: int, bytes_per_us: float | None = None) -> None:
         self.rounds = rounds
         self.bytes_per_us = stream_rate(rounds=rounds) / 1e6 if bytes_per_us is None else bytes_per_us
 
     def us_per_call(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Microseconds per call of a graph that holds all `calls` in turn, as often as it takes."""
+        """Microseconds per call of a graph that holds `calls` in turn, repeated to at least `MIN_US`."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

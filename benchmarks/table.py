@@ -105,7 +105,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def _order(case: dict[str, Any], shown: list[str]) -> list[float]:
-    """The numbers of a case, its last key first: by them lines are sorted, else they stand as measured."""
+    """Sort key of a line: the numbers of its case, last key first; other lines keep their order."""
     return [float(case[key]) for key in reversed(shown) if isinstance(case.get(key), int | float)]
 
 
@@ -130,7 +130,7 @@ def _cell(row: Row) -> str:
 
 
 def _commit(row: Row) -> str:
-    """12 digits, with a + where the tree had changes; `unknown` as it is."""
+    """12 digits of the commit, with a + if the tree had changes; `unknown` stays."""
     commit, dirty, _ = (row["commit"] or "unknown").partition("-dirty")
     return commit[:12] + "+" * bool(dirty)
 

@@ -293,7 +293,6 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
         reasons[name] = attention_problems(
             name,
             head_shape(model, kv_dtype),
-            page_size=settings.slots_per_page,
             device=model.device,
             deterministic=settings.deterministic,
         )

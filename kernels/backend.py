@@ -1,4 +1,4 @@
-"""Where the kernels of an op run, and what GPUs from Hopper on can do for a chain of short ones."""
+"""Where kernels run, and launch options that depend on the device or the interpreter."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 HOPPER = (9, 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs kernels on a CPU, which is settled when they are imported."""
+"""Whether Triton interprets kernels on a CPU, which it decides when they are imported."""
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether an op on this tensor is a kernel's: on a GPU, or in Triton's interpreter."""
+    """Whether kernels compute ops on this tensor: on a GPU, or in Triton's interpreter."""
     return x.is_cuda or INTERPRETED
 
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one that it waits for has ended (programmatic dependent
-    launch). Triton's interpreter knows nothing of it.
+    """Whether a kernel can launch before the kernel that it waits for has ended (programmatic dependent
+    launch), which needs a GPU from Hopper on and is unknown to Triton's interpreter.
     """
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= HOPPER
 

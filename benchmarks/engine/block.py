@@ -4,11 +4,12 @@
         [parts=full,commit,host] [sampling=T1|greedy|qwen3] [rounds=3] [passes=60] [blocks=4] [record=true]
     python -m benchmarks.block parts=profile batch=1,256     (kernels by name; not recorded)
 
-One process: stream and product first, then the whole engine on random weights of the true shape, in graphs,
-every sequence at another step of its block. How many positions a pass decides is replayed from a trace, the
-same in all arms (block_harness.py): pQ decides one position, and one more with probability Q, and so on.
+One process measures the read-only stream and the matrix product, then runs the whole engine on random weights
+of the true shape, in CUDA graphs, with every sequence at another step of its block. A trace, the same for all
+arms, says how many positions a pass decides (block_harness.py): pQ decides one position, and one more with
+probability Q, and so on.
 p0.53 and p0.77 need about as many passes per block as the chats and the mathematics of FOCUS's baseline at
-threshold 0.9 (15.02 and 7.45 rows for each token: facts/limits.md, 3.3). `full` times steps of the first
+threshold 0.9 (15.02 and 7.45 rows for each token). `full` times steps of the first
 trace, `commit` decodes whole answers of every one, with and without fused commits, at the largest batch up to
 64.
 """
@@ -24,12 +25,12 @@ from typing import Any
 import torch
 
 from benchmarks.engine import block_profile
-from benchmarks.engine.block_harness import BlockArm, BlockMeasured, BlockSeats, whole_answers
+from benchmarks.engine.block_harness import BlockArm, BlockMeasured, SteadyBlocks, whole_answers
 from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, linears_ms, random_model
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.trace import Trace, trace_of
-from benchmarks.kernels.kernel_profile import lines_of
+from benchmarks.engine.kernel_profile import lines_of
 from benchmarks.options import parse_options
 from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
@@ -55,15 +56,15 @@ DEFAULTS = {
 }
 COMMIT_BATCH = 64
 MIN_LARGE_BATCH = 128
-"""From here on a round has a quarter of the passes: each takes a quarter of a second."""
+"""Rounds of larger batches have a quarter of the passes, because each pass takes a quarter of a second."""
 PROFILED_PASSES = 4
 TOLERANCE = 0.02
-"""Of tokens per forward against the trace's: there is not always room for all clean blocks (graphs.py)."""
+"""Relative, of tokens per forward against the trace's: a pass cannot always store all clean blocks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What all parts share; the lists grow."""
+    """Model, measured rates and options of all parts; parts append to `rows`."""
 
     model: LoadedModel
     stream: float
@@ -79,17 +80,17 @@ class Bench:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def passes(self, batch: int) -> int:
-        """Of a round."""
+        """Number of passes of a round."""
         return self.num_passes if batch < MIN_LARGE_BATCH else max(1, self.num_passes // 4)
 
-    def seats(self, batch: int, num_passes: int) -> BlockSeats:
-        """Everybody's seats, with room for the tokens of a round."""
+    def steady(self, batch: int, num_passes: int) -> SteadyBlocks:
+        """An engine with room for the tokens that `batch` sequences emit in a round."""
         trace, most = self.traces[0], 2.0 * (1 + sum(self.traces[0].accepted) / len(self.traces[0].accepted))
         load = self.load(batch, self.block * 2 + int(most * num_passes))
-        return BlockSeats(self.model, BlockArm(name="full", stride=self.block), load, trace, num_passes)
+        return SteadyBlocks(self.model, BlockArm(name="full", stride=self.block), load, trace, num_passes)
 
     def load(self, batch: int, num_tokens: int) -> Load:
-        """Of `batch` sequences."""
+        """The load of `batch` sequences."""
         return Load(
             concurrency=batch,
             context=self.context,
@@ -98,13 +99,13 @@ class Bench:
         )
 
     def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """One row, and a line of it in the output."""
+        """Append one result row and print it as a line."""
         case = {"decoder": "block", **case, "block": self.block, "context": self.context}
         case["sampling"] = self.sampling
         self.rows.append(result_row("block", case, metric, value, unit, **more))
-        told = " ".join(f"{key} {value:.4g}" for key, value in more.items())
+        detail = " ".join(f"{key} {value:.4g}" for key, value in more.items())
         name = " ".join(f"{key}={value}" for key, value in case.items())
-        print(f"{metric:32s} {value:10.4g} {unit:8s} {told}  {name}", flush=True)
+        print(f"{metric:32s} {value:10.4g} {unit:8s} {detail}  {name}", flush=True)
 
 
 def main() -> int:
@@ -113,7 +114,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run what is asked for; returns the exit status."""
+    """Run the parts that the arguments name; returns the exit status."""
     options = parse_options(arguments, DEFAULTS)
     parts = options["parts"].split(",")
     unknown = [part for part in parts if part not in PARTS]
@@ -136,14 +137,14 @@ def measure(arguments: list[str]) -> int:
 
 
 def _bench(options: dict[str, str]) -> Bench:
-    """What all parts share; stream, product and model come first."""
+    """Measure stream and product, create the model and read the options."""
     device, block = options["device"], int(options["block"])
     stream, product = stream_rate(device=device), matmul_rate(device=device)
     print(f"read-only stream {stream / 1e12:.3f} TB/s, bf16 product {product / 1e12:.1f} TFLOP/s", flush=True)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     dtype = DTYPES[options["dtype"]]
     model = random_model(options["model"], device=device, dtype=dtype, block_size=block)
-    print(f"random weights of {options['model']} after {time.perf_counter() - begun:.1f} s", flush=True)
+    print(f"random weights of {options['model']} after {time.perf_counter() - start:.1f} s", flush=True)
     traces = [trace_of(name, block) for name in options["traces"].split(",")]
     for trace in traces:
         mean = 1 + sum(trace.accepted) / len(trace.accepted)
@@ -164,15 +165,15 @@ def _bench(options: dict[str, str]) -> Bench:
 
 
 def full(bench: Bench) -> None:
-    """Steps of every batch over linears alone, and the share of the product's rate that they reach."""
+    """Step times of every batch against linears alone, and the share of the product's rate they reach."""
     for batch in bench.batches:
         num_passes = bench.passes(batch)
-        seats = bench.seats(batch, num_passes)
-        measured = BlockMeasured(arm=seats.arm, load=seats.load, width=bench.block)
+        steady = bench.steady(batch, num_passes)
+        measured = BlockMeasured(arm=steady.arm, load=steady.load, width=bench.block)
         for _ in range(bench.rounds):
-            seats.measure(measured)
-        del seats
-        decode_arms.forget(bench.model.device)
+            steady.measure(measured)
+        del steady
+        decode_arms.free_memory(bench.model.device)
         _note(bench, batch, measured)
 
 
@@ -181,11 +182,11 @@ def _note(bench: Bench, batch: int, measured: BlockMeasured) -> None:
     floor = linears_ms(bench.model, num_rows, rounds=bench.rounds, num_head_rows=num_head_rows)
     step, rows = measured.step_ms(), measured.rows_per_pass()
     slots = _slots(bench, batch, measured)
-    active = block_profile.work_of(bench.model, num_sequences=batch, rows=rows, slots=slots)
-    flops = active.linears(rows, num_head_rows)
+    cost = block_profile.pass_cost(bench.model, num_sequences=batch, rows=rows, slots=slots)
+    flops = cost.linears(rows, num_head_rows)
     print(
         f"batch {batch}: {rows:.0f} rows a pass of {sorted(measured.rows)} laid out, {slots:.0f} slots; "
-        f"linears {flops / 1e12:.2f} TFLOP, attention {active.attention_flops / 1e12:.2f} TFLOP",
+        f"linears {flops / 1e12:.2f} TFLOP, attention {cost.attention_flops / 1e12:.2f} TFLOP",
         flush=True,
     )
     case = {"batch": batch, "trace": bench.traces[0].name}
@@ -193,19 +194,19 @@ def _note(bench: Bench, batch: int, measured: BlockMeasured) -> None:
     bench.add(case, "step_ms", step, "ms", floor=floor)
     share = flops / seconds / bench.product
     bench.add(case, "full_block_share_of_matmul", share, "share")
-    whole = (flops + active.attention_flops) / seconds / bench.product
+    whole = (flops + cost.attention_flops) / seconds / bench.product
     bench.add(case, "full_block_share_with_attention", whole, "share")
     bench.add(case, "tokens_per_second", measured.tokens_per_second(), "tokens/s")
 
 
 def _slots(bench: Bench, batch: int, measured: BlockMeasured) -> float:
-    """That a row sees, on average over a round: the context, half of what is emitted, its own block."""
+    """Mean number of slots that a row sees in a round: context, half of what is emitted, its own block."""
     emitted = sum(measured.tokens) / len(measured.tokens) / batch
     return bench.context + emitted / 2 + bench.block
 
 
 def commit(bench: Bench) -> None:
-    """Tokens per forward of whole answers, with fused commits over without, by the same traces."""
+    """Tokens per forward of whole answers with fused commits over those without, on the same traces."""
     batch = max((batch for batch in bench.batches if batch <= COMMIT_BATCH), default=min(bench.batches))
     fused = BlockArm(name="fused", stride=bench.block)
     load = bench.load(batch, bench.num_blocks * bench.block)
@@ -213,7 +214,7 @@ def commit(bench: Bench) -> None:
         found = []
         for arm in (fused, replace(fused, name="separate", fused=False)):
             answers = whole_answers(bench.model, arm, load, trace)
-            decode_arms.forget(bench.model.device)
+            decode_arms.free_memory(bench.model.device)
             found.append(answers)
             print(
                 f"{arm.name} commits, trace {trace.name}: {answers.num_tokens} tokens in "
@@ -221,8 +222,8 @@ def commit(bench: Bench) -> None:
                 flush=True,
             )
             case = {"batch": batch, "trace": trace.name, "fused_commit": arm.fused}
-            told, expected = answers.tokens_per_forward, answers.expected_tokens_per_forward
-            bench.add(case, "tokens_per_forward", told, "tokens", baseline=expected)
+            detail, expected = answers.tokens_per_forward, answers.expected_tokens_per_forward
+            bench.add(case, "tokens_per_forward", detail, "tokens", baseline=expected)
         gain = found[0].tokens_per_forward / found[1].tokens_per_forward
         expected = found[0].expected_tokens_per_forward / found[1].expected_tokens_per_forward
         case = {"batch": batch, "trace": trace.name, "blocks": bench.num_blocks}
@@ -234,26 +235,26 @@ def commit(bench: Bench) -> None:
 def host(bench: Bench) -> None:
     """Idle share of the GPU and passes per wait of the host, in steady denoising."""
     for batch in sorted({min(bench.batches), *(batch for batch in bench.batches if batch == COMMIT_BATCH)}):
-        seats = bench.seats(batch, bench.num_passes)
-        cost = host_cost(seats, bench.num_passes)
+        steady = bench.steady(batch, bench.num_passes)
+        cost = host_cost(steady, bench.num_passes)
         case = {"batch": batch, "trace": bench.traces[0].name}
         bench.add(case, "gpu_idle_share", cost.idle_share, "share")
         bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
-        del seats
-        decode_arms.forget(bench.model.device)
+        del steady
+        decode_arms.free_memory(bench.model.device)
 
 
 def profile(bench: Bench) -> None:
-    """Kernels of a pass by name and kind, beside what they should take; nothing is recorded."""
+    """Print the kernels of a pass by name and kind next to their expected times; nothing is recorded."""
     for batch in bench.batches:
-        seats = bench.seats(batch, PROFILED_PASSES)
-        times = block_profile.profiled(seats, PROFILED_PASSES)
-        num_rows, num_head_rows = min(seats.unmasking.rows), batch * bench.block
+        steady = bench.steady(batch, PROFILED_PASSES)
+        times = block_profile.profile_passes(steady, PROFILED_PASSES)
+        num_rows, num_head_rows = min(steady.unmasking.rows), batch * bench.block
         slots = bench.context + 2 * bench.block
-        active = block_profile.work_of(bench.model, num_sequences=batch, rows=num_head_rows, slots=slots)
+        cost = block_profile.pass_cost(bench.model, num_sequences=batch, rows=num_head_rows, slots=slots)
         expected = block_profile.expected_ms(
             bench.model,
-            active,
+            cost,
             num_rows=num_rows,
             num_head_rows=num_head_rows,
             stream=bench.stream,
@@ -261,8 +262,8 @@ def profile(bench: Bench) -> None:
         )
         print(f"profile of batch {batch}, {num_rows} rows laid out")
         print("\n".join(lines_of(times, expected)), flush=True)
-        del seats
-        decode_arms.forget(bench.model.device)
+        del steady
+        decode_arms.free_memory(bench.model.device)
 
 
 PARTS = {"full": full, "commit": commit, "host": host, "profile": profile}

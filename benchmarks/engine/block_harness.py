@@ -1,10 +1,9 @@
-"""An engine that decodes by block diffusion in steady state, every sequence at a step of its own block, and a
-replayed trace of how many positions each pass decides.
+"""An engine that decodes by block diffusion in steady state, and a trace of the positions a pass decides.
 
-Random weights decide one position a pass, or all at once. So which positions are decided is left to the real
-strategy (the most confident first), and how many is read from a trace by lane, block and pass: every arm sees
-the same one, however its passes are laid out. Everything else runs as it is. Reading the trace costs two
-small launches per pass, which count against us.
+Every sequence is at its own step of its block. Random weights decide one position a pass, or all at once, so
+the real strategy chooses which positions are decided (the most confident first), and a trace by lane, block
+and pass says how many. Every arm sees the same trace, however its passes are laid out. Everything else runs
+unchanged. Reading the trace costs two small launches per pass, which count against us.
 Shapes: Z lanes, P slots of a lane, B sequences, S passes of the trace.
 """
 
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.decoding.harness import Arm, Load, Measured, Seats
+from benchmarks.engine.decoding.harness import Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
 from benchmarks.engine.decoding.trace import Trace
 from idlm.contracts import StepPlan
@@ -27,13 +26,13 @@ from idlm.infer.scheduler import lane_of
 from idlm.infer.state.sequence_state import SequenceState
 
 WARM_UP_PASSES = 8
-ALL_THE_SAME = 1.0
-"""No confidence is above this threshold, so that the quota alone says how many are decided."""
+NEVER_PASSED = 1.0
+"""No confidence exceeds this threshold, so the quota alone says how many positions are decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockArm(Arm):
-    """Full blocks of `stride` positions. `fused`: a clean block is stored by the pass that begins another."""
+    """Full blocks of `stride` positions. `fused`: the pass that begins a block stores the previous one."""
 
     decoder: str = "block"
     strategy: str = "low_confidence_dynamic"
@@ -41,24 +40,24 @@ class BlockArm(Arm):
     fused: bool = True
 
     def decoder_options(self) -> dict[str, Any]:
-        """Any threshold would do: nothing is decided by it, but it is looked at."""
-        return {"strategy": self.strategy, "threshold": ALL_THE_SAME, "fused_commit": self.fused}
+        """Options of the decoder's Config."""
+        return {"strategy": self.strategy, "threshold": NEVER_PASSED, "fused_commit": self.fused}
 
 
 @dataclass(slots=True, kw_only=True)
 class BlockMeasured(Measured):
-    """`rows`: numbers of rows that passes were laid out with, padding included."""
+    """`rows`: the numbers of rows that passes had, with padding."""
 
     rows: set[int] = field(default_factory=set)
 
     def rows_per_pass(self) -> float:
-        """That are no padding: blocks in work, and clean blocks that are stored, as many as are emitted."""
+        """Mean number of rows without padding: active blocks, and the clean blocks that are stored."""
         active = self.load.concurrency * self.width
         return active + sum(self.tokens) / sum(self.passes)
 
 
 class UnmaskReplay:
-    """A trace, laid out for every lane and slot on a device, and where the decoder asks for it."""
+    """A trace, expanded for every lane and slot on the device, that replaces the decoder's quota."""
 
     def __init__(self, trace: Trace, decoder: BlockDecoder, table: SequenceState) -> None:
         self._decided = [1 + count for count in trace.accepted]
@@ -70,19 +69,17 @@ class UnmaskReplay:
         decoder._quota = self.quota  # type: ignore[method-assign]
 
     def quota(self, plan: StepPlan) -> Tensor:
-        """How many positions of each sequence this pass decides, as far as there are."""
+        """How many positions of each sequence this pass decides at most, [B]."""
         assert plan.active is not None
         self.rows.add(len(plan.token_ids_R))
         return self._decided_ZP[plan.lanes_B, plan.active.starts_B + plan.active.num_passes_B]
 
     def _place(self, lane: Any, place: Any) -> Any:
-        """Where the trace says it, of tensors and of plain integers; `place`: the block's first slot and one
-        more for each pass.
-        """
+        """Index into the trace, of tensors or integers; `place`: the block's first slot plus the pass."""
         return (STEP_BETWEEN_LANES * lane + place) % len(self._decided)
 
     def passes_of(self, lane: int, start: int, num_open: int) -> int:
-        """Denoising passes that the trace takes for a block with so many masks."""
+        """Number of denoising passes that the trace needs for a block with `num_open` masks."""
         num_passes = 0
         while num_open > 0:
             num_open -= self._decided[self._place(lane, start + num_passes)]
@@ -90,8 +87,8 @@ class UnmaskReplay:
         return num_passes
 
 
-class BlockSeats(Seats):
-    """`load.num_tokens` of each sequence is room, not a goal: rounds are so many passes."""
+class SteadyBlocks(SteadyEngine):
+    """A steady engine whose rounds have `num_passes` passes; `load.num_tokens` is only room for tokens."""
 
     def __init__(self, model: LoadedModel, arm: BlockArm, load: Load, trace: Trace, num_passes: int) -> None:
         self._num_passes = num_passes
@@ -101,38 +98,38 @@ class BlockSeats(Seats):
         self.unmasking = UnmaskReplay(trace, decoder, self.engine.table)
 
     def _lengths(self) -> list[int]:
-        """The context, and fixed tokens of the first block: a different number of each, so that blocks end in
-        different passes from the start.
+        """Lengths of the prompts: the context, and a different number of tokens of the first block for each
+        sequence, so that blocks end in different passes from the start.
         """
         size, num = self.arm.stride, self.load.concurrency
         assert self.load.context % size == 0, f"{self.load.context=} is no multiple of the block {size}"
         return [self.load.context + number * size // num for number in range(num)]
 
-    def settle(self) -> None:
-        """Seats are taken and the first passes over."""
-        self.sit()
+    def start_and_warm_up(self) -> None:
+        """Start all requests and run the first passes."""
+        self.start_requests()
         self.run_passes(WARM_UP_PASSES)
         self.drain()
 
     def measure(self, into: Measured) -> None:
-        """One round: seats taken, warmed up, then timed from and to an empty queue of passes."""
+        """Run one round: start all requests, warm up, then time between two empty queues of passes."""
         assert isinstance(into, BlockMeasured)
-        with self._toggles():
-            self.settle()
+        with self.toggled():
+            self.start_and_warm_up()
             before = self.num_passes()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             num_tokens = self.run_passes(self._num_passes) + self.drain()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             into.seconds.append(seconds)
             into.tokens.append(num_tokens)
             into.passes.append(self.num_passes() - before)
             into.rows |= self.unmasking.rows
-            self.leave()
+            self.abort_all()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What whole answers took: passes of all sequences, as many as the trace says, tokens, seconds."""
+    """Cost of whole answers: passes of all sequences, the passes that the trace expects, tokens, seconds."""
 
     num_passes: int
     num_expected: int
@@ -141,52 +138,52 @@ class Answers:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Of a sequence."""
+        """Measured, per sequence."""
         return self.num_tokens / self.num_passes
 
     @property
     def expected_tokens_per_forward(self) -> float:
-        """By the trace."""
+        """According to the trace, per sequence."""
         return self.num_tokens / self.num_expected
 
 
 def whole_answers(model: LoadedModel, arm: BlockArm, load: Load, trace: Trace) -> Answers:
-    """Decode `load.num_tokens` of every sequence, behind a round that captures the graphs."""
-    seats = BlockSeats(model, arm, load, trace, num_passes=0)
-    with seats._toggles():
-        _answers(seats, load.num_tokens)
-        return _answers(seats, load.num_tokens)
+    """Decode `load.num_tokens` of every sequence, after a round that captures the graphs."""
+    steady = SteadyBlocks(model, arm, load, trace, num_passes=0)
+    with steady.toggled():
+        _answers(steady, load.num_tokens)
+        return _answers(steady, load.num_tokens)
 
 
-def _answers(seats: BlockSeats, max_tokens: int) -> Answers:
-    seats.sit(max_tokens=max_tokens)
+def _answers(steady: SteadyBlocks, max_tokens: int) -> Answers:
+    steady.start_requests(max_tokens=max_tokens)
     expected, passes, tokens = 0, 0, 0
-    begun = time.perf_counter()
-    while seats.engine.has_work:
-        events = seats.engine.step()
+    start = time.perf_counter()
+    while steady.engine.has_work:
+        events = steady.engine.step()
         if not expected:
             expected = sum(
-                _expected(seats, lane_of(request), len(request.prompt_ids), max_tokens)
-                for request in seats.engine.scheduler.running
+                _expected(steady, lane_of(request), len(request.prompt_ids), max_tokens)
+                for request in steady.engine.scheduler.running
             )
         for event in events:
             if event.completion is not None:
                 passes += event.completion.num_forwards
                 tokens += len(event.completion.token_ids)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return Answers(num_passes=passes, num_expected=expected, num_tokens=tokens, seconds=seconds)
 
 
-def _expected(seats: BlockSeats, lane: int, num_known: int, num_left: int) -> int:
-    """Passes of an answer of `num_left` tokens on a lane, by the trace; without fused commits one more for
-    every block but the last, which nobody stores.
+def _expected(steady: SteadyBlocks, lane: int, num_known: int, num_left: int) -> int:
+    """Passes that the trace expects for an answer of `num_left` tokens on a lane. Without fused commits every
+    block but the last, which is never stored, takes one more.
     """
-    arm, num_passes = seats.arm, 0
+    arm, num_passes = steady.arm, 0
     assert isinstance(arm, BlockArm)
     while num_left > 0:
         num_fixed = num_known % arm.stride
         num_open = arm.stride - num_fixed
-        num_passes += seats.unmasking.passes_of(lane, num_known - num_fixed, num_open)
+        num_passes += steady.unmasking.passes_of(lane, num_known - num_fixed, num_open)
         num_known, num_left = num_known + num_open, num_left - num_open
         num_passes += num_left > 0 and not arm.fused
     return num_passes

@@ -7,8 +7,9 @@
     python -m benchmarks.decode record_trace=FILE model=outputs/tiny
     python -m benchmarks.decode mismatches=ADAPTER        (R-ISD against its base's AR, bit for bit)
 
-One process: stream and stock linears first, then the whole engine on random weights of the true shape, every
-sequence in mid-answer. Acceptance is replayed from one trace, the same in all arms (decode_replay.py).
+One process measures the read-only stream and stock linears, then runs the whole engine on random weights of
+the true shape, every sequence in mid-answer. One trace, the same in all arms, replaces the verdicts on drafts
+(decoding/replay.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding import mismatches as decode_mismatches
 from benchmarks.engine.decoding import report as decode_report
-from benchmarks.engine.decoding.arms import Bench
+from benchmarks.engine.decoding.bench import Bench
 from benchmarks.engine.decoding.harness import SAMPLING, random_model
 from benchmarks.engine.decoding.trace import record, trace_of
 from benchmarks.options import parse_options
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run what is asked for; returns the exit status, 1 when an arm failed."""
+    """Run the parts that the arguments name; returns the exit status, 1 when an arm failed."""
     options = parse_options(arguments, DEFAULTS)
     if options["device"].startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
@@ -123,7 +124,7 @@ def _mode(name: str) -> dict[str, str]:
 
 
 def _bench(options: dict[str, str]) -> Bench:
-    """What all parts share; stream and model come first."""
+    """Measure the stream, create the model and read the options."""
     unknown = [part for part in options["parts"].split(",") if part not in decode_arms.PARTS]
     if unknown or options["sampling"] not in SAMPLING:
         raise UserError(
@@ -133,9 +134,9 @@ def _bench(options: dict[str, str]) -> Bench:
         )
     rate = stream_rate(device=options["device"])
     print(f"read-only stream {rate / 1e12:.3f} TB/s", flush=True)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     model = random_model(options["model"], device=options["device"], dtype=DTYPES[options["dtype"]])
-    print(f"random weights of {options['model']} after {time.perf_counter() - begun:.1f} s", flush=True)
+    print(f"random weights of {options['model']} after {time.perf_counter() - start:.1f} s", flush=True)
     strides = _numbers(options["strides"])
     traces = {stride: trace_of(options["trace"], stride) for stride in strides}
     for stride, trace in traces.items():

@@ -1,14 +1,14 @@
-"""Thousands of requests through a pool too small for them, a third of them aborted; and memory that runs out.
+"""Stress tests: thousands of requests in a pool too small for them, and memory that runs out.
 
     python -m benchmarks.soak [requests=20000] [device=cuda] [shortages=100] [lanes=64] [num_inflight_steps=4]
                               [graphs=on] [record=true]
 
-A tiny model of random weights, acceptance replayed, passes ahead, prefix cache, preemption. The books are
-checked every few passes and at the end: pages that nobody holds and that are not free are leaked.
-`shortages`: the n-th allocation on the device fails, n = 1, 2, .., which must cost nobody his answer; and
-then the next pass's first one too: one request must fail with a clear error, all others finish. An allocation
-is an operation of torch that returns new memory, counted by a dispatch mode; what Triton's kernels write was
-allocated by such operations.
+A tiny model of random weights decodes with replayed acceptance, asynchronous steps, prefix cache and
+preemption; a third of the requests are aborted. The page pool is checked every few passes and at the end:
+pages without references that are not free are leaked. `shortages`: the n-th allocation on the device fails, n
+= 1, 2, .., and no request may fail. Then the allocation after it fails too: one request must fail with a
+clear error, and all others finish. An allocation is a torch operation that returns new memory, counted by a
+dispatch mode; the outputs of Triton kernels are allocated by such operations.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ STRIDE = 4
 MAX_LENGTH, PAGE_SIZE = 192, 8
 LONGEST_PROMPT, LONGEST_ANSWER = 100, 80
 SHARE_OF_PAGES = 0.15
-"""Of what full lanes would need."""
+"""Pages in the pool, relative to the number that full lanes would need."""
 MARKED_SHARE = 0.33
-"""Marked for an abort; some of them finish first, so that 30 % are aborted."""
+"""Share of requests marked for an abort; some of them finish first, so that 30 % are aborted."""
 PASSES_BETWEEN_CHECKS = 50
 SHORT_LOAD = 6
 MAX_PASSES = 20_000
@@ -62,7 +62,7 @@ DEFAULTS = {
 
 @dataclass(slots=True, kw_only=True)
 class Soaked:
-    """What became of the requests."""
+    """How many requests ended, and how."""
 
     num_requests: int = 0
     num_done: int = 0
@@ -72,7 +72,7 @@ class Soaked:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def count(self, completion: Completion) -> None:
-        """Book a completion."""
+        """Count a completion."""
         self.num_done += 1
         self.num_tokens += len(completion.token_ids)
         reason = completion.finish_reason
@@ -103,7 +103,7 @@ def measure(arguments: list[str]) -> int:
 def make_engine(
     options: dict[str, str], *, share_of_pages: float, adaptive: bool = True
 ) -> tuple[Engine, Replay]:
-    """An engine with `share_of_pages` of the pages that full lanes need, and the acceptance it is told."""
+    """An engine with `share_of_pages` of the pages that full lanes need, and the trace to replay in it."""
     device, lanes = options["device"], int(options["lanes"])
     model = random_model("tiny", device=device, dtype=torch.float32)
     chosen = DECODERS.get("isd")
@@ -126,7 +126,7 @@ def make_engine(
 
 
 class Arrivals:
-    """Random requests, most of which begin like others."""
+    """Random requests, most of which share a prefix with others."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -137,12 +137,12 @@ class Arrivals:
         return [self.dice.randrange(self._vocab_size - 1) for _ in range(length)]
 
     def prompt(self) -> list[int]:
-        """1 to `LONGEST_PROMPT` tokens."""
+        """A prompt of 1 to `LONGEST_PROMPT` tokens."""
         start = self.dice.choice(self._beginnings)
         return start + self._tokens(self.dice.randint(1, LONGEST_PROMPT - len(start)))
 
     def params(self) -> SamplingParams:
-        """Any setting."""
+        """Random sampling parameters."""
         dice = self.dice
         return SamplingParams(
             max_tokens=dice.randint(1, LONGEST_ANSWER),
@@ -155,7 +155,7 @@ class Arrivals:
 
 
 def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
-    """All requests, a few more than lanes at a time, some aborted in the queue or after a few passes."""
+    """Run all requests, twice as many as lanes at a time; abort some in the queue or a few passes later."""
     soaked, waiting_for_abort = Soaked(num_requests=num_requests), dict[str, int]()
     num_open = num_passes = num_added = 0
     most_open = 2 * engine.settings.max_num_seqs
@@ -188,16 +188,16 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
 def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
     engine, replay = make_engine(options, share_of_pages=SHARE_OF_PAGES)
     arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=0)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with replaying(replay):
         soaked = soak(engine, arrivals, int(options["requests"]))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     leaked = engine.pool.num_pages - engine.pool.num_free
     gate = soaked.num_done == soaked.num_requests and leaked == 0
     print(
         f"{soaked.num_done} of {soaked.num_requests} requests ended ({soaked.reasons}), "
         f"{soaked.num_aborted / soaked.num_requests:.1%} aborted, {engine.scheduler.num_preemptions} "
-        f"preemptions, {soaked.num_tokens} tokens, books checked {soaked.num_checks} times, {leaked} pages "
+        f"preemptions, {soaked.num_tokens} tokens, pool checked {soaked.num_checks} times, {leaked} pages "
         f"leaked, {seconds:.0f} s",
         flush=True,
     )
@@ -214,7 +214,7 @@ def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
 
 
 class Shortage(TorchDispatchMode):
-    """The allocations with these numbers (from 1) fail on `device_type`; may be entered anew."""
+    """Makes the allocations with these numbers (from 1) fail on `device_type`; can be entered again."""
 
     def __init__(self, device_type: str, fails_at: Collection[int]) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Shortage(TorchDispatchMode):
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them have failed."""
+        """Whether all of these allocations have failed."""
         return self.num_failed == len(self.fails_at)
 
     def __torch_dispatch__(
@@ -235,14 +235,14 @@ class Shortage(TorchDispatchMode):
             self.num_seen += 1
             if self.num_seen in self.fails_at:
                 self.num_failed += 1
-                raise torch.OutOfMemoryError(f"allocation {self.num_seen} fails, as it was told to")
+                raise torch.OutOfMemoryError(f"allocation {self.num_seen} fails on purpose")
         return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """What a shortage did: exceptions that reached the caller, requests that failed, and whether all others
-    ended and every page came back.
+    """Effect of a shortage: exceptions that reached the caller, requests that failed, and whether all others
+    ended and every page was freed.
     """
 
     num_raised: int
@@ -251,7 +251,7 @@ class Survival:
 
 
 def survive(make: Callable[[], tuple[Engine, Replay]], number: int, *, twice: bool) -> Survival:
-    """The `number`-th allocation of a fresh engine's decoding fails, and the one after it, if `twice`."""
+    """Make the `number`-th allocation of a fresh engine's decoding fail, and the next one too if `twice`."""
     engine, replay = make()
     arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=number)
     num_raised, ended = 0, list[Completion]()
@@ -275,7 +275,7 @@ def survive(make: Callable[[], tuple[Engine, Replay]], number: int, *, twice: bo
 
 
 def _shortage_rows(options: dict[str, str]) -> list[dict[str, Any]]:
-    """One failing allocation costs nobody his answer; two in a row cost one request."""
+    """One failing allocation must fail no request; two in a row must fail one request."""
     small = {**options, "lanes": "4"}
 
     def make() -> tuple[Engine, Replay]:

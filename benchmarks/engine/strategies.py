@@ -1,4 +1,4 @@
-"""Which rejection strategy pays at which batch size: tokens per second of each against AR, on this machine.
+"""Tokens per second of each rejection strategy against AR at several batch sizes, on this machine.
 
     python -m benchmarks.strategies model=outputs/tiny [record=true]
 
@@ -69,7 +69,7 @@ def measure(arguments: list[str]) -> int:
 def _run(
     options: dict[str, str], decoder: str, choices: dict[str, Any], batch: int, samples: list[TaskSample]
 ) -> Evaluation:
-    """The run of median speed out of REPEATS."""
+    """The run of median speed among `REPEATS` runs."""
     engine = Engine.from_pretrained(
         options["model"], decoder, device=options["device"], max_num_seqs=batch, **choices
     )

@@ -1,12 +1,12 @@
-"""ISD against AR with the model divided among the GPUs of a host, each rank a process, over NCCL.
+"""ISD against AR with the model sharded over the GPUs of a host, one process per rank, over NCCL.
 
     python -m benchmarks.tensor_parallel [sizes=1,2,4] [concurrency=64] [context=1024] [strides=2,4]
         [model=qwen3-8b] [layers=12] [passes=60] [rounds=3] [acceptance=0.90] [directory=FOLDER] [record=true]
 
-Random weights of the model's shape in `layers` layers are written to a folder, since every rank loads its own
-part. Their drafts are worth nothing, and the passes of a stride take the same time whatever is accepted
-(static shapes): measured is the time of a pass, prompts aside, and tokens per pass follow from `acceptance`
-by eq. 3 of I-DLM (arXiv 2604.11035), of strategy `cold`. AR's tokens are its passes.
+Random weights of the model's shape in `layers` layers are written to a folder, because every rank loads its
+own part. Random drafts are rejected, but with static shapes a pass takes the same time whatever is accepted.
+So the benchmark measures the time of a pass without prompts, and computes tokens per pass from `acceptance`
+by eq. 3 of I-DLM (arXiv 2604.11035) for strategy `cold`. AR emits one token a pass.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """All sizes that there are GPUs for; returns the exit status."""
+    """Measure all sizes; returns the exit status. Raises IDLM-0543 when there are too few GPUs."""
     options = parse_options(arguments, DEFAULTS)
     sizes = [int(size) for size in options["sizes"].split(",")]
     if options["device"] == "cuda" and torch.cuda.device_count() < max(sizes):
@@ -78,7 +78,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def write_model(directory: Path, model: str, *, num_layers: int, device: str) -> None:
-    """A checkpoint of random weights, variance 1 / columns, by the names of Qwen3."""
+    """Write a checkpoint of random weights, variance 1 / columns, with the names of Qwen3."""
     shape = {**MODELS[model], "num_hidden_layers": num_layers}
     width, ffn, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
@@ -96,7 +96,7 @@ def write_model(directory: Path, model: str, *, num_layers: int, device: str) ->
         "model.norm": (width,),
         "lm_head": (shape["vocab_size"], width),
     }
-    of_a_layer = {
+    layer_sizes = {
         "input_layernorm": (width,),
         "post_attention_layernorm": (width,),
         "self_attn.q_norm": (head,),
@@ -110,7 +110,7 @@ def write_model(directory: Path, model: str, *, num_layers: int, device: str) ->
         "mlp.down_proj": (width, ffn),
     }
     for number in range(num_layers):
-        sizes |= {f"model.layers.{number}.{name}": size for name, size in of_a_layer.items()}
+        sizes |= {f"model.layers.{number}.{name}": size for name, size in layer_sizes.items()}
     torch.manual_seed(0)
     tensors = {f"{name}.weight": _random(size, device).cpu() for name, size in sizes.items()}
     directory.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _random(size: tuple[int, ...], device: str) -> torch.Tensor:
 
 
 def _rows(options: dict[str, str], directory: Path, size: int) -> list[dict[str, Any]]:
-    """AR and every stride on `size` GPUs."""
+    """Result rows of AR and every stride on `size` GPUs."""
     case: dict[str, Any] = {name: int(options[name]) for name in ("concurrency", "context", "layers")}
     case |= {"tensor_parallel": size, "model": options["model"]}
     ar = step_ms(options, directory, size, stride=1)
@@ -148,7 +148,7 @@ def _rows(options: dict[str, str], directory: Path, size: int) -> list[dict[str,
 
 
 def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int) -> float:
-    """Median over rounds of the time of a pass when everybody decodes."""
+    """Median over rounds of the time of a pass when all sequences decode."""
     concurrency, context, passes = (int(options[name]) for name in ("concurrency", "context", "passes"))
     rounds = int(options["rounds"])
     num_tokens = stride * (WARM_UP_PASSES + rounds * passes + 128)
@@ -169,17 +169,17 @@ def step_ms(options: dict[str, str], directory: Path, size: int, *, stride: int)
         for number in range(concurrency):
             prompt = torch.randint(0, LARGEST_ID, (context,), generator=dice).tolist()
             engine.add_request(str(number), prompt, params)
-        heard: set[str] = set()
-        while len(heard) < concurrency:
-            heard |= {event.request_id for event in engine.step()}
+        started: set[str] = set()
+        while len(started) < concurrency:
+            started |= {event.request_id for event in engine.step()}
         found = []
         for _ in range(WARM_UP_PASSES):
             engine.step()
         for _ in range(rounds):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(passes):
                 engine.step()
-            found.append(1e3 * (time.perf_counter() - begun) / passes)
+            found.append(1e3 * (time.perf_counter() - start) / passes)
         assert engine.has_work, "the answers have ended"
     finally:
         engine.close()

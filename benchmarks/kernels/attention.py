@@ -1,10 +1,10 @@
-"""Few-query paged attention: our kernel, torch and installed libraries against a read-only stream.
+"""Few-query paged attention: our kernel, torch and FlashAttention against a read-only stream.
 
     python -m benchmarks.attention [record=true] [sweep=true] [batches=1,16,64] [contexts=1024,8192,32768]
 
 Checks every arm against float64 first. One CUDA graph runs an arm over as many layers as outgrow the L2 cache
 several times, so keys and values come from memory as in a model; medians, the arms of a case in turns.
-Between two layers stands a norm (attention_step.py), whose own time is taken off. "pdl": programmatic
+A norm runs between two layers (attention_step.py), and its own time is subtracted. "pdl": programmatic
 dependent launch. The stream is a sum over 4 GiB, measured in the same process. `sweep=true` tries launch
 parameters instead (attention_sweep.py). `rows=2048` is a chunk of a prompt. A library that is absent or fails
 is named with the reason; "flash_attn 4" is FlashAttention 4 (pip install 'idlm[flash-attn]').
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels import attention_sweep
+from benchmarks.kernels import attention_sweep, flash_attention
 from benchmarks.kernels.attention_step import (
     Attend,
     Step,
     attention_layers,
     captured,
     launch_of,
+    layers,
     make_step,
     norms_alone,
     numbers,
@@ -38,7 +39,6 @@ from benchmarks.results import append_rows, result_row
 from benchmarks.stream import stream_rate
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.kernels.paged_attention import BACKENDS, library_flash_attn, problems
 
 DEFAULTS = {
     "batches": "1,4,16,64",
@@ -85,7 +85,7 @@ def measure(arguments: list[str]) -> int:
                     continue
                 arms, reasons = _arms(step, libraries=options["libraries"] == "true")
                 outcome = _measure_case(step, arms, reasons, int(options["rounds"]))
-                absent |= {name: reason for name, reason in reasons.items() if step.is_causal}
+                absent |= reasons
                 times[num_rows] = outcome["triton pdl"][0]
                 rows += _rows(case, outcome, step.layer_bytes / rate)
                 lines += _lines(case, outcome, step.layer_bytes / rate)
@@ -104,23 +104,22 @@ def measure(arguments: list[str]) -> int:
 
 
 def _arms(step: Step, *, libraries: bool) -> tuple[dict[str, Attend], dict[str, str]]:
-    """The arms of a case, and for each library that cannot serve it the reason."""
+    """The arms of a case, and the reason for each library that cannot serve it."""
     reasons = {}
     launches = {name: launch_of(step, fixed=name.startswith("fixed")) for name in ("triton", "fixed")}
     arms = {}
     for name, launch in launches.items():
         arms[name] = attention_layers(step, "triton", launch=launch)
         arms[name + " pdl"] = attention_layers(step, "triton", launch=replace(launch, pdl=True))
-    for name in BACKENDS:
-        options: dict[str, Any] = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
-        if name == "triton" or (name != "torch" and not libraries):
-            continue
-        found = problems(name, step.shape, is_causal=step.is_causal, **options)
-        if found:
-            reasons[name] = "; ".join(found)
-            continue
-        number = library_flash_attn.version(step.shape, **options) if name == "flash_attn" else None
-        arms[name if number is None else f"{name} {number}"] = attention_layers(step, name)
+    arms["torch"] = attention_layers(step, "torch")
+    if libraries and step.is_causal:
+        where: dict[str, Any] = {"page_size": step.rows.page_size, "device": torch.device("cuda")}
+        version = flash_attention.version(step.shape, **where)
+        if version is None:
+            reasons["flash_attn"] = "; ".join(flash_attention.obstacles(step.shape, **where).values())
+        else:
+            attend = flash_attention.make_attend(step.rows, version, step.scale)
+            arms[f"flash_attn {version}"] = layers(step, attend)
     return arms, reasons
 
 
@@ -147,7 +146,7 @@ def _dense(step: Step, dtype: torch.dtype) -> Tensor:
 
 
 def _error(step: Step, attend: Attend) -> float:
-    """Largest error of the checked sequences against float64, over that of torch in bfloat16."""
+    """Largest error of the checked sequences against float64, divided by that of torch in bfloat16."""
     truth, own = _dense(step, torch.float64), _dense(step, torch.bfloat16)
     mine = attend()[0][: len(truth)]
     floor = torch.finfo(torch.bfloat16).eps / 2 * truth.abs().max()
@@ -157,7 +156,7 @@ def _error(step: Step, attend: Attend) -> float:
 def _measure_case(
     step: Step, arms: dict[str, Attend], absent: dict[str, str], rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Arm to (seconds of one layer, error over torch's own)."""
+    """Per arm the seconds of one layer and the error relative to torch's."""
     norms = {"norms": norms_alone(step, pdl=False), "norms pdl": norms_alone(step, pdl=True)}
 
     def checked_and_captured(attend: Attend) -> tuple[float, torch.cuda.CUDAGraph]:

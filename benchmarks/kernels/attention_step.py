@@ -1,8 +1,7 @@
 """One step of attention for the benchmarks: rows, caches of all layers, and the chain of layers to time.
 
-A layer is attention and what a model puts behind it, here the norm of its output, which is the next layer's
-query: so launches overlap as far as they do in a model, and no further. The norms alone are timed too, and
-what a layer of attention takes is the difference.
+A layer is attention and a norm of its output, which is the next layer's query, so launches overlap as they do
+in a model. The norms alone are timed too; the difference is the time of attention.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Step:
 
     @property
     def layer_bytes(self) -> int:
-        """What one layer must read at least: keys and values of all slots, once."""
+        """Bytes that one layer must read at least: keys and values of all slots, once."""
         num_slots = int(self.rows.own_slots_R[self.rows.cu_rows[1:] - 1].sum()) + len(self.rows.cu_rows) - 1
         return 2 * num_slots * self.shape.num_kv_heads * self.shape.head_dim * self.q_RNH.element_size()
 
 
 def numbers(text: str) -> list[int]:
-    """Those of a comma-separated option."""
+    """Numbers of a comma-separated option."""
     return [int(part) for part in text.split(",")]
 
 
@@ -107,25 +106,23 @@ def _branch_layout(device: str) -> Tensor:
 
 
 def attention_layers(step: Step, backend: str, *, deterministic: bool = False, launch: Any = None) -> Attend:
-    """All layers of one step with one plan, which is made once; the outputs of attention."""
-    plan = plan_attention(
-        step.rows,
-        step.shape,
-        backend=backend,
-        is_causal=step.is_causal,
-        deterministic=deterministic,
-        launch=launch,
-    )
+    """A run of all layers of one step with one plan, which returns the outputs of attention."""
+    plan = plan_attention(step.rows, step.shape, backend=backend, deterministic=deterministic, launch=launch)
     pdl = launch is not None and launch.pdl
+    return layers(step, lambda q, k, v: paged_attention(q, k, v, plan, scale=step.scale), pdl=pdl)
 
-    def attend() -> list[Tensor]:
+
+def layers(step: Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, pdl: bool = False) -> Attend:
+    """A run of all layers, each `attend` of query, keys and values, then a norm."""
+
+    def run() -> list[Tensor]:
         outputs, q_RNH = [], step.q_RNH
         for keys, values in zip(step.keys, step.values, strict=True):
-            outputs.append(paged_attention(q_RNH, keys, values, plan, scale=step.scale))
+            outputs.append(attend(q_RNH, keys, values))
             q_RNH = _norm(outputs[-1], step, pdl=pdl)
         return outputs
 
-    return attend
+    return run
 
 
 def norms_alone(step: Step, *, pdl: bool) -> Attend:
@@ -159,7 +156,7 @@ def launch_of(step: Step, *, fixed: bool) -> Any:
 
 
 def captured(attend: Attend) -> torch.cuda.CUDAGraph:
-    """Its graph, after a run that compiles."""
+    """Capture the call as a CUDA graph, after a run that compiles."""
     attend()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -169,7 +166,7 @@ def captured(attend: Attend) -> torch.cuda.CUDAGraph:
 
 
 def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Of one replay."""
+    """Seconds of one replay."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -179,7 +176,7 @@ def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def time_in_turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
-    """Median seconds of a replay of each graph; neighbours and clocks hit all alike."""
+    """Median seconds of a replay of each graph, in turns, so that clocks affect all equally."""
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for graph in graphs.values():
         graph.replay()

@@ -114,9 +114,9 @@ def _fixed(chosen: Any) -> Iterator[Any]:
 
 def sweep(options: dict[str, str], arguments: list[str]) -> int:
     """Print the best of every family and case."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     _compile_everything(arguments)
-    print(f"compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     rate = stream_rate()
     cases = itertools.product(*(numbers(options[name]) for name in ("batches", "contexts", "rows")))
     for batch, context, rows in cases:
@@ -124,7 +124,7 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
         if step is None:
             continue
         for family, launches in variants(step, options["families"]).items():
-            print(f"B={batch} context={context} rows={rows} {family}, {time.perf_counter() - begun:.0f} s")
+            print(f"B={batch} context={context} rows={rows} {family}, {time.perf_counter() - start:.0f} s")
             _rank(step, list(launches), step.layer_bytes / rate, int(options["rounds"]))
     return 0
 
@@ -148,8 +148,8 @@ def _rank(step: Step, launches: list[Any], floor: float, rounds: int) -> None:
         if seconds[launch] < HOPELESS * min(seconds.values()):
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]) - alone[launch.pdl])
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
-    told = list(dict.fromkeys([*ranked[:FINALISTS], launches[0], launches[-1]]))
-    names = {_name(launch, launches[0]): launch for launch in told if launch in graphs}
+    detail = list(dict.fromkeys([*ranked[:FINALISTS], launches[0], launches[-1]]))
+    names = {_name(launch, launches[0]): launch for launch in detail if launch in graphs}
     medians = time_in_turns({name: graphs[launch] for name, launch in names.items()}, rounds)
     for name, launch in names.items():
         layer = (medians[name] - alone[launch.pdl]) / len(step.keys)
@@ -157,18 +157,18 @@ def _rank(step: Step, launches: list[Any], floor: float, rounds: int) -> None:
 
 
 def _name(launch: Any, chosen: Any) -> str:
-    """What differs from the chosen launch."""
+    """The parameters that differ from the chosen launch."""
     changed = (field.name for field in fields(launch))
-    told = [
+    detail = [
         f"{name}={getattr(launch, name)}"
         for name in changed
         if getattr(launch, name) != getattr(chosen, name)
     ]
-    return " ".join(told) or f"chosen: {chosen}"
+    return " ".join(detail) or f"chosen: {chosen}"
 
 
 def _compile_everything(arguments: list[str]) -> None:
-    """Compile all variants into Triton's cache, in parallel: one after the other would take minutes."""
+    """Compile all variants into Triton's cache in parallel; in sequence it would take minutes."""
     num_parts = min(16, os.cpu_count() or 1)
     base = [sys.executable, "-m", "benchmarks.kernels.attention", *arguments]
     parts = [subprocess.Popen([*base, f"compile_part={i}/{num_parts}"]) for i in range(num_parts)]
@@ -177,7 +177,7 @@ def _compile_everything(arguments: list[str]) -> None:
 
 
 def compile_part(options: dict[str, str]) -> int:
-    """Launch this part of the variants once, on little data."""
+    """Launch this part of the variants once on little data."""
     from triton.runtime.errors import OutOfResources
 
     index, num_parts = numbers(options["compile_part"].replace("/", ","))

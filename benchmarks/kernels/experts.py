@@ -3,11 +3,10 @@
     python -m benchmarks.experts [rows=1,32,256,2048,8192] [shape=sdar-30b-a3b|llada2-mini]
                                  [parts=layer,sweep] [tma=false] [rounds=7] [record=true] [results=DIR]
 
-One process: stream and matmul rate first, then router, experts and sum as a replayed graph, beside torch's
-grouped matmul in a graph and the loop over experts, which no graph holds. Few rows are several inputs in
-turn, so that weights come from memory. `products` are the two grouped products alone. `sweep` prints tiles,
-with `tma=true` also those that read weights by descriptor.
-R rows, E experts.
+One process measures stream and matmul rate, then router, experts and sum as a replayed graph, torch's grouped
+matmul in a graph, and the loop over experts, which cannot be captured. Few rows are several inputs in turn,
+so that weights come from memory. `products` are the two grouped products alone. `sweep` prints tiles, with
+`tma=true` also those that read weights by descriptor. R rows, E experts.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ LOOP_ROUNDS = 5
 
 @dataclass(slots=True)
 class Bench:
-    """What all parts share; `rows` grows."""
+    """Options and measured rates of all parts; parts append to `rows`."""
 
     timer: Timer
     flops_per_us: float
@@ -57,7 +56,7 @@ class Bench:
     rows: list[dict[str, Any]]
 
     def floor_us(self, inputs: list[Tensor]) -> tuple[float, str]:
-        """What the weights of active experts take to read, or their products to compute, and which it is."""
+        """Time to read the active experts' weights or to compute their products, and which one is longer."""
         shape = self.layer.shape
         active = statistics.mean(self.layer.num_active(x_RD) for x_RD in inputs)
         read = 2 * active * shape.expert_numbers / self.timer.bytes_per_us
@@ -68,7 +67,7 @@ class Bench:
     def note(
         self, arm: str, inputs: list[Tensor], us: float, *, baseline: float | None, gate: bool | None
     ) -> None:
-        """One time as a row and a line."""
+        """Record one time as a result row and print it."""
         floor, limit = self.floor_us(inputs)
         case = {"shape": self.name, "rows": len(inputs[0]), "arm": arm, "limit": limit}
         row = result_row(
@@ -91,7 +90,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the parts, print lines, record the rows."""
+    """Run the parts, print lines and record the rows; returns the exit status."""
     options = parse_options(arguments, DEFAULTS)
     if not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.experts on a GPU")
@@ -121,7 +120,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def _layer(bench: Bench, inputs: list[Tensor]) -> None:
-    """The whole layer, its products, and both baselines."""
+    """Measure the whole layer, its products and both baselines."""
     layer = bench.layer
     is_right = layer.is_right(inputs[0])
     loop = _eager_us(partial(layer.loop, inputs[0]))
@@ -148,7 +147,7 @@ def _choices(layer: Layer, x_RD: Tensor) -> Tensor:
 
 
 def _library_us(bench: Bench, calls: list[Callable[[], Any]]) -> float | None:
-    """None where this torch or this GPU has no grouped matmul."""
+    """Time of torch's grouped matmul; None if this torch or this GPU has none."""
     try:
         return bench.timer.us_per_call(calls)
     except (RuntimeError, AttributeError) as error:
@@ -157,7 +156,7 @@ def _library_us(bench: Bench, calls: list[Callable[[], Any]]) -> float | None:
 
 
 def _eager_us(call: Callable[[], Any]) -> float:
-    """Median of calls that wait for the host."""
+    """Median time of calls that wait for the host."""
     times = []
     for _ in range(LOOP_ROUNDS + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -170,7 +169,7 @@ def _eager_us(call: Callable[[], Any]) -> float:
 
 
 def _sweep(bench: Bench, x_RD: Tensor, *, tma: bool) -> None:
-    """The fastest tiles of each product, with every number of pairs per tile that is worth it."""
+    """Print the fastest tiles of each product for every plausible number of pairs per tile."""
     shape = bench.layer.shape
     mean = len(x_RD) * shape.num_chosen / shape.num_experts
     usual = choose(len(x_RD), shape.num_chosen, shape.num_experts, BF16)

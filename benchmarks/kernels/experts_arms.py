@@ -1,4 +1,4 @@
-"""What benchmarks.kernels.experts compares: our layer of experts, the loop over experts, and torch's grouped matmul.
+"""Arms of benchmarks.kernels.experts: our layer, the loop over experts, and torch's grouped matmul.
 
 R rows, E experts, C chosen experts, P = R C pairs, D width, F ffn of an expert.
 """
@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.experts import Routing, experts, route
-from idlm.kernels.experts.kernel_run import grouped, plan_tiles
-from idlm.kernels.experts.launch import Launch, choose
+from idlm.kernels.experts.launch import Launch, choose, grouped, plan_tiles
 from idlm.kernels.experts.op import plain_experts, plain_route
 from idlm.kernels.linear import Linears
 from idlm.kernels.swiglu import swiglu
@@ -35,7 +34,7 @@ class Shape:
 
     @property
     def expert_numbers(self) -> int:
-        """Of one expert's weights."""
+        """Number of weights of one expert."""
         return 3 * self.ffn * self.width
 
 
@@ -58,24 +57,24 @@ class Layer:
         self.down = self.drawn(shape.num_experts, shape.width, shape.ffn)
 
     def drawn(self, *shape: int) -> Tensor:
-        """Of products with rows of size 1 that keep that size."""
+        """Random weights whose products keep the size of rows."""
         return torch.randn(shape, device=self.device, dtype=BF16) * shape[-1] ** -0.5
 
     def rows(self, num: int) -> Tensor:
         return torch.randn(num, self.shape.width, device=self.device, dtype=BF16)
 
     def ours(self, x_RD: Tensor, launch: Launch | None = None, pdl: bool | None = None) -> Tensor:
-        """As infer/models/moe.py runs it."""
+        """Our layer, as infer/models/moe.py runs it."""
         chosen, weights = route(self.linears.linear(x_RD, self.router), self.routing, pdl=pdl)
         return experts(x_RD, self.gate_up, self.down, chosen, weights, launch=launch, pdl=pdl)
 
     def loop(self, x_RD: Tensor) -> Tensor:
-        """Expert after expert, waiting for the host."""
+        """The experts one after another, which waits for the host."""
         chosen, weights = plain_route(F.linear(x_RD, self.router), self.routing)
         return plain_experts(x_RD, (self.gate_up, self.down), (chosen, weights))
 
     def library(self, x_RD: Tensor) -> Tensor:
-        """torch's grouped matmul with sorting, SwiGLU (ours) and the weighted sum around it."""
+        """torch's grouped matmul with sorting, our SwiGLU and the weighted sum."""
         scores_RE = F.linear(x_RD, self.router).softmax(dim=-1, dtype=torch.float32)
         weights_RC, chosen_RC = scores_RE.topk(self.shape.num_chosen, dim=-1)
         weights_RC = (weights_RC / weights_RC.sum(dim=-1, keepdim=True)).to(BF16)
@@ -86,18 +85,18 @@ class Layer:
         return torch.bmm(weights_RC[:, None], by_pair_PD.view(*chosen_RC.shape, -1))[:, 0]
 
     def sorted_pairs(self, chosen_RC: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs in order of experts and where each expert's end, without the host."""
+        """Pairs sorted by expert and the end of each expert's pairs, without waiting for the host."""
         sorted_P, order_P = chosen_RC.flatten().sort(stable=True)
         numbers_E = torch.arange(self.shape.num_experts, device=sorted_P.device)
         return order_P, torch.searchsorted(sorted_P, numbers_E, right=True).int()
 
     def library_products(self, x_PD: Tensor, offsets_E: Tensor) -> Tensor:
-        """Both products of sorted pairs and the SwiGLU between."""
+        """Both products of sorted pairs and the SwiGLU between them."""
         gate_up_PF = grouped_mm(x_PD, self.gate_up.transpose(1, 2), offsets_E)
         return grouped_mm(swiglu(gate_up_PF), self.down.transpose(1, 2), offsets_E)
 
     def products(self, x_RD: Tensor, launch: Launch | None = None) -> Callable[[], Any]:
-        """Our two products alone, the plan being made; SwiGLU and look-up of rows are in them."""
+        """Our two products with a given plan; they include SwiGLU and the gather of rows."""
         chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
         launch = launch or choose(len(x_RD), self.shape.num_chosen, self.shape.num_experts, BF16)
         plan = plan_tiles(chosen, 0, self.shape.num_experts, launch.block_r, False)
@@ -115,7 +114,7 @@ class Layer:
         return run
 
     def product(self, x_RD: Tensor, launch: Launch, *, is_gated: bool) -> Callable[[], Any]:
-        """One of them."""
+        """One of our products."""
         chosen, _ = route(self.linears.linear(x_RD, self.router), self.routing)
         plan = plan_tiles(chosen, 0, self.shape.num_experts, launch.block_r, False)
         hidden = self.drawn(chosen.numel(), self.shape.ffn)
@@ -131,7 +130,7 @@ class Layer:
         return int(chosen.unique().numel())
 
     def is_right(self, x_RD: Tensor) -> bool:
-        """Whether ours errs at most 1.5 times as much against fp64 as the loop does."""
+        """Whether our error against fp64 is at most 1.5 times that of the loop."""
         chosen, weights = route(self.linears.linear(x_RD, self.router), self.routing)
         given = ((self.gate_up, self.down), (chosen, weights))
         ours_RD, loop_RD = self.ours(x_RD), plain_experts(x_RD, *given)
@@ -146,7 +145,7 @@ class Layer:
 
 
 def grouped_mm(x_PD: Tensor, weight_EDO: Tensor, offsets_E: Tensor) -> Tensor:
-    """torch's, under its public or its older private name."""
+    """torch's grouped matmul under its public or its older private name."""
     public = getattr(F, "grouped_mm", None)
     op = torch._grouped_mm if public is None else public
     return torch.as_tensor(op(x_PD, weight_EDO, offs=offsets_E))

@@ -3,10 +3,10 @@
     python -m benchmarks.linears [rows=1,7,16,28,64,112] [parts=gemm,fixed,fp8,small,step] [sweep=short|full]
                                  [model=qwen3-8b] [rounds=7] [record=true] [results=DIR]
 
-One process: stream first, then every arm as a replayed graph over copies of the weight that exceed the L2
-cache. An arm that is not as right as cuBLAS (1.5 times its error against fp64) is shown as WRONG and never
-chosen. `step` is the whole chain of a forward (36 layers and head, distinct weights) with the choice made
-before. R rows, D input width, E output width, F ffn width.
+One process measures the stream, then every arm as a replayed graph over copies of the weight that exceed the
+L2 cache. An arm with more than 1.5 times the error of cuBLAS against fp64 is shown as WRONG and never chosen.
+`step` is the whole chain of a forward (36 layers and head, distinct weights) with the launches chosen before.
+R rows, D input width, E output width, F ffn width.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Model:
     vocabulary: int
 
     def linears(self) -> dict[str, tuple[int, int, bool]]:
-        """(E, D, gated) of each projection; gate_up is meant with its SwiGLU."""
+        """(E, D, gated) of each projection; gate_up includes its SwiGLU."""
         return {
             "qkv": (self.qkv, self.width, False),
             "o": (self.width, self.o_width, False),
@@ -81,7 +81,7 @@ MODELS = {
 
 @dataclass(slots=True)
 class Bench:
-    """What all parts share; `table` and `rows` grow."""
+    """Options and measured rates of all parts; parts append to `table` and `rows`."""
 
     timer: Timer
     model: Model
@@ -101,7 +101,7 @@ class Bench:
         gate: bool,
         exactness: str = "exact",
     ) -> None:
-        """One time as a row: over its baseline, and over the stream of its bytes."""
+        """Record one time as a result row, with its baseline and the time to stream its bytes."""
         floor = num_bytes / self.timer.bytes_per_us
         row = result_row(
             "linears",
@@ -128,7 +128,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the parts, print the table, record the rows."""
+    """Run the parts, print the table and record the rows; returns the exit status."""
     options = parse_options(arguments, DEFAULTS)
     if not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.linears on a GPU")
@@ -175,7 +175,7 @@ def _weights(E: int, D: int, gated: bool) -> list[Tensor]:
 def _call(
     weight: Tensor | Fp8Weight, launch: Launch | None, gated: bool, space: Workspace, x_RD: Tensor
 ) -> Tensor:
-    """Ours, or cuBLAS alone (without the SwiGLU, which is in its favour)."""
+    """Our call, or cuBLAS alone (without the SwiGLU, which favours cuBLAS)."""
     if launch is None:
         assert isinstance(weight, Tensor)
         return F.linear(x_RD, weight)
@@ -194,7 +194,7 @@ def _time(
 def _is_right(
     bench: Bench, weight: Tensor | Fp8Weight, launch: Launch | None, gated: bool, x_RD: Tensor
 ) -> bool:
-    """At most 1.5 times the error of plain torch against fp64, on the first and last outputs."""
+    """Whether the error against fp64 is at most 1.5 times that of torch, on the first and last outputs."""
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     picked = torch.arange(outputs, device="cuda")
     if outputs > 2 * CHECKED_OUTPUTS:
@@ -214,7 +214,7 @@ def _is_right(
 
 
 def _gemm(bench: Bench, name: str, rows: int) -> None:
-    """cuBLAS against every candidate; the fastest that is right goes into the table."""
+    """Compare cuBLAS with every candidate; the fastest accurate one goes into the table."""
     E, D, gated = bench.model.linears()[name]
     if rows > ROW_BUCKETS[-1]:
         return
@@ -248,7 +248,7 @@ def _short(launch: Launch) -> str:
 
 
 def _fixed(bench: Bench) -> None:
-    """Deterministic mode against cuBLAS, from one row to a chunk of a prompt."""
+    """Compare deterministic mode with cuBLAS, from one row to a chunk of a prompt."""
     agrees = check_rows_agree(torch.device("cuda"), BF16)
     for name, (E, D, gated) in bench.model.linears().items():
         if name == "head":
@@ -265,7 +265,7 @@ def _fixed(bench: Bench) -> None:
 
 
 def _fp8(bench: Bench, rows_of: list[int]) -> None:
-    """fp8 weights against bf16 cuBLAS; bytes are those of fp8."""
+    """Compare fp8 weights with bf16 cuBLAS; bytes are those of fp8."""
     for name, (E, D, gated) in bench.model.linears().items():
         weights = _weights(E, D, gated)
         small = [quantise_fp8(weight) for weight in weights[: 8 if name != "head" else 1]]
@@ -287,7 +287,7 @@ def _fp8(bench: Bench, rows_of: list[int]) -> None:
 
 
 def _step(bench: Bench, rows: int) -> None:
-    """All linears of a forward, every weight once: cuBLAS, and ours by the table, with and without PDL."""
+    """Measure all linears of a forward: cuBLAS, and ours by the table with and without PDL."""
     model = bench.model
     shapes = model.linears()
     layers = [

@@ -26,7 +26,7 @@ Arms = dict[str, Callable[[bool], Any]]
 
 
 class Note(Protocol):
-    """`Bench.note` of benchmarks.kernels.linears."""
+    """Type of `Bench.note` of benchmarks.kernels.linears."""
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class Note(Protocol):
 
 
 def small_lines(timer: Timer, width: int, ffn: int, rows_of: list[int], note: Note) -> None:
-    """Every op at every number of rows, with and without programmatic launches, then the adapter."""
+    """Measure every op at every number of rows, with and without programmatic launches, then the adapter."""
     for rows in rows_of:
         for name, (torch_arm, arms, num_bytes) in _ops(rows, width, ffn).items():
             baseline = timer.us_per_call([torch_arm] * REPEATS)

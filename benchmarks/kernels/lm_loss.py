@@ -2,10 +2,10 @@
 
     python -m benchmarks.lm_loss [record=true] [sweep=true]
 
-Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; Liger stands beside it where it is
-installed. Every arm must be as right as PyTorch: at most twice the unfused error against float64, in the loss
-and both gradients, or its rows say that the gate failed. `sweep` varies the logits that exist at once.
-M rows, D width, V vocabulary.
+Unfused is `cross_entropy(linear(hidden, weight).float())` in bfloat16; Liger is measured too if installed.
+The error of every arm against float64 may be at most twice the unfused error, in the loss and both gradients,
+else its rows say that the gate failed. `sweep` varies the size of the chunk of logits. M rows, D width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure(arguments: list[str]) -> int:
 
 
 def is_exact(mine: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
-    """At most twice the errors of the unfused loss; float32 sums alone may differ by the slack."""
+    """Whether errors are at most twice those of the unfused loss, plus a slack for float32 sums."""
     return all(own <= 2 * other + SLACK for own, other in zip(mine, theirs, strict=True))
 
 
@@ -127,12 +127,12 @@ def make_problem(width: int) -> Problem:
 
 
 def unfused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """What a training loop without a fused loss runs."""
+    """The loss of a training loop without a fused kernel."""
     return functional.cross_entropy(functional.linear(hidden, weight).float(), labels)
 
 
 def fused(max_logits_bytes: int) -> Loss:
-    """Ours, with a budget for the logits."""
+    """Our loss, with a budget for the logits."""
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         coefficients = torch.full((len(labels),), 1 / len(labels), device=labels.device)
@@ -144,7 +144,7 @@ def fused(max_logits_bytes: int) -> Loss:
 
 
 def liger() -> Loss:
-    """Liger's fused linear cross-entropy as it comes."""
+    """Liger's fused linear cross-entropy with its defaults."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     module = LigerFusedLinearCrossEntropyLoss()
@@ -182,12 +182,12 @@ def one_pass(problem: Problem, loss: Loss, *, keeps_gradients: bool = False) -> 
 
 
 def forget_gradients(problem: Problem) -> None:
-    """As an optimizer does before the next step."""
+    """Clear the gradients, as an optimizer does before the next step."""
     problem.hidden.grad = problem.weight.grad = None
 
 
 def extra_memory(problem: Problem, loss: Loss) -> float:
-    """MB that a pass allocates at its peak, beyond what it is given and what it returns."""
+    """MB that a pass allocates at its peak, beyond its inputs and outputs."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -219,7 +219,7 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def errors_of(problem: Problem, value: Tensor, truth: tuple[Tensor, Tensor, Tensor]) -> tuple[float, ...]:
-    """Relative errors of loss and gradients, in the root mean square."""
+    """Relative root-mean-square errors of loss and gradients."""
     found = (value, problem.hidden.grad, problem.weight.grad)
     return tuple(
         float((mine.double() - true).norm() / true.norm())  # type: ignore[union-attr]

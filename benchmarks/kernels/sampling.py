@@ -1,4 +1,4 @@
-"""Sampling of one decoding step: laws, verification, correction, draws, keeping the drafts' laws.
+"""Sampling of one decoding step: probabilities, verification, correction, draws, storing drafts.
 
     python -m benchmarks.sampling [record=true] [sweep=pdl,tile] [batches=1,16,64,256] [strides=1,2,4,8]
 
@@ -50,7 +50,7 @@ SETTINGS = {
     "qwen3": (0.6, 20, 0.95, 0.0),
     "top_p": (1.0, 0, 0.95, 0.0),
 }
-"""Of each arm: temperature, top_k, top_p, min_p."""
+"""Temperature, top_k, top_p and min_p of each arm."""
 SWEPT = {
     "pdl": (False, True),
     "tile": (4, 8, 16, 32),
@@ -93,7 +93,7 @@ class Step:
         return uniforms(self.lanes_B, ints_Z, ints_Z, num_draws, lanes_B=self.lanes_B, tuning=self.tuning)
 
     def probs(self) -> Probs:
-        """Laws of all rows."""
+        """Probabilities of all rows."""
         return row_probs(
             self.logits_XV, *self.settings, filters=self.filters, lanes_B=self.lanes_B, tuning=self.tuning
         )
@@ -114,7 +114,7 @@ class Step:
         )
 
     def emit(self, probs: Probs, verdict: Verdict, uniforms_BD: Tensor) -> None:
-        """Draw the token behind the accepted drafts and the next drafts."""
+        """Draw the token after the accepted drafts, and the next drafts."""
         emit_and_draft(
             probs,
             self.store,
@@ -126,11 +126,11 @@ class Step:
         )
 
     def put(self, probs: Probs, verdict: Verdict) -> None:
-        """Keep their laws."""
+        """Store the probabilities of the next drafts."""
         put(self.store, self.lanes_B, probs, verdict.draft_rows_BJ, active_B=self.active_B)
 
     def run(self) -> Verdict:
-        """All of it."""
+        """Run the whole step."""
         uniforms_BD, probs = self.uniforms(), self.probs()
         verdict = self.verify(probs, uniforms_BD)
         self.emit(probs, verdict, uniforms_BD)
@@ -169,11 +169,11 @@ def measure(arguments: list[str]) -> int:
     return 0
 
 
-_NAMES = ("uniforms", "laws", "verify", "emit", "put", "step", "torch", "2 reads")
+_NAMES = ("uniforms", "probs", "verify", "emit", "put", "step", "torch", "2 reads")
 
 
 def _make(num_sequences: int, stride: int, arm: str, tuning: Tuning = Tuning()) -> Step:  # noqa: B008
-    """Chain rows near the mask rows they are tested against, so that most drafts pass, step after step."""
+    """A step whose verification rows are close to its mask rows, so that most drafts pass in every step."""
     num_masks, device = stride - 1, torch.device("cuda")
     width = 2 * num_masks + 1
     generator = torch.Generator(device=device).manual_seed(0)
@@ -214,7 +214,7 @@ def _make(num_sequences: int, stride: int, arm: str, tuning: Tuning = Tuning()) 
 
 
 def _mismatches(arm: str) -> float:
-    """Share of accepted counts and drawn tokens that are not the fp64 path's; asserts that laws agree."""
+    """Share of accepted counts and drawn tokens that differ from the fp64 path; asserts that probs agree."""
     step = _make(16, 4, arm)
     settings = tuple(column.repeat_interleave(7) for column in step.settings)
     exact = plain.row_probs(step.logits_XV, settings, None, filters=step.filters)  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def _mismatches(arm: str) -> float:
     ids_XV = torch.arange(VOCABULARY, device="cuda").expand(len(step.logits_XV), -1)
     rows_XV = torch.arange(len(ids_XV), device="cuda")[:, None].expand_as(ids_XV)
     error = float((probability(probs, rows_XV, ids_XV) - exact.probs_XV).abs().max())
-    # A token at the edge of top_p may fall on either side.
+    # Rounding decides on which side of top_p a token at its edge falls.
     assert error < (1e-6 if arm == "none" else 1e-2), f"{arm=} {error=}"
     verdict = step.verify(probs, uniforms_BD)
     drafts_ZJ, layout_Z = step.drafts_ZJ.clone(), step.layout_Z.clone()
@@ -250,7 +250,7 @@ def _times(step: Step, rounds: int) -> dict[str, float]:
     verdict = step.verify(probs, uniforms_BD)
     arms: dict[str, Callable[[], Any]] = {
         "uniforms": step.uniforms,
-        "laws": step.probs,
+        "probs": step.probs,
         "verify": lambda: step.verify(probs, uniforms_BD),
         "emit": lambda: step.emit(probs, verdict, uniforms_BD),
         "put": lambda: step.put(probs, verdict),
@@ -267,7 +267,7 @@ def _times(step: Step, rounds: int) -> dict[str, float]:
 
 
 def _torch_tokens(step: Step) -> Tensor:
-    """A token of every row, by softmax and, with filters, a sort: what a library does, in fp32."""
+    """A token of every row by softmax and, with filters, a sort in fp32, as libraries do."""
     temperature, top_k, top_p, _ = (column[0] for column in step.settings)
     logits_XV = step.logits_XV.float() / temperature
     if not step.filters:
@@ -309,7 +309,7 @@ def _two_reads(num_rows: int, stream: float) -> float:
 def _rows(
     case: dict[str, Any], times: dict[str, float], stream: float, *, gate: bool
 ) -> list[dict[str, Any]]:
-    """The step against reading the logits twice and against torch; the ops by themselves."""
+    """Result rows: the step against reading the logits twice and against torch, and each op."""
     floor = _two_reads(case["batch"] * (2 * case["stride"] - 1), stream)
     shared: dict[str, Any] = {"gate_passed": gate, "command": "python -m benchmarks.sampling"}
     rows = [
@@ -336,8 +336,8 @@ def _line(case: dict[str, Any], times: dict[str, float], stream: float) -> str:
 
 
 def _sweep(keys: list[str], rounds: int) -> None:
-    """One tunable after the other, the others at their defaults."""
-    print("\nsweep, N=4: us of laws / step")
+    """Vary one tunable at a time, with the others at their defaults."""
+    print("\nsweep, N=4: us of probs / step")
     for key in keys:
         for value in SWEPT[key]:
             tuning = dataclasses.replace(Tuning(), **{key: value})  # type: ignore[arg-type]

@@ -3,9 +3,9 @@
     python -m benchmarks.train_attention [record=true] [length=4096] [rounds=7] [dense=true]
         [strides=2,3,4,8] [packed=false,true]
 
-Checks every arm against float64 first. Then all arms take turns, so that clocks and neighbours hit them
-alike, each time with a cold L2 cache; the table shows medians. cuDNN is a yardstick, not an arm: it computes
-plain causal attention over 2L tokens, which has twice the visible pairs, so half its time is shown.
+Checks every arm against float64 first. Then all arms take turns, so that clocks and neighbours affect them
+equally, each time with a cold L2 cache; the table shows medians. cuDNN is only a yardstick: it computes plain
+causal attention over 2L tokens, which has twice the visible pairs, so half its time is shown.
 "flash" is FlexAttention with FlashAttention 4 (pip install 'idlm[flash-attn]') as its back end. Where it is
 absent or fails, the reason is printed and the other arms are measured.
 """
@@ -119,7 +119,7 @@ def _inputs(num_rows: int) -> tuple[list[Tensor], Tensor]:
 
 
 def _arms(meta: RowMeta, wanted: set[str]) -> dict[str, Attend]:
-    """Functions of query, key, value to [B, T, N, H]; masks are made once, as for all layers of a model."""
+    """Functions of query, key, value to [B, T, N, H]; masks are created once, as for a whole model."""
     from torch.nn.attention.flex_attention import flex_attention
 
     see = row_ranges(meta)

@@ -1,1 +1,1 @@
-"""What answers are worth: distributions and exact match."""
+"""Quality of answers: distributions and exact match."""

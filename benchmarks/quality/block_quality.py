@@ -1,11 +1,11 @@
-"""What several tokens a pass cost a block-diffusion model trained here: exact match on held-out questions.
+"""Exact match of a block-diffusion model on held-out questions when a pass decides several tokens.
 
     python -m benchmarks.block_quality model=outputs/tiny_block [num=1000] [record=true]
 
-Greedy. The baseline is the better of the model's two one-token-a-step decodings; at threshold `JUDGED` the
-model may lose two points of it. Every question counts once in every arm, so a difference is judged by the
-questions on which two arms disagree. `reference=n`: answers of so many questions are computed anew by
-tests/block_reference.py, which shares no code with the engine.
+Decoding is greedy. The baseline is the better of the model's two one-token-a-step decodings; at threshold
+`JUDGED` the model may lose two points. Every question counts once in every arm, so a difference is judged by
+the questions on which two arms disagree. `reference=n`: tests/block_reference.py, which shares no code with
+the engine, recomputes the answers of n questions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPTIONS = {
 JUDGED, ALLOWED_LOSS = 0.9, 0.02
 SEQUENTIAL, DYNAMIC = "sequential", "low_confidence_dynamic"
 ONE_TOKEN = 1.0
-"""No confidence is above it: the most confident token alone is decided."""
+"""No confidence exceeds this threshold, so only the most confident token is decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Arm:
 
     @property
     def strategy(self) -> str:
-        """Of decoder `block`."""
+        """Strategy of decoder `block`."""
         return SEQUENTIAL if self.threshold is None else DYNAMIC
 
     def options(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Decode with every arm, print a table, record rows; status 1 where the judged threshold fails."""
+    """Decode with every arm, print a table and record rows; returns 1 if the judged threshold fails."""
     options = parse_options(arguments, OPTIONS)
     num, thresholds = _numbers(options)
     task = TASKS.get(options["task"])(level=options["level"])
@@ -120,7 +120,7 @@ def _numbers(options: dict[str, str]) -> tuple[int, list[float]]:
 def _results(
     options: dict[str, str], arms: Sequence[Arm], task: Task, samples: Sequence[TaskSample]
 ) -> Iterator[Result]:
-    """Arm by arm, those of a strategy in one engine; the first answers are compared with the reference."""
+    """Results of all arms, one engine per strategy; the first answers are compared with the reference."""
     model, compared = Path(options["model"]), samples[: int(options["reference"])]
     for strategy, members in itertools.groupby(arms, key=lambda arm: arm.strategy):
         engine = Engine.from_pretrained(
@@ -158,7 +158,7 @@ def _results(
 def slow_answers(
     model: Path, arm: Arm, samples: Sequence[TaskSample], params: SamplingParams
 ) -> list[list[int]]:
-    """Token ids by tests/block_reference.py, on a CPU in float32."""
+    """Token ids from tests/block_reference.py, on a CPU in float32."""
     if not samples:
         return []
     meaning, tokenizer = Semantics.load(model), load_tokenizer(model)
@@ -208,7 +208,7 @@ def table(results: Sequence[Result], base: Result) -> str:
 
 
 def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
-    """Result rows; the baseline of every arm is one token a step."""
+    """Result rows; the baseline of every arm decodes one token a step."""
     out = []
     for result in results:
         num, threshold = result.evaluation.num_prompts, result.arm.threshold

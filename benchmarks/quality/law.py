@@ -1,11 +1,12 @@
-"""The law of the whole engine on a GPU: a million responses per case against enumeration, and planted faults.
+"""The sampling law of the whole engine on a GPU: a million responses per case, and planted faults.
 
     python -m benchmarks.law [draws=1000000] [device=cuda] [cases=2-cold,..,8-branch,adaptive]
                              [workers=0] [faults=true] [lanes=1024] [num_inflight_steps=2] [record=true]
 
-A toy of 5 tokens: the joint laws of response tokens 0..3 and 4..7, enumerated by transformers, against draws
-with graphs and passes ahead (law_harness.py). One process per case, all on the same GPU: the toy is bound by
-the host. `faults`: the suite of tests/law/faults.py runs on the device too, by pytest.
+On a toy of 5 tokens, draws with graphs and asynchronous steps are tested against the joint laws of response
+tokens 0..3 and 4..7, which transformers enumerates (law_harness.py). One process per case, all on the same
+GPU, because the toy is bound by the host. `faults`: pytest runs the suite of tests/law/faults.py on the
+device too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one process draws."""
+    """The draws of one process."""
 
     name: str
     toy: Path
@@ -72,7 +73,7 @@ class Case:
     num_inflight_steps: int
 
     def decoder_options(self) -> dict[str, Any]:
-        """`adaptive` is of the largest stride, so that it may choose any."""
+        """Options of the decoder; `adaptive` has the largest stride, so that it may choose any."""
         if self.name == ADAPTIVE:
             return {"stride": max(STRIDES), "adaptive": True}
         stride, _, strategy = self.name.partition("-")
@@ -81,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Tail probabilities of two chi-square tests; `is_near`: total variation is within its bound."""
+    """Tail probabilities of two chi-square tests. `is_near`: total variation is within its bound."""
 
     name: str
     p_values: tuple[float, ...]
@@ -97,7 +98,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Draw, test, print, record; the status is 1 when the law does not hold or a fault gets through."""
+    """Draw, test, print and record; returns 1 when the law does not hold or a fault is missed."""
     options = parse_options(arguments, DEFAULTS)
     if options["device"] not in FAULT_TESTS or (
         options["device"] == "cuda" and not torch.cuda.is_available()
@@ -137,27 +138,27 @@ def _draw(options: dict[str, str], names: list[str]) -> list[Outcome]:
             for name in names
         ]
         if workers == 1:
-            return [_told(run_case(case)) for case in cases]
+            return [_printed(run_case(case)) for case in cases]
         spawning = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=spawning) as pool:
             outcomes = [
-                _told(done.result()) for done in as_completed([pool.submit(run_case, c) for c in cases])
+                _printed(done.result()) for done in as_completed([pool.submit(run_case, c) for c in cases])
             ]
     return sorted(outcomes, key=lambda outcome: names.index(outcome.name))
 
 
-def _told(outcome: Outcome) -> Outcome:
+def _printed(outcome: Outcome) -> Outcome:
     tails = " ".join(f"{p_value:.3g}" for p_value in outcome.p_values)
     print(
         f"{outcome.name:10s} p {tails}, acceptance {outcome.acceptance:.3f}, "
-        f"{outcome.num_modes} pictures in use, {outcome.seconds:.0f} s",
+        f"{outcome.num_modes} modes in use, {outcome.seconds:.0f} s",
         flush=True,
     )
     return outcome
 
 
 def run_case(case: Case) -> Outcome:
-    """Draw the case's responses through an engine of its own."""
+    """Draw the case's responses from an engine of its own."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -172,9 +173,9 @@ def run_case(case: Case) -> Outcome:
         )
     controller = engine._stride_controller
     used = {0} if controller is None else _record_choices(controller)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     sampled = sample(engine, [(PROMPT, NEUTRAL)], case.draws, per_request=PER_REQUEST, at_once=AT_ONCE)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     engine.pool.check()
     assert engine.pool.num_free == engine.pool.num_pages, f"{engine.pool.num_free=}"
     found = fits(case.toy, sampled)
@@ -217,7 +218,7 @@ def _law_rows(options: dict[str, str], outcomes: list[Outcome]) -> list[dict[str
 
 
 def _fault_rows(device: str) -> list[dict[str, Any]]:
-    """Faults caught, and engines without a fault that pass the same checks, of all."""
+    """Result rows: how many faults are caught, and how many engines without a fault pass the same checks."""
     with tempfile.TemporaryDirectory() as home:
         report = Path(home) / "report.xml"
         path = FAULT_TESTS[device]

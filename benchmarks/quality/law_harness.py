@@ -1,7 +1,7 @@
-"""A toy whose joint law is enumerable, the law itself from transformers, and the test of draws against it.
+"""A toy whose joint law can be enumerated, its law by transformers, and the test of draws against it.
 
-The oracle shares nothing with the engine: logits come from transformers forwards over every continuation, the
-sampling settings from transformers' own logits warpers. The mask id is an ordinary token of the law.
+The oracle shares no code with the engine: logits come from transformers forwards over every continuation, and
+sampling settings from transformers' logits warpers. The mask id is an ordinary token of the law.
 Shapes: B draws, T = 8 response tokens, V = 5 tokens, C cells.
 """
 
@@ -26,9 +26,9 @@ PROMPT = (1,)
 MAX_PROMPT = 3
 NUM_LANES = 1024
 PLACE: dict[str, object] = {"device": "cpu"}
-"""Engine settings that say where all of this runs."""
+"""Engine settings that select the device."""
 TV_AT_1E5 = 0.0188
-"""Total variation over 64 cells that 1e5 draws detect; as 1/sqrt."""
+"""Total variation over 64 cells that 1e5 draws detect; it scales as 1 / sqrt(draws)."""
 MIN_EXPECTED = 10.0
 
 
@@ -70,7 +70,7 @@ def build_engine(directory: Path, decoder: str, *, num_lanes: int = NUM_LANES, *
 
 @functools.cache
 def _logits(directory: Path, prompt: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Per depth t the logits [V^t, V] (fp64) of token t behind every continuation of t tokens."""
+    """Per depth t the logits [V^t, V] (fp64) of token t after every continuation of t tokens."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).float().eval()
@@ -103,7 +103,7 @@ def exact_law(directory: Path, prompt: tuple[int, ...], params: SamplingParams) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How draws sit in a law: chi-square tail probability; total variation over 64 cells with its bound."""
+    """Fit of draws to a law: chi-square tail probability, total variation over 64 cells and its bound."""
 
     p_value: float
     total_variation: float
@@ -167,7 +167,7 @@ def sample(
     at_once: int = 20 * NUM_LANES,
 ) -> Sampled:
     """`num_draws` responses of each setting through the whole engine, settings interleaved in every batch.
-    `at_once`: responses that are asked for together, which keep the lanes busy.
+    `at_once`: number of responses requested together, which keep the lanes busy.
     """
     requests: list[tuple[int, SamplingParams]] = [
         (which, replace(params, seed=1_000_003 * round_ + which, n=per_request))
@@ -205,7 +205,7 @@ def fits(directory: Path, sampled: Sampled) -> dict[str, Fit]:
 
 
 def misfits(named: Mapping[str, Fit], level: float) -> dict[str, Fit]:
-    """The fits that are rejected at `level` each."""
+    """The fits that are rejected at significance `level`."""
     return {label: found for label, found in named.items() if not found.holds(level)}
 
 

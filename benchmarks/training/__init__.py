@@ -1,1 +1,1 @@
-"""Speed of training steps, and proof that a run that dies resumes."""
+"""Speed of training steps, and proof that a killed run resumes."""

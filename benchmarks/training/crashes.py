@@ -1,9 +1,9 @@
-"""Training runs in forked processes that are killed at chosen points: the machinery of `benchmarks.training.resume`.
+"""Training runs in forked processes that are killed at chosen points, for `benchmarks.training.resume`.
 
 The parent has imported everything and computed nothing, so a run costs its own seconds and not those of
-imports. A child records the data items of every step, and can be told to die at its k-th change of a file
+imports. A child records the data items of every step, and can die at its k-th change of a file
 below the run's folder: before opening for writing, between creating and filling, before rename, fsync, link,
-unlink and exchange, and in the middle of a torch or safetensors file. Nothing of this lives in the product.
+unlink and exchange, and in the middle of a torch or safetensors file. The product contains none of this code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOVES = ("rename", "replace", "link", "unlink", "remove", "rmdir", "mkdir", "fsy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What happens to one rank: nothing, or death at its `point`-th change (1-based) once `step` is reached.
+    """Plan for one rank: nothing, or death at its `point`-th change (1-based) once `step` is reached.
 
     `counts` only writes the list of points to `<trace>/points-<rank>.jsonl`.
     """
@@ -72,7 +72,7 @@ def wait(pids: list[int], *, seconds: float) -> dict[int, int]:
 
 
 def wait_for_first(pids: list[int], *, seconds: float) -> dict[int, int]:
-    """Wait until one process has ended, then kill the others at once, as when a machine goes down."""
+    """Wait until one process has ended, then kill the others at once, as if the machine failed."""
     status: dict[int, int] = {}
     end = time.monotonic() + seconds
     while not status and time.monotonic() < end:
@@ -88,7 +88,7 @@ def wait_for_first(pids: list[int], *, seconds: float) -> dict[int, int]:
 
 
 def kill(pids: list[int], ended: dict[int, int]) -> None:
-    """SIGKILL to those of our children that have not been waited for."""
+    """Send SIGKILL to our children that have not been waited for."""
     for pid in set(pids) - ended.keys():
         os.kill(pid, signal.SIGKILL)
 
@@ -176,7 +176,7 @@ class _Counter:
             return False
 
     def point(self, what: str, place: Any) -> None:
-        """One more point; the process ends here when it is the chosen one."""
+        """Count one more point; the process dies here if it is the chosen one."""
         if not self.covers(place):
             return
         self.count += 1
@@ -190,7 +190,7 @@ class _Counter:
 def _wrap_os(counter: _Counter) -> None:
     def before(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(place: Any, *args: Any, **kwargs: Any) -> Any:
-            # A name relative to an open folder (rmtree) belongs to the tree when the folder does.
+            # A name relative to an open folder (rmtree) belongs to the tree if the folder does.
             folder = kwargs.get("dir_fd")
             counter.point(f"before {name}", place if folder is None else folder)
             return plain(place, *args, **kwargs)
@@ -221,7 +221,7 @@ def _wrap_os(counter: _Counter) -> None:
 
 
 def _wrap_writers(counter: _Counter) -> None:
-    """Files written outside of Python's own `open`: whole, torn in the middle, and not yet begun."""
+    """Wrap writers that do not use Python's `open`: files may be whole, torn or missing."""
     import torch
     from transformers import modeling_utils
 

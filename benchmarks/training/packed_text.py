@@ -2,8 +2,7 @@
 
 The text is the project's own sources and documents, or a file given by path. Without a tokenizer every short
 piece of text becomes an id by its hash: ids are then spread and repeated as those of a real vocabulary are
-(Zipf), which is what an embedding and its gradient cost. It says nothing about quality and is no data source
-of the product.
+(Zipf), which determines the cost of an embedding and its gradient. It is not a data source of the product.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ def packed_batches(
     shortest: int | None = None,
     path: str | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Collated batches of `[x_t | x_0]` rows without end, as the trainer gets them.
+    """Endless collated batches of `[x_t | x_0]` rows, as the trainer gets them.
 
-    The mask token is the first id behind the vocabulary. Samples have `max_length` tokens, or from `shortest`
-    on.
+    The mask token is the first id after the vocabulary. Samples have `max_length` tokens, or at least
+    `shortest`.
     """
     is_size = isinstance(tokenizer_or_vocab_size, int)
     num_ids = tokenizer_or_vocab_size if is_size else num_token_ids(tokenizer_or_vocab_size)

@@ -1,13 +1,12 @@
-"""Proof that a run that dies loses nothing: real `idlm-train` runs, killed and resumed, against one left
-alone.
+"""Proof that a killed run loses nothing: real `idlm-train` runs, killed and resumed, against one left alone.
 
     python -m benchmarks.resume [worlds=1,2] [kills=50] [points=all] [flips=200] [record=true]
 
-World 1 is plain, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at random moments, to one
-process or to all; `points` are deaths at every change of a file (benchmarks/training/crashes.py) that the export of a
-stage and the save of a checkpoint make, on every rank. After each the run is resumed (`resume=auto`): losses,
-order of data items and the sha256 of all final weights must be those of the run left alone, bit for bit.
-`flips` bit flips and truncations of a published checkpoint must all be refused, naming the file.
+World 1 is one process, world 2 two gloo processes under ZeRO-2. `kills` SIGKILLs come at random moments, to
+one process or to all. `points` are deaths on every rank at every change of a file (crashes.py) while a stage
+is exported and a checkpoint is saved. After each the run is resumed (`resume=auto`): losses, order of data
+items and the sha256 of all final weights must equal those of the run left alone, bit for bit. `flips` bit
+flips and truncations of a published checkpoint must all be refused with the name of the file.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ MODEL = {
 
 @dataclass(slots=True)
 class Tally:
-    """What happened in one world."""
+    """Counts and complaints of one world."""
 
     kills: int = 0
     resumes: int = 0
@@ -76,7 +75,7 @@ class Tally:
 
 
 class World:
-    """Runs of one number of processes; `reference` is the one left alone. `changes` are to the settings."""
+    """Runs with one number of processes. `reference`: the run left alone. `changes`: overrides."""
 
     def __init__(self, folder: Path, base: Path, world_size: int, **changes: Any) -> None:
         self.folder, self.base, self.world_size, self.changes = folder, base, world_size, changes
@@ -90,7 +89,7 @@ class World:
         self.expected = self.outcome(self.reference)
 
     def arguments(self, run: Path) -> list[str]:
-        """Command line: five steps, two stages, a checkpoint after every step."""
+        """Command line of a run: five steps, two stages, a checkpoint after every step."""
         second = f"{{stride: 3, steps: {STEPS - STAGE_END}, clean_weight: auto}}"
         stages = f"[{{stride: 2, steps: {STAGE_END}}}, {second}]"
         values: dict[str, Any] = {
@@ -124,14 +123,14 @@ class World:
         )
 
     def run(self, run: Path, plan: crashes.Plan | None = None) -> dict[int, int]:
-        """One run to its end."""
+        """Run once to the end."""
         return crashes.wait(self.start(run, plan), seconds=RUN_SECONDS)
 
     def log(self, run: Path) -> str:
         return (run / "log.txt").read_text()[-4000:]
 
     def outcome(self, run: Path) -> dict[str, Any]:
-        """What must be the same: losses, data order, and the digests of all weights published."""
+        """Everything that must be equal: losses, data order, and digests of all published weights."""
         out = run / "out"
         losses = []
         for line in (out / "run" / "metrics.jsonl").read_text().splitlines():
@@ -169,7 +168,7 @@ class World:
 
 
 def random_kills(world: World, num_kills: int, generator: random.Random) -> None:
-    """Kill runs at random moments, several times in a row, before each is allowed to end."""
+    """Kill runs at random moments, several times in a row, before each may end."""
     number = 0
     while world.tally.kills < num_kills:
         run, number, killed = world.folder / f"random-{number}", number + 1, 0
@@ -183,16 +182,16 @@ def random_kills(world: World, num_kills: int, generator: random.Random) -> None
             if any(code < 0 for code in status.values()):
                 killed += 1
             else:
-                # It ended before its time came: on a machine that is less busy now, runs are shorter.
+                # It ended before it was killed: the machine is less busy now, so runs are shorter.
                 world.seconds *= 0.7
         world.tally.kills += killed
         world.finish(run, f"random kills, run {number}, {killed} times")
 
 
 def kill_points(world: World, points: str, generator: random.Random) -> int:
-    """Die at every change of a file after step `STAGE_END`, by the export of its stage and by its checkpoint.
+    """Die at every change of a file after step `STAGE_END`, in the export of its stage and in its checkpoint.
 
-    Returns how many there were.
+    Returns the number of points.
     """
     before = world.folder / "before"
     # The state to start from: the checkpoint of the step before.
@@ -217,7 +216,7 @@ def kill_points(world: World, points: str, generator: random.Random) -> int:
 
 
 def _points_of_first_save(path: Path) -> list[dict[str, Any]]:
-    """The points up to the first change that belongs to the step after."""
+    """The points before the first change that belongs to the next step."""
     listed = [json.loads(line) for line in path.read_text().splitlines()]
     later = f"checkpoint-{STAGE_END + 1}"
     first = next((i for i, point in enumerate(listed) if later in point["place"]), len(listed))
@@ -256,7 +255,7 @@ def damaged_checkpoints(checkpoint: Path, num_flips: int, generator: random.Rand
 
 
 def make_base(directory: Path) -> None:
-    """A random tiny checkpoint, made by a process of its own: this one forks and must not compute."""
+    """Write a random tiny checkpoint in another process: this one forks later and must not compute."""
     pid = os.fork()
     if pid == 0:
         import torch
@@ -272,7 +271,7 @@ def make_base(directory: Path) -> None:
 
 
 def import_everything() -> None:
-    """All that a run would import, once; out of sight of the garbage collector, which would copy it."""
+    """Import what a run imports, then freeze the garbage collector, which would copy shared pages."""
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     for name in IMPORTED_BY_RUNS:
         importlib.import_module(name)
@@ -331,7 +330,7 @@ def main(arguments: list[str]) -> int:
     import_everything()
     rows: list[Any] = []
     complaints: list[str] = []
-    # SIGKILL loses nothing that was written, so memory serves as well as a disk and waits for no flush.
+    # SIGKILL loses nothing that was written, so a RAM disk is as good as a disk and needs no flush.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="idlm-resume-", dir=memory) as temporary:
         folder = Path(temporary)

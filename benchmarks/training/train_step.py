@@ -1,12 +1,12 @@
-"""How fast one training step of `[x_t | x_0]` is, against the arithmetic limit of the same machine.
+"""Time of one training step of `[x_t | x_0]` against the arithmetic limit of the same machine.
 
     python -m benchmarks.train_step model=qwen3_8b gpus=4 [arms=full,dense_recompute,gated_lora] [record=true]
 
-Every arm is the product's own trainer (benchmarks/training/train_step_worker.py) in fresh processes: random weights of
-the true shape, real text, 4096 data tokens per sample, all of them supervised. The limit counts the FLOPs
-that the layout needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that
-every process of the arm measures. `dense_recompute` is what public trainers of the method do: a dense mask
-and recomputed activations.
+Every arm runs the product's trainer (train_step_worker.py) in fresh processes: random weights of the true
+shape, real text, 4096 data tokens per sample, all supervised. The limit counts the FLOPs that the layout
+needs, twice those of autoregressive training, at the rate of an 8192^3 bf16 product that every process of the
+arm measures. `dense_recompute` does what public trainers of the method do: a dense mask and recomputed
+activations.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class Shape:
 
         Two rows per token, a noisy and a clean one, through every layer and the head: 2 FLOPs per weight
         forward, as many for the gradient of the activations and for that of the weights. A frozen base needs
-        no gradient of its weights, and none at all for clean rows, that no trained weight touches. Attention:
-        L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension forward and 10
-        backward: the second product of queries and keys counts, for none can keep the first (limits.md 3.6).
+        no gradient of its weights, and none at all for clean rows, which no trained weight affects.
+        Attention: L^2 + L visible pairs, half of them of noisy rows, 4 FLOPs per pair and head dimension
+        forward and 10 backward: the second product of queries and keys counts, because the first cannot be
+        kept.
         """
         projections = (2 * self.heads + 2 * KV_HEADS) * HEAD_DIM * self.width
         layers = self.layers * (projections + 3 * self.width * self.ffn)
@@ -107,7 +108,7 @@ def main() -> int:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the arms one after the other, print a table, optionally record the rows; 1 when an arm failed."""
+    """Run the arms in sequence, print a table and optionally record rows; returns 1 when an arm failed."""
     options = parse_options(arguments, OPTIONS)
     shape, arms = _chosen(options)
     results: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,7 @@
-"""One arm of `benchmarks.training.train_step` in one process group: the product's own trainer on random weights of a
-true shape and real text, timed step by step. Started by the driver through torchrun; rank 0 writes what it
-measured.
+"""One arm of `benchmarks.training.train_step` in one process group, started by the driver through torchrun.
+
+The product's trainer runs on random weights of a true shape and real text; rank 0 writes the time of each
+step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from idlm.train.planning.estimate import estimate_run
 
 WARM_STEPS = 2
 LEARNT_STEPS = 1_000_000
-"""The schedule's length: the learning rate of the measured steps must not be that of a run's end."""
+"""Length of the schedule, so that the learning rate of measured steps is not that of the end of a run."""
 
 
 @SOURCES.register("benchmark_text")
@@ -39,7 +40,7 @@ def _text_source(config: Any, encoder: Any) -> TextSource:
 
 @dataclass(slots=True)
 class _Clock(TrainerCallback):
-    """Seconds between the ends of optimizer steps, with the device idle at both."""
+    """Seconds between the ends of optimizer steps, with the device idle at each."""
 
     ends: list[float]
 

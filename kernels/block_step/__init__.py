@@ -1,6 +1,8 @@
-"""The rows of a pass of block diffusion, and what it decides, as tensors by lane; contract in README.md."""
+"""Rows and decisions of a block-diffusion pass, as tensors by lane; contract in README.md."""
 
-from idlm.kernels.block_step.op import (
+from idlm.kernels.block_step.op import decide_blocks, pack_blocks
+from idlm.kernels.block_step.reference import decide_reference, pack_reference
+from idlm.kernels.block_step.types import (
     PASSES_BITS,
     RULES,
     BlockLanes,
@@ -8,10 +10,7 @@ from idlm.kernels.block_step.op import (
     Limits,
     PackedBlocks,
     Proposed,
-    decide_blocks,
-    pack_blocks,
 )
-from idlm.kernels.block_step.reference import decide_reference, pack_reference
 
 __all__ = [
     "PASSES_BITS",

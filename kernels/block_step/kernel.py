@@ -1,8 +1,7 @@
-"""The Triton kernels of a block-diffusion pass: its rows, and what is decided. Small integers, few launches.
+"""The Triton kernels of a block-diffusion pass: its rows and its decisions. Small integers, few launches.
 
-Every program finds the rows' sequences for itself by adding all rows up, so nothing is passed between
-programs. B sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token
-table.
+Every program sums the rows of all sequences to find those of its own, so programs exchange nothing. B
+sequences, R rows, W places of a block (SIZE, padded to BLOCK_W), Z lanes, L columns of the token table.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -15,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.constexpr):
-    """The leftmost place of each sequence that is neither known nor decided; the last one if none is."""
+    """The leftmost place of each sequence that is neither known nor decided, else the last place."""
     w = tl.arange(0, BLOCK_W)
     m_bw = m_b[:, None] & (w < SIZE)[None, :]
     decided = tl.load(decided_ZW + lane[:, None] * SIZE + w[None, :], mask=m_bw, other=1) != 0
@@ -24,31 +23,31 @@ def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.con
 
 
 @triton.jit
-def shares(
+def sequence_rows(
     known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
     SIZE: tl.constexpr, PART: tl.constexpr, SHIFTED: tl.constexpr, FUSES: tl.constexpr,
     HAS_ROOM: tl.constexpr, REUSES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Of every sequence: whether it advances, wants to decode, denoises; the known tokens that it stores, the
-    first place that is fed of its block in work, the first slot and the number of its rows.
+    """Per sequence: whether it advances, wants to decode and denoises; the number of known tokens that it
+    stores; the first place that it computes of its active block; its first slot and its number of rows.
     """
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
     known = tl.load(known_Z + lane)
     computed = tl.load(computed_Z + lane)
-    told = tl.load(feed_B + b, mask=m_b, other=0)
+    num_counted = tl.load(feed_B + b, mask=m_b, other=0)
     decodes = tl.load(samples_B + b, mask=m_b, other=0) != 0
     advances = (known < tl.load(ends_Z + lane)) & m_b
     wants = decodes & advances
-    feed = tl.where(decodes, known // SIZE * SIZE - computed, told)
+    feed = tl.where(decodes, known // SIZE * SIZE - computed, num_counted)
     feed = tl.where(advances, feed, 0)
     denoises = wants
     if not FUSES:
         denoises = wants & (feed == 0)
     elif HAS_ROOM:
-        uncounted = tl.where(m_b, tl.maximum(feed - told, 0), 0)
-        room = R - B * SIZE - tl.sum(tl.where(m_b, tl.minimum(feed, told), 0), 0)
+        uncounted = tl.where(m_b, tl.maximum(feed - num_counted, 0), 0)
+        room = R - B * SIZE - tl.sum(tl.where(m_b, tl.minimum(feed, num_counted), 0), 0)
         denoises = wants & ((uncounted == 0) | (tl.cumsum(uncounted, 0) <= room))
     first = feed * 0
     num = first + SIZE
@@ -101,9 +100,9 @@ def pack_blocks_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of rows, or (programs behind those) the wanted rows of a sequence and what is said of it."""
+    """A block of rows, or (in the programs after those) the wanted rows and numbers of one sequence."""
     b = tl.arange(0, BLOCK_B)
-    advances, wants, denoises, feed, first, first_slot, count = shares(
+    advances, wants, denoises, feed, first, first_slot, count = sequence_rows(
         known_Z, computed_Z, ends_Z, decided_ZW, part_Z, lanes_B, feed_B, samples_B, B, R,
         SIZE, PART, SHIFTED, FUSES, HAS_ROOM, REUSES, BLOCK_B, BLOCK_W,
     )  # fmt: skip
@@ -169,7 +168,7 @@ def pack_blocks_kernel(
 
 @triton.jit
 def ranks(keys, is_open, w):
-    """How many open places come before each: larger keys first, the left one of equal keys first."""
+    """Rank of each place among the open ones: larger keys first, the left one of equal keys first."""
     mine, other = keys[:, None], keys[None, :]
     is_before = (other > mine) | ((other == mine) & (w[None, :] < w[:, None]))
     return tl.sum((is_before & is_open[None, :]).to(tl.int32), 1)
@@ -233,7 +232,7 @@ def decide_kernel(
     SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One sequence."""
+    """Decide, edit and commit the active block of one sequence."""
     b = tl.program_id(0)
     lane, feed = tl.load(lanes_B + b), tl.load(feed_B + b)
     samples = tl.load(samples_B + b) != 0
@@ -259,7 +258,7 @@ def decide_kernel(
         if HAS_LOGITS:
             can_edit = can_edit & has_logits
         looks = looks | can_edit
-    # What closed places say may be anything.
+    # Proposals for closed places may be anything.
     proposed = tl.load(proposed_BW + mine, mask=looks, other=0)
     confidence = tl.load(confidence_BW + mine, mask=looks, other=0.0)
     entropy = confidence

@@ -1,4 +1,4 @@
-"""The definition of a pass of block diffusion, sequence by sequence in plain Python. Rules in README.md.
+"""The definition of a block-diffusion pass, sequence by sequence in plain Python. Rules in README.md.
 
 Z lanes, W places of a block.
 """
@@ -14,13 +14,13 @@ Row = tuple[int, int, int, bool]
 
 @dataclass(slots=True, kw_only=True)
 class Sequence:
-    """One lane as lists and numbers. `ends`: as long as it may get; `part`: see `whole_part_Z`."""
+    """One lane as lists and numbers. `ends`: maximum length; `whole_part`: see `BlockLanes`."""
 
     tokens: list[int]
     num_computed: int
     ends: int
     places: list[int | None]
-    """Of the block in work: the token that was decided for each place; None where none is, or it is known."""
+    """The token decided for each place of the active block; None if undecided or known."""
     num_passes: int = 0
     num_clean_passes: int = 0
     whole_part: int = -1
@@ -34,7 +34,7 @@ class Sequence:
         return [w for w in range(len(self.tokens) % size, size) if self.places[w] is None]
 
     def fed(self, shape: Any, num_feed: int) -> tuple[int, int]:
-        """First place and number of places that a pass feeds of the block in work."""
+        """First place and number of places of the active block that a pass computes."""
         if not shape.reuses:
             return 0, shape.size
         place = (self.masks(shape.size) or [shape.size - 1])[0]
@@ -51,18 +51,18 @@ def pack_reference(
     """
     size, uncounted, counted = shape.size, 0, 0
     due = []
-    for sequence, told, decodes in sequences:
+    for sequence, num_counted, decodes in sequences:
         advances = len(sequence.tokens) < sequence.ends
-        num_feed = len(sequence.tokens) // size * size - sequence.num_computed if decodes else told
+        num_feed = len(sequence.tokens) // size * size - sequence.num_computed if decodes else num_counted
         due.append((num_feed if advances else 0, decodes and advances))
-        counted += min(due[-1][0], told)
+        counted += min(due[-1][0], num_counted)
     packed = []
-    for (sequence, told, _), (num_feed, wants) in zip(sequences, due, strict=True):
+    for (sequence, num_counted, _), (num_feed, wants) in zip(sequences, due, strict=True):
         denoises = wants
         if shape.shifted or not shape.fuses:
             denoises = wants and num_feed == 0
         elif num_rows is not None:
-            extra = max(0, num_feed - told)
+            extra = max(0, num_feed - num_counted)
             uncounted += extra
             denoises = wants and (not extra or uncounted <= num_rows - len(sequences) * size - counted)
         rows = [_row(sequence, sequence.num_computed + k, shape) for k in range(num_feed)]

@@ -1,7 +1,7 @@
 """The Triton kernel of grouped products: y^T = W x^T of one expert's rows, tile by tile.
 
 The weight is the M side of the matrix instruction, as in kernels/linear, so few rows cost few padded ones. A
-program walks all columns from the first to the last: the bits of a row depend on no tile and no neighbour.
+program walks all columns from the first to the last: the bits of a row do not depend on tiles or other rows.
 Contract in README.md. P pairs of a row and an expert, sorted by expert, T tiles, IN columns, OUT outputs.
 """
 
@@ -96,9 +96,8 @@ def grouped_kernel(
 
     GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
     gate before up, and the output is silu(gate) * up; STACKED makes both by one product of twice as many
-    weight rows. Else it is `x` that is sorted, and the output is put at its pair's place. ALONE: there is one
-    row, so that every pair is a tile and no plan is read. TMA: `box` describes all experts' rows as one
-    matrix.
+    weight rows. Otherwise `x` is sorted, and the output is stored at its pair's place. ALONE: there is one
+    row, so every pair is a tile and no plan is read. TMA: `box` describes all experts' rows as one matrix.
     """
     tiles_o = tl.cdiv(OUT, BLOCK_O)
     tile = tl.program_id(0) // tiles_o
@@ -123,7 +122,7 @@ def grouped_kernel(
     o = tl.program_id(0) % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
     o_column = tl.arange(0, BLOCK_I)
     p_expert = w + expert.to(tl.int64) * stride_expert
-    # Rows behind the last output are read as the last one: cheaper than a mask, and never stored.
+    # Rows after the last output are read as the last one: cheaper than a mask, and never stored.
     row_w = tl.minimum(o, OUT - 1)
     p_x = x + row_x.to(tl.int64)[:, None] * stride_x + o_column[None, :]
     if STACKED:

@@ -1,6 +1,6 @@
-"""Triton kernels around the products: who chooses whom, the plan of tiles, the sum of a row's experts.
+"""Triton kernels around the products: routing, the plan of tiles, the sum of a row's experts.
 
-None of them adds floats in an order that depends on anything but the row. Contract in README.md.
+The order in which they add floats depends on the row alone. Contract in README.md.
 R rows, X experts that rows choose from, E experts that are here, C chosen experts, P = R C pairs, T tiles, G
 groups, D width.
 """
@@ -17,7 +17,7 @@ NEVER: tl.constexpr = tl.constexpr(-float("inf"))
 
 @triton.jit
 def _largest(quality, is_taken, number, MOST: tl.constexpr):
-    """Of what is not taken the largest, of equals the one with the lowest number: its number."""
+    """Number of the largest quality that is not taken; of equal ones the lowest number."""
     open_quality = tl.where(is_taken, NEVER, quality)
     best = tl.max(tl.max(open_quality, axis=1), axis=0)
     is_best = (open_quality == best) & (is_taken == 0)
@@ -28,7 +28,7 @@ def _largest(quality, is_taken, number, MOST: tl.constexpr):
 def _outside_best_groups(
     quality, group, m_x, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, PAD_G: tl.constexpr
 ):
-    """[PAD_G, 1]: whether a group is none of those whose two best have the largest sums."""
+    """[PAD_G, 1]: whether a group is not among those whose two best scores have the largest sums."""
     inside = tl.where(m_x, quality, NEVER)
     best, place = tl.max(inside, axis=1, return_indices=True)
     o_inside = tl.arange(0, quality.shape[1])[None, :]
@@ -80,7 +80,7 @@ def route_kernel(
     else:
         raised = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
         scores = raised / tl.sum(tl.sum(raised, axis=1), axis=0)
-    # What a padding row holds may be no number: it still must not be put outside of the tables.
+    # A padding row may hold NaN, but must not be stored outside of the tables.
     scores = tl.where(m_x & (scores == scores), scores, 0.0)
     quality = scores
     if HAS_BIAS:
@@ -123,10 +123,10 @@ def plan_kernel(
     PAD_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One expert: where its pairs lie in sorted order, in their own order, and its tiles.
+    """One expert: the positions of its pairs in sorted order (stable), and its tiles.
 
-    A tile is (expert, first pair, end, 0); the last expert marks those that nobody needs with expert -1.
-    Every program counts everybody's pairs: cheaper than another kernel.
+    A tile is (expert, first pair, end, 0); the last expert marks unused tiles with expert -1. Every program
+    counts the pairs of all experts, which is cheaper than another kernel.
     """
     mine = tl.program_id(0)
     o_pair, o_expert = tl.arange(0, BLOCK_P), tl.arange(0, PAD_E)
@@ -197,7 +197,7 @@ def combine_kernel(
         expert = tl.load(experts_RC + pair).to(tl.int32) - first
         is_here = (expert >= 0) & (expert < num_experts)
         weight = tl.load(weights_RC + pair)
-        # What lies at a pair that nobody computed may be no number.
+        # The output of a pair that was not computed may be NaN.
         y = tl.load(y_PD + pair * D + o_column, mask=m_column & is_here, other=0.0).to(tl.float32)
         total += tl.where(is_here, weight, 0.0) * y
     if HAS_SHARED:

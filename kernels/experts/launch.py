@@ -1,21 +1,37 @@
-"""Tiles of the grouped products. R rows, E experts, C chosen experts, P pairs."""
+"""Launches of the kernels of experts: tiles of the grouped products, and their choice by the number of rows.
+
+R rows, X experts that rows choose from, E experts that are here, C chosen experts, P = R C pairs, T tiles, D
+width, F ffn of an expert.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.experts.kernel import grouped_kernel
+from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
+from idlm.kernels.experts.reference import MIN_SUM
+from idlm.kernels.experts.types import Routing
+
+PLAN_PAIRS = 8192
+COMBINE_COLUMNS = 1024
 SHARED_BYTES = 225 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Of one product; everything here may be swept (benchmarks/kernels/experts.py).
+    """Launch parameters of one product; benchmarks/kernels/experts.py sweeps them.
 
-    `block_o` outputs: with `stacked` (gate and up only) the instruction's M side is twice as large, it is
-    then 64 or a multiple. `block_i` columns per step. `tma`: weights (where they allow it) are read by
-    descriptor; not with `stacked`.
+    `block_o` outputs; with `stacked` (gate and up only) the M side of the instruction is twice as large,
+    which must be a multiple of 64. `block_i` columns per step. `tma`: read weights by descriptor if their
+    layout allows it; not with `stacked`.
     """
 
     block_o: int
@@ -26,13 +42,13 @@ class Tile:
     tma: bool = False
 
     def shared_bytes(self, itemsize: int, block_r: int, *, gated: bool) -> int:
-        """Shared memory of the pipeline, about."""
+        """Approximate shared memory of the pipeline."""
         return self.stages * self.block_i * ((2 if gated else 1) * self.block_o + block_r) * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """`block_r`: pairs of a tile, shared by both products."""
+    """`block_r`: pairs of a tile, the same for both products."""
 
     block_r: int
     gate_up: Tile
@@ -47,7 +63,7 @@ STREAMED = {
     )
     for block_r in (16, 32)
 }
-"""For few rows: what counts is the number of weight bytes on their way."""
+"""For few rows, where the number of weight bytes on their way limits the speed."""
 COMPUTED = {
     64: Launch(
         block_r=64,
@@ -65,11 +81,11 @@ EXACT = Launch(
     gate_up=Tile(block_o=64, block_i=32, stages=2),
     down=Tile(block_o=64, block_i=32, stages=2),
 )
-"""fp32 products are made of fma, in an order that follows the tile: one tile for any number of rows."""
+"""fp32 products use fma in an order that follows the tile, so all numbers of rows share one tile."""
 
 
 def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype) -> Launch:
-    """By how many rows an expert of `num_experts` gets on average, and can get at most."""
+    """Choose by the mean and the maximum number of rows of an expert."""
     if dtype.itemsize > 2:
         return EXACT
     mean = num_rows * num_chosen / num_experts
@@ -82,5 +98,174 @@ def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype)
 
 
 def num_tiles(num_pairs: int, num_experts: int, block_r: int) -> int:
-    """The most tiles that `num_pairs` can need: every expert has at most one that is not full."""
+    """Maximum number of tiles of `num_pairs`: every expert has at most one that is not full."""
     return min(num_experts, num_pairs) + num_pairs // block_r
+
+
+def _launched(pdl: bool) -> dict[str, Any]:
+    pdl = pdl and not INTERPRETED
+    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def run_route(
+    logits_RX: Tensor, routing: Routing, *, bias_X: Tensor | None, slots_R: Tensor | None, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """Route with one program per row; returns experts (int32) and weights (fp32), both [R, C]."""
+    num_rows, X = logits_RX.shape
+    shape = (num_rows, routing.num_chosen)
+    experts_RC = torch.empty(shape, dtype=torch.int32, device=logits_RX.device)
+    weights_RC = torch.empty(shape, dtype=torch.float32, device=logits_RX.device)
+    if num_rows:
+        # If all groups are chosen, groups change nothing.
+        groups = routing.num_groups if routing.num_chosen_groups < routing.num_groups else 1
+        route_kernel[(num_rows,)](
+            logits_RX,
+            logits_RX if bias_X is None else bias_X,
+            experts_RC if slots_R is None else slots_R,
+            experts_RC,
+            weights_RC,
+            logits_RX.stride(0),
+            routing.scaling,
+            X=X,
+            CHOSEN=routing.num_chosen,
+            GROUPS=groups,
+            CHOSEN_GROUPS=min(groups, routing.num_chosen_groups),
+            PAD_G=triton.next_power_of_2(groups),
+            PAD_S=triton.next_power_of_2(X // groups),
+            SIGMOID=routing.score == "sigmoid",
+            NORMALISED=routing.is_normalised,
+            HAS_BIAS=bias_X is not None,
+            HAS_SLOTS=slots_R is not None,
+            MIN_SUM=MIN_SUM,
+            num_warps=1,
+            **_launched(pdl),
+        )
+    return experts_RC, weights_RC
+
+
+def run_experts(
+    x_RD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    chosen: tuple[Tensor, Tensor],
+    *,
+    first: int,
+    shared_RD: Tensor | None,
+    launch: Launch,
+    pdl: bool,
+) -> Tensor:
+    """Plan the tiles, run both grouped products and sum; returns [R, D]."""
+    (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
+    experts_RC, weights_RC = experts_RC.contiguous(), weights_RC.contiguous()
+    num_rows, num_chosen = experts_RC.shape
+    num_experts, D, F = down_EDF.shape
+    out_RD = x_RD.new_empty(num_rows, D)
+    if num_rows == 0:
+        return out_RD
+    plan = plan_tiles(experts_RC, first, num_experts, launch.block_r, pdl)
+    hidden_PF, y_PD = x_RD.new_empty(experts_RC.numel(), F), x_RD.new_empty(experts_RC.numel(), D)
+    grouped(x_RD, gate_up_EFD, hidden_PF, plan, experts_RC, first, launch.block_r, launch.gate_up, pdl, True)
+    grouped(hidden_PF, down_EDF, y_PD, plan, experts_RC, first, launch.block_r, launch.down, pdl, False)
+    block = min(COMBINE_COLUMNS, triton.next_power_of_2(D))
+    combine_kernel[(num_rows * triton.cdiv(D, block),)](
+        y_PD,
+        experts_RC,
+        weights_RC,
+        out_RD if shared_RD is None else shared_RD,
+        out_RD,
+        first,
+        num_experts,
+        D,
+        0 if shared_RD is None else shared_RD.stride(0),
+        CHOSEN=num_chosen,
+        HAS_SHARED=shared_RD is not None,
+        BLOCK_D=block,
+        num_warps=4,
+        **_launched(pdl),
+    )
+    return out_RD
+
+
+def plan_tiles(
+    experts_RC: Tensor, first: int, num_experts: int, block_r: int, pdl: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Tiles [T, 4] and the pairs sorted by expert [P]; None for one row, whose experts all differ."""
+    if len(experts_RC) == 1:
+        return None
+    num_pairs = experts_RC.numel()
+    tiles = num_tiles(num_pairs, num_experts, block_r)
+    tiles_T4 = torch.empty(tiles, 4, dtype=torch.int32, device=experts_RC.device)
+    order_P = torch.empty(num_pairs, dtype=torch.int32, device=experts_RC.device)
+    block_p = min(PLAN_PAIRS, max(128, triton.next_power_of_2(num_pairs)))
+    plan_kernel[(num_experts,)](
+        experts_RC,
+        order_P,
+        tiles_T4,
+        num_pairs,
+        tiles,
+        first,
+        num_experts,
+        BLOCK_P=block_p,
+        BLOCK_R=block_r,
+        PAD_E=max(32, triton.next_power_of_2(num_experts)),
+        num_warps=8 if block_p > 1024 else 4,
+        **_launched(pdl),
+    )
+    return tiles_T4, order_P
+
+
+def grouped(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    plan: tuple[Tensor, Tensor] | None,
+    experts_RC: Tensor,
+    first: int,
+    block_r: int,
+    tile: Tile,
+    pdl: bool,
+    gated: bool,
+) -> None:
+    """Write one grouped product into `y`."""
+    IN, OUT = x.shape[1], y.shape[1]
+    tiles_T4, order_P = (experts_RC, experts_RC) if plan is None else plan
+    num = experts_RC.numel() if plan is None else len(tiles_T4)
+    block_i = min(tile.block_i, max(16, triton.next_power_of_2(IN)))
+    box = _box(weight, tile.block_o, block_i) if tile.tma and not tile.stacked else None
+    grouped_kernel[(num * triton.cdiv(OUT, tile.block_o),)](
+        x,
+        weight,
+        weight if box is None else box,
+        y,
+        tiles_T4,
+        order_P,
+        experts_RC,
+        first,
+        len(weight),
+        experts_RC.shape[1],
+        IN,
+        OUT,
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        y.stride(0),
+        GATED=gated,
+        STACKED=tile.stacked,
+        ALONE=plan is None,
+        EVEN=IN % block_i == 0,
+        TMA=box is not None,
+        BLOCK_O=tile.block_o,
+        BLOCK_R=block_r,
+        BLOCK_I=block_i,
+        STAGES=tile.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        **_launched(pdl),
+    )
+
+
+def _box(weight: Tensor, block_o: int, block_i: int) -> TensorDescriptor | None:
+    """The descriptor of all experts' rows as one matrix; None if the hardware cannot address them."""
+    rows = weight.flatten(0, 1) if weight.is_contiguous() else None
+    if rows is None or weight.data_ptr() % 16 or rows.stride(0) * rows.element_size() % 16:
+        return None
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_o, block_i])

@@ -7,36 +7,22 @@ expert, D width, F ffn of an expert.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import has_pdl
+from idlm.kernels.backend import has_pdl, runs_kernels
 from idlm.kernels.experts.reference import MIN_SUM
+from idlm.kernels.experts.types import Routing
 
 if TYPE_CHECKING:
     from idlm.kernels.experts.launch import Launch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST_OF_GROUP = 2
-"""How many of a group's scores count for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How rows choose. `is_normalised`: the weights of the chosen are divided by their sum."""
-
-    num_chosen: int
-    score: Literal["softmax", "sigmoid"]
-    is_normalised: bool
-    scaling: float = 1.0
-    num_groups: int = 1
-    num_chosen_groups: int = 1
+"""Number of scores of a group that are added to rank it."""
 
 
 def route(
@@ -47,16 +33,16 @@ def route(
     slots_R: Tensor | None = None,
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The chosen experts of each row (integers) and their weights, fp32 (fp64 of fp64), both [R, C].
+    """The chosen experts of each row (integers) and their weights, fp32 (fp64 for fp64), both [R, C].
 
-    Scores are made in fp32; `bias_X` counts where experts are chosen, not in a weight; weights are rounded
-    once to the dtype of the logits, as the published routers do. Of equal scores, the lower number is chosen.
+    Scores are computed in fp32; `bias_X` affects the choice, not the weights; weights are rounded once to the
+    dtype of the logits, as the published routers do. Among equal scores, the lower number is chosen.
     A row whose slot is negative is padding: its experts are -1, its weights unspecified.
     """
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
     if _runs_kernels(logits_RX):
-        from idlm.kernels.experts.kernel_run import run_route
+        from idlm.kernels.experts.launch import run_route
 
         pdl = has_pdl(logits_RX.device) if pdl is None else pdl
         return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, pdl=pdl)
@@ -97,16 +83,16 @@ def experts(
 ) -> Tensor:
     """The weighted sum of the chosen experts' outputs plus `shared_RD`, [R, D] in the dtype of `x_RD`.
 
-    Here are experts `first` and following, `gate_up_EFD` with the gate's F rows before the up projection's
-    [E, 2F, D], `down_EDF` [E, D, F]; others, of `num_choices` in all, add nothing. Rows whose
-    experts are -1 (padding) give 0, whatever they hold. No row has an expert twice. `launch` None: by rule.
+    This rank holds the experts from `first` on: `gate_up_EFD` [E, 2F, D] with the gate's rows first,
+    `down_EDF` [E, D, F]. The others, of `num_choices` in all, add nothing. Rows whose experts are -1
+    (padding) give 0, whatever they hold. No row has an expert twice. `launch` None: chosen by rule.
     """
     assert x_RD.stride(1) == 1 and gate_up_EFD.stride(2) == down_EDF.stride(2) == 1, "columns not contiguous"
     assert x_RD.shape[1] == gate_up_EFD.shape[2] == down_EDF.shape[1], f"{x_RD.shape=} {gate_up_EFD.shape=}"
     assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2], f"{gate_up_EFD.shape=} {down_EDF.shape=}"
     weights = (gate_up_EFD, down_EDF)
     if _runs_kernels(x_RD):
-        from idlm.kernels.experts.kernel_run import run_experts
+        from idlm.kernels.experts.launch import run_experts
 
         return run_experts(
             x_RD,
@@ -133,7 +119,7 @@ def plain_experts(
     first: int = 0,
     shared_RD: Tensor | None = None,
 ) -> Tensor:
-    """`experts` expert after expert; the sum is in fp32 and in order of experts."""
+    """`experts` in torch ops, one expert after another; the sum is in fp32 and in the order of experts."""
     (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
     num_experts = len(down_EDF)
     is_here_RC = (experts_RC >= first) & (experts_RC < first + num_experts)
@@ -155,14 +141,14 @@ def plain_experts(
 
 
 def _largest(scores: Tensor, num: int) -> Tensor:
-    """Numbers of the largest of each row, of equal ones the lower first, as in the kernel. Not topk, which
-    promises no order of ties.
+    """Numbers of the `num` largest scores of each row, lower numbers first among equal ones, as in the
+    kernel. topk does not promise an order of ties.
     """
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :num]
 
 
 def _in_best_groups(quality_RX: Tensor, routing: Routing) -> Tensor:
-    """-inf outside the groups whose best scores have the largest sums."""
+    """Set scores to -inf outside the groups whose best scores have the largest sums."""
     grouped_RGx = quality_RX.view(len(quality_RX), routing.num_groups, -1)
     sums_RG = grouped_RGx.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
     best = _largest(sums_RG, routing.num_chosen_groups)
@@ -171,4 +157,4 @@ def _in_best_groups(quality_RX: Tensor, routing: Routing) -> Tensor:
 
 
 def _runs_kernels(x: Tensor) -> bool:
-    return (x.is_cuda or INTERPRETED) and x.dtype in DTYPES
+    return runs_kernels(x) and x.dtype in DTYPES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from idlm.kernels.experts.op import Routing
+    from idlm.kernels.experts.types import Routing
 
 MIN_SUM = 1e-20
 
@@ -23,7 +23,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def route_reference(
     logits_RE: Tensor, routing: Routing, *, bias_E: Tensor | None = None
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Per row the numbers of the chosen experts, rising, and their weights; not rounded."""
+    """Per row the numbers of the chosen experts, ascending, and their weights, not rounded."""
     experts, weights = [], []
     for logits_E in logits_RE.to(_wide(logits_RE.dtype)):
         scores = (logits_E.softmax(dim=0) if routing.score == "softmax" else logits_E.sigmoid()).tolist()
@@ -54,8 +54,8 @@ def experts_reference(
     first: int = 0,
     shared_RD: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of the chosen experts that are here, plus the shared one's output [R, D], not rounded.
-    A row whose experts are -1 is 0.
+    """The weighted sum of the chosen experts of this rank plus the shared expert's output [R, D], not
+    rounded. A row whose experts are -1 is 0.
     """
     dtype = _wide(x_RD.dtype)
     out_RD = torch.zeros(x_RD.shape, dtype=dtype, device=x_RD.device)

@@ -1,4 +1,4 @@
-"""The Triton kernel of gated LoRA's second half: B h into the MASK rows, and the SwiGLU where it follows.
+"""The Triton kernel of gated LoRA's second half: adds B h to MASK rows, and computes a SwiGLU that follows.
 
 R rows, E output width, F half of it for a SwiGLU, X ranks of all parts, r rank of one.
 """
@@ -113,7 +113,7 @@ def expand_kernel(
     p_h = h_RX + row[:, None] * stride_h + part * rank
     p_y = y_RE + row[:, None] * stride_y + e[None, :]
     mask = (row < R if GATED else is_mask)[:, None] & m_e[None, :]
-    # Ahead of the products, that it be on its way meanwhile.
+    # Loaded before the products, so that it arrives meanwhile.
     y = tl.load(p_y, mask=mask, other=0.0)
     gain = _gain(
         b, p_h, b_Er, e, m_e, is_mask, k, rank, scaling, stride_b, dtype, BLOCK_K, IS_WIDE, PRECISION

@@ -18,7 +18,7 @@ MAX_PARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedLora:
-    """What a projection with the A of all parts behind its weight is to add to the MASK rows; `sizes` as in
+    """Gated LoRA of a projection, the end of whose weight holds the A of all parts; `sizes` as in
     `expand_add`.
     """
 
@@ -29,7 +29,7 @@ class GatedLora:
 
     @property
     def num_ranks(self) -> int:
-        """X, of all parts."""
+        """X, the ranks of all parts."""
         return len(self.sizes) * self.b_Er.shape[1]
 
 
@@ -45,7 +45,7 @@ def expand_add(
     """Add scaling * B h to the MASK rows of `y_RE`, in place; other rows keep their bits. Returns `y_RE`.
 
     `sizes` are the parts' output widths, at most three, in the order of the rows of `b_Er`; `h_RX` holds A x
-    of each part in turn, of any content in other rows.
+    of each part in turn, with any content in other rows.
     """
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
     if runs_kernels(y_RE):
@@ -57,7 +57,7 @@ def expand_add(
 
 
 def expand_swiglu(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *, scaling: float) -> Tensor:
-    """silu(gate) * up of what `expand_add` would make of the parts gate and up, [R, F]; `y_RE` stays."""
+    """silu(gate) * up, [R, F], of the gate and up that `expand_add` would give; `y_RE` does not change."""
     sizes = (y_RE.shape[1] // 2,) * 2
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
     if runs_kernels(y_RE):

@@ -1,4 +1,4 @@
-"""Linear layers of few rows at the speed of the weight's stream; contract in README.md."""
+"""Linear layers of few rows at the speed of reading the weight; contract in README.md."""
 
 from idlm.kernels.linear.fp8 import Fp8Weight, quantise_fp8
 from idlm.kernels.linear.linears import Linears

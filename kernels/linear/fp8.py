@@ -1,9 +1,9 @@
 """fp8 weights (e4m3) with one scale per output channel; lossy, and half the bytes of bf16.
 
-Weights only: they are widened to the dtype of the activations, products and sums are as ever. Scales are
-powers of two: what a weight stands for has four significant bits, so bf16 and fp32 hold it exactly, and
-kernel and library compute with the same weights. A finer scale would not make e4m3 any more precise.
-R rows, D input width, E output width.
+Only weights are fp8: they are widened to the dtype of the activations, and products and sums are unchanged.
+Scales are powers of two, so a dequantised weight has four significant bits, bf16 and fp32 hold it exactly,
+and kernel and library compute with the same weights. A finer scale would not make e4m3 more precise. R rows,
+D input width, E output width.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Fp8Weight:
         return self.values_ED.shape
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weight it stands for, in `dtype`."""
+        """The dequantised weight in `dtype`."""
         return self.values_ED.to(dtype).mul_(self.scale_E.to(dtype)[:, None])
 
     def linear(self, x_RD: Tensor, bias_E: Tensor | None) -> Tensor:
-        """x W^T (+ bias), [R, E], by the library; meanwhile the weight exists once more, in the dtype of x.
+        """x W^T (+ bias), [R, E], by the library, with a temporary copy of the weight in the dtype of x.
 
-        Scaling outputs by powers of two gives the bits that scaling weights does, at a fraction of the
-        traffic; but the range of fp16 may be too small for what is not scaled yet.
+        Scaling outputs by powers of two gives the same bits as scaling weights at a fraction of the traffic,
+        but unscaled outputs may exceed the range of fp16.
         """
         if x_RD.dtype == torch.float16:
             return F.linear(x_RD, self.widened(x_RD.dtype), bias_E)
@@ -51,8 +51,8 @@ class Fp8Weight:
 
 
 def quantise_fp8(weight_ED: Tensor) -> Fp8Weight:
-    """Round to e4m3, the largest of every output channel in the top octave of its range; a zero channel stays
-    so. On the way the weight exists once more in fp32.
+    """Round to e4m3, with the largest value of every output channel in the top octave of the range; a zero
+    channel stays zero. Needs a temporary fp32 copy of the weight.
     """
     scaled_ED = weight_ED.to(torch.float32, copy=True)
     largest_E = torch.maximum(scaled_ED.amax(dim=1), -scaled_ED.amin(dim=1))
@@ -62,5 +62,5 @@ def quantise_fp8(weight_ED: Tensor) -> Fp8Weight:
 
 
 def _power_of_two_above(x_E: Tensor) -> Tensor:
-    """The smallest power of two that is not below x > 0; by its bits, so exact on every device."""
+    """The smallest power of two >= x > 0, computed on bits, so exact on every device."""
     return ((x_E.view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)

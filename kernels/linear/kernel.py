@@ -25,9 +25,9 @@ from idlm.kernels.linear.kernel_finish import (
 )
 
 QUANTUM: tl.constexpr = tl.constexpr(256)
-"""Splits start at multiples of it, whatever the tile, so that tiles of any width share the same ranges."""
+"""Splits start at its multiples, so that tiles of any width share the same ranges of columns."""
 SECTOR_BITS: tl.constexpr = tl.constexpr(256)
-"""What a request asks for at least."""
+"""Minimum size of a memory request."""
 
 
 @triton.jit
@@ -37,9 +37,9 @@ def _first_column(split, splits, D):
 
 @triton.jit
 def _ask_ahead(p_row, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD columns of every row in the L2 cache; nobody waits.
+    """Prefetch the first AHEAD columns of every row into the L2 cache, without waiting.
 
-    A bulk request per row would be one for 256 bytes, but a warp makes those one by one.
+    A bulk request per row would need one request for 256 bytes, but a warp issues those one by one.
     """
     STEP: tl.constexpr = SECTOR_BITS // p_row.dtype.element_ty.primitive_bitwidth
     p = p_row[:, None] + tl.arange(0, AHEAD // STEP)[None, :] * STEP
@@ -70,7 +70,7 @@ def _product(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """W x^T over columns first..end, [BLOCK_E, BLOCK_R] fp32, and that of the up rows when GATED."""
+    """W x^T over columns first..end, [BLOCK_E, BLOCK_R] fp32, and the product of the up rows if GATED."""
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     o_column = tl.arange(0, BLOCK_D)
@@ -134,10 +134,9 @@ def linear_kernel(
 ):
     """One tile of rows and outputs, over one split of the columns or (SERIAL) over all of them in turn.
 
-    MANY: every split has a program of its own, or waits for those of h.
-    GATED: `w_ED` has 2E rows, gate before up, and the output is silu(gate) * up.
-    LORA (of a gated one): behind them it has the A of gate and of up, `rank` rows each, whose tiles come
-    first; there is one tile of rows.
+    MANY: every split has its own program, or waits for the programs of h. GATED: `w_ED` has 2E rows, gate
+    before up, and the output is silu(gate) * up. LORA (only if GATED): the A of gate and of up follow these
+    rows, `rank` rows each; their tiles come first in the grid. There is one tile of rows.
     """
     SLOTS: tl.constexpr = 2 if GATED else 1
     tiles_r = tl.cdiv(R, BLOCK_R)
@@ -156,7 +155,7 @@ def linear_kernel(
     e = tile_e * BLOCK_E + tl.arange(0, BLOCK_E)
     m_row, m_e = row < R, e < num_outputs
     o_column = tl.arange(0, BLOCK_D)
-    # Rows behind the last output are read as the last one: cheaper than a mask, and never stored.
+    # Rows after the last output are read as the last one: cheaper than a mask, and never stored.
     p_row = w_ED + tl.minimum(e, num_outputs - 1).to(tl.int64) * stride_w
     p_w, p_up = p_row[:, None] + o_column[None, :], p_row[:, None] + o_column[None, :]
     if GATED:
@@ -164,7 +163,7 @@ def linear_kernel(
     p_x = x_RD + row[:, None] * stride_x + o_column[None, :]
     if PDL:
         if AHEAD:
-            # Weights are older than the kernel before, which leaves the memory idle when it ends.
+            # Weights do not depend on the previous kernel, which leaves the memory idle when it ends.
             p_first = p_row + _first_column(split, splits, D)
             _ask_ahead(p_first, AHEAD)
             if GATED:
@@ -173,7 +172,7 @@ def linear_kernel(
 
     acc = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_E, BLOCK_R], dtype=tl.float32)
-    # A loop that is not unrolled: copies of the pipeline would cost registers.
+    # This loop is not unrolled: copies of the pipeline would cost registers.
     for s in range(0 if SERIAL else split, splits if SERIAL else split + 1):
         first = _first_column(s, splits, D)
         end = tl.minimum(_first_column(s + 1, splits, D), D)
@@ -183,7 +182,7 @@ def linear_kernel(
         acc, acc_up = acc + part, acc_up + part_up
 
     if PDL:
-        # Not before: the next large kernel would be spread over what this one has left free, unevenly.
+        # Not earlier: the next large kernel would be spread unevenly over the multiprocessors that are free.
         tl.extra.cuda.gdc_launch_dependents()
     p_part = p_of_part(partials, tile, splits, SLOTS, BLOCK_E, BLOCK_R)
     is_last, count = True, 0

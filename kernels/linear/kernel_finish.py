@@ -1,9 +1,9 @@
-"""What the skinny linear does with a tile's product: scale, bias, gated LoRA, SwiGLU, each rounded as the
-separate ops round it, and the store.
+"""Epilogue of the skinny linear: scale, bias, gated LoRA, SwiGLU, each rounded as the separate ops round it,
+and the store.
 
-With gated LoRA, tiles of h = A x have programs of their own, the first of the grid. Each counts in the
-counters of all tiles of outputs, whose last program waits for that with its product in hand. Programs are
-started in the order of their ids and a tile of h waits for nobody, so the wait ends.
+With gated LoRA, tiles of h = A x have their own programs, the first of the grid. Each adds to the counters of
+all output tiles, and the last program of an output tile waits for them after its product. Programs start in
+the order of their ids and a tile of h never waits, so the wait ends.
 
 R rows, E output width, X ranks of h: those of gate, then those of up. `place`: outputs and rows of a tile,
 each with its mask.
@@ -22,21 +22,21 @@ from idlm.kernels.swiglu.kernel import rounded_swiglu
 
 IN_INTERPRETER: tl.constexpr = tl.constexpr(INTERPRETED)
 IN_FLIGHT: tl.constexpr = tl.constexpr(4)
-"""Parts that are asked for before the first is there."""
+"""Number of parts that are loaded ahead."""
 H_TILE: tl.constexpr = tl.constexpr(1 << 16)
-"""What a tile of h adds to the counter of every tile of outputs, in which a split counts 1."""
+"""A tile of h adds this to the counter of every output tile, and a split adds 1."""
 
 
 @triton.jit
 def p_of_part(partials, tile, splits, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Where the product of a tile's first split lies; those of the others follow."""
+    """Pointer to the product of a tile's first split; the products of the others follow."""
     at = tl.arange(0, BLOCK_E)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     return partials + tile.to(tl.int64) * splits * (SLOTS * BLOCK_E * BLOCK_R) + at
 
 
 @triton.jit
 def store_part(acc, acc_up, p_part, split, splits, SLOTS: tl.constexpr):
-    """The product of one split where the last of its tile finds it."""
+    """Store the product of one split for the last program of its tile."""
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
     if splits > 1:
         tl.store(p_part + split * (SLOTS * SIZE), acc)
@@ -46,7 +46,7 @@ def store_part(acc, acc_up, p_part, split, splits, SLOTS: tl.constexpr):
 
 @triton.jit
 def sum_of_parts(acc, acc_up, p_part, splits, SLOTS: tl.constexpr):
-    """The products of all splits, added in their order; `acc` where there is one."""
+    """The products of all splits, added in their order; `acc` if there is one split."""
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
     if splits > 1:
         acc = tl.zeros(acc.shape, dtype=tl.float32)
@@ -73,7 +73,7 @@ def _rounded(acc, scale_E, bias_E, e, m_e, dtype, SCALED: tl.constexpr, HAS_BIAS
 
 @triton.jit
 def _store(y, y_RE, place, stride_y):
-    """Write [BLOCK_E, BLOCK_R]; every step before has rounded, so this rounds once at most."""
+    """Write [BLOCK_E, BLOCK_R]; previous steps have rounded, so this rounds at most once."""
     e, m_e, row, m_row = place
     mask = m_row[:, None] & m_e[None, :]
     tl.store(y_RE + row[:, None] * stride_y + e[None, :], y.to(y_RE.dtype.element_ty).T, mask=mask)
@@ -105,7 +105,9 @@ def finish(
 
 @triton.jit
 def _late(x):
-    """The same, but made here: an operand goes to shared memory, so is waited for, where it is made."""
+    """The same value, computed here: an operand goes to shared memory, and is waited for, where it is
+    computed.
+    """
     if not IN_INTERPRETER:
         x = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;",
@@ -166,7 +168,7 @@ def finish_with_lora(
         while count < tiles_h * H_TILE:
             count = tl.atomic_add(counters + tile, 0, sem="acquire", scope="gpu")
         tl.store(counters + tile, 0)
-        # All is asked for before any of it is used. Others wrote h: .cg reads past the L1 cache.
+        # All loads are issued before any value is used. Others wrote h: .cg reads past the L1 cache.
         k = tl.arange(0, BLOCK_K)
         m_h = m_row[:, None] & (k < rank)[None, :]
         p_h = h_RX + row[:, None] * (2 * rank) + k[None, :]

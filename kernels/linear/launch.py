@@ -1,4 +1,4 @@
-"""Launch parameters of the skinny linear, its workspace, fixed launches for deterministic mode.
+"""The launch of the skinny linear: its parameters, workspace, and fixed parameters for deterministic mode.
 
 R rows, D input width, E output width (F of a SwiGLU, whose weight has 2F rows).
 """
@@ -6,12 +6,15 @@ R rows, D input width, E output width (F of a SwiGLU, whose weight has 2F rows).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.linear.kernel import QUANTUM
+from idlm.kernels.backend import INTERPRETED, rounds_as_written
+from idlm.kernels.gated_lora.op import GatedLora
+from idlm.kernels.linear.kernel import QUANTUM, linear_kernel
 
 FIXED_PROGRAMS = 384
 """Programs that splitting aims at in deterministic mode: three for each of an H200's 132 multiprocessors.
@@ -19,31 +22,31 @@ A constant, so that the same weights give the same bits on every device.
 """
 FIXED_ROWS = (16, 32, 64, 128)
 FEW_ROWS = 32
-"""Above, a decoding step is faster with cuBLAS on an H200 (benchmarks/engine/decode.py, 60 rows)."""
+"""With more rows a decoding step is faster with cuBLAS on an H200 (benchmarks/engine/decode.py, 60 rows)."""
 FEW_PROGRAMS = 264
 """Two for each of an H200's multiprocessors."""
 AHEAD = 128
-"""Columns; what memory has not begun to deliver when a kernel ends. More take as long as they save (H200)."""
+"""Columns that are prefetched while the previous kernel ends; more cost as much time as they save (H200)."""
 GATED_ROWS, GATED_TILES = range(33, 65), range(132, FEW_PROGRAMS + 1)
-"""Here the product with its SwiGLU takes as long as the library's without one: a launch less. Tiles of 64
-outputs, one round of programs.
+"""Rows and tiles of 64 outputs (one round of programs) at which our product with SwiGLU takes as long as the
+library's product alone, which saves a launch.
 """
 SHARED_BYTES = 225 * 1024
 MAX_RANKS = 128
-"""One product of B's and h's tiles covers them."""
+"""Maximum rank that one product of tiles of B and h covers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the kernel is launched; everything here may be swept (benchmarks/kernels/linears.py).
+    """Launch parameters; benchmarks/kernels/linears.py sweeps them.
 
-    The bits of a row depend on `splits` and the matrix instruction, on nothing else.
+    The bits of a row depend on `splits` and the matrix instruction only.
     """
 
     block_e: int = 64
     """Outputs of a tile: the M side of the instruction, 64 or a multiple for Hopper's wgmma."""
     block_r: int = 16
-    """Rows of a tile; the instruction is as wide, so a multiple of 8."""
+    """Rows of a tile, which is the width of the instruction, so a multiple of 8."""
     block_d: int = 128
     """Columns per step, a power of two up to 256."""
     splits: int = 1
@@ -53,16 +56,16 @@ class Launch:
     warps: int = 4
     stages: int = 4
     pdl: bool = False
-    """Programmatic dependent launch: start while the kernel before still runs, and wait for it inside."""
+    """Programmatic dependent launch: start while the previous kernel still runs, and wait for it inside."""
     ahead: int = 0
-    """Columns of each row of the weight that are asked for in the L2 cache before that wait."""
+    """Columns of each row of the weight that are prefetched into the L2 cache before that wait."""
 
     def __post_init__(self) -> None:
         # A power of two, no more than any share has.
         assert self.ahead in (0, 32, 64, 128, QUANTUM.value), f"{self.ahead=}"
 
     def shared_bytes(self, itemsize: int, *, gated: bool, weight_itemsize: int | None = None) -> int:
-        """Shared memory of the pipeline, about."""
+        """Approximate shared memory of the pipeline."""
         weights = self.block_e * (2 if gated else 1) * (weight_itemsize or itemsize)
         return self.stages * self.block_d * (weights + self.block_r * itemsize)
 
@@ -86,7 +89,7 @@ def make_workspace(device: torch.device, *, num_floats: int, num_tiles: int) -> 
 def workspace_size(
     launch: Launch, num_rows: int, E: int, D: int, *, gated: bool, rank: int = 0
 ) -> tuple[int, int]:
-    """(floats, tiles) that one call needs; `rank`: of a LoRA that it adds."""
+    """(floats, tiles) that one call needs; `rank` of the LoRA that it adds."""
     splits = num_splits(launch, D)
     if (splits == 1 and rank == 0) or launch.serial:
         return 0, 0
@@ -97,30 +100,30 @@ def workspace_size(
 
 
 def with_pdl(launch: Launch, pdl: bool) -> Launch:
-    """The launch with or without what a dependent one does ahead of its wait."""
+    """The launch with or without dependent launch and its prefetch."""
     return replace(launch, pdl=pdl, ahead=AHEAD if pdl else 0)
 
 
 def columns_ahead(launch: Launch, num_rows: int, D: int) -> int:
-    """`ahead` where every share is as wide and one tile of rows asks: others would ask for the same."""
+    """`ahead` if all shares are that wide and there is one tile of rows (others would prefetch the same)."""
     return launch.ahead if D % QUANTUM.value == 0 and num_rows <= launch.block_r else 0
 
 
 def num_splits(launch: Launch, D: int) -> int:
-    """Shares that are really used of D columns."""
+    """Number of shares that are used for D columns."""
     return max(1, min(launch.splits, triton.cdiv(D, QUANTUM.value)))
 
 
 def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False) -> Launch:
     """The launch of deterministic mode: its splits depend on the weight's shape, never on the rows.
 
-    More rows than fit one tile of `FIXED_ROWS` become more tiles of the largest, each of which adds the
-    shares up itself: there are then tiles enough to fill the device.
+    More rows than the largest of `FIXED_ROWS` become several such tiles, each of which adds its shares
+    itself: there are then enough tiles to fill the device.
     """
     aim = max(1, FIXED_PROGRAMS // triton.cdiv(E, 64))
     splits = min(1 << (aim.bit_length() - 1), max(1, triton.cdiv(D, QUANTUM.value) // 2))
     if dtype.itemsize > 2:
-        # One tile of rows for all: fp32 products are made of fma, in an order that follows the tile.
+        # One tile of rows for all: fp32 products use fma in an order that follows the tile.
         narrow = Launch(block_r=16, block_d=32, splits=splits, stages=2)
         return replace(narrow, serial=num_rows > 16)
     for block_r in FIXED_ROWS[:-1]:
@@ -135,8 +138,8 @@ def fixed_launch(num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bo
 def few_rows_launch(
     num_rows: int, E: int, D: int, dtype: torch.dtype, *, gated: bool = False, is_fp8: bool = False
 ) -> Launch | None:
-    """The fastest launch of a decoding step, None where the library is faster. `is_fp8`: the weight's bytes,
-    which the library would widen first, at several times the cost of reading them.
+    """The fastest launch of a decoding step, None if the library is faster. `is_fp8`: the weight is fp8,
+    which the library would widen first, at several times the cost of reading it.
     """
     if is_fp8 and dtype.itemsize == 2 and FEW_ROWS < num_rows <= FIXED_ROWS[-1]:
         return fixed_launch(num_rows, E, D, dtype, gated=gated)
@@ -160,7 +163,7 @@ def few_rows_launch(
 def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
     """Whether the launch of a SwiGLU can add a gated LoRA in its epilogue.
 
-    Of a plain linear none does: there the kernel behind is as fast on an H200.
+    A plain linear never does: there the separate kernel is as fast on an H200.
     """
     is_few = num_rows <= min(FEW_ROWS, launch.block_r) and rank <= MAX_RANKS
     return is_few and not launch.serial and E % launch.block_e == 0
@@ -169,3 +172,108 @@ def adds_lora(launch: Launch, num_rows: int, E: int, *, rank: int) -> bool:
 def fits(launch: Launch, itemsize: int, weight_itemsize: int, *, gated: bool) -> bool:
     """Whether the pipeline fits one multiprocessor's shared memory."""
     return launch.shared_bytes(itemsize, gated=gated, weight_itemsize=weight_itemsize) <= SHARED_BYTES
+
+
+def run(
+    x_RD: Tensor,
+    weight_ED: Tensor,
+    out_RE: Tensor,
+    *,
+    launch: Launch,
+    scale_E: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    gated: bool = False,
+    lora: GatedLora | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """Write the linear of `x_RD` into `out_RE`, with `lora` added to MASK rows; returns it."""
+    num_rows, D = x_RD.shape
+    E = out_RE.shape[1]
+    if num_rows == 0:
+        return out_RE
+    adapter = _arguments(x_RD, out_RE, launch, lora, gated)
+    splits, rank = num_splits(launch, D), 0 if lora is None else lora.b_Er.shape[1]
+    floats, tiles = workspace_size(launch, num_rows, E, D, gated=gated, rank=rank)
+    partials, counters = _buffers(workspace, out_RE, floats, tiles)
+    block_d = min(launch.block_d, max(16, triton.next_power_of_2(D)))
+    programs = triton.cdiv(E, launch.block_e) * triton.cdiv(num_rows, launch.block_r)
+    programs += triton.cdiv(rank, launch.block_e)
+    linear_kernel[(programs * (1 if launch.serial else splits),)](
+        x_RD,
+        weight_ED,
+        out_RE,
+        out_RE if scale_E is None else scale_E,
+        out_RE if bias_E is None else bias_E,
+        partials=partials,
+        counters=counters,
+        R=num_rows,
+        E=E,
+        D=D,
+        stride_x=x_RD.stride(0),
+        stride_w=weight_ED.stride(0),
+        up_offset=E * weight_ED.stride(0),
+        stride_y=out_RE.stride(0),
+        splits=splits,
+        GATED=gated,
+        SCALED=scale_E is not None,
+        HAS_BIAS=bias_E is not None,
+        EVEN_D=D % block_d == 0,
+        MANY=tiles > 0,
+        SERIAL=launch.serial,
+        BLOCK_E=launch.block_e,
+        BLOCK_R=launch.block_r,
+        BLOCK_D=block_d,
+        STAGES=launch.stages,
+        PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
+        PDL=launch.pdl and not INTERPRETED,
+        AHEAD=columns_ahead(launch, num_rows, D),
+        num_warps=launch.warps,
+        **adapter,
+        **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),
+    )
+    return out_RE
+
+
+def _buffers(workspace: Workspace | None, out_RE: Tensor, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Partial sums and counters: of the workspace, of a new one, or (unused) the output."""
+    if workspace is None and tiles:
+        workspace = make_workspace(out_RE.device, num_floats=floats, num_tiles=tiles)
+    if workspace is None:
+        return out_RE, out_RE
+    partials, counters = workspace.partials, workspace.counters
+    assert tiles == 0 or (partials.numel() >= floats and counters.numel() >= tiles), f"{floats=} {tiles=}"
+    return partials, counters
+
+
+def _arguments(
+    x_RD: Tensor, out_RE: Tensor, launch: Launch, lora: GatedLora | None, gated: bool
+) -> dict[str, Any]:
+    """The kernel's arguments for an adapter, and the launch option that its rounding needs."""
+    if lora is None:
+        nothing = dict.fromkeys(("is_mask_R", "h_RX", "b_Er"), out_RE)
+        return {
+            **nothing,
+            "rank": 0,
+            "scaling": 1.0,
+            "stride_b": 0,
+            "LORA": False,
+            "BLOCK_K": 16,
+            "BLOCK_T": 1,
+        }
+    (num_rows, E), rank = out_RE.shape, lora.b_Er.shape[1]
+    assert gated and lora.sizes == (E, E) and len(lora.b_Er) == 2 * E, f"{gated=} {lora.sizes=} {E=}"
+    assert lora.is_mask_R.dtype == torch.bool and len(lora.is_mask_R) == num_rows, f"{lora.is_mask_R.shape=}"
+    assert lora.b_Er.stride(1) == 1, f"{lora.b_Er.stride()=}"
+    assert adds_lora(launch, num_rows, E, rank=rank), f"{launch=} {num_rows=} {E=} {rank=}"
+    return {
+        "is_mask_R": lora.is_mask_R,
+        "h_RX": x_RD.new_empty(num_rows, 2 * rank),
+        "b_Er": lora.b_Er,
+        "rank": rank,
+        "scaling": lora.scaling,
+        "stride_b": lora.b_Er.stride(0),
+        "LORA": True,
+        "BLOCK_K": max(16, triton.next_power_of_2(rank)),
+        "BLOCK_T": triton.next_power_of_2(E // launch.block_e),
+        **(rounds_as_written() if x_RD.dtype.itemsize == 2 else {}),
+    }

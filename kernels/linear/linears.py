@@ -1,4 +1,4 @@
-"""Linear layers of a model: our kernel where it is faster than the library, or, deterministic, everywhere.
+"""Linear layers of a model: our kernel if it is faster than the library, or always if deterministic.
 
 R rows, D input width, E output width, F half of it for a SwiGLU.
 """
@@ -26,8 +26,8 @@ WORKSPACE_TILES = 1 << 14
 
 
 class Linears:
-    """One per stream: split products share its workspace. `deterministic`: a row's bits depend on the row
-    alone, not on how many rows there are (needs a GPU).
+    """Linear layers of one stream, whose split products share a workspace. `deterministic`: the bits of a row
+    do not depend on the number of rows (needs a GPU).
     """
 
     def __init__(self, *, deterministic: bool = False) -> None:
@@ -42,7 +42,7 @@ class Linears:
         bias_E: Tensor | None = None,
         lora: GatedLora | None = None,
     ) -> Tensor:
-        """x W^T (+ bias), [R, E]; `lora`, whose A are the last rows of the weight, is added to MASK rows and
+        """x W^T (+ bias), [R, E]. `lora`, whose A are the last rows of the weight, is added to MASK rows and
         changes no bit of the others.
         """
         launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
@@ -87,8 +87,9 @@ class Linears:
         lora: GatedLora,
         gated: Launch | None,
     ) -> Tensor:
-        """The product of gate, up and A, then what is left of the SwiGLU. `gated`: its launch without `lora`,
-        whose shares of the columns are kept where a row is to have the same bits without.
+        """The product of gate, up and A, then adapter and SwiGLU in a second kernel. `gated`: the launch
+        without `lora`, whose splits are kept in deterministic mode so that rows without adapter have the same
+        bits.
         """
         launch = self._launch(x_RD, weight_ED, _num_outputs(weight_ED, lora), gated=False)
         if self.deterministic and launch is not None and gated is not None:
@@ -127,7 +128,7 @@ def _apart(both_RE: Tensor, lora: GatedLora) -> tuple[Tensor, Tensor]:
 def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:
     """Whether the fixed launches give a row the same bits at every number of rows on this device.
 
-    It is what deterministic mode rests on; run it once at engine start. Waits for the device.
+    Deterministic mode relies on it; run it once at engine start. Waits for the device.
     """
     from idlm.kernels.linear.launch import fixed_launch
 

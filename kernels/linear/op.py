@@ -1,4 +1,4 @@
-"""Linear layers of few rows: ours with a `Launch`, the library's without one. Contract in README.md.
+"""Linear layers of few rows: our kernel with a `Launch`, the library without one. Contract in README.md.
 
 R rows, D input width, E output width, F half of it for a SwiGLU.
 """
@@ -38,7 +38,7 @@ def linear(
     _check(x_RD, weight_ED, bias_E)
     if launch is None or not _takes(x_RD):
         return _library(x_RD, weight_ED, bias_E, out_RE)
-    from idlm.kernels.linear.kernel_run import run
+    from idlm.kernels.linear.launch import run
 
     values_ED, scale_E = _parts(weight_ED)
     out_RE = x_RD.new_empty(len(x_RD), len(values_ED)) if out_RE is None else out_RE
@@ -63,8 +63,8 @@ def linear_swiglu(
     workspace: Workspace | None = None,
     out_RF: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up, [R, F]; rows 0..F of the weight are the gate's, F..2F the up projection's, then, with
-    `lora`, come those of its A (of a bias zeros). That needs a launch of which `adds_lora` is true.
+    """silu(gate) * up, [R, F]. Rows 0..F of the weight belong to gate, F..2F to up; with `lora` the rows of
+    its A follow (zeros in the bias), which needs a launch for which `adds_lora` holds.
 
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
@@ -75,7 +75,7 @@ def linear_swiglu(
         gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
         result_RF = F.silu(gate_RF) * up_RF
         return result_RF if out_RF is None else out_RF.copy_(result_RF)
-    from idlm.kernels.linear.kernel_run import run
+    from idlm.kernels.linear.launch import run
 
     values_ED, scale_E = _parts(weight_ED)
     out_RF = x_RD.new_empty(len(x_RD), width) if out_RF is None else out_RF
@@ -112,7 +112,7 @@ def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def _takes(x_RD: Tensor) -> bool:
-    """Whether our kernel knows the dtype, and runs where the tensor is."""
+    """Whether our kernel computes this dtype on this device."""
     return runs_kernels(x_RD) and x_RD.dtype in DTYPES
 
 

@@ -32,5 +32,5 @@ def linear_swiglu_reference(x_RD: Tensor, weight_ED: Tensor, *, bias_E: Tensor |
 
 
 def dequantised(values_ED: Tensor, scale_E: Tensor) -> Tensor:
-    """What an fp8 weight stands for, fp32."""
+    """The fp32 weight that an fp8 weight represents."""
     return values_ED.to(torch.float32) * scale_E[:, None]

@@ -1,7 +1,7 @@
 """Softmax statistics, logit gradients (in place) and overlaps of rows, on a GPU. Contract in README.md.
 
 One program per row. It reads the row once for the statistics and once more for the gradient, which it writes
-over the logits; the second reading is mostly served by the L2 cache.
+over the logits; the second read mostly hits the L2 cache.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -133,7 +133,7 @@ def overlap_rows(draft_MV: Tensor, verify_MV: Tensor, overlap_M: Tensor) -> None
 
 
 def scale_inplace(values: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous `values` by the device scalar `factor`, without touching them when it is one."""
+    """Multiply contiguous `values` by the device scalar `factor`; does not access them if it is 1."""
     assert values.is_contiguous(), f"{values.stride()=}"
     num_values = values.numel()
     if num_values:

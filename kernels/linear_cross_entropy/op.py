@@ -1,8 +1,8 @@
-"""Weighted cross-entropy of a linear head, chunk of rows by chunk of rows, its gradients made in forward.
+"""Weighted cross-entropy of a linear head in chunks of rows, with gradients computed in the forward pass.
 
 The coefficient of every row is known beforehand, so one pass over the chunks gives loss and gradients with
-the three products of an unfused loss and no recomputation. Contract, memory and rounding in README.md.
-M rows, m rows of a chunk, D width, V vocabulary.
+the three products of an unfused loss and no recomputation. Contract, memory and rounding in README.md. M
+rows, m rows of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_LOGITS_BYTES = 200_000_000
-"""Bytes of logits that exist at once; benchmarks/kernels/lm_loss.py holds the sweep on an H200."""
+"""Maximum bytes of logits in memory; benchmarks/kernels/lm_loss.py sweeps it on an H200."""
 ROW_MULTIPLE = 128
 ALIGNED_BYTES = 16
 
@@ -68,7 +68,7 @@ def linear_overlap(
     bias_V: Tensor | None = None,
     max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> Tensor:
-    """sum_v min(p, q) of the two laws of every row [M], fp32 (fp64 for fp64 hidden), without gradients."""
+    """sum_v min(p, q) of two distributions per row [M], fp32 (fp64 for fp64 hidden), without gradients."""
     assert draft_MD.shape == verify_MD.shape, f"{draft_MD.shape=} {verify_MD.shape=}"
     work = [_Pass(hidden, weight_VD, bias_V, max_logits_bytes // 2) for hidden in (draft_MD, verify_MD)]
     overlap_M = torch.empty(len(draft_MD), dtype=work[0].loss_dtype, device=draft_MD.device)
@@ -78,7 +78,7 @@ def linear_overlap(
 
 
 def chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
-    """Rows per chunk: as few chunks as `max_bytes` allows, about equal, in whole tiles of a product."""
+    """Rows per chunk: as few, about equal chunks as `max_bytes` allows, in whole tiles of a product."""
     most = max(1, max_bytes // row_bytes)
     if most >= ROW_MULTIPLE:
         most -= most % ROW_MULTIPLE
@@ -117,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Pass:
-    """One walk over the chunks. `gradients` of hidden, weight and bias: None where not wanted."""
+    """One pass over the chunks. `gradients` of hidden, weight and bias: None if not needed."""
 
     def __init__(
         self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, max_logits_bytes: int
@@ -135,7 +135,9 @@ class _Pass:
         self.gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
 
     def allocate_gradients(self, hidden: bool, weight: bool, bias: bool) -> None:
-        """Uninitialised: the first chunk writes, later ones add; without rows they are zero."""
+        """Allocate gradients, uninitialised: the first chunk writes, later ones add; without rows they are
+        zero.
+        """
         allocate = torch.empty_like if len(self.hidden_MD) else torch.zeros_like
         grad_bias = None
         if bias:
@@ -148,7 +150,7 @@ class _Pass:
         )
 
     def run(self, labels_M: Tensor, coefficients_M: Tensor | None) -> Tensor:
-        """nll [M]; with coefficients also the gradients that were allocated."""
+        """nll [M]; with coefficients it also fills the allocated gradients."""
         nll_M = torch.empty(len(self.hidden_MD), dtype=self.loss_dtype, device=self.hidden_MD.device)
         for chunk, logits_mV in self.logits():
             coefficients_m = None if coefficients_M is None else coefficients_M[chunk]
@@ -159,7 +161,7 @@ class _Pass:
         return nll_M
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Chunks of rows with their logits, which the next one overwrites."""
+        """Chunks of rows with their logits, which the next chunk overwrites."""
         num_rows, num_tokens = len(self.hidden_MD), len(self.weight_VD)
         per_row = ALIGNED_BYTES // self.weight_VD.element_size()
         padded = -(-num_tokens // per_row) * per_row
@@ -195,7 +197,7 @@ class _Pass:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-    """total = left @ right, or total += it; a wider `total` receives the product unrounded."""
+    """total = left @ right, or total += left @ right; a wider `total` receives the product unrounded."""
     if total.dtype == left.dtype:
         if is_first:
             torch.mm(left, right, out=total)

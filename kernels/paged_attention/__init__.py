@@ -3,7 +3,7 @@
 from idlm.kernels.paged_attention.backends import BACKENDS, Plan, paged_attention, plan_attention, problems
 from idlm.kernels.paged_attention.op import AttentionPlan
 from idlm.kernels.paged_attention.reference import paged_attention_reference
-from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 __all__ = [
     "BACKENDS",

@@ -1,7 +1,7 @@
-"""Back ends behind one interface: `plan_attention` once per step, `paged_attention` once per layer.
+"""Back ends with one interface: `plan_attention` once per step, `paged_attention` once per layer.
 
-A back end is a module with `problems` (every reason why it cannot serve), `plan` and `run`; its plan says
-which one it belongs to. Optional libraries are imported when asked for and never required.
+A back end is a module with `problems` (every reason why it cannot run), `plan` and `run`; its plan names it.
+A module is imported when it is needed, because `triton` may be absent.
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, H head dim.
 """
 
@@ -13,21 +13,18 @@ from typing import Any, Protocol
 import torch
 
 from idlm.kernels.paged_attention import op
-from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 BACKENDS = {
     "triton": "idlm.kernels.paged_attention.launch",
     "torch": "idlm.kernels.paged_attention.op",
-    "flash_attn": "idlm.kernels.paged_attention.library_flash_attn",
-    "flashinfer": "idlm.kernels.paged_attention.library_flashinfer",
-    "varlen": "idlm.kernels.paged_attention.library_varlen",
 }
 AUTO = {"cuda": ("triton", "torch"), "cpu": ("torch", "triton")}
 """What "auto" tries, in this order, by device type."""
 
 
 class Plan(Protocol):
-    """What every layer of one step shares; opaque, except for whose it is."""
+    """The data that all layers of one step share; opaque except for the name of its back end."""
 
     @property
     def backend(self) -> str: ...
@@ -37,23 +34,18 @@ def problems(
     name: str,
     shape: HeadShape,
     *,
-    page_size: int,
     device: torch.device,
-    is_causal: bool = False,
     deterministic: bool = False,
 ) -> list[str]:
-    """Every reason why back end `name` cannot serve such rows; empty when it can.
+    """Every reason why back end `name` cannot compute such heads; empty when it can.
 
-    `is_causal`: all rows are known on the host to see exactly the slots up to their own. `deterministic`: a
-    row's result must not depend on the rest of the batch, bit for bit.
+    `deterministic`: a row's result must not depend on the rest of the batch, bit for bit.
     """
     try:
         module = importlib.import_module(BACKENDS[name])
     except ImportError as error:
         return [f"cannot be imported: {error}"]
-    found: list[str] = module.problems(
-        shape, page_size=page_size, is_causal=is_causal, deterministic=deterministic, device=device
-    )
+    found: list[str] = module.problems(shape, deterministic=deterministic, device=device)
     return found
 
 
@@ -62,14 +54,13 @@ def plan_attention(
     shape: HeadShape | None = None,
     *,
     backend: str = "auto",
-    is_causal: bool = False,
     deterministic: bool = False,
     launch: Any = None,
 ) -> Plan:
-    """Plan one step. Without `shape`, or with "auto" before the kernel is measured, torch serves.
+    """Plan one step; without `shape` the torch back end does. "auto" takes the first back end that can run.
 
     `launch`: launch parameters of the triton back end (`launch.Launch`). Raises ValueError with every reason
-    when no back end that was asked for can serve.
+    if none of the requested back ends can run.
     """
     if shape is None:
         assert backend in ("auto", "torch") and not deterministic, f"{backend=} needs the shape of the heads"
@@ -80,14 +71,7 @@ def plan_attention(
     names = AUTO["cuda" if device.type == "cuda" else "cpu"] if backend == "auto" else (backend,)
     refused = {}
     for name in names:
-        refused[name] = problems(
-            name,
-            shape,
-            page_size=rows.page_size,
-            device=device,
-            is_causal=is_causal,
-            deterministic=deterministic,
-        )
+        refused[name] = problems(name, shape, device=device, deterministic=deterministic)
         if not refused[name]:
             module = importlib.import_module(BACKENDS[name])
             plan: Plan = module.plan(rows, shape, deterministic=deterministic, launch=launch)
@@ -109,14 +93,10 @@ def paged_attention(
 ) -> torch.Tensor:
     """Return o_RNH (q's dtype, `out` if given) of one layer, whose new keys and values are already cached.
 
-    q may be a view with any row and head strides. `k_scale_K`, `v_scale_K` (float32): what the keys and
-    values of an fp8 cache are multiplied by; lossy, so reported as such by the caller.
+    q may be a view with any row and head strides. `k_scale_K`, `v_scale_K` (float32): factors of the keys and
+    values of an fp8 cache; lossy, which the caller must report.
     """
-    if k_scale_K is not None:
-        assert plan.backend in ("triton", "torch"), f"{plan.backend=} takes no scaled cache"
-        extra = {"k_scale_K": k_scale_K, "v_scale_K": v_scale_K}
-    else:
-        extra = {}
     module = importlib.import_module(BACKENDS[plan.backend])
-    result: torch.Tensor = module.run(q_RNH, k_cache_SKH, v_cache_SKH, plan, scale=scale, out=out, **extra)
+    scales = {"k_scale_K": k_scale_K, "v_scale_K": v_scale_K}
+    result: torch.Tensor = module.run(q_RNH, k_cache_SKH, v_cache_SKH, plan, scale=scale, out=out, **scales)
     return result

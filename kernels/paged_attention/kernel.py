@@ -2,7 +2,7 @@
 
 A tile is up to ROWS rows of one sequence times the G query heads of one KV head, packed as the BLOCK_M rows
 of the matrix products, so that keys and values are read once for all of them. An item is a share of a
-tile's blocks, a part what is left of one split of them. README.md has the reasons, launch.py the records.
+tile's blocks, a part the result of one split of them. README.md has the reasons, launch.py the records.
 
 R rows fed this pass, S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
@@ -19,14 +19,14 @@ from idlm.kernels.paged_attention.kernel_parts import NOTHING, add_split, store_
 
 @triton.jit
 def split_start(split, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
-    """First block of a split: 2 OCTAVE of SPLIT_BLOCKS blocks, then OCTAVE of twice that, then of 4 times."""
+    """First block of a split: 2 OCTAVE splits of SPLIT_BLOCKS blocks, OCTAVE of twice as many, and so on."""
     octave = tl.maximum(split // OCTAVE - 1, 0)
     return ((split - octave * OCTAVE) << octave) * SPLIT_BLOCKS
 
 
 @triton.jit
 def _pages(table, i, stop, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page id of each slot of block `i` of the walk; 0 behind the last that the tile sees."""
+    """Page id of each slot of block `i` of the walk; 0 after the last slot that the tile sees."""
     num_below, branch_block, high_limit, high_own = walk
     slots = tl.where(i < num_below, i, i - num_below + branch_block) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = (slots < tl.maximum(high_limit, high_own + 1)) & (i < stop)
@@ -35,7 +35,7 @@ def _pages(table, i, stop, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _hide(scores, slots, limits, branches, owns):
-    """-inf where a row does not see a slot."""
+    """Scores with -inf where a row does not see a slot."""
     below = slots[None, :] < limits[:, None]
     branch = (slots[None, :] >= branches[:, None]) & (slots[None, :] <= owns[:, None])
     return tl.where(below | branch, scores, float("-inf"))
@@ -80,9 +80,9 @@ def attend_kernel(
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One item of one KV head: the output where a tile has one item, else parts for the sum over its items.
+    """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
-    EARLY: the sum may launch as soon as this has, else when its loop is done.
+    EARLY: the sum may launch as soon as this kernel has, else after its loop.
     """
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
@@ -105,7 +105,7 @@ def attend_kernel(
     if SPLIT_BLOCKS:
         start = split_start(low, SPLIT_BLOCKS, OCTAVE)
         stop = tl.minimum(split_start(high, SPLIT_BLOCKS, OCTAVE), end_block)
-    # Page ids are read one block ahead: a load that waits for another one would not be pipelined as deep.
+    # Page ids are read one block ahead: a load that depends on another one would be pipelined less deeply.
     walk = (num_below, branch_block, high_limit, high_own)
     pages = _pages(table, start, stop, walk, PAGE, BLOCK_N)
     k_cache, v_cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head

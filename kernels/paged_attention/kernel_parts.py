@@ -1,7 +1,7 @@
-"""Parts of walks that several items share: how one is written, and the Triton kernel that adds them up.
+"""Parts of walks that several items share: the function that writes one, and the kernel that adds them.
 
-A part is what a share of a tile's walk comes to: the weighted sum of values, the sum of weights, and the
-maximum that both are relative to, of each packed row. README.md has the reasons, launch.py the records.
+A part is the result of a share of a tile's walk, for each packed row: the weighted sum of values, the sum of
+weights, and the maximum that both are relative to. README.md has the reasons, launch.py the records.
 
 N query heads, K KV heads, G = N / K, H head dim.
 """
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
-"""Maximum of no scores; finite, so that a row that has seen nothing yet makes exp2(-inf - it), not a NaN."""
+"""Maximum of no scores; finite, so that a row that has seen nothing yet gives exp2(-inf - it), not NaN."""
 
 
 @triton.jit
 def add_split(acc, total, highest, o, o_total, o_highest):
-    """One more split into a running sum; splits in which a row sees nothing change no bit of it.
+    """Add one more split to a running sum; splits in which a row sees nothing change no bit of it.
 
-    fma is spelt out because a compiler's choice would differ between the two kernels that do this.
+    fma is explicit because the compiler could choose differently in the two kernels that do this.
     """
     new_highest = tl.maximum(highest, o_highest)
     shrink, weight = tl.exp2(highest - new_highest), tl.exp2(o_highest - new_highest)
@@ -33,9 +33,9 @@ def add_split(acc, total, highest, o, o_total, o_highest):
 def _in_half(acc, total, highest):
     """The same part with `acc` in [-2, 2] of float16: a power of two of each row moves into its maximum.
 
-    float16 keeps 11 bits of the largest of a row, where the bfloat16 of the output keeps 8. The power's range
-    keeps parts of unlike size comparable in float32; beyond it, above 2^76, a part is infinite, and below
-    2^-64 it is 0.
+    float16 keeps 11 bits of the largest value of a row, and the bfloat16 output keeps 8. The range of the
+    power keeps parts of different size comparable in float32; a part above 2^76 is infinite, and below 2^-64
+    it is 0.
     """
     largest = tl.max(tl.abs(acc), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -40), 60)
@@ -47,7 +47,7 @@ def _in_half(acc, total, highest):
 def store_part(
     partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K: tl.constexpr, H: tl.constexpr
 ):
-    """`partial_sums` holds the sum of weights and the maximum of each row, side by side."""
+    """Store a part; `partial_sums` interleaves the sum of weights and the maximum of each row."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     columns = tl.arange(0, acc.shape[1])
     if partial_o.dtype.element_ty == tl.float16:
@@ -74,7 +74,7 @@ def _sum_in_order(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Output [BLOCK_M, BLOCK_H] of rows of a tile from its parts, one by one, STRIDE rows apart."""
+    """Output [BLOCK_M, BLOCK_H] of rows of a tile from its parts, added one by one, STRIDE rows apart."""
     columns = tl.arange(0, BLOCK_H)
     mask = in_tile[:, None] & (columns < H)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
@@ -103,7 +103,7 @@ def _sum_at_once(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The same sum in another order: PARTS parts at a time, which are waited for together."""
+    """The same sum in another order: PARTS parts at a time, with one wait for all of them."""
     columns = tl.arange(0, BLOCK_H)
     acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -148,7 +148,7 @@ def combine_kernel(
 ):
     """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items.
 
-    PARTS: how many parts are added at once; 1 adds them in order, which is what fixed splits are for.
+    PARTS: how many parts are added at once; 1 adds them in order, as fixed splits need.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

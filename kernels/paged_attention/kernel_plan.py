@@ -1,9 +1,9 @@
 """The two Triton kernels that plan a step: a list of tiles, then a list of work items of about equal length.
 
-Both run one program per entry of lists whose lengths the host bounds; nothing is read back. An entry that the
-step does not need has no rows. The layout of the records is in launch.py, the reasons are in README.md.
+Both run one program per entry of lists whose lengths the host bounds; nothing is read back. Unused entries
+have no rows. The layout of the records is in launch.py, the reasons are in README.md.
 
-B sequences (number B is the padding behind the last row), R rows fed this pass, K KV heads.
+B sequences (number B is the padding after the last row), R rows of this pass, K KV heads.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -32,9 +32,9 @@ def tile_kernel(
     BLOCK_ROWS: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """Tile `program_id`: its sequence, rows and what they see, in blocks of BLOCK_N slots.
+    """Tile `program_id`: its sequence, its rows and their visible blocks of BLOCK_N slots.
 
-    FIXED: the walk leaves no block out, so that a block's place in it does not depend on the rows.
+    FIXED: the walk skips no block, so that the position of a block in it does not depend on the rows.
     """
     tile = tl.program_id(0)
     sequences = tl.arange(0, BLOCK_B)
@@ -83,9 +83,9 @@ def tile_kernel(
 
 @triton.jit
 def num_splits(blocks, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
-    """How many splits start below a block; the inverse of `kernel.split_start`, rounded up.
+    """Number of splits that start below a block; the inverse of `kernel.split_start`, rounded up.
 
-    The exponent of a float32 is the logarithm rounded down.
+    The exponent of a float32 is its logarithm rounded down.
     """
     units = (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
     octaves = tl.maximum((units - 1) // OCTAVE, 1).to(tl.float32)
@@ -108,9 +108,9 @@ def item_kernel(
 ):
     """Item `program_id`: a copy of its tile's record, its share of the walk, and where the tile's parts lie.
 
-    SPLIT_BLOCKS 0: items share a tile's blocks, and each makes one part. Otherwise items share its splits,
-    each of which is a part, but for those of the first item, which adds them up itself: it has the beginning
-    of the sum. A tile that has one item, for its length or for want of room for parts, makes none.
+    SPLIT_BLOCKS 0: items share a tile's blocks, and each writes one part. Otherwise items share its splits,
+    each of which is a part, except those of the first item, which adds them itself, as the beginning of the
+    sum. A tile with one item (a short one, or one without room for parts) writes no part.
     """
     item = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_TILES)
@@ -121,7 +121,7 @@ def item_kernel(
     branch_block = tl.load(records + 4, mask=inside, other=0)
     end_block = tl.load(records + 5, mask=inside, other=0)
     walks = tl.where(has_rows, num_below + end_block - branch_block, 0)
-    # Rounded down: one program too many would run alone after all others, for as long as they did.
+    # Rounded down: one program too many would run alone after all others, and take as long as they did.
     share = (walks.to(tl.int64) * num_programs // tl.maximum(tl.sum(walks, 0), 1)).to(tl.int32)
     if SPLIT_BLOCKS == 0:
         counts = tl.where(has_rows, tl.maximum(tl.minimum(share, walks // min_blocks), 1), 0)

@@ -1,12 +1,12 @@
 """The Triton back end: launch parameters, the plan of a step, and the launches of a layer.
 
-Grids and buffers depend on B, R, `max_rows` and `max_slots` only, which may be upper bounds, so that a step
-can be captured in a CUDA graph; what varies lies in device tensors. Nothing waits for the device.
+Grids and buffers depend on B, R, `max_rows` and `max_slots` only, which may be upper bounds, so a step can be
+captured in a CUDA graph; device tensors hold everything else. Nothing waits for the device.
 Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks below the highest limit, 4 first
-and 5 end of the blocks of the branches behind them, 6 lowest and 7 highest limit, 8 lowest branch start,
+and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit, 8 lowest branch start,
 9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
 10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part; where every split
-is a part, 16 is what split 0 would be.
+is a part, 16 is the number that split 0 would have.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
 """
 
@@ -23,7 +23,7 @@ from idlm.kernels.backend import INTERPRETED, has_pdl
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
-from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 RECORD = 32
 LOG2_E = 1.4426950408889634
@@ -33,12 +33,12 @@ INTERPRETED_MULTIPROCESSORS = 6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
 FEW_ROWS = 16
-"""Up to so many rows in a pass, each has a program of its own for every KV head that adds its parts up."""
+"""With at most this many rows in a pass, one program per row and KV head adds its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the kernels are launched; everything here may be swept (benchmarks/kernels/attention.py)."""
+    """Launch parameters; benchmarks/kernels/attention.py sweeps them."""
 
     block_m: int
     """Rows times query heads of one KV head in a tile."""
@@ -47,33 +47,33 @@ class Launch:
     warps: int = 4
     stages: int = 3
     programs_per_sm: int = 2
-    """Items of all KV heads that splitting aims at, per multiprocessor."""
+    """Target number of items of all KV heads per multiprocessor."""
     min_blocks: int = 2
-    """No item is shorter, in blocks."""
+    """Minimum length of an item in blocks."""
     split_slots: int = 0
-    """Length of the first fixed splits; 0: even shares, as many as fill the device."""
+    """Slots of the first fixed splits; 0: equal shares, as many as fill the device."""
     octave: int = 16
-    """After twice so many splits their length doubles, then after so many each time."""
+    """The length of splits doubles after twice this many splits, then after each further `octave` splits."""
     max_parts: int = 512
-    """Room for parts with fixed splits; a tile that finds none is walked by one program per KV head."""
+    """Maximum number of parts with fixed splits; one program per KV head walks a tile without room."""
     combine_rows: int = 1
-    """Packed rows of a program of the second kernel, which adds parts up."""
+    """Packed rows of a program of the second kernel, which adds parts."""
     combine_parts: int = 16
-    """Parts that it adds at once; 1 with fixed splits, which are added in order."""
+    """Parts that this kernel adds at once; 1 with fixed splits, which are added in order."""
     combine_warps: int = 4
     sum_stages: int = 12
-    """Parts that are loaded ahead while they are added in order."""
+    """Parts that are loaded ahead when they are added in order."""
     half_parts: bool = False
-    """Parts are float16 with a power of two per row; not with fixed splits, where some stay in registers."""
+    """Parts are float16 with a power of two per row; not with fixed splits, which keep some in registers."""
     pdl: bool = False
-    """Programmatic dependent launch: every kernel waits for the one before inside its own prologue."""
+    """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
     early: bool = False
-    """The walk lets the sum launch when it begins, not when it is done."""
+    """The walk lets the sum launch when the walk begins, not when it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonPlan:
-    """What every layer of one step shares. Its buffers are written by each layer: one stream at a time."""
+    """The plan that all layers of one step share. Each layer writes its buffers: one stream at a time."""
 
     backend: ClassVar[str] = "triton"
     rows: AttentionRows
@@ -87,10 +87,8 @@ class TritonPlan:
     partial_sums: torch.Tensor
 
 
-def problems(
-    shape: HeadShape, *, page_size: int, is_causal: bool, deterministic: bool, device: torch.device
-) -> list[str]:
-    """Every reason why this back end cannot serve; empty when it can."""
+def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
+    """Every reason why this back end cannot compute such heads; empty when it can."""
     found = []
     if device.type != "cuda" and not INTERPRETED:
         found.append(f"needs a CUDA device, got {device.type}")
@@ -115,10 +113,10 @@ def choose_launch(
     multiprocessors: int = 132,
     deterministic: bool = False,
 ) -> Launch:
-    """Tile and pipeline for the heads, by the rows of a sequence and of all (None: there is one sequence),
-    and by how many slots there are to walk.
+    """Choose tile and pipeline by the heads, the rows of a sequence and of all (None: there is one sequence),
+    and the number of slots.
 
-    `deterministic`: what a row's bits depend on is the same whatever is in the batch.
+    `deterministic`: everything that affects the bits of a row is the same for every batch.
     """
     group = triton.next_power_of_2(shape.group)
     block_h = padded_head(shape.head_dim)
@@ -127,20 +125,20 @@ def choose_launch(
     if is_wide:
         block_n = 32 if block_h <= 128 else 16
     packed = max_rows * shape.group
-    # Deterministic rows come from one compiled walk, whatever their number.
+    # Deterministic rows are computed by one compiled walk, whatever their number.
     block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
     num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
-    # One program with twice the bytes on their way hides latency better than two, if each has work.
+    # One program that loads twice as far ahead hides latency better than two, if each has work.
     is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
     programs_per_sm = 1 if is_long else 2
     num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
     combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
     if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
-        # Hardly a tile is split: what counts is how many programs find nothing to add up.
+        # Few tiles are split, so the number of programs that have nothing to add matters.
         combine_rows = 16
     elif block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
         combine_rows = 2
-        # Items of a few blocks end more evenly with small ones.
+        # Items of a few blocks end more evenly with small blocks.
         block_n = block_n // 2 if packed > block_m else block_n
     return Launch(
         block_m=max(block_m, group),
@@ -166,7 +164,7 @@ def plan(
     deterministic: bool = False,
     launch: Launch | None = None,
 ) -> TritonPlan:
-    """Tiles and items of one step, by two small kernels; nothing is read back."""
+    """Plan the tiles and items of one step by two small kernels; nothing is read back."""
     num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
     device = rows.cu_rows.device
     if launch is None:
@@ -241,19 +239,19 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         BLOCK_TILES=triton.next_power_of_2(plan.num_tiles),
         num_warps=1 if plan.num_tiles <= 256 else 4,
     )
-    # Not a kernel that may overlap the next: what follows starts when the lists are complete (README.md).
+    # A kernel without dependent launch: the next one starts when the lists are complete (README.md).
     torch.zeros(1, dtype=torch.int32, device=plan.tiles.device)
 
 
 def tile_bound(num_rows: int, num_sequences: int, max_rows: int, tile_rows: int) -> int:
-    """Most tiles that the rows, and the padding behind them, can make."""
+    """Maximum number of tiles of the rows and of the padding after them."""
     by_rows = (num_rows + (num_sequences + 1) * (tile_rows - 1)) // tile_rows
     by_sequences = num_sequences * triton.cdiv(max_rows, tile_rows) + triton.cdiv(num_rows, tile_rows)
     return max(1, min(num_rows, by_rows, by_sequences))
 
 
 def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: int) -> tuple[int, int]:
-    """Most items that the tiles are cut into, and parts that there is room for."""
+    """Maximum number of items of the tiles, and the number of parts to allocate."""
     if launch.split_slots:
         most_splits = num_tiles * max(1, most_fixed_splits(launch, max_slots))
     else:
@@ -265,7 +263,7 @@ def item_bounds(launch: Launch, num_tiles: int, max_slots: int, num_programs: in
 
 
 def most_fixed_splits(launch: Launch, num_slots: int) -> int:
-    """Splits of a walk of so many slots."""
+    """Number of splits of a walk of `num_slots` slots."""
     units, octave = triton.cdiv(num_slots, launch.split_slots), 0
     while units > launch.octave << (octave + 1):
         octave += 1
@@ -379,7 +377,7 @@ def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | No
 
 
 def _launch_options(launch: Launch) -> dict[str, Any]:
-    """Named only when it is on: the interpreter and other targets do not know it."""
+    """Launch option of dependent launch, only if it is on: the interpreter does not know it."""
     return {"launch_pdl": True} if launch.pdl else {}
 
 
@@ -390,7 +388,7 @@ def padded_head(head_dim: int) -> int:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the device, or a small number in the interpreter."""
+    """Number of multiprocessors of the device, or a small number in the interpreter."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

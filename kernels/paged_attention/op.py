@@ -1,7 +1,7 @@
 """Paged attention in plain torch, on any device: plan once per step, then gather and multiply per layer.
 
-`plan_attention` computes everything that does not depend on the layer. Contract and formula in README.md.
-`problems`, `plan` and `run` are the same as a back end (backends.py).
+`plan_attention` computes everything that does not depend on the layer. `problems`, `plan` and `run` make this
+module a back end (backends.py). Contract and formula in README.md.
 b sequences of a group, m rows and s slots they are padded to; R rows fed this pass, B sequences, P pages,
 S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from idlm.kernels.paged_attention.rows import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 __all__ = ["AttentionPlan", "AttentionRows", "paged_attention", "plan_attention"]
 
@@ -23,7 +23,7 @@ FEW_SLOTS = 512
 MAX_GATHERED_SLOTS = 1 << 18
 FP8 = torch.float8_e4m3fn
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of keys and values, by KV head; None is 1."""
+"""Factors of keys and values by KV head; None is 1."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class _Group:
     num_rows: int
     num_slots: int
     rows_bm: torch.Tensor | None
-    """Flat [b * m] packed row of each padded row; None when the packed rows already are the rectangle."""
+    """Flat [b * m] packed row of each padded row; None if the packed rows already are the rectangle."""
     slots_bs: torch.Tensor
     """Flat [b * s] physical slots to gather."""
     visible_bms: torch.Tensor
@@ -43,19 +43,19 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """What every layer of one step shares. Built by `plan_attention`; opaque to the caller."""
+    """The plan that all layers of one step share. Built by `plan_attention`; opaque to the caller."""
 
     backend: ClassVar[str] = "torch"
     num_rows: int
     groups: tuple[_Group, ...]
     unpad_R: torch.Tensor | None
-    """Where each packed row lies in the groups' padded rows laid end to end; None: already in order."""
+    """Index of each packed row in the concatenated padded rows of the groups; None: already in order."""
 
 
 def plan_attention(rows: AttentionRows) -> AttentionPlan:
     """Group the sequences and build indices and masks.
 
-    No host synchronisation while every sequence is small (a decoding step); otherwise one, to read the sizes.
+    No host synchronisation if every sequence is small (a decoding step); otherwise one, to read the sizes.
     """
     num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
     device = rows.cu_rows.device
@@ -112,7 +112,7 @@ def _rectangle(
     device = sequences_b.device
     starts_b = rows.cu_rows[sequences_b]
     last_b = (rows.cu_rows[sequences_b + 1] - 1).clamp(min=0)
-    # A padded row repeats its sequence's last row, so that it sees something and stays finite.
+    # A padded row repeats its sequence's last row, so that it sees a slot and stays finite.
     rows_bm = torch.minimum(starts_b[:, None] + torch.arange(num_rows, device=device), last_b[:, None])
 
     slots_s = torch.arange(num_slots, device=device)
@@ -121,7 +121,7 @@ def _rectangle(
     visible_bms |= slots_s < rows.limits_R[rows_bm][:, :, None]
     pages_bs = rows.block_table[sequences_b][:, slots_s // rows.page_size]
     physical_bs = pages_bs * rows.page_size + slots_s % rows.page_size
-    # A slot that no row sees may hold NaN, and 0 * NaN is NaN: gather one that is seen in its place.
+    # A slot that no row sees may hold NaN, and 0 * NaN is NaN: gather a visible slot in its place.
     seen_bs = visible_bms.any(dim=1)
     first_seen_b1 = seen_bs.to(torch.uint8).argmax(dim=1, keepdim=True)
     physical_bs = torch.where(seen_bs, physical_bs, physical_bs.gather(1, first_seen_b1))
@@ -135,10 +135,8 @@ def _rectangle(
     )
 
 
-def problems(
-    shape: HeadShape, *, page_size: int, is_causal: bool, deterministic: bool, device: torch.device
-) -> list[str]:
-    """Every reason why it cannot serve."""
+def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
+    """Every reason why this back end cannot compute such heads; empty when it can."""
     found = []
     if deterministic:
         found.append("pads sequences to groups of similar size, so results are not batch-invariant")
@@ -150,7 +148,7 @@ def problems(
 def plan(
     rows: AttentionRows, shape: HeadShape, *, deterministic: bool = False, launch: Any = None
 ) -> AttentionPlan:
-    """The plan of the rows that sequences own; one host synchronisation tells how many those are."""
+    """The plan of the rows that belong to sequences; one host synchronisation reads their number."""
     num_fed = int(rows.cu_rows[-1])
     names = ("own_slots_R", "limits_R", "branch_starts_R")
     return plan_attention(replace(rows, **{name: getattr(rows, name)[:num_fed] for name in names}))
@@ -167,7 +165,7 @@ def run(
     k_scale_K: torch.Tensor | None = None,
     v_scale_K: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [R, N, H], in `out` if given; rows behind the last sequence are not read and come out as 0."""
+    """Output [R, N, H], in `out` if given; rows after the last sequence are not read and become 0."""
     num_fed, scales = plan.num_rows, (k_scale_K, v_scale_K)
     o_RNH = paged_attention(q_RNH[:num_fed], k_cache_SKH, v_cache_SKH, plan, scale=scale, scales=scales)
     if out is None and num_fed == q_RNH.shape[0]:

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from idlm.kernels.paged_attention.rows import AttentionRows
+from idlm.kernels.paged_attention.types import AttentionRows
 
 
 def paged_attention_reference(

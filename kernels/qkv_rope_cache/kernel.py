@@ -8,17 +8,8 @@ products of the rotation, their sum. R rows, J fused heads (N + 2K), H head dim,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from idlm.kernels.backend import rounds_as_written
-
-if TYPE_CHECKING:
-    from idlm.kernels.qkv_rope_cache.op import Rope
 
 
 @triton.jit
@@ -36,7 +27,7 @@ def _halves(p, mask, HALF: tl.constexpr):
 def _store_cache(p, low, high, mask, scale, HALF: tl.constexpr, IS_FP8: tl.constexpr):
     dtype = p.dtype.element_ty
     if IS_FP8:
-        # Clamped, since a value beyond the range of e4m3 may become a NaN.
+        # Clamped, because a value beyond the range of e4m3 may become NaN.
         low = tl.minimum(tl.maximum(low / scale, -448.0), 448.0)
         high = tl.minimum(tl.maximum(high / scale, -448.0), 448.0)
     tl.store(p, low.to(dtype), mask=mask)
@@ -73,7 +64,7 @@ def qkv_rope_cache_kernel(
     BLOCK_h: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """q of its heads in place; k and v of its heads into the caches, unless the row's slot is -1."""
+    """Write q of its heads in place, and k and v of its heads to the caches unless the row's slot is -1."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (N + 2 * K + BLOCK_J - 1) // BLOCK_J
@@ -84,7 +75,7 @@ def qkv_rope_cache_kernel(
     mask = (head < N + 2 * K)[:, None] & in_half
     is_rotated = (head < N + K)[:, None]
     dtype = qkv_RJH.dtype.element_ty
-    # What does not depend on the projection comes first: positions and slots are older than the layer.
+    # Positions and slots do not depend on the projection, so they are read before the wait.
     inv_freq = tl.load(inv_freq_h + o_half, mask=o_half < HALF, other=0.0)
     angle = tl.load(positions_R + row).to(tl.float32) * inv_freq
     cos = _round(tl.cos(angle) * rope_scaling, dtype)[None, :]
@@ -122,56 +113,3 @@ def qkv_rope_cache_kernel(
     _store_cache(p_k, low, high, is_key, k_scale, HALF, IS_FP8)
     p_v = v_cache_SKH + slot * stride_v_slot + v_head[:, None] * stride_v_head + o_half[None, :]
     _store_cache(p_v, low, high, is_value, v_scale, HALF, IS_FP8)
-
-
-def run(
-    qkv_RJH: Tensor,
-    caches: tuple[Tensor, Tensor],
-    *,
-    rope: Rope,
-    slot_mapping_R: Tensor,
-    qk_norm_YH: Tensor | None,
-    norm_eps: float,
-    scales: tuple[Tensor | None, Tensor | None],
-    heads_per_program: int,
-    warps: int,
-    pdl: bool,
-) -> None:
-    """One launch; the arguments are those of the op."""
-    (k_cache_SKH, v_cache_SKH), (k_scale_K, v_scale_K) = caches, scales
-    num_kv_heads = k_cache_SKH.shape[1]
-    num_rows, fused_heads, head_dim = qkv_RJH.shape
-    groups = triton.cdiv(fused_heads, heads_per_program)
-    options = rounds_as_written() | ({"launch_pdl": True} if pdl else {})
-    if num_rows:
-        qkv_rope_cache_kernel[(num_rows * groups,)](
-            qkv_RJH,
-            qkv_RJH if qk_norm_YH is None else qk_norm_YH,
-            rope.positions_R,
-            slot_mapping_R,
-            rope.inv_freq_h,
-            k_cache_SKH,
-            v_cache_SKH,
-            rope.inv_freq_h if k_scale_K is None else k_scale_K,
-            rope.inv_freq_h if v_scale_K is None else v_scale_K,
-            qkv_RJH.stride(0),
-            qkv_RJH.stride(1),
-            0 if qk_norm_YH is None else qk_norm_YH.stride(0),
-            k_cache_SKH.stride(0),
-            k_cache_SKH.stride(1),
-            v_cache_SKH.stride(0),
-            v_cache_SKH.stride(1),
-            norm_eps,
-            rope.scaling,
-            N=fused_heads - 2 * num_kv_heads,
-            K=num_kv_heads,
-            HALF=head_dim // 2,
-            HAS_NORM=qk_norm_YH is not None,
-            HAS_SCALE=k_scale_K is not None,
-            IS_FP8=k_cache_SKH.dtype == torch.float8_e4m3fn,
-            BLOCK_J=heads_per_program,
-            BLOCK_h=triton.next_power_of_2(head_dim // 2),
-            PDL=pdl,
-            num_warps=warps,
-            **options,
-        )

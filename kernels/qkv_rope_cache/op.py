@@ -6,36 +6,23 @@ S physical KV slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.qkv_rope_cache.types import Rope
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 FEW_ROWS = 128
-"""Beyond, a program has four times the heads and the warps: then a head lies in as many lanes either way, and
-the sum of its norm has the same order.
+"""With more rows a program has four times the heads and the warps: a head then has as many threads, and the
+sum of its norm the same order.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
-    `scaling` a factor on cos and sin. `tables`: those, rounded, [R, 1, h], where no kernel computes them.
-    """
-
-    positions_R: Tensor
-    inv_freq_h: Tensor
-    scaling: float
-    tables: tuple[Tensor, Tensor] | None
-
-
 def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, dtype: torch.dtype) -> Rope:
-    """The rows' rotations, for all layers of a pass in `dtype`."""
+    """Rotations of the rows, for all layers of a pass in `dtype`."""
     tables = None
     if not runs_kernels(positions_R):
         tables = rope_tables(positions_R, inv_freq_h, scaling=scaling, dtype=dtype)
@@ -68,8 +55,8 @@ def qkv_rope_cache(
     """q [R, N, H], a view of `qkv_RJH`, whose query heads are overwritten; k and v go to the caches.
 
     `slot_mapping_R`, int64: physical slot, or -1 for a row that writes nothing. Scales (fp32,
-    both or none) belong to e4m3 caches: what is stored is value / scale. The last three are launch
-    parameters (None: chosen by the number of rows, and pdl where the device can).
+    both or none) belong to e4m3 caches, which store value / scale. The last three are launch parameters
+    (None: chosen by the number of rows, and pdl if the device supports it).
     """
     num_kv_heads = k_cache_SKH.shape[1]
     num_heads = qkv_RJH.shape[1] - 2 * num_kv_heads
@@ -87,7 +74,7 @@ def qkv_rope_cache(
             None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
             (k_scale_K, v_scale_K),
         )
-    from idlm.kernels.qkv_rope_cache.kernel import run
+    from idlm.kernels.qkv_rope_cache.launch import run
 
     is_few = len(qkv_RJH) <= FEW_ROWS
     run(
@@ -114,7 +101,7 @@ def plain_qkv_rope_cache(
     qk_norm: tuple[Tensor, float] | None,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """The same in plain torch, rounding where the kernel does: after each operation, as transformers."""
+    """The same in plain torch, rounded after each operation as in the kernel and in transformers."""
     num_kv_heads, dtype = k_cache_SKH.shape[1], qkv_RJH.dtype
     num_rotated = qkv_RJH.shape[1] - num_kv_heads
     qk_RYH = qkv_RJH[:, :num_rotated]

@@ -60,7 +60,7 @@ def run(
     warps: int,
     pdl: bool,
 ) -> None:
-    """One launch; the sum is written over `residual_RD`."""
+    """Launch the kernel, which writes the sum over `residual_RD`."""
     num_rows, D = x_RD.shape
     if num_rows == 0:
         return

@@ -20,7 +20,7 @@ def add_rms_norm(
     """(normed, residual): the sum x + residual is written IN PLACE over `residual_RD` and returned.
 
     Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
-    normed row, its product with the weight. `warps` and `pdl` (None: where the device can) are launch
+    normed row, its product with the weight. `warps` and `pdl` (None: if the device supports it) are launch
     parameters.
     """
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"

@@ -1,4 +1,4 @@
-"""Laws, draws and the test of drafts without laws in memory; contract and mathematics in README.md."""
+"""Sampling and verification of drafts without probabilities in memory; contract in README.md."""
 
 from idlm.kernels.sampling.op import (
     draft_probability,

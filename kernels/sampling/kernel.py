@@ -1,4 +1,4 @@
-"""Triton: statistics of rows of logits, and tokens drawn from them, without a law in memory.
+"""Triton kernels: statistics of rows of logits, and draws from them, without probabilities in memory.
 
 A row is walked in chunks of CHUNK tokens, a number that depends on V alone; sums inside a chunk are fp32
 trees, sums over chunks fp64, so a row's numbers depend neither on the other rows nor on their count. Contract
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Fields of a law's numbers (fp64).
+# Fields of a row's numbers (fp64).
 MAX: tl.constexpr = tl.constexpr(0)
 SCALE: tl.constexpr = tl.constexpr(1)
 THRESHOLD: tl.constexpr = tl.constexpr(2)
@@ -30,7 +30,7 @@ ANY_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Let the next kernel start early; it waits here, as this one does, for all writes of the one before."""
+    """Let the next kernel start early, and wait here for all writes of the previous one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -38,14 +38,14 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def scale_of(temperature):
-    """log2(e) / temperature, fp64; finite in fp32 for any temperature; greedy has that of 1."""
+    """log2(e) / temperature, fp64; finite in fp32 for any temperature; greedy rows use temperature 1."""
     is_greedy = temperature == 0
     return tl.minimum(1.0 / tl.where(is_greedy, 1.0, temperature) * LOG2_E, 1e38)
 
 
 @triton.jit
 def own_scale():
-    """That of temperature 1."""
+    """The scale of temperature 1."""
     return tl.full((), LOG2_E, tl.float64)
 
 
@@ -61,7 +61,7 @@ def weight(b_values, largest, scale):
     b_below = b_logits - largest
     b_power = b_below * high
     b_rest = tl.fma(b_below, high, -b_power) + b_below * low
-    # The difference of two 16-bit logits needs no more bits than fp32 has, that of two fp32 logits does.
+    # The difference of two 16-bit logits is exact in fp32, that of two fp32 logits is not.
     if b_values.dtype == tl.float32:
         b_taken = b_logits - b_below
         b_rest += ((b_logits - (b_below + b_taken)) + (b_taken - largest)) * high
@@ -70,7 +70,7 @@ def weight(b_values, largest, scale):
 
 @triton.jit
 def kept_weight(b_values, b_ids, p_numbers):
-    """Weight of the tokens that the law keeps, zero for the others; `p_numbers`: the law's."""
+    """Weight of the tokens that the filters keep, zero for the others; `p_numbers`: those of the row."""
     b_logits = b_values.to(tl.float32)
     largest = tl.load(p_numbers + MAX).to(tl.float32)
     threshold = tl.load(p_numbers + THRESHOLD).to(tl.float32)
@@ -87,8 +87,8 @@ def inverse_mass(p_numbers):
 
 @triton.jit
 def pick(b_mass, target, NUM: tl.constexpr):
-    """First place whose cumulated mass exceeds `target`, else the last with mass, else 0; never one without
-    mass: a parallel cumulated sum may rise by rounding where nothing is added.
+    """First place whose cumulated mass exceeds `target`, else the last with mass, else 0. Never a place
+    without mass: a parallel cumulated sum may rise by rounding where nothing is added.
     """
     o_place = tl.arange(0, NUM)
     b_total = tl.cumsum(b_mass, 0)
@@ -155,7 +155,7 @@ def stats_kernel(
         is_mine = forbidden // (TILE * CHUNK) == i_tile
         tl.store(p_logits + i_row * row_stride + forbidden, lowest, mask=is_mine)
     b_logits = b_values.to(tl.float32)
-    # A maximum passes over NaN, which is no less wrong than an overflow.
+    # A maximum ignores NaN, which must be reported like an overflow.
     b_max = tl.max(tl.where(b_logits == b_logits, b_logits, float("inf")), 1)
     b_weight = weight(b_values, b_max[:, None], scale)
     b_mass = tl.sum(b_weight, 1)
@@ -186,22 +186,22 @@ def probability_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Probability (fp64) of token `token_ids[i]` under row `rows[i]`; 0 for row -1."""
+    """Probability (fp64) of token `token_ids[i]` in row `rows[i]`; 0 for row -1."""
     wait_for_previous(PDL)
     o_pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     b_row = tl.load(p_rows + o_pair, mask=o_pair < num_pairs, other=-1).to(tl.int64)
     m_pair = b_row >= 0
     b_id = tl.load(p_token_ids + o_pair, mask=m_pair, other=0).to(tl.int64)
-    # A law that was put in a lane has logits only where its chunks have mass.
+    # A stored row has logits only in chunks that have mass.
     m_pair = m_pair & (tl.load(p_masses + b_row * num_chunks + b_id // CHUNK, mask=m_pair, other=0.0) > 0)
     b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_pair, other=0.0)
-    b_law = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
-    tl.store(p_out + o_pair, b_law, mask=o_pair < num_pairs)
+    b_probability = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
+    tl.store(p_out + o_pair, b_probability, mask=o_pair < num_pairs)
 
 
 @triton.jit
 def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
-    """1 + the first place where a sequence's row has no finite largest logit, or 0; row -1 has nothing."""
+    """1 + the first place where a sequence's row has no finite largest logit, or 0; rows -1 are skipped."""
     wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)
     o_row = tl.arange(0, ROWS)
@@ -213,7 +213,7 @@ def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL
 
 @triton.jit
 def probability_of(b_values, b_ids, p_numbers, m_pair):
-    """Probabilities (fp64) of one token per law; `p_numbers`: one pointer per law."""
+    """Probabilities (fp64) of one token per row; `p_numbers`: one pointer per row."""
     b_logits = b_values.to(tl.float32)
     b_largest = tl.load(p_numbers + MAX, mask=m_pair, other=0.0).to(tl.float32)
     b_scale = tl.load(p_numbers + SCALE, mask=m_pair, other=1.0)
@@ -229,7 +229,7 @@ def probability_of(b_values, b_ids, p_numbers, m_pair):
 def draw_token(
     p_row, p_numbers, p_masses, uniform, num_tokens, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """Token of one row's law by inversion: the chunk first, then the token in it."""
+    """Draw a token of one row by inversion: first the chunk, then the token in it."""
     o_chunk = tl.arange(0, CHUNKS)
     b_mass = tl.load(p_masses + o_chunk, mask=o_chunk < num_chunks, other=0.0).to(tl.float64)
     target = uniform * tl.sum(b_mass, 0)
@@ -258,7 +258,7 @@ def draw_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token of one row; 0 for row -1."""
+    """Draw one token of one row; 0 for row -1."""
     wait_for_previous(PDL)
     i_draw = tl.program_id(0).to(tl.int64)
     row = tl.load(p_rows + i_draw).to(tl.int64)
@@ -293,7 +293,7 @@ def judged_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token of one row, drawn or the best, and its probability by the row's law or by the model's own."""
+    """One token of one row, drawn or the best, and its probability (the row's or the model's own)."""
     wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     p_row, p_row_numbers = p_logits + i_row * row_stride, p_numbers + i_row * NUM_NUMBERS

@@ -1,7 +1,7 @@
-"""Triton: the numbers of a row's law from the statistics of its chunks; one program per row.
+"""Triton kernel: the numbers of a row from the statistics of its chunks; one program per row.
 
-With top-k, top-p or min-p also the threshold: the chunks' maxima say under which logit it cannot be, the few
-tokens above that are listed and solved at once, and rows where they are not few go to kernel_search.py.
+With top-k, top-p or min-p it also finds the threshold: the chunks' maxima give a lower bound, the few tokens
+above it are listed and solved at once, and rows with many such tokens are solved by kernel_search.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -44,7 +44,7 @@ def lowest_key(
     b_max, m_chunk, largest, total, scale, by_count, top_k, top_p, num_tokens, num_chunks,
     KEY_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """A key that the threshold of top-k, or else of top-p, is not below."""
+    """A lower bound (key) of the threshold of top-k, or else of top-p."""
     if by_count:
         # At least k tokens reach the k-th largest of the chunks' maxima.
         b_share = tl.where(m_chunk, 1.0, 0.0)
@@ -65,7 +65,7 @@ def lowest_key(
 
 @triton.jit
 def store_chunks(p_chunks, b_is_wanted, CHUNKS: tl.constexpr):
-    """Write the wanted chunks' numbers one behind the other; their count."""
+    """Write the numbers of the wanted chunks consecutively; returns their count."""
     # Other threads may still be reading the list before.
     tl.debug_barrier()
     b_place = tl.cumsum(b_is_wanted.to(tl.int32), 0) - 1
@@ -76,7 +76,7 @@ def store_chunks(p_chunks, b_is_wanted, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_chunks(p_row, p_chunks, start, num_listed, num_tokens, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """GROUP of the listed chunks [GROUP, CHUNK], their numbers, and which tokens there are."""
+    """GROUP of the listed chunks [GROUP, CHUNK], their numbers and the mask of their tokens."""
     o_place = start + tl.arange(0, GROUP)
     b_chunk = tl.load(p_chunks + o_place, mask=o_place < num_listed, other=0)
     o_token = b_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -89,7 +89,7 @@ def list_tokens(
     p_row, p_chunks, p_list, num_listed, low, num_tokens,
     LIST: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits from `low` on of the listed chunks, as far as there is room; their count."""
+    """Write the logits of the listed chunks from `low` on while there is room; returns their count."""
     count = 0
     for start in range(0, num_listed, GROUP):
         b_values, _, m_token = load_chunks(p_row, p_chunks, start, num_listed, num_tokens, GROUP, CHUNK)
@@ -110,7 +110,7 @@ def solve_list(
     p_list, count, largest, total, scale, by_count, top_k, top_p, low,
     KEY_SHIFT: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """(key of the threshold, weight still wanted of the tokens there) among all tokens from key `low` on."""
+    """(key of the threshold, weight still wanted of the tokens at it) among all tokens from key `low` on."""
     o_list = tl.arange(0, LIST)
     b_logits = tl.load(p_list + o_list, mask=o_list < count, other=float("-inf"))
     m_list = o_list < count
@@ -133,7 +133,7 @@ def solve_row(
     p_row, num_tokens, largest, total, scale, by_count, top_k, top_p, low,
     KEY_SHIFT: tl.constexpr, SAMPLE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The same by passes over the row."""
+    """The same as `solve_list`, by passes over the row."""
     high = key_of(largest, KEY_SHIFT) + 1
     if by_count:
         top = logit_of(high, KEY_SHIFT)
@@ -158,7 +158,7 @@ def solve_row(
 
 @triton.jit
 def floor_key(largest, scale, min_p, KEY_SHIFT: tl.constexpr):
-    """Key of the least logit whose weight is at least `min_p`, which is above 0."""
+    """Key of the smallest logit whose weight is at least `min_p`, which is above 0."""
     exact = largest.to(tl.float64) + tl.log2(min_p) / scale
     near = exact.to(tl.float32)
     key = key_of(near, 0)
@@ -243,7 +243,7 @@ def probs_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The numbers of a row's law and its chunks' kept masses, which replace those of the statistics."""
+    """The numbers of a row and the kept masses of its chunks, which replace those of the statistics."""
     wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)

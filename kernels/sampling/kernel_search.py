@@ -1,7 +1,7 @@
-"""Triton: the threshold of top-k or top-p in a whole row, by passes with eight pivots; one program per row.
+"""Triton functions: the threshold of top-k or top-p in a whole row, by passes with eight pivots.
 
-For rows whose candidates do not fit kernel_probs.py's list. A sample of the row says where to look first, so
-that in 16 bits one pass mostly finds the threshold. Logits are ordered by integer keys.
+They serve rows whose candidates do not fit the list of kernel_probs.py. A sample of the row gives the first
+pivots, so that in 16 bits one pass usually finds the threshold. Logits are ordered by integer keys.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -33,9 +33,9 @@ def logit_of(key, KEY_SHIFT: tl.constexpr):
 
 @triton.jit
 def highest_reaching(b_logits, b_share, target, low, high, KEY_SHIFT: tl.constexpr):
-    """(largest key in [low, high) at or above which the shares reach `target`, what lies above that key).
+    """(largest key in [low, high) at or above which the shares reach `target`, the share above that key).
 
-    Eight pivots at once: one step takes little longer than one sum. `low` is the answer where none does.
+    Eight pivots at once: one step takes little longer than one sum. The answer is `low` if no key does.
     """
     o_pivot = tl.arange(0, 8).to(tl.int64)
     above = tl.zeros((), tl.float32)
@@ -61,7 +61,7 @@ def reached_in_row(
 ):
     """Count or weight of a row at or above each of eight pivots, fp64.
 
-    Every place of a step has a sum of its own: errors of fp32 average out, and nothing waits in the loop.
+    Every place of a step has its own sum: errors of fp32 average out, and the loop has no dependency.
     """
     o_step = tl.arange(0, STEP)
     b_next = tl.load(p_row + o_step, mask=o_step < num_tokens, other=float("-inf"))
@@ -121,7 +121,7 @@ def pivot_of(number, low, high, top, bottom, by_key, KEY_SHIFT: tl.constexpr):
 
 
 @triton.jit
-def select_plan_rows(low, high, above, pivot, reached, target):
+def narrowed_bracket(low, high, above, pivot, reached, target):
     """The bracket after one pivot; pivots come in falling order."""
     is_reached = reached >= target
     is_new_low = is_reached & (pivot > low)
@@ -140,7 +140,7 @@ def search_row(
     above = tl.zeros((), tl.float64)
     i_round = 0
     while high - low > 1:
-        # Keys crowd around 0 and logits do not, but only keys are certain to come to an end.
+        # Keys crowd around 0 and logits do not, but only a search over keys is certain to end.
         by_key = (i_round % 2 == 1) | ((top - bottom < 1e30) == 0)
         k0 = pivot_of(0, low, high, top, bottom, by_key, KEY_SHIFT)
         k1 = pivot_of(1, low, high, top, bottom, by_key, KEY_SHIFT)
@@ -156,14 +156,14 @@ def search_row(
             logit_of(k3, KEY_SHIFT), logit_of(k4, KEY_SHIFT), logit_of(k5, KEY_SHIFT),
             logit_of(k6, KEY_SHIFT), logit_of(k7, KEY_SHIFT), STEP,
         )  # fmt: skip
-        low, high, above = select_plan_rows(low, high, above, k0, r0, target)
-        low, high, above = select_plan_rows(low, high, above, k1, r1, target)
-        low, high, above = select_plan_rows(low, high, above, k2, r2, target)
-        low, high, above = select_plan_rows(low, high, above, k3, r3, target)
-        low, high, above = select_plan_rows(low, high, above, k4, r4, target)
-        low, high, above = select_plan_rows(low, high, above, k5, r5, target)
-        low, high, above = select_plan_rows(low, high, above, k6, r6, target)
-        low, high, above = select_plan_rows(low, high, above, k7, r7, target)
+        low, high, above = narrowed_bracket(low, high, above, k0, r0, target)
+        low, high, above = narrowed_bracket(low, high, above, k1, r1, target)
+        low, high, above = narrowed_bracket(low, high, above, k2, r2, target)
+        low, high, above = narrowed_bracket(low, high, above, k3, r3, target)
+        low, high, above = narrowed_bracket(low, high, above, k4, r4, target)
+        low, high, above = narrowed_bracket(low, high, above, k5, r5, target)
+        low, high, above = narrowed_bracket(low, high, above, k6, r6, target)
+        low, high, above = narrowed_bracket(low, high, above, k7, r7, target)
         ninth = (logit_of(high, KEY_SHIFT) - logit_of(low, KEY_SHIFT)) / 9
         top = logit_of(high, KEY_SHIFT) - ninth
         bottom = logit_of(low, KEY_SHIFT) + ninth
@@ -175,7 +175,7 @@ def search_row(
 def sampled_bracket(
     p_row, num_tokens, largest, scale, tail, low, high, KEY_SHIFT: tl.constexpr, SAMPLE: tl.constexpr
 ):
-    """Logits between which the key probably lies below which the tokens from `low` on weigh `tail`.
+    """Logits between which the key lies, probably, below which the tokens from `low` on weigh `tail`.
 
     The weight below a key is estimated from a sample of pieces of PIECE tokens, its error from the sample's
     variance, and what this means in logits from the weight near by. A bracket that misses costs a pass.

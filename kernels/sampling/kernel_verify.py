@@ -1,7 +1,7 @@
-"""Triton: test the drafts, draw the token behind the accepted ones, keep the next drafts' laws.
+"""Triton kernels: test the drafts, draw the token after the accepted ones, store the next drafts' rows.
 
-Everything lettered Z belongs to lanes, the seats of sequences, and is reached through `lanes_B`. Nothing is
-written to the lane of an inactive sequence, and its outputs are 0. Contract in README.md.
+Tensors with the letter Z are indexed by lane through `lanes_B`. Nothing is written to the lane of an inactive
+sequence, and its outputs are 0. Contract in README.md.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -63,7 +63,7 @@ def verify_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Accepted drafts of one sequence, and the rows that the next token and the next drafts come from."""
+    """Accepted drafts of one sequence, and the rows that its next token and next drafts are drawn from."""
     wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)
     is_active = tl.load(p_active + i_sequence).to(tl.int32) != 0
@@ -153,7 +153,7 @@ def residual_kernel(
         slot = tl.load(p_lanes + i_sequence).to(tl.int64) * num_masks + accepted
         o_chunk = i_tile * TILE + tl.arange(0, TILE)
         m_chunk = o_chunk < num_chunks
-        # Where p has no mass, nothing exceeds q, and nothing is read.
+        # Without mass p exceeds q nowhere, so nothing is read.
         b_is_kept = tl.load(p_masses + row * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
         b_is_stored = tl.load(p_store_masses + slot * num_chunks + o_chunk, mask=m_chunk, other=0.0) > 0
         o_token = o_chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -174,7 +174,7 @@ def draw_excess(
     p_row, p_numbers, p_draft, p_draft_numbers, p_draft_masses, b_mass, uniform, num_tokens,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Token of max(0, p - q), whose chunks have the masses `b_mass` (fp64)."""
+    """Draw a token of max(0, p - q), whose chunks have the masses `b_mass` (fp64)."""
     target = uniform * tl.sum(b_mass, 0)
     i_chunk = pick(b_mass, target, CHUNKS)
     target -= tl.sum(tl.where(tl.arange(0, CHUNKS) < i_chunk, b_mass, 0.0), 0)
@@ -214,8 +214,8 @@ def emit_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draws FIRST_DRAW and following of a sequence: 0 is the token behind its accepted drafts, from the
-    residual law after a rejection, else from p; the others are its next drafts.
+    """One draw of a sequence, from FIRST_DRAW on: draw 0 is the token after its accepted drafts, from the
+    residual after a rejection, else from p; the others are its next drafts.
     """
     wait_for_previous(PDL)
     i_sequence = (tl.program_id(0) // num_draws).to(tl.int64)
@@ -289,7 +289,7 @@ def put_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy TILE chunks of one draft row to the sequence's lane, as far as they have mass, and the numbers."""
+    """Copy TILE chunks of one draft row, those that have mass, and its numbers to the sequence's lane."""
     wait_for_previous(PDL)
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles

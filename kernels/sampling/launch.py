@@ -1,4 +1,4 @@
-"""Grids and scratch memory of the kernels for laws and draws. Nothing here reads a tensor's contents.
+"""Grids and scratch memory of the kernels for probabilities and draws. Nothing here waits for the device.
 
 Shapes: X rows, V vocabulary, C chunks, B sequences.
 """
@@ -20,7 +20,7 @@ KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 SMALLEST_CHUNK = 16
 PAIRS = 128
 ROW_REGISTERS = 128
-"""Per thread; the kernel of filtered rows would take twice as many for a few scalars, and halve occupancy."""
+"""Per thread; the kernel of filtered rows would take twice as many, which would halve occupancy."""
 
 
 def chunk_of(num_tokens: int, tuning: Tuning) -> int:
@@ -34,7 +34,7 @@ def num_chunks_of(num_tokens: int, tuning: Tuning) -> int:
 
 
 class Shape:
-    """What every launch over chunks is told."""
+    """Sizes and options of every launch over chunks."""
 
     def __init__(self, num_tokens: int, tuning: Tuning) -> None:
         self.chunk = chunk_of(num_tokens, tuning)
@@ -51,7 +51,7 @@ class Shape:
 
 
 def options(tuning: Tuning, *, warps: int) -> dict[str, Any]:
-    """Launch options; the interpreter knows no dependent launch, so it is named only when wanted."""
+    """Launch options; the interpreter does not know dependent launch, so it is named only if requested."""
     return {"num_warps": warps, "PDL": tuning.pdl, **({"launch_pdl": True} if tuning.pdl else {})}
 
 
@@ -65,7 +65,7 @@ def row_probs(
     forbidden_id: int | None = None,
     own: bool = False,
 ) -> RowProbs:
-    """Numbers of every row's law; `settings`: temperature, top_k, top_p, min_p, per row or per lane."""
+    """Numbers of every row's distribution; `settings`: temperature, top_k, top_p, min_p, per row or lane."""
     num_rows, num_tokens = logits_XV.shape
     shape, device = Shape(num_tokens, tuning), logits_XV.device
     probs = _empty_probs(logits_XV, shape.num_chunks, tuning)

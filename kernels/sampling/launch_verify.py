@@ -1,4 +1,4 @@
-"""Grids of the kernels that test drafts and keep their laws. Nothing here reads a tensor's contents.
+"""Grids of the kernels that test drafts and store their probabilities. Nothing here waits for the device.
 
 Shapes: V vocabulary, C chunks, Z lanes, B sequences, J drafts, D draws.
 """
@@ -118,8 +118,9 @@ def draw_verdict(
     state: tuple[Tensor, Tensor] | None,
     takes_best: bool = False,
 ) -> None:
-    """The token behind the accepted drafts, if `token` (the store and `residual`'s masses) is given; the next
-    drafts and layouts, into `state` (drafts_ZJ, layout_Z). One column of `uniforms_BD` each, in this order.
+    """Draw the token after the accepted drafts if `token` (the store and `residual`'s masses) is given, and
+    the next drafts and layouts into `state` (drafts_ZJ, layout_Z). Each takes a column of `uniforms_BD`, in
+    order.
     """
     num_sequences, num_masks = verdict.draft_rows_BJ.shape
     shape = Shape(probs.logits_XV.shape[1], probs.tuning)

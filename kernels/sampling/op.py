@@ -1,9 +1,9 @@
-"""Laws of rows of logits, draws, and the test of drafts: the same calls on every device.
+"""Probabilities of rows of logits, draws, and the test of drafts: the same calls on every device.
 
-On a GPU nothing waits for the device and no law is stored; on a CPU laws are fp64 tensors. Call order of a
-step: `row_probs`, `verify`, `emit_and_draft`, `put` (emit needs the laws that put overwrites). Rows may
-be padding with any content, NaN included, and -1 means no row. Contract in README.md.
-Shapes: X rows, V vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
+On a GPU nothing waits for the device and no probabilities are stored; on a CPU they are fp64 tensors. A step
+calls `row_probs`, `verify`, `emit_and_draft`, `put` in this order (put overwrites what emit needs). Rows may
+be padding with any content, NaN included, and -1 means no row. Contract in README.md. Shapes: X rows, V
+vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from idlm.kernels.sampling.types import (
 
 TUNING = Tuning()
 MAX_VOCABULARY = 1 << 24
-"""Ids pass through fp32."""
+"""Token ids pass through fp32, which is exact up to here."""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether laws of this device's tensors are numbers, and no stored probabilities: on a GPU."""
+    """Whether kernels compute on this device (a GPU), so that no probabilities are stored."""
     return device.type == "cuda"
 
 
@@ -48,14 +48,14 @@ def row_probs(
     own: bool = False,
     tuning: Tuning = TUNING,
 ) -> Probs:
-    """The law of every row of `logits_XV` (fp32, bf16 or fp16; a row is contiguous).
+    """The distribution of every row of `logits_XV` (fp32, bf16 or fp16; a row is contiguous).
 
-    Settings are per row, or, with `lanes_B`, per lane: the rows of sequence b, X / B of them, follow one
-    another and obey the settings of lane `lanes_B[b]`. temperature, top_p and min_p fp64, top_k int64 (0:
-    off); temperature 0 is the argmax (lowest id) and ignores the rest. `filters=False` promises that no row
-    uses top_k, top_p or min_p. The result refers to `logits_XV`. `forbidden_id`: a token that no row may
-    draw; its logits become the least finite number. `own`: the laws also know each row at temperature 1 with
-    nothing cut off, for `judged_draws` and `entropy`.
+    Settings are per row, or, with `lanes_B`, per lane: the X / B consecutive rows of sequence b use the
+    settings of lane `lanes_B[b]`. temperature, top_p and min_p fp64, top_k int64 (0: off); temperature 0 is
+    the argmax (lowest id) and ignores the rest. `filters=False` promises that no row uses top_k, top_p or
+    min_p. The result refers to `logits_XV`. `forbidden_id`: a token that no row may draw; its logits become
+    the lowest finite number. `own`: also compute each row's distribution at temperature 1 without filters,
+    which `judged_draws` and `entropy` need.
     """
     num_rows, num_tokens = logits_XV.shape
     assert num_tokens <= MAX_VOCABULARY and logits_XV.stride(1) == 1, f"{logits_XV.shape=}"
@@ -75,7 +75,7 @@ def row_probs(
 
 
 def probability(probs: Probs, rows: Tensor, token_ids: Tensor) -> Tensor:
-    """Probability (fp64, shaped as `rows`) of each token under a row's law; 0 for row -1."""
+    """Probability (fp64, shaped as `rows`) of each token in its row; 0 for row -1."""
     assert rows.shape == token_ids.shape, f"{rows.shape=} {token_ids.shape=}"
     if isinstance(probs, PlainProbs):
         return plain.probability(probs, rows, token_ids)
@@ -85,9 +85,8 @@ def probability(probs: Probs, rows: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
-    """1 + the place (int64 [B]) of the first of a sequence's rows that has no law, since a logit is NaN or
-    infinite, or all of them are -inf; what is drawn from such a row means nothing. 0: there is none. Row -1
-    is nobody's.
+    """1 + the place (int64 [B]) of the first of a sequence's rows without a distribution: a logit is NaN or
+    infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are skipped.
     """
     if isinstance(probs, PlainProbs):
         return plain.nonfinite(probs, rows_BJ)
@@ -114,11 +113,11 @@ def judged_draws(
     takes_best_X: Tensor | None = None,
     always_own: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A token (int64 [X]) of every row and how sure it is (fp64 [X]); the laws know their own (`own`).
+    """A token (int64 [X]) of every row and its confidence (fp64 [X]); `probs` must be computed with `own`.
 
-    By inversion of a number in (0, 1), or the likeliest (lowest id) where `takes_best_X` (bool). How sure:
-    its probability under the row's law, or under the model's own where the row is greedy (the settings are
-    those of `row_probs`), or always.
+    The token is drawn by inversion of a number in (0, 1), or is the most likely one (lowest id) where
+    `takes_best_X` (bool). The confidence is its probability in the row's distribution, or in the model's own
+    if the row is greedy (settings as in `row_probs`) or `always_own`.
     """
     assert len(uniforms_X) == len(probs) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
     if isinstance(probs, PlainProbs):
@@ -131,7 +130,7 @@ def judged_draws(
 
 
 def entropy(probs: Probs) -> Tensor:
-    """Entropy (nats, fp64 [X]) of every row at temperature 1 with nothing cut off; laws that know it."""
+    """Entropy (nats, fp64 [X]) of every row at temperature 1 without filters; needs `own`."""
     return plain.entropy(probs) if isinstance(probs, PlainProbs) else probs.entropy_X
 
 
@@ -144,7 +143,7 @@ def draft_probs(
     device: torch.device,
     tuning: Tuning = TUNING,
 ) -> Drafts:
-    """An empty store of draft laws; `dtype`: that of the logits; `tuning`: that of the laws."""
+    """An empty store of drafts' probabilities; `dtype` of the logits; `tuning` as in `row_probs`."""
     shape = (num_lanes, num_drafts, num_tokens)
     if not has_kernels(device):
         return PlainDraftProbs(probs_ZJV=torch.zeros(shape, dtype=torch.float64, device=device))
@@ -159,7 +158,7 @@ def draft_probs(
 
 
 def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
-    """Keep the laws of `rows_BJ` in the lanes of active sequences; row -1 leaves what is there."""
+    """Store the probabilities of `rows_BJ` in the lanes of active sequences; row -1 changes nothing."""
     if isinstance(probs, PlainProbs):
         assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
         plain.put(store, lanes_B, probs, rows_BJ, active_B)
@@ -176,7 +175,7 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
 def draft_probability(
     store: Drafts, lanes_B: Tensor, token_ids_BJ: Tensor, *, tuning: Tuning = TUNING
 ) -> Tensor:
-    """Probability (fp64 [B, J]) of each lane's tokens under the laws kept there; `tuning` as in the store."""
+    """Probability (fp64 [B, J]) of each lane's tokens in its stored drafts; `tuning` as in the store."""
     num_drafts = token_ids_BJ.shape[1]
     slots_BJ = lanes_B[:, None] * num_drafts + torch.arange(num_drafts, device=lanes_B.device)
     if isinstance(store, PlainDraftProbs):
@@ -204,10 +203,10 @@ def verify(
     layout_Z: Tensor,
     uniforms_BJ: Tensor,
 ) -> Verdict:
-    """Accept draft j while u * q < (1 + tau) * p, where p is the law of row first + j and q the kept one.
+    """Accept draft j while u * q < (1 + tau) * p, with p from row first + j and q from the store.
 
     `first_rows_B`: row of the pending token; `drafts_ZJ`, `layout_Z`, `lanes_B` int64, `active_B` bool,
-    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). The last token is missing until `emit`.
+    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). `emit` adds the last token.
     """
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
     num_masks = drafts_ZJ.shape[1]
@@ -223,8 +222,8 @@ def verify(
 
 
 def emit(probs: Probs, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
-    """Write the token behind the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
-    after a rejection (from p where that is nothing), else from p.
+    """Write the token after the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
+    after a rejection (from p if that is zero), else from p.
     """
     if isinstance(probs, PlainProbs):
         assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
@@ -247,10 +246,10 @@ def draw_drafts(
     layout_Z: Tensor,
     takes_best: bool = False,
 ) -> None:
-    """Write the next drafts and layout of active sequences into their lanes; 0 where there is no draft row.
+    """Write the next drafts and layout of active sequences into their lanes; 0 if there is no draft row.
 
-    `takes_best`: the argmax instead of a draw, as the published rule has it (lossy). Without drafts (J = 0)
-    the layout stays.
+    `takes_best`: the argmax instead of a draw, as in the published rule (lossy). Without drafts (J = 0) the
+    layout stays.
     """
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
     state = (drafts_ZJ, layout_Z)
@@ -275,7 +274,7 @@ def emit_and_draft(
     layout_Z: Tensor,
     takes_best: bool = False,
 ) -> None:
-    """`emit` by `uniforms_BA[:, 0]` and `draw_drafts` by the columns behind it, in one launch less."""
+    """`emit` with `uniforms_BA[:, 0]` and `draw_drafts` with the other columns, in one launch less."""
     assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
     state = (drafts_ZJ, layout_Z)
     if isinstance(probs, PlainProbs):
@@ -304,8 +303,8 @@ def uniforms(
 ) -> Tensor:
     """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 of (seed, sample, step, draw), int64 tensors.
 
-    One entry per sequence, or, with `lanes_B`, per lane, but for the steps if they are not `steps_by_lane`.
-    The same on every device.
+    One entry per sequence, or, with `lanes_B`, per lane (steps only if `steps_by_lane`). Devices agree
+    exactly.
     """
     if not has_kernels(seeds.device):
         if lanes_B is not None:

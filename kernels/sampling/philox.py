@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al., SC 2011), the generator behind `tl.philox`: a number is a pure function of
 (request seed, sample index, sampling step, draw). Nothing is ever stored or advanced, so an answer cannot
-depend on who else is in the batch, on preemption or on the order of draws, and no number is used twice.
+depend on the rest of the batch, on preemption or on the order of draws, and no number is used twice.
 """
 
 from __future__ import annotations

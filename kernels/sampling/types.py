@@ -1,7 +1,7 @@
-"""What the sampling ops pass around: laws of rows, laws that drafts were drawn from, the verdict on drafts.
+"""Values that the sampling ops exchange: probabilities of rows and of drafts, and the verdict on drafts.
 
-A law is either the row of logits and eight numbers (on a GPU) or fp64 probabilities (on a CPU); which one is
-the ops' business, so decoders treat both as opaque. Contract in README.md.
+Probabilities of a row are its logits and eight numbers on a GPU, or an fp64 tensor on a CPU. Decoders treat
+both as opaque. Contract in README.md.
 Shapes: X rows, V vocabulary, C chunks, Z lanes, J drafts, B sequences, A = J + 1, Y layouts.
 """
 
@@ -18,12 +18,13 @@ NUM_VERDICT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How the kernels divide a row. Another tuning may change a row's last bits, another batch never does.
+    """How the kernels divide a row. Another tuning may change the last bits of a row; another batch never
+    does.
 
-    `chunk` tokens have a mass of their own. A program of the pass over all rows takes `tile` chunks by
-    `num_warps` warps; one of the thresholds takes a row by `row_warps`. Its list of candidates holds
-    `capacity` tokens, out of at most `listed` chunks, which are read `group` at a time; rows where they are
-    more are sampled (`sample` tokens) and read by `step` tokens at a time. `pdl`: programmatic dependent
+    `chunk` tokens have one stored mass. A program of the pass over all rows takes `tile` chunks with
+    `num_warps` warps; a program of the thresholds takes a row with `row_warps`. Its list of candidates holds
+    `capacity` tokens from at most `listed` chunks, which are read `group` at a time. Rows with more
+    candidates are sampled (`sample` tokens) and read `step` tokens at a time. `pdl`: programmatic dependent
     launch.
     """
 
@@ -46,11 +47,11 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowProbs:
-    """Laws as logits (not copied, so they must stay as they are) and numbers.
+    """Probabilities as logits (not copied, so they must not change) and numbers.
 
     Token i is kept iff l_i > threshold or l_i = threshold and i <= tie_id; its probability is then
     2^((l_i - max) * scale) / mass. `numbers_XF` fp64: max, scale = log2(e) / temperature, threshold, tie_id,
-    mass, id of the largest logit; where laws know the model's own, its mass and entropy (nats).
+    mass, id of the largest logit; with `own` also the model's own mass and entropy (nats).
     `masses_XC` fp32: kept mass of each chunk.
     """
 
@@ -81,7 +82,7 @@ class RowProbs:
 
     @property
     def entropy_X(self) -> Tensor:
-        """Of the model's own law."""
+        """Entropy of the model's own distribution, in nats."""
         return self.numbers_XF[:, 7]
 
     def __len__(self) -> int:
@@ -90,8 +91,8 @@ class RowProbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainProbs:
-    """Laws as probabilities, fp64. `is_nonfinite_X` (bool): rows whose logits are no law; `own_XV`: the model's
-    own, `best_X`: its likeliest token (None: nobody asked).
+    """Probabilities in fp64. `is_nonfinite_X` (bool): rows whose logits have no distribution. `own_XV`: the
+    model's own probabilities, `best_X`: its most likely token (both None unless requested).
     """
 
     probs_XV: Tensor
@@ -108,7 +109,7 @@ Probs = RowProbs | PlainProbs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftProbs:
-    """Per lane and draft position: its law's numbers and masses, and a copy of the chunks that have mass."""
+    """Numbers, masses and a copy of the chunks with mass, per lane and draft position."""
 
     logits_ZJV: Tensor
     numbers_ZJF: Tensor
@@ -117,7 +118,7 @@ class DraftProbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainDraftProbs:
-    """Per lane and draft position: probabilities, fp64."""
+    """Probabilities in fp64, per lane and draft position."""
 
     probs_ZJV: Tensor
 
@@ -127,8 +128,8 @@ Drafts = DraftProbs | PlainDraftProbs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTables:
-    """Number of drafts of each layout; after a accepted ones, the rows (counted from the sequence's first, or
-    -1) that the next drafts come from, and the layout that comes next. int64.
+    """Number of drafts of each layout; and after `a` accepted drafts, the rows (relative to the sequence's
+    first, or -1) that the next drafts are drawn from, and the next layout. int64.
     """
 
     num_drafts_Y: Tensor
@@ -138,10 +139,10 @@ class LayoutTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Outcome of a step. Of an inactive sequence everything is 0, and rows are -1. All int64.
+    """Outcome of a step, int64. For an inactive sequence everything is 0 and rows are -1.
 
     `values_FB` holds the fields below; `token_ids_BA`: the accepted drafts, then the token that `emit` draws,
-    then 0; `draft_rows_BJ`: rows that the next drafts come from, or -1.
+    then 0; `draft_rows_BJ`: rows that the next drafts are drawn from, or -1.
     """
 
     values_FB: Tensor
@@ -150,7 +151,7 @@ class Verdict:
 
     @classmethod
     def empty(cls, num_sequences: int, num_masks: int, device: torch.device) -> Verdict:
-        """Uninitialised."""
+        """An uninitialised verdict."""
         return cls(
             values_FB=torch.empty(NUM_VERDICT, num_sequences, dtype=torch.int64, device=device),
             token_ids_BA=torch.empty(num_sequences, num_masks + 1, dtype=torch.int64, device=device),
@@ -164,17 +165,17 @@ class Verdict:
 
     @property
     def tested_B(self) -> Tensor:
-        """Drafts tested: up to the first rejection."""
+        """Number of drafts tested, up to the first rejection."""
         return self.values_FB[1]
 
     @property
     def num_emitted_B(self) -> Tensor:
-        """Tokens emitted: the accepted ones and one more."""
+        """Number of tokens emitted: the accepted drafts and one more."""
         return self.values_FB[2]
 
     @property
     def emit_rows_B(self) -> Tensor:
-        """Row whose law the last token obeys, before the correction of a rejection."""
+        """Row whose distribution the last token follows, before the correction of a rejection."""
         return self.values_FB[3]
 
     @property

@@ -2,8 +2,8 @@
 
 Every program keeps one tile (queries in the forward, keys in the backward) and walks over the tiles of its
 two ranges in a single loop, so that the pipeline of loads fills once. Tiles lie anywhere in a range, not on a
-grid; one that would reach into padding is moved back to end at the last real row, and the rows that it
-shares with its neighbour are masked. That is why padding is never read. Contract in README.md.
+grid; a tile that would reach into padding is moved back to end at the last real row, and the rows that it
+shares with its neighbour are masked. So padding is never read. Contract in README.md.
 
 B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K.
 """
@@ -73,7 +73,7 @@ def forward_kernel(
     q = desc_q.load([b, head, row, 0]).reshape(BLOCK_Q, BLOCK_H)
     acc = tl.zeros([BLOCK_Q, BLOCK_H], dtype=tl.float32)
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
-    # Finite, so that a row that sees nothing in its first tiles makes exp2(-inf - high) and not a NaN.
+    # Finite, so that a row that sees nothing in its first tiles gives exp2(-inf - high) and not NaN.
     high = tl.full([BLOCK_Q], -1e30, dtype=tl.float32)
 
     for i in tl.range(0, num_across + num_own, num_stages=STAGES):

@@ -1,9 +1,9 @@
-"""The backward pass for Hopper (sm_90) in Gluon: products stay in flight beside the arithmetic between them.
+"""The backward pass for Hopper (sm_90) in Gluon: products overlap with the arithmetic between them.
 
-Walk, masks and results are those of `kernel.backward_kernel`, in which Triton waits after every product. Here
-the scores of a tile and <do, v> start together, and later products run while the next values are prepared.
-Gluon is Triton's own lower level; it cannot be interpreted: tests/gpu checks this file, tests/kernels only
-compiles it.
+Walk, masks and results equal those of `kernel.backward_kernel`, in which Triton waits after every product.
+Here the scores of a tile and <do, v> start together, and later products run while the next values are
+prepared. Gluon is the lower level of Triton and cannot be interpreted: tests/gpu checks this file,
+tests/kernels only compiles it.
 
 B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim, G = N / K.
 """
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @builtin
 def _add_to_global(descriptor, coordinates, source, _semantic=None):
-    """Bulk addition of a tile of shared memory to global memory, for which Gluon has no name yet."""
+    """Bulk addition of a tile of shared memory to global memory, which Gluon does not expose yet."""
     values = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, values, source.handle)
@@ -36,7 +36,7 @@ def _add_to_global(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def _place(i, walk, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Step i: whether it is in the own half, its head, its nominal first query and the one it moves to."""
+    """Step i: whether it is in the own half, its head, its nominal and its actual first query."""
     _, num_across, low_a, low_o, num_rows, _, head0 = walk
     step = i // HEADS
     is_own = step >= num_across
@@ -95,7 +95,7 @@ def _limits(tile):
 
 @gluon.jit
 def _key_ranges(seen_start_BT, seen_end_BT, own_from_BT, own_end_BT, at, mask):
-    """Who sees the keys; nobody sees those that belong to another tile."""
+    """Ranges of queries that see the keys; empty for keys that belong to another tile."""
     start = gl.load(seen_start_BT + at, mask=mask, other=0)
     end = gl.load(seen_end_BT + at, mask=mask, other=0)
     own_from = gl.load(own_from_BT + at, mask=mask, other=0)
@@ -114,7 +114,7 @@ def _masked(weights, first, nominal, start, end, layout: gl.constexpr):
 def _store(
     gradient, out_PBTKH, base, first_key, row, num_rows, T, stride, H: gl.constexpr, layout: gl.constexpr
 ):
-    """The rows of this tile that are its own, and zeros for those of padding."""
+    """Store the rows that belong to this tile, and zeros for those of padding."""
     BLOCK_K: gl.constexpr = gradient.shape[0]
     columns = gl.arange(0, gradient.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     rows = first_key + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))[:, None]
@@ -227,8 +227,8 @@ def backward_kernel(
     mbarrier.wait(kv_bar, 0)
 
     for i in range(end):
-        # Always 0, but not to the compiler: addresses of constant tiles would be kept for the whole loop, 50
-        # registers too many.
+        # Always 0, which the compiler does not know: it would keep the addresses of constant tiles for the
+        # whole loop, 50 registers too many.
         nil = i >> 30
         k_smem = k_smems.index(nil)
         v_smem = v_smems.index(nil)
@@ -261,7 +261,7 @@ def backward_kernel(
         fence_async_shared()
         dq = warpgroup_mma(ds_smem.permute((1, 0)), k_smem, zero_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(dscores, a_layout), q, dk_done, is_async=True)
-        # All warps have passed the barrier before dq: nobody still reads the place of the step before.
+        # All warps have passed the barrier before dq, so none still reads the buffer of the previous step.
         _fetch(i + STAGES - 1, walk, descriptors, q_smem, do_smem, bars, HEADS, BLOCK_Q)
         dq, dv = warpgroup_mma_wait(1, deps=(dq, dv_next))
         tma.store_wait(0)

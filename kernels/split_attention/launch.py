@@ -29,7 +29,7 @@ PREPARE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How one kernel is launched; `rows` by `walk` is a tile of scores, `rows` the stationary side."""
+    """Launch parameters of one kernel; `rows` by `walk` is a tile of scores, `rows` the stationary side."""
 
     rows: int
     walk: int
@@ -107,7 +107,7 @@ def run_backward(
     parts = launch.parts if group % launch.parts == 0 else 1
     doutput = addressable(doutput)
     delta = torch.empty_like(lse)
-    # A bulk addition may not start below row 0, where a tile of a nearly empty packed row does: a margin.
+    # A tile of a nearly empty packed row starts below row 0, where a bulk addition may not, hence the margin.
     margin = launch.walk
     dq_sums = query.new_empty(margin + batch * num_rows, num_heads * head_dim, dtype=torch.float32)
     dq_sum = dq_sums[margin:]
@@ -128,124 +128,69 @@ def run_backward(
     parts_dtype = key.dtype if parts == 1 else torch.float32
     parts_shape = (parts, batch, num_rows, key.shape[1], head_dim)
     dk, dv = (key.new_empty(parts_shape, dtype=parts_dtype) for _ in "kv")
-    tensors = (addressable(query), addressable(key), addressable(value), doutput.transpose(1, 2), dq_sums)
-    walk = _hopper_walk if on_hopper else _walk
-    walk(launch, parts, *tensors, dk, dv, lse, delta, see, scale)
+    inputs = (addressable(query), addressable(key), addressable(value), doutput.transpose(1, 2))
+    _run_walk(launch, parts, inputs, dq_sums, (dk, dv), (lse, delta), see, scale, on_hopper=on_hopper)
     dq = _finished(dq_sum.view(1, *output.shape), query.dtype, scale)
     if parts == 1:
         return dq, dk[0], dv[0]
     return dq, _finished(dk, key.dtype), _finished(dv, value.dtype)
 
 
-def _walk(
+def _run_walk(
     launch: Launch,
     parts: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    doutput: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dq_sums: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    statistics: tuple[torch.Tensor, torch.Tensor],
     see: Visibility,
     scale: float,
+    *,
+    on_hopper: bool,
 ) -> None:
-    """Triton's backward kernel: fills `dk` and `dv` and adds to `dq_sums`.
+    """Run Triton's or the Hopper backward kernel, which fills dk and dv (`outputs`) and adds to `dq_sums`.
 
-    Heads of a row lie side by side in it; columns past the head dim, all zero, are added to the next head.
+    `inputs`: query, key, value and the gradient of the output. `statistics`: log-sum-exp and delta. Columns
+    past the head dim are zero, so Triton's kernel may add them to the next head of `dq_sums`.
     """
+    query, key = inputs[:2]
     num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     block_h, splits = padded_head(head_dim), TILE_ROWS // launch.rows
-    backward_kernel[(see.key_order.numel() * splits * num_kv_heads * parts,)](
-        _descriptor(query, launch.walk, block_h),
-        _descriptor(key, launch.rows, block_h),
-        _descriptor(value, launch.rows, block_h),
-        _descriptor(doutput, launch.walk, block_h),
-        TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), [launch.walk, block_h]),
-        dq_sums[launch.walk :],
-        *_shared_arguments(dk, dv, lse, delta, see, scale),
-        N=num_heads,
-        G=num_heads // num_kv_heads,
-        H=head_dim,
-        PARTS=parts,
-        BLOCK_Q=launch.walk,
-        BLOCK_K=launch.rows,
-        BLOCK_H=block_h,
-        SPLITS=splits,
-        STAGES=launch.stages,
-        BULK=not INTERPRETED,
-        num_warps=launch.warps,
+    sums_block = [launch.walk, block_h]
+    tile_rows = (launch.walk, launch.rows, launch.rows, launch.walk)
+    options: dict[str, Any] = {"N": num_heads, "G": num_heads // num_kv_heads, "H": head_dim, "PARTS": parts}
+    options |= {"BLOCK_Q": launch.walk, "BLOCK_K": launch.rows, "BLOCK_H": block_h}
+    options |= {"STAGES": launch.stages, "num_warps": launch.warps}
+    kernel: Any
+    if on_hopper:
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TileDescriptor
+
+        from idlm.kernels.split_attention import kernel_hopper
+
+        kernel, layout = kernel_hopper.backward_kernel, NVMMASharedLayout(128, 16, rank=4)
+        tiles = [
+            TileDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_h], layout)
+            for x, rows in zip(inputs, tile_rows, strict=True)
+        ]
+        sums_layout = NVMMASharedLayout(128, 32, rank=2)
+        sums = [TileDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), sums_block, sums_layout)]
+    else:
+        kernel = backward_kernel
+        tiles = [_descriptor(x, rows, block_h) for x, rows in zip(inputs, tile_rows, strict=True)]
+        sums = [TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), sums_block)]
+        sums.append(dq_sums[launch.walk :])
+        options |= {"SPLITS": splits, "BULK": not INTERPRETED}
+    kernel[(see.key_order.numel() * splits * num_kv_heads * parts,)](
+        *tiles,
+        *sums,
+        *(*outputs, *statistics),
+        *(see.seen_start_BT, see.seen_end_BT, see.own_from_BT, see.own_end_BT),
+        *(see.key_tiles_BI8, see.key_order, see.num_rows_B),
+        *(*see.own_end_BT.shape, see.key_tiles_BI8.shape[1]),
+        *(scale, scale * LOG2_E),
+        **options,
     )
-
-
-def _hopper_walk(
-    launch: Launch,
-    parts: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    doutput: torch.Tensor,
-    dq_sums: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    see: Visibility,
-    scale: float,
-) -> None:
-    """The same by the Hopper kernel."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TileDescriptor
-
-    from idlm.kernels.split_attention import kernel_hopper
-
-    num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
-    block_h = padded_head(head_dim)
-    layout = NVMMASharedLayout(128, 16, rank=4)
-
-    def tiles(tensor: torch.Tensor, rows: int) -> Any:
-        return TileDescriptor(
-            tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_h], layout
-        )
-
-    sums_layout = NVMMASharedLayout(128, 32, rank=2)
-    kernel_hopper.backward_kernel[(see.key_order.numel() * num_kv_heads * parts,)](
-        tiles(query, launch.walk),
-        tiles(key, launch.rows),
-        tiles(value, launch.rows),
-        tiles(doutput, launch.walk),
-        TileDescriptor(
-            dq_sums, list(dq_sums.shape), list(dq_sums.stride()), [launch.walk, block_h], sums_layout
-        ),
-        *_shared_arguments(dk, dv, lse, delta, see, scale),
-        N=num_heads,
-        G=num_heads // num_kv_heads,
-        H=head_dim,
-        PARTS=parts,
-        BLOCK_Q=launch.walk,
-        BLOCK_K=launch.rows,
-        BLOCK_H=block_h,
-        STAGES=launch.stages,
-        num_warps=launch.warps,
-    )
-
-
-def _shared_arguments(
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    see: Visibility,
-    scale: float,
-) -> tuple[Any, ...]:
-    """What both backward kernels take alike, in their order."""
-    ranges = (see.seen_start_BT, see.seen_end_BT, see.own_from_BT, see.own_end_BT)
-    tiles = (see.key_tiles_BI8, see.key_order)
-    batch, num_rows = see.own_end_BT.shape
-    sizes = (batch, num_rows, see.key_tiles_BI8.shape[1])
-    return dk, dv, lse, delta, *ranges, *tiles, see.num_rows_B, *sizes, scale, scale * LOG2_E
 
 
 def _finished(parts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -263,7 +208,7 @@ def takes_hopper_kernel(query: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_gluon(device: torch.device) -> bool:
-    """Gluon is experimental: only versions that the tests compile."""
+    """Whether Gluon, which is experimental, has a version that the tests compile, and the GPU is a Hopper."""
     known = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])
     return known and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -281,6 +226,6 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, block_h: int) -> TensorDescriptor:
-    """Of tiles [rows, block_h] of a tensor [B, heads, T, H]; what lies outside reads as zero."""
+    """Descriptor of tiles [rows, block_h] of a tensor [B, heads, T, H]; elements outside read as zero."""
     tensor = addressable(tensor)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_h])

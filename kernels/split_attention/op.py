@@ -1,4 +1,4 @@
-"""Split attention as one operator with a backward pass, opaque to torch.compile: it never breaks a graph.
+"""Split attention as one custom operator with a backward pass, which never breaks a torch.compile graph.
 
 bfloat16 and float16 on a GPU; under TRITON_INTERPRET=1 also float32 on a CPU. Contract in README.md.
 B packed rows, T rows of one packed row, N query heads, K KV heads, H head dim.
@@ -38,9 +38,9 @@ def split_attention_ranges(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """The same with `Visibility.tensors()`, which pass through wrappers that know tensors only.
+    """The same with `Visibility.tensors()`, for wrappers that pass tensors only.
 
-    What the kernel does not take (float32, a CPU) the reference computes, with T x T scores: for checks.
+    The reference, with T x T scores, computes what the kernel does not support (float32, a CPU).
     """
     if not takes(query_BNTH):
         return split_attention_reference(query_BNTH, key_BKTH, value_BKTH, from_tensors(ranges), scale=scale)

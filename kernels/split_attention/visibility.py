@@ -1,4 +1,4 @@
-"""Who sees whom in packed rows `[noisy rows | clean rows | padding]`, as ranges of row indices.
+"""Visibility in packed rows `[noisy rows | clean rows | padding]` as ranges of row indices.
 
 Computed once per batch from plain tensors, shared by all layers and heads, without any host synchronisation
 and without anything of size T x T. Contract and derivation in README.md.
@@ -17,7 +17,7 @@ PADDING_DOC = -1
 TILE_ROWS = 128
 """Rows of a stationary tile: queries in the forward pass, keys in the backward pass."""
 WORK_ROWS = 64
-"""Rows by which the length of a tile's walk is counted, to start long walks first."""
+"""Unit in rows for the length of a tile's walk, by which long walks start first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Visibility:
     key_order: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them, in the order of the fields."""
+        """All tensors in the order of the fields."""
         return tuple(getattr(self, name) for name in FIELDS)
 
 
@@ -67,11 +67,11 @@ def visibility(
     reach_BT: torch.Tensor | None = None,
 ) -> Visibility:
     """The ranges of packed rows. `reach_BT`: the last position that a row sees of its own half, at least its
-    own, not descending, for a noisy row inside its block; None: its own, which is causal.
+    own, not descending, and inside its block for a noisy row; None: its own position, which is causal.
 
     Noisy rows come first, then clean rows, then padding (doc id -1). In either half documents ascend, and in
-    a document blocks (noisy) or positions (clean) do. On a CPU a wrong order is an AssertionError; on a GPU
-    nobody looks, because that would make the host wait.
+    a document blocks (noisy) or positions (clean) do. On a CPU a wrong order raises AssertionError; on a GPU
+    it is not checked, because the host would have to wait.
     """
     reach, clean_half = 1 << 28, 1 << 58
     is_real = doc_ids_BT != PADDING_DOC
@@ -124,10 +124,10 @@ def visibility(
 def _reached(
     half_BT: torch.Tensor, positions_BT: torch.Tensor, reach_BT: torch.Tensor | None, is_real_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the keys of a row's own half end, and where the queries begin that see it; `half_BT` keeps the
-    halves of documents apart.
+    """End of the keys that a row sees in its own half, and start of the queries that see it. `half_BT`
+    separates the halves of documents.
 
-    Inside one, positions and reaches ascend, and the reach of a noisy row never leaves its block.
+    Inside a half, positions and reaches ascend, and the reach of a noisy row never leaves its block.
     """
     rows = torch.arange(half_BT.shape[1], device=half_BT.device).expand_as(half_BT)
     if reach_BT is None:
@@ -151,7 +151,7 @@ def _tiles(start_BT: torch.Tensor, end_BT: torch.Tensor, is_real_BT: torch.Tenso
     is_empty = start_BT >= end_BT
     high = reduced(torch.where(is_empty, 0, end_BT), 0, True)
     low = torch.minimum(reduced(torch.where(is_empty, far, start_BT), far, False), high)
-    # Padding in a tile is no reason to mask its other rows: whatever it gets is thrown away.
+    # Padding in a tile need not mask its other rows: the results of padding are discarded.
     common_low = reduced(torch.where(is_real_BT, torch.where(is_empty, far, start_BT), 0), 0, True)
     common_high = reduced(torch.where(is_real_BT, end_BT, far), far, False)
     return torch.stack((low, high, common_low, common_high), dim=2)

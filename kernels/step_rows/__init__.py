@@ -1,7 +1,8 @@
-"""The rows that a pass feeds, and what it commits, as tensors by lane; contract in README.md."""
+"""Rows and commits of a pass, as tensors by lane; contract in README.md."""
 
-from idlm.kernels.step_rows.op import MASK, Lanes, PackedRows, RowTable, commit, map_slots, pack_rows
+from idlm.kernels.step_rows.op import commit, map_slots, pack_rows
 from idlm.kernels.step_rows.reference import pack_rows_reference
+from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
 
 __all__ = [
     "MASK",

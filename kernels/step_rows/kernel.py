@@ -1,7 +1,7 @@
-"""The Triton kernels of planning and committing: small integers only, nothing to be fast at but few launches.
+"""The Triton kernels of planning and committing: small integers, fast because they are few launches.
 
-Every program finds the rows' sequences for itself by adding all widths up, so nothing is passed between
-programs. B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
+Every program sums the widths of all sequences to find those of its own rows, so programs exchange nothing.
+B sequences, R rows, X wanted rows, W rows of the widest layout, J drafts, A emitted tokens, L
 columns of the token table, P pages of a block table.
 """
 
@@ -9,14 +9,8 @@ columns of the token table, P pages of a block table.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from idlm.kernels.step_rows.op import MASK, Lanes, PackedRows, RowTable
-
-BLOCK = 32
 
 
 @triton.jit
@@ -53,7 +47,9 @@ def pack_rows_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of rows, or (programs behind those) of wanted rows; the first program also stores the sums."""
+    """A block of rows, or (in the programs after those) of wanted rows; the first program also stores the
+    sums.
+    """
     b = tl.arange(0, BLOCK_B)
     m_b = b < B
     lane = tl.load(lanes_B + b, mask=m_b, other=0)
@@ -94,7 +90,7 @@ def pack_rows_kernel(
     source = tl.load(source_YW + place)
     base, slot = computed + feed - 1, computed + offset
     is_known = slot <= base
-    # Padding gets ids of text: the mask's may lie outside the embedding.
+    # Padding gets ids of text: the mask id may be outside the embedding.
     is_mask = (slot > base) & (source == MASK_SOURCE) & (row < total)
     token = tl.load(tokens_ZL + lane * L + tl.minimum(slot, L - 1))
     if HAS_DRAFTS:
@@ -126,7 +122,7 @@ def map_slots_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of rows."""
+    """Physical slots of a block of rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_row = row < R
     slot = tl.load(slots_R + row, mask=m_row, other=0)
@@ -151,7 +147,7 @@ def commit_kernel(
     L,
     BLOCK_A: tl.constexpr,
 ):
-    """One sequence."""
+    """Commit one sequence."""
     b = tl.program_id(0)
     lane, emitted = tl.load(lanes_B + b), tl.load(emitted_B + b)
     known = tl.load(known_Z + lane)
@@ -164,125 +160,3 @@ def commit_kernel(
     num_computed = tl.load(num_computed_B + b)
     if num_computed > 0:
         tl.store(computed_Z + lane, tl.load(computed_Z + lane) + num_computed)
-
-
-def run_pack_rows(
-    lanes: Lanes,
-    table: RowTable,
-    *,
-    lanes_B: Tensor,
-    num_feed_B: Tensor,
-    wants_B: Tensor,
-    num_rows: int,
-    mask_token_id: int,
-) -> PackedRows:
-    """One launch; the arguments are those of the op."""
-    num_sequences, width = len(lanes_B), table.source_YW.shape[1]
-    device = lanes_B.device
-    assert lanes_B.stride(0) == num_feed_B.stride(0) == wants_B.stride(0) == 1, f"{lanes_B.stride()=}"
-    drafts_ZJ = lanes.drafts_ZJ
-    has_drafts = drafts_ZJ is not None and drafts_ZJ.shape[1] > 0
-    cu_rows_B1 = torch.empty(num_sequences + 1, dtype=torch.int64, device=device)
-    logit_rows_X = torch.empty(num_sequences * width, dtype=torch.int64, device=device)
-    rows_IR = torch.empty(6, num_rows, dtype=torch.int64, device=device)
-    samples_B, advances_B = torch.empty(2, num_sequences, dtype=torch.bool, device=device)
-    is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
-    programs = triton.cdiv(num_rows, BLOCK) + triton.cdiv(num_sequences * width, BLOCK)
-    pack_rows_kernel[(programs,)](
-        lanes.num_known_Z,
-        lanes.num_computed_Z,
-        lanes.ends_Z,
-        lanes.tokens_ZL,
-        lanes_B if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z,
-        lanes_B if drafts_ZJ is None else drafts_ZJ,
-        table.width_Y,
-        table.source_YW,
-        table.position_YW,
-        table.limit_YW,
-        table.branch_YW,
-        lanes_B,
-        num_feed_B,
-        wants_B,
-        cu_rows_B1,
-        samples_B,
-        advances_B,
-        logit_rows_X,
-        rows_IR,
-        is_mask_R,
-        num_sequences,
-        num_rows,
-        width,
-        0 if drafts_ZJ is None else drafts_ZJ.shape[1],
-        lanes.tokens_ZL.shape[1],
-        mask_token_id,
-        HAS_DRAFT_BUFFER=lanes.draft_buffer_Z is not None,
-        HAS_DRAFTS=has_drafts,
-        MASK_SOURCE=MASK,
-        BLOCK_B=triton.next_power_of_2(num_sequences),
-        BLOCK=BLOCK,
-        num_warps=1 if num_sequences <= 16 else 4,
-    )
-    sequence_R, token_ids_R, positions_R, slots_R, limits_R, branch_starts_R = rows_IR
-    return PackedRows(
-        cu_rows_B1=cu_rows_B1,
-        sequence_R=sequence_R,
-        token_ids_R=token_ids_R,
-        positions_R=positions_R,
-        slots_R=slots_R,
-        limits_R=limits_R,
-        branch_starts_R=branch_starts_R,
-        is_mask_R=is_mask_R,
-        logit_rows_X=logit_rows_X,
-        samples_B=samples_B,
-        advances_B=advances_B,
-    )
-
-
-def run_map_slots(
-    block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, page_size: int
-) -> Tensor:
-    """One launch; the arguments are those of the op."""
-    out_R = torch.empty_like(slots_R)
-    if len(out_R):
-        map_slots_kernel[(triton.cdiv(len(out_R), 128),)](
-            block_table_BP,
-            sequence_R,
-            slots_R,
-            cu_rows_B1,
-            out_R,
-            block_table_BP.stride(0),
-            len(cu_rows_B1) - 1,
-            len(out_R),
-            block_table_BP.shape[1],
-            SIZE=page_size,
-            BLOCK=128,
-        )
-    return out_R
-
-
-def run_commit(
-    lanes: Lanes,
-    steps_Z: Tensor,
-    lanes_B: Tensor,
-    token_ids_BA: Tensor,
-    num_emitted_B: Tensor,
-    num_computed_B: Tensor,
-) -> None:
-    """One launch; the arguments are those of the op."""
-    assert token_ids_BA.stride(1) == num_emitted_B.stride(0) == num_computed_B.stride(0) == 1
-    if len(lanes_B):
-        commit_kernel[(len(lanes_B),)](
-            lanes.num_known_Z,
-            lanes.num_computed_Z,
-            lanes.tokens_ZL,
-            steps_Z,
-            lanes_B,
-            token_ids_BA,
-            num_emitted_B,
-            num_computed_B,
-            token_ids_BA.stride(0),
-            token_ids_BA.shape[1],
-            lanes.tokens_ZL.shape[1],
-            BLOCK_A=triton.next_power_of_2(token_ids_BA.shape[1]),
-            num_warps=1,
-        )

@@ -1,63 +1,17 @@
-"""Rows of a pass from tables, their physical slots, and the commit: plain torch, or a kernel each on a GPU.
+"""Rows of a pass from tables, their physical slots, and the commit: plain torch, or one kernel each on a GPU.
 
-Sixty tiny torch ops would cost a step of an 8B model 3 % of its time. Contract in README.md.
-Z lanes, L columns of the token table, B sequences, R rows, X wanted rows, Y stocks of drafts, W rows of the
-widest layout, J drafts, A tokens that a pass can emit, P pages of the longest sequence.
+Sixty tiny torch ops would take 3 % of a step of an 8B model. Contract in README.md. Z lanes, L columns of the
+token table, B sequences, R rows, X wanted rows, Y draft buffers, W rows of the widest layout, J drafts, A
+tokens that a pass can emit, P pages of the longest sequence.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
-
-MASK = -1
-"""Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
-    """State by lane, int64. The last column of `tokens_ZL` is never read. `draft_buffer_Z` None: 0 for all."""
-
-    num_known_Z: Tensor
-    num_computed_Z: Tensor
-    ends_Z: Tensor
-    tokens_ZL: Tensor
-    draft_buffer_Z: Tensor | None = None
-    drafts_ZJ: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTable:
-    """Per stock: rows fed behind the known tokens, the pending one included, and per row its source, its
-    position, limit and branch start relative to the pending token. int64, contiguous.
-    """
-
-    width_Y: Tensor
-    source_YW: Tensor
-    position_YW: Tensor
-    limit_YW: Tensor
-    branch_YW: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
-    """Rows of all sequences, laid end to end; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
-
-    cu_rows_B1: Tensor
-    sequence_R: Tensor
-    token_ids_R: Tensor
-    positions_R: Tensor
-    slots_R: Tensor
-    limits_R: Tensor
-    branch_starts_R: Tensor
-    is_mask_R: Tensor
-    logit_rows_X: Tensor
-    samples_B: Tensor
-    advances_B: Tensor
+from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
 
 
 def pack_rows(
@@ -72,13 +26,13 @@ def pack_rows(
 ) -> PackedRows:
     """Known tokens of every sequence from its first that is not computed, then the rows of its layout.
 
-    `num_rows` None: just those that are fed, which the host then waits to read; else that many, the last of
-    them padding, which any numbers inside the tables may stand for.
+    `num_rows` None: exactly these rows, whose number the host waits for; else that many rows, the last of
+    them padding with arbitrary numbers inside the tables.
     """
     if num_rows is None:
         num_rows = int(_cu_rows(lanes, table, lanes_B, num_feed_B, wants_B)[0][-1])
     if runs_kernels(lanes_B):
-        from idlm.kernels.step_rows.kernel import run_pack_rows
+        from idlm.kernels.step_rows.launch import run_pack_rows
 
         return run_pack_rows(
             lanes,
@@ -124,7 +78,7 @@ def _plain(
     place = (draft_buffer_B[sequence_R], row_R.clamp(min=0, max=width - 1))
     source_R, position_R = table.source_YW[place], table.position_YW[place]
     is_known_R = row_R <= 0
-    # Padding gets ids of text: the mask's may lie outside the embedding.
+    # Padding gets ids of text: the mask id may be outside the embedding.
     is_mask_R = (row_R > 0) & (source_R == MASK) & (rows_R < cu_rows_B1[-1])
     slots_R = computed_B[sequence_R] + offset_R
     lane_R = lanes_B[sequence_R]
@@ -159,7 +113,7 @@ def map_slots(
 ) -> Tensor:
     """Physical slot of each row, [R]; -1 for padding rows."""
     if runs_kernels(slots_R):
-        from idlm.kernels.step_rows.kernel import run_map_slots
+        from idlm.kernels.step_rows.launch import run_map_slots
 
         return run_map_slots(block_table_BP, sequence_R, slots_R, cu_rows_B1, page_size)
     page_R = (slots_R // page_size).clamp(max=block_table_BP.shape[1] - 1)
@@ -177,12 +131,12 @@ def commit(
     num_emitted_B: Tensor,
     num_computed_B: Tensor,
 ) -> None:
-    """Append the emitted tokens, move the KV pointer on by `num_computed_B`, count a sampling step.
+    """Append the emitted tokens, advance the KV pointer by `num_computed_B`, and count a sampling step.
 
-    What is emitted behind the last column but one is dropped. A lane that occurs twice has nothing to commit.
+    Tokens after the last column but one are dropped. A lane that occurs twice must have nothing to commit.
     """
     if runs_kernels(lanes_B):
-        from idlm.kernels.step_rows.kernel import run_commit
+        from idlm.kernels.step_rows.launch import run_commit
 
         run_commit(lanes, steps_Z, lanes_B, token_ids_BA, num_emitted_B, num_computed_B)
         return
@@ -191,7 +145,7 @@ def commit(
     known_B = lanes.num_known_Z[lanes_B]
     columns_BA = known_B[:, None] + offsets_A
     keep_BA = (offsets_A < num_emitted_B[:, None]) & (columns_BA < last)
-    # The last column takes what is not kept, so that shapes do not depend on counts.
+    # Dropped tokens go to the last column, so that shapes do not depend on counts.
     lanes.tokens_ZL[lanes_B[:, None], torch.where(keep_BA, columns_BA, last)] = token_ids_BA
     lanes.num_known_Z[lanes_B] = known_B + num_emitted_B
     lanes.num_computed_Z[lanes_B] += num_computed_B

@@ -11,7 +11,7 @@ Row = tuple[int, int, int, int, int, bool]
 def pack_rows_reference(
     lanes: Lanes, table: RowTable, sequences: list[tuple[int, int, bool]], *, mask_token_id: int
 ) -> list[list[Row]]:
-    """The rows of every sequence, which is (lane, known tokens to feed, whether it wants to decode)."""
+    """Rows of every sequence, given as (lane, known tokens to compute, whether it wants to decode)."""
     packed = []
     for lane, num_feed, wants in sequences:
         computed = int(lanes.num_computed_Z[lane])

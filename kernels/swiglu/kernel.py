@@ -15,14 +15,14 @@ from torch import Tensor
 def rounded_swiglu(gate, up, dtype):
     """silu(gate) * up of fp32 values, in fp32; the silu is rounded before it is multiplied, as torch does.
 
-    Linears, experts and gated LoRA call it too: that a row has the same bits from either rests on it.
+    Linears, experts and gated LoRA call it too, so that all of them give a row the same bits.
     """
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 
 @triton.jit
 def swiglu_kernel(gate_up_RE, out_RF, stride_in, stride_out, F, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
-    """A block of one row."""
+    """SwiGLU of a block of one row."""
     blocks = tl.cdiv(F, BLOCK_F)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     o_column = tl.program_id(0) % blocks * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -39,7 +39,7 @@ def swiglu_kernel(gate_up_RE, out_RF, stride_in, stride_out, F, BLOCK_F: tl.cons
 
 
 def run(gate_up_RE: Tensor, out_RF: Tensor, *, block: int, warps: int, pdl: bool) -> None:
-    """One launch."""
+    """Launch the kernel."""
     num_rows, F = out_RF.shape
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     block = min(block, triton.next_power_of_2(F))

@@ -11,7 +11,7 @@ from idlm.kernels.backend import has_pdl, runs_kernels
 def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool | None = None) -> Tensor:
     """silu(gate) * up, [R, F], of [R, 2F] with the gate first; rounded as the two torch ops round.
 
-    `block`, `warps` and `pdl` (None: where the device can) are launch parameters.
+    `block`, `warps` and `pdl` (None: if the device supports it) are launch parameters.
     """
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if runs_kernels(gate_up_RE):

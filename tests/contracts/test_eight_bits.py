@@ -293,7 +293,7 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, bad: Any) -> None:
     [
         ({"weights": "int8"}, "IDLM-0415", "weights: got 'int8' (text), expected one of: auto, fp8"),
         ({"kv_cache": "float8"}, "IDLM-0415", "kv_cache: got 'float8' (text), expected one of: auto, fp8"),
-        ({"kv_cache": "fp8", "attention": "varlen"}, "IDLM-0422", "attention=varlen, kv_cache=fp8"),
+        ({"kv_cache": "fp8", "attention": "triton"}, "IDLM-0422", "attention=triton, kv_cache=fp8"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

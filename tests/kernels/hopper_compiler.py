@@ -1,4 +1,4 @@
-"""Compile a Triton kernel for sm_90 without a GPU, and say what came out of it."""
+"""Compiles a Triton kernel for sm_90 without a GPU; returns PTX, registers, spills and shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton.compiler import compile as compile_kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """`spilled_bytes` and `registers` are per thread."""
+    """Result of the compiler; `spilled_bytes` and `registers` are per thread."""
 
     ptx: str
     shared_bytes: int
@@ -29,7 +29,7 @@ class Compiled:
 def compile_for_hopper(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
 ) -> Compiled:
-    """`types` of the other arguments by name: "*bf16", "i32", ...; all are taken as divisible by 16."""
+    """Compile with the `types` of non-constant arguments ("*bf16", "i32", ...), all divisible by 16."""
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     names = list(signature)
     divisible = {

@@ -1,4 +1,4 @@
-"""Runs a file of checks in a process whose Triton is interpreted: that is decided when Triton is imported."""
+"""Runs a file of checks in a process with interpreted Triton, which is decided when Triton is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_interpreted(name: str, *selection: str, timeout_s: float | None = 300, **variables: str) -> None:
-    """All checks of tests/kernels/`name`, or pytest's `selection` of them; skipped where Triton is not
+    """Run all checks of tests/kernels/`name`, or pytest's `selection` of them; skips if Triton is not
     installed. `variables` are set in the environment.
     """
     pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""Passes of block diffusion against their definition, and the interpreted kernels against the plain path."""
+"""Block-diffusion passes against the reference, and the interpreted kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tests.kernels.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_a_pass_is_that_of_the_definition(seed: int) -> None:
+def test_a_pass_equals_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
     shape, config = case.decoder.shape, case.decoder.config
-    sequences = [(case.sequence(lane), told, decodes) for lane, told, decodes in case.sequences]
+    sequences = [(case.sequence(lane), num_counted, decodes) for lane, num_counted, decodes in case.sequences]
     plan, proposed = case.proposed(case.plan())
     expected = pack_reference(sequences, shape, case.num_rows)
     counts = [len(rows) for rows, *_ in expected]
     assert plan.cu_rows_B1.diff().tolist() == counts
-    assert plan.is_mask_R is not None and plan.work is not None
+    assert plan.is_mask_R is not None and plan.active is not None
     columns = (plan.token_ids_R, plan.slots_R, plan.limits_R, plan.is_mask_R)
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found[: sum(counts)] == [row for rows, *_ in expected for row in rows]
     assert not any(row[-1] for row in found[sum(counts) :])
     assert plan.num_feed_B.tolist() == [num_feed for _, num_feed, *_ in expected]
     assert plan.samples_B.tolist() == [samples for *_, samples, _ in expected]
-    assert [torch.nonzero(row)[:, 0].tolist() for row in plan.work.is_maskable_BW] == [
+    assert [torch.nonzero(row)[:, 0].tolist() for row in plan.active.is_maskable_BW] == [
         row[-1] for row in expected
     ]
 
@@ -58,13 +58,13 @@ def test_a_pass_is_that_of_the_definition(seed: int) -> None:
         assert after.tokens[:most] == sequence.tokens[:most]
 
 
-def test_the_interpreted_kernels_say_what_plain_torch_says() -> None:
+def test_interpreted_kernels_equal_plain_torch() -> None:
     run_interpreted("interpreted/block_step.py")
 
 
 @pytest.mark.parametrize("has_all", [False, True])
 def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
-    """Blocks of 32 as SDAR's, then all that Fast-dLLM v2 and LLaDA2.1 ask for at once."""
+    """Blocks of 32 as in SDAR, then all options of Fast-dLLM v2 and LLaDA2.1 at once."""
     pytest.importorskip("triton")
     from idlm.kernels.block_step.kernel import decide_kernel, pack_blocks_kernel
     from tests.kernels.hopper_compiler import compile_for_hopper

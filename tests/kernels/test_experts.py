@@ -1,5 +1,5 @@
-"""Routing and experts: the plain path against the definitions, the interpreted kernels, the kernels compiled
-for sm_90, the room for tiles. tests/gpu/block/test_experts_gpu.py runs the kernels themselves.
+"""Routing and experts: the plain path against the references, the interpreted kernels, the kernels compiled
+for sm_90, the number of tiles. tests/gpu/block/test_experts_gpu.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from idlm.kernels.experts import Routing, experts, experts_reference, route
 from tests.kernels.interpreter import run_interpreted
 
 
-def test_the_interpreted_kernels_compute_the_definitions() -> None:
-    """All checks of interpreted_experts.py, in a process whose Triton is interpreted."""
+def test_interpreted_kernels_equal_the_references() -> None:
+    """Run all checks of interpreted/experts.py in a process with interpreted Triton."""
     run_interpreted("interpreted/experts.py")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_plain_path_computes_the_definitions(seed: int) -> None:
+def test_the_plain_path_equals_the_references(seed: int) -> None:
     pytest.importorskip("triton")
     from tests.kernels.cases.experts import LARGE, Case, check_route, chosen_of
 
@@ -56,10 +56,10 @@ def test_there_is_room_for_all_tiles_whatever_is_chosen() -> None:
     generator = torch.Generator().manual_seed(0)
     for num_experts, num_pairs, block_r in ((5, 3, 16), (8, 400, 16), (128, 4096, 32), (256, 999, 128)):
         for sharpness in (0.0, 3.0, 30.0):
-            law = (sharpness * torch.randn(num_experts, generator=generator)).softmax(0)
-            counts = torch.multinomial(law, num_pairs, replacement=True, generator=generator).bincount()
+            probs = (sharpness * torch.randn(num_experts, generator=generator)).softmax(0)
+            counts = torch.multinomial(probs, num_pairs, replacement=True, generator=generator).bincount()
             assert (-(-counts // block_r)).sum() <= num_tiles(num_pairs, num_experts, block_r)
-        # One pair more than whole tiles for everybody: the bound is reached.
+        # Every expert has one pair more than whole tiles, which reaches the bound.
         fitting = num_experts * (block_r + 1)
         assert num_tiles(fitting, num_experts, block_r) >= 2 * num_experts
     tiles = [choose(rows, 8, 128, torch.bfloat16).block_r for rows in (1, 32, 128, 256, 1024, 2048, 8192)]
@@ -68,7 +68,7 @@ def test_there_is_room_for_all_tiles_whatever_is_chosen() -> None:
 
 
 class Integers(dict[str, str]):
-    """Types of arguments: 32-bit integers unless said otherwise."""
+    """Types of arguments: 32-bit integers unless given."""
 
     def __missing__(self, name: str) -> str:
         return "i32"
@@ -117,7 +117,7 @@ def test_the_products_compile_for_hopper_without_spills(rows: int, tma: bool, ga
     assert 0 <= made.ptx.index("griddepcontrol.wait") < first_read
 
 
-def test_what_is_around_the_products_compiles_for_hopper_without_spills() -> None:
+def test_other_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
     from tests.kernels.hopper_compiler import compile_for_hopper

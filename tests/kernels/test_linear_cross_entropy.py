@@ -35,7 +35,7 @@ def gradients(loss, tensors):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows_at_once", [None, 1, 7])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_values_and_gradients_are_those_of_the_definition(dtype, shape, rows_at_once, has_bias) -> None:
+def test_values_and_gradients_equal_the_reference(dtype, shape, rows_at_once, has_bias) -> None:
     hidden, weight, bias, labels, coefficients = problem(*shape, dtype)
     limit = (
         {} if rows_at_once is None else {"max_logits_bytes": rows_at_once * (shape[1] + 4) * dtype.itemsize}
@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_the_definition(dtype, shape, rows_at_
     assert not alone.requires_grad
 
 
-def test_what_is_frozen_takes_no_gradient() -> None:
+def test_frozen_parameters_take_no_gradient() -> None:
     hidden, weight, bias, labels, coefficients = problem(9, 20, 6, torch.float32)
     everything = gradients(
         linear_cross_entropy(hidden, weight, labels, coefficients, bias_V=bias)[0], (hidden, weight, bias)
@@ -146,5 +146,5 @@ def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) 
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
+    """Runs in another process: Triton chooses between interpreter and compiler when it is imported."""
     run_interpreted("interpreted/linear_cross_entropy.py")

@@ -44,7 +44,7 @@ def plain_probs(*arguments: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_laws_are_those_of_the_definition(seed: int) -> None:
+def test_probabilities_equal_the_reference(seed: int) -> None:
     case = make_case(random.Random(seed), 12, [1, 2, 37, 200][seed % 4])
     check_probs(plain_probs(case.logits_XV, *case.settings), case, probs_reference)
 
@@ -58,7 +58,7 @@ def test_settings_come_from_lanes() -> None:
     assert torch.equal(all_probs(probs, 6, 40), expected)
 
 
-def test_draws_are_those_of_the_definition() -> None:
+def test_draws_equal_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     probs_XV = torch.rand(60, 9, generator=generator, dtype=torch.float64)
     probs_XV = probs_XV.where(torch.rand(60, 9, generator=generator) < 0.6, 0.0)
@@ -66,7 +66,9 @@ def test_draws_are_those_of_the_definition() -> None:
     probs_XV /= probs_XV.sum(-1, keepdim=True)
     uniforms_X = torch.rand(60, generator=generator, dtype=torch.float64)
     ids_X = draw(PlainProbs(probs_XV=probs_XV), torch.arange(60), uniforms_X)
-    expected = [draw_reference(law, u) for law, u in zip(probs_XV.tolist(), uniforms_X.tolist(), strict=True)]
+    expected = [
+        draw_reference(probs, u) for probs, u in zip(probs_XV.tolist(), uniforms_X.tolist(), strict=True)
+    ]
     assert ids_X.tolist() == expected
     assert draw(PlainProbs(probs_XV=probs_XV), torch.full((2,), -1), uniforms_X[:2]).tolist() == [0, 0]
 
@@ -77,7 +79,7 @@ def test_judged_draws(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_without_a_law_are_told(seed: int) -> None:
+def test_nonfinite_rows_are_reported(seed: int) -> None:
     check_nonfinite(random.Random(seed), 2 * (seed % 4 + 1), [1, 11, 37][seed % 3], device="cpu")
 
 
@@ -116,7 +118,7 @@ def state_of(arguments: dict[str, Any], drafts_ZJ: torch.Tensor) -> dict[str, to
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_emitted_law_is_p_by_enumeration(seed: int) -> None:
+def test_the_emitted_distribution_is_p_by_enumeration(seed: int) -> None:
     """The threshold at which each draft is accepted, and the ends of each token's share of the residual."""
     case = make_case(random.Random(seed), 2, 9)
     p_V, q_V = plain_probs(case.logits_XV, *(column[[0, 0]] for column in case.settings))
@@ -201,18 +203,18 @@ def test_the_published_rule_drafts_the_best_token() -> None:
     assert drafts_ZJ.tolist() == [[2]]
 
 
-def test_uniform_numbers_are_those_of_the_core() -> None:
+def test_uniform_numbers_equal_the_core() -> None:
     seeds, samples, steps = torch.tensor([7, -9]), torch.tensor([0, 2]), torch.tensor([2**34, 5])
     assert torch.equal(uniforms(seeds, samples, steps, 5), uniforms_of_core(seeds, samples, steps, 5))
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton chooses between interpreter and compiler when it is imported."""
+    """Runs in another process: Triton chooses between interpreter and compiler when it is imported."""
     run_interpreted("interpreted/sampling.py")
 
 
 class Recorder:
-    """Stands in for a kernel and keeps what it was launched with."""
+    """Replaces a kernel and records the arguments of its launch."""
 
     def __init__(self, kernel: Any, launches: list[tuple[Any, tuple, dict]]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -269,7 +271,7 @@ def launches_of_a_step(patch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[tu
 
 
 def compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The launch for sm_90 with what Triton would specialise it on; needs no GPU."""
+    """Compile the launch for sm_90 with Triton's specialisation; needs no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel

@@ -1,6 +1,6 @@
-"""Ranges against the dense mask, interpreted kernels against the definition, flex masks against eager ones.
+"""Ranges against the dense mask, interpreted kernels against the reference, flex masks against eager ones.
 
-tests/gpu/kernels/test_split_attention_gpu.py runs the kernels themselves.
+tests/gpu/kernels/test_split_attention_gpu.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def interpreted() -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_interpreted_kernels_compute_the_definition(
+def test_interpreted_kernels_equal_the_reference(
     interpreted: subprocess.CompletedProcess[str],
 ) -> None:
     """Forward and backward, several packed rows, ragged, NaN in the padding, small and full tiles."""
@@ -164,7 +164,7 @@ def test_the_automatic_choice(device: str, is_16_bit: bool, expected: str) -> No
 
 
 def test_the_hopper_kernel_compiles_without_a_gpu() -> None:
-    """Gluon is experimental, so every version of Triton has to show that it still takes the kernel."""
+    """Gluon is experimental, so every version of Triton must compile the kernel."""
     gluon = pytest.importorskip("triton.experimental.gluon._runtime")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel

@@ -1,4 +1,4 @@
-"""Rows of a pass against their definition, and the interpreted kernels against the plain path."""
+"""Rows of a pass against their reference, and the interpreted kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kernels.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rows_are_those_of_the_definition(seed: int) -> None:
+def test_rows_equal_the_reference(seed: int) -> None:
     case = Case(seed, "cpu")
     expected = pack_rows_reference(case.lanes, case.table, case.sequences, mask_token_id=MASK_ID)
     counts = [len(rows) for rows in expected]
@@ -47,5 +47,5 @@ def test_a_commit_appends_and_counts() -> None:
         assert int(after["steps"][lane]) == int(steps[lane]) + (emitted > 0)
 
 
-def test_the_interpreted_kernels_say_what_plain_torch_says() -> None:
+def test_interpreted_kernels_equal_plain_torch() -> None:
     run_interpreted("interpreted/step_rows.py")

@@ -1,5 +1,5 @@
-"""The trunk's ops: the plain paths against the definitions, the interpreted kernels, the kernels compiled for
-sm_90, the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels themselves.
+"""The trunk's ops: the plain paths against the references, the interpreted kernels, the kernels compiled for
+sm_90, the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch
 
 
-def test_the_interpreted_kernels_compute_the_definitions() -> None:
-    """All checks of interpreted_trunk.py, in a process whose Triton is interpreted."""
+def test_interpreted_kernels_equal_the_references() -> None:
+    """Run all checks of interpreted/trunk.py in a process with interpreted Triton."""
     run_interpreted("interpreted/trunk.py")
 
 
@@ -30,7 +30,7 @@ def test_the_interpreted_kernels_compute_the_definitions() -> None:
     "op", ["rms_norm", "swiglu", "qkv_rope_cache", "gated_lora", "linear", "linear_lora"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_paths_compute_the_definitions(op: str, dtype: torch.dtype) -> None:
+def test_plain_paths_equal_the_references(op: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from tests.kernels.cases.trunk import CHECKS, Draw
 
@@ -40,8 +40,8 @@ def test_the_plain_paths_compute_the_definitions(op: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_rounding_is_the_trunks(dtype: torch.dtype, has_norm: bool) -> None:
-    """Bit for bit what infer/models/dense.py computes step by step."""
+def test_rounding_equals_the_trunk(dtype: torch.dtype, has_norm: bool) -> None:
+    """Bits equal those of the separate steps of infer/models/dense.py."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(9, 8, 32, generator=generator).to(dtype)
     weight = torch.randn(6, 32, generator=generator).to(dtype) if has_norm else None
@@ -96,7 +96,7 @@ def test_an_eight_bit_weight_is_within_half_a_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_an_eight_bit_weight_is_one_that_the_dtype_holds(dtype: torch.dtype, has_bias: bool) -> None:
-    """Bit for bit the linear of a checkpoint that holds the rounded weight; two roundings are one."""
+    """Bits equal those of a linear with the rounded weight; rounding twice changes nothing."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(70, 96, generator=generator) * 0.05).to(dtype)
     before, x = weight.clone(), torch.randn(9, 96, generator=generator).to(dtype)
@@ -142,7 +142,7 @@ def test_the_tiles_of_a_wide_swiglu_run_at_once(F: int, rows: int) -> None:
     assert -(-F // launch.block_e) <= at_once
 
 
-def test_columns_are_asked_for_ahead_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_prefetched_if_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear import linears
     from idlm.kernels.linear.launch import AHEAD, Launch, columns_ahead
@@ -163,7 +163,7 @@ def test_columns_are_asked_for_ahead_where_that_helps(monkeypatch: pytest.Monkey
             assert made is not None and (made.pdl, made.ahead) == expected
 
 
-def test_an_adapter_is_added_by_the_product_where_that_is_served() -> None:
+def test_the_product_adds_an_adapter_if_it_can() -> None:
     pytest.importorskip("triton")
     from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch
 
@@ -185,14 +185,14 @@ LINEAR_TYPES = dict.fromkeys(("x_RD", "w_ED", "y_RE", "bias_E", "h_RX", "b_Er"),
 
 
 class Integers(dict[str, str]):
-    """Types of arguments: 32-bit integers unless said otherwise."""
+    """Types of arguments: 32-bit integers unless given."""
 
     def __missing__(self, name: str) -> str:
         return "i32"
 
 
 def linear_constants(launch: Launch, **more: object) -> Mapping[str, object]:
-    """What the linear is compiled for: no bias, no scale, no adapter, but for `more`."""
+    """Constants of the linear: no bias, no scale, no adapter, then `more`."""
     return {
         "GATED": False,
         "SCALED": False,
@@ -233,7 +233,7 @@ def test_the_linear_compiles_for_hopper_without_spills(rows: int, is_fp8: bool) 
 
 
 def assert_asks_ahead(ptx: str, *, gated: bool) -> None:
-    """Of the weights alone, ahead of the wait; 128 columns of 64 rows by 128 threads."""
+    """Prefetches before the wait: weights alone, 128 columns of 64 rows by 128 threads."""
     ahead, _, behind = ptx.partition("griddepcontrol.wait")
     requests = ahead.count("prefetch.global.L2")
     assert requests == ptx.count("prefetch.global.L2") > 0 and requests % (2 if gated else 1) == 0
@@ -277,7 +277,7 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
     assert 2 * made.registers * 32 * launch.warps <= 1 << 16, "two programs do not fit"
     assert "fma.rn" not in made.ptx, "a product and a sum are rounded once"
     assert "cp.async.ca" not in made.ptx, "the weight is not read by 16 bytes"
-    # Once h is there, it and both B are asked for before any is used.
+    # After the wait for h, all loads of h and both B are issued before any is used.
     _, _, behind = made.ptx.rpartition("ld.global.gpu.acquire")
     assert behind.count(" ld.global.v4.b32") == 16
     assert behind.index("ld.global.cg") < behind.rindex(" ld.global.v4.b32") < behind.index("st.shared.v")

@@ -1,9 +1,9 @@
-"""Faults that speculative decoders have really had, each planted into the engine by one patch.
+"""Faults that speculative decoders have had, each planted into the engine by one patch.
 
-A fault is a function of pytest's monkeypatch; `FAULTS` says which check must catch it. A draft from a
-consistently wrong place (another branch, a mask that saw rejected drafts) is still exact when q is the law it
-was drawn from; only the layout contract forbids that.
-Shapes: B sequences, J drafts, X wanted rows, V vocabulary, R rows.
+A fault is a function of pytest's monkeypatch; `FAULTS` gives the check that must catch it. A draft from a
+consistently wrong place (another branch, a mask that saw rejected drafts) is still exact if q is the
+distribution it was drawn from; only the layout contract forbids that. Shapes: B sequences, J drafts, X wanted
+rows, V vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`check` is one of test_planted_faults.CHECKS; `strategy` is what the engine runs."""
+    """`check` is one of test_planted_faults.CHECKS; `strategy` is the engine's rejection strategy."""
 
     name: str
     plant: Plant
@@ -49,7 +49,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
-    """Enter a planting function under its own name."""
+    """Register a planting function under its own name."""
 
     def enter(plant: Plant) -> Plant:
         FAULTS.append(Fault(name=plant.__name__, plant=plant, check=check, strategy=strategy))
@@ -59,14 +59,14 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
 
 
 def _replace(patch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
-    """Have the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
+    """Make the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
     if op in ("emit", "draw_drafts"):
         _part(patch)
     patch.setattr(isd, op, functools.partial(change, getattr(sampling, op)))
 
 
 def _part(patch: pytest.MonkeyPatch) -> None:
-    """Have the decoder emit and draft by two ops that can be replaced, in place of the one that does both."""
+    """Make the decoder emit and draft by two ops that can be replaced, in place of the combined op."""
 
     def emit_and_draft(
         probs: Probs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
@@ -82,7 +82,7 @@ def _part(patch: pytest.MonkeyPatch) -> None:
 
 
 def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Table, logits and lanes of the pass, whenever laws are computed."""
+    """Table, logits and lanes of the pass, updated whenever probabilities are computed."""
     seen: dict[str, Any] = {}
     original = SequenceState.probs
 
@@ -94,8 +94,8 @@ def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Probs:
-    """Laws of the pass with part of the request's settings, the temperature applied `power` times."""
+def _probs_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = False, power: int = 1) -> Probs:
+    """Probabilities of the pass with some of the settings, the temperature applied `power` times."""
     table: SequenceState = seen["table"]
     temperature_Z = table.temperature_Z**power if tempered else torch.ones_like(table.temperature_Z)
     return sampling.row_probs(
@@ -110,11 +110,11 @@ def _laws_of(seen: dict[str, Any], *, tempered: bool = True, filters: bool = Fal
 
 
 def _keep_as_q(patch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """Keep as q of new drafts what `_laws_of` makes of the rows that they were drawn from."""
+    """Keep as q of new drafts what `_probs_of` makes of the rows that they were drawn from."""
     seen = _seen(patch)
 
     def put(op: Any, store: Any, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
-        op(store, lanes_B, _laws_of(seen, **settings), rows_BJ, active_B=active_B)
+        op(store, lanes_B, _probs_of(seen, **settings), rows_BJ, active_B=active_B)
 
     _replace(patch, "put", put)
 
@@ -147,7 +147,7 @@ def truncation_missing_in_the_residual(patch: pytest.MonkeyPatch) -> None:
     def emit(op: Any, probs: Probs, store: Any, verdict: Verdict, **columns: Tensor) -> None:
         op(probs, store, verdict, **columns)
         truncated_BA = verdict.token_ids_BA.clone()
-        op(_laws_of(seen), store, verdict, **columns)
+        op(_probs_of(seen), store, verdict, **columns)
         is_rejected_B1 = verdict.rejected_B[:, None] > 0
         verdict.token_ids_BA.copy_(torch.where(is_rejected_B1, verdict.token_ids_BA, truncated_BA))
 
@@ -159,7 +159,7 @@ def truncation_only_on_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """The published engine: accepted drafts may lie outside the nucleus."""
     seen = _seen(patch)
     for name in ("verify", "draw_drafts"):
-        _replace(patch, name, lambda op, probs, *args, **kwargs: op(_laws_of(seen), *args, **kwargs))
+        _replace(patch, name, lambda op, probs, *args, **kwargs: op(_probs_of(seen), *args, **kwargs))
     _keep_as_q(patch)
 
 
@@ -295,7 +295,7 @@ def verify_positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @fault("greedy", "tree")
 def keys_of_a_rejected_draft_kept(patch: pytest.MonkeyPatch) -> None:
-    """The KV pointer moves past a rejected draft: one slot of the sequence holds what was never emitted."""
+    """The KV pointer moves past a rejected draft: one slot keeps KV of a token that was never emitted."""
     original = IsdDecoder.plan
 
     def plan(self: IsdDecoder, table: SequenceState, batch: Batch) -> StepPlan:
@@ -353,7 +353,7 @@ def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[EngineParts, lis
         original(self, schedule)
         change(self.parts, [lane_of(request) for request in schedule.preempted])
 
-    patch.setattr(Worker, "_seat", admit)
+    patch.setattr(Worker, "_admit", admit)
 
 
 @fault("preempt")
@@ -374,16 +374,16 @@ def preemption_restarts_the_random_stream(patch: pytest.MonkeyPatch) -> None:
 
 @fault("preempt", "branch")
 def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
-    """All KV of a preempted sequence is believed to be in the pages that it comes back to."""
-    original = Scheduler._sit
+    """After preemption, the engine assumes that all KV is still in the pages that the sequence gets."""
+    original = Scheduler._allocate
 
-    def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
+    def allocate(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
         has_pages = original(self, request, num_slots, schedule)
         if has_pages and request in self.running:
             request.num_computed = request.num_known - 1
         return has_pages
 
-    patch.setattr(Scheduler, "_allocate", sit)
+    patch.setattr(Scheduler, "_allocate", allocate)
 
 
 @fault("layout", "tree")

@@ -1,4 +1,4 @@
-"""R-ISD's law: with a random gated adapter, whole responses have the law of the base, enumerated by
+"""Sampling law of R-ISD: with a random gated adapter, responses have the base model's law, enumerated by
 transformers.
 
 By default stride 4 with every strategy and few draws; all strides at 2e5 draws:
@@ -64,7 +64,7 @@ def test_an_adapter_leaves_the_law_of_the_base_in_full(
 def test_an_adapter_on_clean_rows_is_seen(
     law_toy: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Power: without the gate the same check fails."""
+    """Power of the test: without the gate the same check fails."""
     plain = DenseTrunk._gate
     monkeypatch.setattr(DenseTrunk, "_gate", lambda self, is_mask_R: plain(self, torch.ones_like(is_mask_R)))
     sampled = sample(build_engine(adapter, "isd", stride=4), SETTINGS[:1], 5_000)

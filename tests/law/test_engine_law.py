@@ -1,4 +1,4 @@
-"""The law of whole responses through the whole engine, against exhaustive enumeration by transformers.
+"""The sampling law of whole responses of the whole engine, against exhaustive enumeration by transformers.
 
 The toy has 5 tokens, mask id included; tested are the joints of tokens 0..3 and of tokens 4..7. By
 default 2e5 draws in two cases and 2e4 in the others; all nine at 2e5:
@@ -36,7 +36,7 @@ STRIDES = (2, 3, 4)
 FULL, REDUCED, MIXED = 200_000, 20_000, 8_000
 FAMILY_LEVEL = 1e-6
 NUM_TESTS = 64
-"""At least as many chi-square tests as this file runs; each gets an equal part of the family's level."""
+"""At least the number of chi-square tests of this file; each gets an equal part of the family's level."""
 LEVEL = FAMILY_LEVEL / NUM_TESTS
 CASES = list(itertools.product(STRIDES, STRATEGIES.names()))
 FULL_BY_DEFAULT = {(4, "tree"), (3, "branch")}
@@ -69,8 +69,8 @@ def test_isd_emits_the_ar_law_in_full(law_toy: Path, stride: int, strategy: str)
     _check_isd(law_toy, stride, strategy, FULL)
 
 
-def test_going_from_picture_to_picture_keeps_the_law(law_toy: Path) -> None:
-    """Strides and strategies change from pass to pass, by dice and by what was committed last."""
+def test_changing_modes_keeps_the_law(law_toy: Path) -> None:
+    """Strides and strategies change from pass to pass, at random and with the last commit."""
     engine = build_engine(law_toy, "isd", stride=4, adaptive=True)
     dice, used = random.Random(1), set()
 
@@ -89,7 +89,7 @@ def test_going_from_picture_to_picture_keeps_the_law(law_toy: Path) -> None:
 
 
 def test_ar_emits_the_ar_law(law_toy: Path) -> None:
-    """The baseline decoder is right too, and the mask id is drawn like any other token."""
+    """The baseline decoder is exact too, and the mask id is drawn like any other token."""
     sampled = sample(build_engine(law_toy, "ar"), [(PROMPT, NEUTRAL)], FULL // 4)
     found = fits(law_toy, sampled)
     assert not misfits(found, LEVEL), found
@@ -97,7 +97,7 @@ def test_ar_emits_the_ar_law(law_toy: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
-def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str) -> None:
+def test_settings_of_one_batch_keep_their_own_distributions(law_toy: Path, strategy: str) -> None:
     """Temperature, top-k and top-p differ between requests that share every forward pass."""
     engine = build_engine(law_toy, "isd", stride=4, rejection_strategy=strategy)
     sampled = sample(engine, [(MIXED_PROMPT, params) for params in MIXED_SETTINGS], MIXED, per_request=50)
@@ -108,7 +108,7 @@ def test_settings_of_one_batch_keep_their_own_laws(law_toy: Path, strategy: str)
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
-    """Power: the argmax-draft rule fails the very check that the exact rule passes, by many decades."""
+    """Power of the test: the argmax-draft rule fails the same check by many decades."""
     engine = build_engine(law_toy, "isd", stride=stride, rejection_strategy="cold", acceptance="published")
     sampled = sample(engine, [(PROMPT, NEUTRAL)], 5_000)
     found = fits(law_toy, sampled)
@@ -118,7 +118,7 @@ def test_trap_22_the_published_rule_is_seen(law_toy: Path, stride: int) -> None:
     assert completion.exactness == "lossy"
 
 
-def test_relaxed_acceptance_is_seen_and_labelled(law_toy: Path) -> None:
+def test_relaxed_acceptance_is_detected_and_labelled(law_toy: Path) -> None:
     engine = build_engine(law_toy, "isd", stride=4, rejection_strategy="tree")
     relaxed = replace(NEUTRAL, tau=1.0)
     draws = sample(engine, [(PROMPT, relaxed)], 10_000).draws[PROMPT, relaxed]
@@ -129,7 +129,7 @@ def test_relaxed_acceptance_is_seen_and_labelled(law_toy: Path) -> None:
 
 
 def test_the_check_accepts_the_law_and_rejects_a_small_shift(law_toy: Path) -> None:
-    """The statistic itself: calibrated on draws from the law, sensitive to 3 % of mass in wrong places."""
+    """The statistic is calibrated on draws from the law, and detects 3 % of mass in wrong places."""
     law_C, other_C = exact_law(law_toy, PROMPT, NEUTRAL)
     generator = torch.Generator().manual_seed(0)
     p_values = [

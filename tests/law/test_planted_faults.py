@@ -1,4 +1,4 @@
-"""The suite can fail: every planted fault is caught by the check that guards against it; the engine passes.
+"""Every planted fault fails the check that guards against it, and the unchanged engine passes.
 
 The checks are those of test_engine_law, test_greedy_parity, test_scheduler_soak and test_layouts, smaller.
 """
@@ -50,7 +50,7 @@ def _law_holds(law_toy: Path, strategy: str) -> bool:
 
 
 def _greedy_agrees(foreseeing: Path, strategy: str) -> bool:
-    """On the taught toy, where runs are accepted, and on a random one, where every key matters."""
+    """On the trained toy, where runs are accepted, and on a random one, where every key matters."""
     for checkpoint, vocab_size in ((foreseeing, CYCLE), (foreseeing.parent / "converted", MASK_ID)):
         prompts = prompts_of([21, 7, 14, 1, 28, 8, 3], vocab_size=vocab_size)
         expected = build_small_engine(checkpoint, "ar").generate(prompts, greedy(max_tokens=24))
@@ -78,7 +78,7 @@ def _repeats(checkpoint: Path, strategy: str) -> bool:
 
 
 def _survives_preemption(checkpoint: Path, strategy: str) -> bool:
-    """With pages that are found again in the prefix cache, and with none."""
+    """With pages that the prefix cache still has, and without."""
     expected = _drawn(checkpoint, strategy, 1)
     return all(
         _drawn(checkpoint, strategy, 1, num_pages=20, prefix_cache=prefix_cache) == expected
@@ -103,7 +103,7 @@ def _passes(check: str, strategy: str, law_toy: Path, foreseeing: Path) -> bool:
     try:
         return by_name[check](foreseeing, strategy)
     except AssertionError as caught:
-        # The engine itself may notice that its books do not agree with the device.
+        # The engine itself may detect that its counts do not agree with the device.
         if "decoded nothing" not in str(caught):
             raise
         return False

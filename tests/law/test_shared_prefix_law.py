@@ -1,7 +1,8 @@
-"""The law of whole responses when sequences share pages of two tokens, copy them, and run three passes ahead.
+"""The sampling law of whole responses when sequences share and copy pages of two tokens, with three
+asynchronous steps.
 
-Every prompt and every answer that begins like another meets it in the prefix cache. All strategies, more
-draws: `.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "slow or not slow"`
+Prompts and answers with a common prefix share it through the prefix cache. All strategies, more draws:
+`.venv/bin/python -m pytest tests/law/test_shared_prefix_law.py -m "slow or not slow"`
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.quality.law_harness import NEUTRAL, build_engine, fits, misfits,
 from idlm.infer.decoders.rejection import STRATEGIES
 
 LEVEL = 1e-6 / 16
-"""The family's level over at least as many chi-square tests as this file runs."""
+"""The family's level divided by at least the number of chi-square tests of this file."""
 PROMPT = (0, 3, 1)
 SETTINGS = [(PROMPT, NEUTRAL), (PROMPT, replace(NEUTRAL, temperature=0.6, top_k=4))]
 DRAWS, MORE_DRAWS = 2_000, 20_000

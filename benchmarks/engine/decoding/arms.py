@@ -1,21 +1,21 @@
-"""The parts of the decode benchmark: which arms run under which loads, and the rows that come of them."""
+"""The parts of the decode benchmark: which arms run under which loads, and their result rows."""
 
 from __future__ import annotations
 
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from benchmarks.engine.decoding.bench import Bench
 from benchmarks.engine.decoding.harness import (
-    SAMPLING,
     Arm,
     Load,
     Measured,
-    Seats,
+    SteadyEngine,
     adapted,
     fits,
     floor_ms,
@@ -24,18 +24,15 @@ from benchmarks.engine.decoding.harness import (
 )
 from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.profile import print_profiles
-from benchmarks.engine.decoding.trace import Trace
-from benchmarks.results import result_row
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
-from idlm.infer.models.loader import LoadedModel
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
 ADAPTER_RANK = 128
 ADAPTED = (1, 2, 4, 8, 16, 64)
-"""Sequences of which an adapter is measured; its share of a step only shrinks beyond."""
+"""Numbers of sequences at which an adapter is measured; its share of a step shrinks beyond these."""
 BRANCH_ROWS = 512
-"""Beyond so many rows a branch pass is not tried: it is bound by arithmetic long before."""
+"""Branch passes of more rows are not measured: they are bound by arithmetic long before."""
 FORMULAS = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}
 PUBLISHED_STRIDE = 4
 OURS = Arm(name="ours", strategy="branch", stride=PUBLISHED_STRIDE)
@@ -50,60 +47,14 @@ TOGGLED = (
     replace(OURS, name="published, but fused verify", strategy="cold", num_inflight_steps=0, graphs=False),
     replace(OURS, name="published", strategy="cold", num_inflight_steps=0, graphs=False, is_fused=False),
 )
-"""Ours with one thing taken away, then the authors' configuration with things given back. Verification in
-plain torch waits for the host, so it cannot be in a graph: it is compared with eager.
+"""Our configuration without one feature, then the authors' configuration with some features added. Unfused
+verification waits for the host, so it cannot be in a graph and is compared with eager.
 """
 
 
-@dataclass(slots=True, kw_only=True)
-class Bench:
-    """What all parts share; the lists grow."""
-
-    model: LoadedModel
-    stream: float
-    contexts: list[int]
-    concurrency: list[int]
-    strides: list[int]
-    strategies: list[str]
-    sampling: str
-    traces: dict[int, Trace]
-    rounds: int
-    num_tokens: int
-    least_tokens: int
-    num_passes: int
-    measured: list[Measured] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    floors: dict[tuple[int, int], float] = field(default_factory=dict)
-    linears: dict[int, float] = field(default_factory=dict)
-
-    def load(self, concurrency: int, context: int) -> Load:
-        """The load of a round: enough tokens of few sequences that the luck of the trace evens out."""
-        return Load(
-            concurrency=concurrency,
-            context=context,
-            num_tokens=max(self.num_tokens, self.least_tokens // concurrency),
-            sampling=SAMPLING[self.sampling],
-        )
-
-    def trace(self, arm: Arm) -> Trace | None:
-        """What the arm's drafts are told."""
-        return None if arm.decoder == "ar" else self.traces[arm.stride]
-
-    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, **more: Any) -> None:
-        """One row, and a line of it in the output."""
-        case = {**case, "sampling": self.sampling}
-        self.rows.append(result_row("decode", case, metric, value, unit, **more))
-        baseline = more.get("baseline")
-        against = "" if baseline is None else f" against {baseline:.4g}"
-        name = " ".join(f"{key}={value}" for key, value in case.items())
-        self.lines.append(f"{metric:32s} {value:10.4g} {unit}{against}  {name}")
-
-
 def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = True) -> dict[str, Measured]:
-    """All arms that fit and run, a round of each in turn as far as they fit beside each other. `has_rows`:
-    their step times are results of their own.
+    """Measure all arms that fit and run, with rounds in turn for arms that fit in memory together.
+    `has_rows`: record their step times as result rows.
     """
     found: dict[str, Measured] = {}
     waiting = [arm for arm in arms if _fits(bench, arm, load)]
@@ -112,41 +63,41 @@ def measure_arms(bench: Bench, arms: list[Arm], load: Load, *, has_rows: bool = 
         while waiting and (needed := needed + memory_of(bench.model, waiting[0], load)) < free / 2:
             together.append(waiting.pop(0))
         found |= _in_turns(bench, together, load)
-        # Behind the function that held the engines: their caches would leave the next ones no room.
-        forget(bench.model.device)
+        # After the function that held the engines: their caches would leave the next ones no memory.
+        free_memory(bench.model.device)
     for measured in found.values():
         _note(bench, measured, has_rows=has_rows)
     return found
 
 
 def _in_turns(bench: Bench, arms: list[Arm], load: Load) -> dict[str, Measured]:
-    """The rounds of arms whose engines stand beside each other."""
-    seats = _seats(bench, arms, load)
+    """Run rounds of all arms in turn, with all their engines in memory."""
+    engines = _steady_engines(bench, arms, load)
     for _ in range(bench.rounds):
-        for admit, measured in list(seats):
-            if not _attempt(bench, admit, measured):
-                seats.remove((admit, measured))
-    return {measured.arm.name: measured for _, measured in seats if measured.passes}
+        for steady, measured in list(engines):
+            if not _attempt(bench, steady, measured):
+                engines.remove((steady, measured))
+    return {measured.arm.name: measured for _, measured in engines if measured.passes}
 
 
-def _seats(bench: Bench, arms: list[Arm], load: Load) -> list[tuple[Seats, Measured]]:
+def _steady_engines(bench: Bench, arms: list[Arm], load: Load) -> list[tuple[SteadyEngine, Measured]]:
     made = []
     for arm in arms:
         try:
-            seats = Seats(bench.model, arm, load, bench.trace(arm))
+            steady = SteadyEngine(bench.model, arm, load, bench.trace(arm))
         except RuntimeError:
             _fail(bench, arm, load)
             continue
-        made.append((seats, Measured(arm=arm, load=load, width=max(seats.engine.decoder.widths))))
+        made.append((steady, Measured(arm=arm, load=load, width=max(steady.engine.decoder.widths))))
     return made
 
 
-def _attempt(bench: Bench, seats: Seats, measured: Measured) -> bool:
-    """One round; False, and a problem noted, when the arm cannot run."""
+def _attempt(bench: Bench, steady: SteadyEngine, measured: Measured) -> bool:
+    """Run one round; returns False and records a problem when the arm fails."""
     try:
-        seats.measure(measured)
+        steady.measure(measured)
     except RuntimeError:
-        _fail(bench, seats.arm, seats.load)
+        _fail(bench, steady.arm, steady.load)
         return False
     return True
 
@@ -168,8 +119,8 @@ def _free(bench: Bench) -> float:
     return torch.cuda.mem_get_info()[0] if bench.model.device.type == "cuda" else 1e9
 
 
-def forget(device: torch.device) -> None:
-    """Give back what nobody refers to any more."""
+def free_memory(device: torch.device) -> None:
+    """Collect garbage and return cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -187,7 +138,7 @@ def _case(measured: Measured) -> dict[str, Any]:
 
 
 def _note(bench: Bench, measured: Measured, *, has_rows: bool) -> None:
-    """Keep, print, and enter the step's time over the stream and over stock linears."""
+    """Keep and print the measurement; `has_rows`: record the step time with its floors."""
     load = measured.load
     num_rows = load.concurrency * measured.width
     if num_rows not in bench.linears:
@@ -208,7 +159,7 @@ def _note(bench: Bench, measured: Measured, *, has_rows: bool) -> None:
 
 
 def _published_stride(bench: Bench) -> int:
-    """The largest up to the authors'; UserError IDLM-0107."""
+    """The largest stride up to the authors'; raises UserError IDLM-0107 when there is none."""
     served = [stride for stride in bench.strides if stride <= PUBLISHED_STRIDE]
     if not served:
         raise UserError(
@@ -220,7 +171,7 @@ def _published_stride(bench: Bench) -> int:
 
 
 def sweep(bench: Bench) -> None:
-    """AR and every stride and strategy at every concurrency and context."""
+    """Measure AR and every stride and strategy at every concurrency and context."""
     for context in bench.contexts:
         for concurrency in bench.concurrency:
             load = bench.load(concurrency, context)
@@ -267,7 +218,7 @@ def _over_ar(bench: Bench, measured: Measured, ar: Measured) -> None:
 
 
 def _over_formula(bench: Bench, measured: Measured) -> None:
-    """Tokens per forward against eq. 3, or 1 + p + .. for `branch`, at the trace's own acceptance."""
+    """Compare tokens per forward with eq. 3, or 1 + p + .. for `branch`, at the trace's acceptance."""
     arm = measured.arm
     if arm.adaptive or arm.strategy not in FORMULAS:
         return
@@ -277,7 +228,7 @@ def _over_formula(bench: Bench, measured: Measured) -> None:
 
 
 def published(bench: Bench) -> None:
-    """Ours against the rebuilt configuration of the authors, and every single toggle, at one sequence."""
+    """Compare ours with the authors' configuration and with every single toggle, at one sequence."""
     load = bench.load(bench.concurrency[0], bench.contexts[0])
     found = measure_arms(bench, list(TOGGLED), load, has_rows=False)
     ours = found.get("ours")
@@ -294,7 +245,7 @@ def published(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Idle share of the GPU and passes per wait of the host, in steady decoding."""
+    """Measure the GPU's idle share and the passes per wait of the host, in steady decoding."""
     stride = _published_stride(bench)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
         for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
@@ -302,15 +253,15 @@ def host(bench: Bench) -> None:
             load = replace(bench.load(concurrency, bench.contexts[0]), num_tokens=num_tokens)
             if not _fits(bench, arm, load):
                 continue
-            cost = host_cost(Seats(bench.model, arm, load, bench.trace(arm)), bench.num_passes)
+            cost = host_cost(SteadyEngine(bench.model, arm, load, bench.trace(arm)), bench.num_passes)
             case = {"decoder": arm.decoder, "stride": arm.stride, "concurrency": concurrency}
             bench.add(case, "gpu_idle_share", cost.idle_share, "share")
             bench.add(case, "steps_per_host_sync", cost.passes_per_wait, "steps")
-            forget(bench.model.device)
+            free_memory(bench.model.device)
 
 
 def adapter(bench: Bench) -> None:
-    """The step of R-ISD, base weights and a gated adapter on MASK rows, over that of ISD."""
+    """Compare the step of R-ISD (a gated adapter on MASK rows) with that of ISD."""
     stride = _published_stride(bench)
     arm = Arm(name=f"cold {stride}", strategy="cold", stride=stride)
     for concurrency in sorted({min(bench.concurrency), *(c for c in bench.concurrency if c in ADAPTED)}):
@@ -326,13 +277,13 @@ def adapter(bench: Bench) -> None:
 
 
 def deterministic(bench: Bench) -> None:
-    """What it costs that a row's bits depend on nobody else: the step over that of the same decoder."""
+    """Compare steps of deterministic mode (a row's bits do not depend on its batch) with normal ones."""
     stride = _published_stride(bench)
     for concurrency in sorted({bench.concurrency[0], *(c for c in bench.concurrency if c == 64)}):
         load = bench.load(concurrency, bench.contexts[0])
         for arm in (AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)):
             fixed = replace(arm, name=f"deterministic {arm.name}", deterministic=True)
-            # One after the other: the trunk that they share is told which of the two it is to be.
+            # One after the other: both share a trunk, which is switched to deterministic mode in between.
             found = [
                 measured
                 for one in (arm, fixed)
@@ -345,11 +296,11 @@ def deterministic(bench: Bench) -> None:
 
 
 def profile(bench: Bench) -> None:
-    """Kernels of AR, ISD and R-ISD, printed."""
+    """Print the kernels of AR, ISD and R-ISD."""
     stride = _published_stride(bench)
     arms = [AR, Arm(name=f"cold {stride}", strategy="cold", stride=stride)]
     print_profiles(bench, arms, adapter_rank=ADAPTER_RANK)
-    forget(bench.model.device)
+    free_memory(bench.model.device)
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {

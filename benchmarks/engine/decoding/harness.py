@@ -1,7 +1,7 @@
-"""A model of random weights, an engine around it whose sequences start in mid-answer, and steady decoding.
+"""A model of random weights, an engine whose sequences start in mid-answer, and steady decoding.
 
-The engine is the real one: its scheduler, steps, graphs, flights and books. Only how a sequence begins is
-ours: its context counts as computed, and the KV there is random.
+The engine is the real one, with its scheduler, steps, graphs and steps in progress. Only the start of a
+sequence differs: its context counts as computed, and the KV there is random.
 Shapes: R rows of a pass, D input width of a projection.
 """
 
@@ -35,7 +35,7 @@ from idlm.kernels.sampling import op as sampling_op
 from idlm.semantics import Semantics
 
 PAGE_SIZE = 16
-RUN_AHEAD = 4
+NUM_INFLIGHT_STEPS = 4
 WARM_UP_TOKENS = 24
 ADAPTIVE_WARM_UP_TOKENS = 160
 SHARE_OF_MEMORY = 0.9
@@ -80,8 +80,8 @@ MAX_STRIDE = 32
 
 
 def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int | None = None) -> LoadedModel:
-    """The trunk of `MODELS[name]`, made on the device: matrices normal with variance 1 / columns, norms 1.
-    With `block_size` a block-causal one, else one that was converted for strides up to `MAX_STRIDE`.
+    """The trunk of `MODELS[name]`, created on the device: matrices normal with variance 1 / columns, norms 1.
+    It is block-causal with `block_size`, else a converted model for strides up to `MAX_STRIDE`.
     """
     config = {
         "rms_norm_eps": 1e-6,
@@ -117,7 +117,7 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int 
 
 @contextlib.contextmanager
 def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
-    """A gated LoRA of random A and B on all projections of the model, for the time being."""
+    """Add a gated LoRA with random A and B to all projections of the model inside this context."""
     for layer in model.trunk.layers:
         assert isinstance(layer, DenseLayer)
         layer.lora = torch.nn.ModuleDict()
@@ -138,8 +138,8 @@ def adapted(model: LoadedModel, rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to decode. `graphs`, `num_inflight_steps`, `attention`: engine settings; `is_fused`: sampling and
-    verification by our kernels, else in plain torch (fp64), which waits for the host.
+    """One way to decode. `graphs`, `num_inflight_steps`, `attention` are engine settings. `is_fused`: our
+    kernels sample and verify, else plain torch (fp64), which waits for the host.
     """
 
     name: str
@@ -148,13 +148,13 @@ class Arm:
     stride: int = 4
     adaptive: bool = False
     graphs: bool = True
-    num_inflight_steps: int = RUN_AHEAD
+    num_inflight_steps: int = NUM_INFLIGHT_STEPS
     is_fused: bool = True
     attention: str = "auto"
     deterministic: bool = False
 
     def decoder_options(self) -> dict[str, Any]:
-        """For the decoder's Config."""
+        """Options of the decoder's Config."""
         if self.decoder == "ar":
             return {}
         return {"stride": self.stride, "rejection_strategy": self.strategy, "adaptive": self.adaptive}
@@ -162,7 +162,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`concurrency` sequences, each with `context` tokens behind it, that emit `num_tokens` in a round."""
+    """`concurrency` sequences with `context` computed tokens each, that emit `num_tokens` each in a round."""
 
     concurrency: int
     context: int
@@ -186,20 +186,20 @@ class Measured:
         return median([1e3 * seconds / num for seconds, num in zip(self.seconds, self.passes)])
 
     def tokens_per_second(self) -> float:
-        """Those of an average pass in the time of a median one: the luck of the trace evens out."""
+        """Tokens of a mean pass in the time of a median one, so that the trace averages out."""
         return 1e3 * self.tokens_per_forward() * self.load.concurrency / self.step_ms()
 
     def tokens_per_forward(self) -> float:
-        """Of a sequence, over all rounds."""
+        """Mean over all rounds, per sequence."""
         return sum(self.tokens) / sum(self.passes) / self.load.concurrency
 
 
-class Seats:
-    """An engine whose `Load` can be started again and again; its graphs stay."""
+class SteadyEngine:
+    """An engine whose `Load` can be started repeatedly; its CUDA graphs stay."""
 
     def __init__(self, model: LoadedModel, arm: Arm, load: Load, trace: Trace | None) -> None:
         self.arm, self.load, self._model = arm, load, model
-        with self._toggles():
+        with self.toggled():
             self.engine = Engine(_parts(model, arm, load, self._max_length()))
         for name in ("keys", "values"):
             getattr(self.engine._parts.runner._cache, name).normal_()
@@ -215,12 +215,12 @@ class Seats:
         self._num_rounds = 0
 
     def _lengths(self) -> list[int]:
-        """Of the prompts: the context, and the pending token behind it."""
+        """Lengths of the prompts: the context and the pending token after it."""
         return [self.load.context + 1] * self.load.concurrency
 
     @property
     def warm_up_tokens(self) -> int:
-        """Per sequence: passes of every shape were captured and, if need be, tried."""
+        """Tokens per sequence until passes of every shape are captured and, if adaptive, tried."""
         return ADAPTIVE_WARM_UP_TOKENS if self.arm.adaptive else WARM_UP_TOKENS
 
     def _max_length(self) -> int:
@@ -228,22 +228,22 @@ class Seats:
         return self.load.context + 1 + self.warm_up_tokens + self.load.num_tokens + 2 * slack
 
     def measure(self, into: Measured) -> None:
-        """One round: seats taken, warmed up, then timed from and to an empty queue of passes."""
-        with self._toggles(), replaying(self.replay):
-            self.sit()
+        """Run one round: start all requests, warm up, then time between two empty queues of passes."""
+        with self.toggled(), replaying(self.replay):
+            self.start_requests()
             self.run_tokens(self.warm_up_tokens)
             self.drain()
             before = self.num_passes()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             num_tokens = self.run_tokens(self.load.num_tokens) + self.drain()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             into.seconds.append(seconds)
             into.tokens.append(num_tokens)
             into.passes.append(self.num_passes() - before)
-            self.leave()
+            self.abort_all()
 
-    def sit(self, *, max_tokens: int = 1 << 20) -> None:
-        """Everybody sits down with a context that counts as computed."""
+    def start_requests(self, *, max_tokens: int = 1 << 20) -> None:
+        """Add all requests, with contexts that count as computed."""
         params = replace(self.load.sampling, max_tokens=max_tokens, ignore_eos=True, seed=self._num_rounds)
         kv_policy = self.engine.decoder.kv_policy
         for number, prompt in enumerate(self._prompts):
@@ -252,14 +252,14 @@ class Seats:
             self.engine.scheduler.waiting[-1].num_computed = num_computed
         self._num_rounds += 1
 
-    def leave(self) -> None:
-        """Everybody goes."""
+    def abort_all(self) -> None:
+        """Abort all requests and wait for their steps."""
         for request_id in list(self.engine._active):
             self.engine.abort(request_id)
         self.drain()
 
     def run_tokens(self, num_tokens: int) -> int:
-        """Steps until the sequences have emitted so many each, on average; returns how many in all."""
+        """Step until the sequences have emitted `num_tokens` each on average; returns the total."""
         count = 0
         while count < num_tokens * self.load.concurrency:
             assert self.engine.scheduler.running or not count, f"{count=}: the answers have ended"
@@ -267,21 +267,21 @@ class Seats:
         return count
 
     def run_passes(self, num_passes: int) -> int:
-        """So many steps; returns the tokens."""
+        """Run `num_passes` steps; returns the number of tokens emitted."""
         return sum(len(event.token_ids) for _ in range(num_passes) for event in self.engine.step())
 
     def drain(self) -> int:
-        """Wait for the passes on their way; returns their tokens."""
+        """Wait for the steps in progress; returns the number of tokens they emitted."""
         self.engine._collect(max_inflight=0)
         events, self.engine._events = self.engine._events, []
         return sum(len(event.token_ids) for event in events)
 
     def num_passes(self) -> int:
-        """Passes that the first sequence was in."""
+        """Number of passes of the first sequence."""
         return self.engine.scheduler.running[0].num_forwards
 
     @contextlib.contextmanager
-    def _toggles(self) -> Iterator[None]:
+    def toggled(self) -> Iterator[None]:
         original = sampling_op.has_kernels
         if not self.arm.is_fused:
             sampling_op.has_kernels = lambda device: False
@@ -312,7 +312,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
 
 
 def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:
-    """Bytes of everybody's KV, of the logits of a pass with what becomes of them, and of the drafts' laws."""
+    """Bytes of all KV, of the logits of a pass and their probabilities, and of the drafts' probabilities."""
     stride = 1 if arm.decoder == "ar" else arm.stride
     num_slots = load.concurrency * (load.context + load.num_tokens + ADAPTIVE_WARM_UP_TOKENS)
     width = stride * stride if arm.strategy == "branch" or arm.adaptive else 2 * stride - 1
@@ -321,7 +321,7 @@ def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:
 
 
 def fits(model: LoadedModel, arm: Arm, load: Load) -> bool:
-    """Whether a GPU has as much free memory."""
+    """Whether the arm fits into the free memory of the GPU."""
     if model.device.type != "cuda":
         return True
     gc.collect()
@@ -330,13 +330,13 @@ def fits(model: LoadedModel, arm: Arm, load: Load) -> bool:
 
 
 def slot_bytes(model: LoadedModel) -> int:
-    """Keys and values of one token."""
+    """Bytes of keys and values of one token."""
     spec = model.local
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
-    """The matrices that every pass reads, in order; the input embedding is not one of them."""
+    """The matrices that every pass reads, in order, without the input embedding."""
     layers = [
         (layer.qkv, layer.o, layer.gate_up, layer.down)
         for layer in model.trunk.layers
@@ -346,15 +346,15 @@ def weights_of(model: LoadedModel) -> list[Tensor]:
 
 
 def floor_ms(model: LoadedModel, load: Load, bytes_per_second: float) -> float:
-    """The stream of all weights and of everybody's KV at the middle of a round."""
+    """Time to stream all weights, and all KV at the middle of a round."""
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights_of(model))
     num_slots = load.concurrency * (load.context + load.num_tokens / 2)
     return 1e3 * (num_bytes + num_slots * slot_bytes(model)) / bytes_per_second
 
 
 def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows: int | None = None) -> float:
-    """All linears of a pass by stock `F.linear`, replayed as one graph. `num_head_rows`: rows whose logits
-    are wanted, None for all.
+    """Time of all linears of a pass by `F.linear`, replayed as one graph. `num_head_rows`: rows that need
+    logits, None for all.
     """
     *weights, head = weights_of(model)
     inputs_RD = {
@@ -369,6 +369,6 @@ def linears_ms(model: LoadedModel, num_rows: int, *, rounds: int, num_head_rows:
 
     if model.device.type == "cuda":
         return Timer(rounds=rounds, bytes_per_us=0.0).us_per_call([library]) / 1e3
-    begun = time.perf_counter()
+    start = time.perf_counter()
     library()
-    return 1e3 * (time.perf_counter() - begun)
+    return 1e3 * (time.perf_counter() - start)

@@ -1,9 +1,8 @@
-"""What the host costs a steady run: how long the GPU idles, how many passes run for each wait of the host.
+"""Cost of the host in a steady run: how long the GPU idles, and how many passes run per wait of the host.
 
-Idle: two one-thread kernels per pass, in its graph, note the GPU's own clock at its first and behind its last
-kernel; what lies between the passes is idle. Waiting: torch's report of synchronising calls, and every time
-that the host had to wait for results while no further pass was queued behind them.
-Shapes: S passes.
+Idle: two one-thread kernels per pass, in its graph, record the GPU's clock before its first and after its
+last kernel; the time between passes is idle. Waits: torch's reports of synchronizing calls, and every time
+that the host had to wait for results while no further pass was queued. Shapes: S passes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.harness import Seats
+from benchmarks.engine.decoding.harness import SteadyEngine
 from benchmarks.engine.decoding.replay import replaying
 from idlm.infer.decoders.base import Batch
 from idlm.infer.runtime.cuda_graphs import StaticStep
@@ -33,12 +32,12 @@ class HostCost:
 
     @property
     def passes_per_wait(self) -> float:
-        """At least: a run without any wait counts as one."""
+        """A lower bound: a run without any wait counts as one."""
         return self.num_passes / max(1, self.num_waits)
 
 
 class _Stamped:
-    """A `Step` that notes when the device begins it and is through with it."""
+    """A `Step` that records when the device begins and ends it."""
 
     def __init__(self, step: Step, capacity: int) -> None:
         self.step = step
@@ -63,23 +62,23 @@ class _Stamped:
         self.count += int(is_end)
 
 
-def host_cost(seats: Seats, num_passes: int) -> HostCost:
-    """Run `num_passes` in steady decoding (the load must leave room for them) and look at the clocks."""
-    step = seats.engine._parts.step
+def host_cost(steady: SteadyEngine, num_passes: int) -> HostCost:
+    """Run `num_passes` in steady decoding, for which the load must leave room, and compare the clocks."""
+    step = steady.engine._parts.step
     assert isinstance(step, StaticStep), f"{type(step)=}"
     stamped = _Stamped(step._step, 4 * num_passes)
     step._step = stamped  # type: ignore[assignment]
-    with seats._toggles(), replaying(seats.replay), _Waits(seats) as waits:
-        seats.sit()
-        seats.run_tokens(seats.warm_up_tokens)
-        seats.drain()
+    with steady.toggled(), replaying(steady.replay), _Waits(steady) as waits:
+        steady.start_requests()
+        steady.run_tokens(steady.warm_up_tokens)
+        steady.drain()
         stamped.count.zero_()
         waits.begin()
-        seats.run_passes(num_passes)
+        steady.run_passes(num_passes)
         num_waits = waits.end()
-        seats.drain()
+        steady.drain()
         num_seen = int(stamped.count)
-        seats.leave()
+        steady.abort_all()
     begins, ends = stamped.times_S2[:num_seen].T.tolist()
     busy = sum(ends) - sum(begins)
     return HostCost(idle_share=1 - busy / (ends[-1] - begins[0]), num_waits=num_waits, num_passes=num_passes)
@@ -88,10 +87,10 @@ def host_cost(seats: Seats, num_passes: int) -> HostCost:
 class _Waits:
     """Counts waits of the host between `begin` and `end`."""
 
-    def __init__(self, seats: Seats) -> None:
-        self._engine, self._count, self._original = seats.engine, 0, InflightStep.emissions
+    def __init__(self, steady: SteadyEngine) -> None:
+        self._engine, self._count, self._original = steady.engine, 0, InflightStep.emissions
         self._warnings: Any = None
-        self._has_gpu = seats.engine.table.device.type == "cuda"
+        self._has_gpu = steady.engine.table.device.type == "cuda"
 
     def __enter__(self) -> _Waits:
         original, engine = self._original, self._engine

@@ -7,17 +7,12 @@ Shapes: Z lanes, B sequences, J drafts, S tests of the trace.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from idlm.kernels.sampling import LayoutTables, Verdict
-
-if TYPE_CHECKING:
-    from benchmarks.engine.decoding.replay import Replay
 
 
 @triton.jit
@@ -75,17 +70,17 @@ def overwrite_kernel(
 
 
 def overwrite(
-    replay: Replay,
+    trace: tuple[Tensor, Tensor, Tensor],
     verdict: Verdict,
     tables: LayoutTables,
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, layout_Z."""
+    """`trace`: accepted_S, filled_S, num_tests_Z; `columns`: lanes_B, first_rows_B, active_B, drafts_ZJ,
+    layout_Z.
+    """
     num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
     overwrite_kernel[(num_sequences,)](
-        replay.accepted_S,
-        replay.filled_S,
-        replay.num_tests_Z,
+        *trace,
         *columns,
         tables.num_drafts_Y,
         tables.draft_rows_YAJ,
@@ -93,8 +88,8 @@ def overwrite(
         verdict.values_FB,
         verdict.token_ids_BA,
         verdict.draft_rows_BJ,
-        len(replay.accepted_S),
-        len(replay.filled_S),
+        len(trace[0]),
+        len(trace[1]),
         num_sequences,
         num_masks,
         MASKS=triton.next_power_of_2(max(1, num_masks)),

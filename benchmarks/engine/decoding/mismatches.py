@@ -1,8 +1,8 @@
-"""R-ISD against AR of its base, token for token, in deterministic mode: how many tokens differ.
+"""How many tokens differ between R-ISD and AR of its base in deterministic mode.
 
-Both engines run greedily and drawn, over held-out prompts of the verifiable task, every answer of full length
-(stop ids are ignored). At each concurrency batches are different, so equal answers also say that nobody's
-arithmetic depends on who else is there.
+Both engines decode greedily, on held-out prompts of the verifiable task, and ignore stop ids, so every answer
+has full length. Batches differ at each concurrency, so equal answers also show that the arithmetic of a
+sequence does not depend on the rest of the batch.
 """
 
 from __future__ import annotations

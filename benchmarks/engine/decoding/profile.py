@@ -1,4 +1,4 @@
-"""Where the time of a decoding pass goes: kernels by name and by kind, of AR, ISD and R-ISD.
+"""Kernel times of a decoding pass by name and by kind, for AR, ISD and R-ISD.
 
     python -m benchmarks.decode parts=profile concurrency=1,64 contexts=1024 strides=4      (not recorded)
 
@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from benchmarks.engine.decoding.harness import Arm, Seats, adapted
+from benchmarks.engine.decoding.bench import Bench
+from benchmarks.engine.decoding.harness import Arm, SteadyEngine, adapted
 from benchmarks.engine.decoding.replay import replaying
-from benchmarks.kernels.kernel_profile import KernelTime, kernel_times, lines_of
-
-if TYPE_CHECKING:
-    from benchmarks.engine.decoding.arms import Bench
+from benchmarks.engine.kernel_profile import KernelTime, kernel_times, lines_of
 
 MAX_PASSES = 20
-"""More say nothing new; a profiler keeps every kernel of each."""
+"""More passes add nothing, and the profiler keeps every kernel of each."""
 
 
 def print_profiles(bench: Bench, arms: list[Arm], *, adapter_rank: int) -> None:
-    """Of every arm, and of the last one with a gated adapter too, at every concurrency and context."""
+    """Profile every arm, and the last one with a gated adapter too, at every concurrency and context."""
     cases = [(arm, None) for arm in arms] + [(replace(arms[-1], name=f"gated {arms[-1].name}"), adapter_rank)]
     for context in bench.contexts:
         for concurrency in bench.concurrency:
@@ -35,12 +32,12 @@ def print_profiles(bench: Bench, arms: list[Arm], *, adapter_rank: int) -> None:
 
 
 def _profiled(bench: Bench, arm: Arm, concurrency: int, context: int) -> list[KernelTime]:
-    """Of passes in steady decoding. The engine is gone when this returns."""
-    seats = Seats(bench.model, arm, bench.load(concurrency, context), bench.trace(arm))
-    with seats._toggles(), replaying(seats.replay):
-        seats.sit()
-        seats.run_tokens(seats.warm_up_tokens)
-        seats.drain()
-        times = kernel_times(seats, min(MAX_PASSES, bench.num_passes))
-        seats.leave()
+    """Kernel times in steady decoding. The engine is freed when this returns."""
+    steady = SteadyEngine(bench.model, arm, bench.load(concurrency, context), bench.trace(arm))
+    with steady.toggled(), replaying(steady.replay):
+        steady.start_requests()
+        steady.run_tokens(steady.warm_up_tokens)
+        steady.drain()
+        times = kernel_times(steady, min(MAX_PASSES, bench.num_passes))
+        steady.abort_all()
     return times

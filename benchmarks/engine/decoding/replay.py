@@ -1,9 +1,9 @@
 """Replays a trace of acceptances in the engine's own step, on the device, without a host synchronisation.
 
 Random weights accept nothing, so while `replaying` every verdict on drafts is overwritten with the trace's,
-behind the real test. Everything else runs as it is: laws, test, residual, draws, commit. The overwriting
-costs one small launch per step, which counts against us.
-Shapes: Z lanes, B sequences, J drafts, A = J + 1, S tests of the trace, Y layouts.
+after the real test. Everything else runs unchanged: probabilities, test, residual, draws, commit. The
+overwriting costs one small launch per step, which counts against us. Shapes: Z lanes, B sequences, J drafts,
+A = J + 1, S tests of the trace, Y layouts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from idlm.infer.decoders import isd
 from idlm.kernels.sampling import LayoutTables, Verdict
 
 STEP_BETWEEN_LANES = 617
-"""Lanes begin at different places of the trace, so that they are not in step with each other."""
+"""Offset between the places of the trace at which lanes begin, so that they are not in step."""
 
 
 class Replay:
-    """A trace on a device, and how far each lane has come in it."""
+    """A trace on a device, and the position of each lane in it."""
 
     def __init__(self, trace: Trace, num_lanes: int, device: torch.device) -> None:
         def ints(values: tuple[int, ...]) -> Tensor:
@@ -45,12 +45,13 @@ class Replay:
         layout_Z: Tensor,
         **unused: Tensor,
     ) -> None:
-        """Put the trace's next outcome in place of each active sequence's, where there are drafts."""
+        """Replace the verdict of each active sequence that has drafts by the trace's next outcome."""
         columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, layout_Z)
         if lanes_B.is_cuda:
             from benchmarks.engine.decoding import kernels as decode_kernels
 
-            decode_kernels.overwrite(self, verdict, tables, columns)
+            trace = (self.accepted_S, self.filled_S, self.num_tests_Z)
+            decode_kernels.overwrite(trace, verdict, tables, columns)
         else:
             self._overwrite_plainly(verdict, tables, columns)
 
@@ -90,7 +91,7 @@ class Replay:
 
 @contextlib.contextmanager
 def replaying(replay: Replay | None) -> Iterator[None]:
-    """Have every test of drafts in this process end as `replay` says (None: as it does)."""
+    """Replace every verdict on drafts in this process by that of `replay` (None: change nothing)."""
     if replay is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The table and the picture of a decode benchmark."""
+"""The table and the plot of a decode benchmark."""
 
 from __future__ import annotations
 

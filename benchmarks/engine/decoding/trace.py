@@ -1,10 +1,10 @@
-"""Outcomes of tests of drafts, to be replayed: recorded with our engine on a converted model, or drawn.
+"""Recorded or drawn outcomes of draft verification, which benchmarks replay.
 
 A trace is a list of how many drafts each test accepted, in order; a file holds the lists of one recording
 (`python -m benchmarks.decode record_trace=FILE model=outputs/tiny`). The name `p0.90` means draws instead:
 every draft is accepted with that probability once its predecessors are. 0.90 is what the authors' published
 tokens per forward imply by eq. 3: 1.80, 2.48, 2.96, 4.01 at strides 2, 3, 4, 8 give 0.889, 0.909, 0.905,
-0.896 (facts/introspective.md, facts/limits.md section 1).
+0.896 (I-DLM, arXiv 2604.11035).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Trace:
     filled: tuple[int, ...] = ()
 
     def acceptance(self) -> list[float]:
-        """Per position, given that the ones before were accepted."""
+        """Acceptance per position, given that all previous drafts were accepted."""
         reached = [sum(count >= place for count in self.accepted) for place in range(self.num_drafts + 1)]
         return [after / max(1, before) for before, after in zip(reached, reached[1:])]
 
 
 def trace_of(name: str, stride: int) -> Trace:
-    """The trace `name` (p0.90, or a file in benchmarks/traces or anywhere) for stride `stride`."""
+    """The trace `name` (p0.90, a name in benchmarks/traces, or a file) for `stride`; raises IDLM-0109."""
     if name.startswith("p") and _is_share(name[1:]):
         return drawn(float(name[1:]), stride - 1)
     path = Path(name) if Path(name).suffix else TRACES / f"{name}.json"
@@ -71,7 +71,7 @@ def trace_of(name: str, stride: int) -> Trace:
 
 
 def drawn(probability: float, num_drafts: int) -> Trace:
-    """Independent draws, the same for everybody who asks."""
+    """Independent draws with a fixed seed."""
     dice = random.Random(1_000_000 * probability + num_drafts)
     accepted = []
     for _ in range(DRAWN_TESTS):
@@ -90,22 +90,22 @@ def _is_share(text: str) -> bool:
 
 
 class _Recorder(Engine):
-    """Notes every test whose outcome counts, by request: of drafts from masks, and of fill drafts."""
+    """Records every outcome that counts by request, for drafts from masks and from a rejected pass."""
 
     accepted: dict[Request, list[int]]
     filled: dict[Request, list[int]]
 
     def _process(self, request: Request, samples: bool, emission: Emission) -> None:
-        layouts: dict[Request, bool] = self.__dict__.setdefault("_is_fill", {})
+        next_from_verify: dict[Request, bool] = self.__dict__.setdefault("_next_from_verify", {})
         super()._process(request, samples, emission)
         if not samples or request.finish_reason is not None:
             return
         num_accepted, num_tested = emission.num_accepted, emission.num_tested
-        from_verify_rows = layouts.get(request, False)
+        from_verify_rows = next_from_verify.get(request, False)
         if num_tested:
             (self.filled if from_verify_rows else self.accepted).setdefault(request, []).append(num_accepted)
-        # A rejected draft from masks leaves fill drafts under `tree`, all else leaves drafts from masks.
-        layouts[request] = not from_verify_rows and num_tested > num_accepted
+        # Under `tree`, a rejected draft from masks is followed by drafts from the rejected pass.
+        next_from_verify[request] = not from_verify_rows and num_tested > num_accepted
 
 
 def _digits(tests: dict[Request, list[int]]) -> str:
@@ -113,7 +113,7 @@ def _digits(tests: dict[Request, list[int]]) -> str:
 
 
 def record(model: str, path: Path, *, num: int, device: str) -> dict[str, Any]:
-    """Decode held-out prompts greedily with `cold` and with `tree`, and write what the tests said."""
+    """Decode held-out prompts greedily with `cold` and with `tree`, and write the outcomes to `path`."""
     task = TASKS.get(TASK)(level=LEVEL)
     samples = task_samples(task, SPLIT, num)
     strides: dict[str, dict[str, str]] = {}

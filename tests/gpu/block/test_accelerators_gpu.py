@@ -1,5 +1,5 @@
-"""Accelerators on a GPU against the CPU, where they are compared with slow references in tests/contracts; at
-full budget against exact attention in bf16, whose kernels are the engine's own.
+"""Accelerators on a GPU against the CPU, where tests/contracts compares them with slow references; at full
+budget against exact attention in bf16 by the engine's kernels.
 
 python -m pytest tests/gpu/block/test_accelerators_gpu.py -m gpu
 """
@@ -44,7 +44,7 @@ CASES = [(stack, False) for stack in STACKS] + [(STACKS[-1], True), (("mage",), 
 
 
 @pytest.mark.parametrize(("stack", "shifted"), CASES, ids=lambda value: str(value))
-def test_thinned_answers_are_those_of_a_cpu(tmp_path: Path, stack: tuple[str, ...], shifted: bool) -> None:
+def test_sparse_answers_equal_those_of_a_cpu(tmp_path: Path, stack: tuple[str, ...], shifted: bool) -> None:
     directory = checkpoint(tmp_path, shifted=shifted)
     settings: dict[str, Any] = {**STRATEGY, "accelerators": thinly(stack), "page_size": 16}
     expected = clear_answers(build_engine(directory, "block", **settings), PROMPTS, PARAMS)
@@ -61,7 +61,7 @@ def test_thinned_answers_are_those_of_a_cpu(tmp_path: Path, stack: tuple[str, ..
 def test_logits_at_full_budget_are_those_of_exact_attention(
     tmp_path: Path, stack: tuple[str, ...], kv_cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first passes over a block behind a prompt: the same inputs, two ways through attention."""
+    """The first passes over a block after a prompt: the same inputs to sparse and to exact attention."""
     directory = checkpoint(tmp_path, shifted=False)
     logits = []
     for accelerators in ({}, exactly(stack)):

@@ -1,5 +1,5 @@
-"""Decoder `block` in CUDA graphs against the CPU, which is compared with a slow reference in tests/contracts;
-its kernels against plain torch on 1,000 random passes, integers equal.
+"""Decoder `block` in CUDA graphs against the CPU, which tests/contracts compares with a slow reference; its
+kernels against plain torch on 1,000 random passes, with equal integers.
 
 python -m pytest tests/gpu/block/test_block_gpu.py -m gpu
 """
@@ -66,8 +66,8 @@ def test_graphs_give_the_tokens_of_a_cpu(
 
 
 @pytest.mark.parametrize("decoder", ["block", "isd"])
-def test_nobody_waits_for_the_passes_on_their_way_to_sit_down(tmp_path: Path, decoder: str) -> None:
-    """Indices from a list would be copied to the device by a call that waits for all that runs there."""
+def test_admission_does_not_wait_for_steps_in_progress(tmp_path: Path, decoder: str) -> None:
+    """Indices from a list would be copied to the device by a call that waits for the device."""
     directory = tmp_path / "toy"
     directory.mkdir()
     if decoder == "block":
@@ -86,7 +86,7 @@ def test_nobody_waits_for_the_passes_on_their_way_to_sit_down(tmp_path: Path, de
 
 
 @pytest.mark.parametrize("hundred", range(10))
-def test_the_kernels_say_what_plain_torch_says(hundred: int) -> None:
+def test_kernels_equal_plain_torch(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         expected = run(Case(seed, "cpu"), by_kernel=False)
         found = run(Case(seed, "cuda"), by_kernel=True)

@@ -1,5 +1,5 @@
 """Routing and experts on a CUDA device: 1,000 random shapes of each against float64 with NaN in the padding,
-a row's bits at any number of rows and with any tiles, graphs whose rows choose anew, engines.
+bits of a row at any number of rows and with any tiles, graphs with changing choices, engines.
 
 python -m pytest tests/gpu/block/test_experts_gpu.py -m gpu
 """
@@ -35,7 +35,7 @@ ROUTING = Routing(num_chosen=8, score="softmax", is_normalised=True)
 
 
 def launch_of(seed: int, dtype: torch.dtype) -> Launch:
-    """Every launch in bf16, one in fp16: it is the products that differ, and compiling takes its time."""
+    """Every launch in bf16 and one in fp16: only products differ, and compiling takes time."""
     if dtype == torch.float32:
         return EXACT
     return LAUNCHES[seed // 3 % len(LAUNCHES) if dtype == torch.bfloat16 else 1]
@@ -81,8 +81,8 @@ def test_a_row_has_its_bits_at_any_number_of_rows_and_with_any_tiles() -> None:
             assert torch.equal(layer(rows), whole[rows]), f"{num_rows=} {first=}"
 
 
-def test_of_many_rows_on_few_experts_all_are_right() -> None:
-    """All 600 rows choose the same 8: tiles of one expert, all other programs for nothing."""
+def test_many_rows_on_few_experts() -> None:
+    """All 600 rows choose the same 8 experts; the programs of all other experts do nothing."""
     layer = Layer()
     spread = layer(slice(0, 600))
     layer.logits[:] = layer.logits[0]
@@ -92,7 +92,7 @@ def test_of_many_rows_on_few_experts_all_are_right() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-def test_a_graph_follows_what_rows_choose(num_rows: int) -> None:
+def test_a_graph_follows_the_choices_of_rows(num_rows: int) -> None:
     """With programmatic launches; padding rows of NaN come and go."""
     layer = Layer()
     x, logits = layer.x[:num_rows].clone(), layer.logits[:num_rows].clone()

@@ -1,5 +1,5 @@
-"""FOCUS on a GPU, where rows of a block that are left have gaps between them, against the CPU, which is
-compared with a slow reference in tests/contracts.
+"""FOCUS on a GPU, where the selected rows of a block have gaps, against the CPU, which tests/contracts
+compares with a slow reference.
 
 python -m pytest tests/gpu/block/test_focus_gpu.py -m gpu
 """
@@ -23,18 +23,18 @@ pytestmark = [
 STACKS: list[dict[str, Any]] = [{}, {"mage": {"k": 6, "exact_layers": 1}}]
 
 
-@pytest.mark.parametrize("beside", STACKS, ids=str)
+@pytest.mark.parametrize("others", STACKS, ids=str)
 @pytest.mark.parametrize("attention", ["triton", "torch"])
 @pytest.mark.parametrize(("shifted", "options", "focus"), CASES, ids=str)
-def test_tokens_are_those_of_a_cpu(
+def test_tokens_equal_those_of_a_cpu(
     toys: dict[bool, Path],
     shifted: bool,
     options: dict[str, Any],
     focus: dict[str, Any],
     attention: str,
-    beside: dict[str, Any],
+    others: dict[str, Any],
 ) -> None:
-    options = {**options, "accelerators": {"focus": focus, **beside}}
+    options = {**options, "accelerators": {"focus": focus, **others}}
     expected = clear_answers(build_engine(toys[shifted], "block", **options), PROMPTS, params())
     engine = build_engine(toys[shifted], "block", device="cuda", attention=attention, **options)
     found = engine.generate(PROMPTS, params())

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine.decoding.harness import MODELS, SAMPLING, Arm, Load, Seats, adapted, random_model
+from benchmarks.engine.decoding.harness import (
+    MODELS,
+    SAMPLING,
+    Arm,
+    Load,
+    SteadyEngine,
+    adapted,
+    random_model,
+)
 from benchmarks.quality.law_harness import NEUTRAL, PROMPT, build_engine, fits, misfits, sample, write_law_toy
 from idlm.contracts import SamplingParams
 from idlm.infer.cli.evaluate import evaluate, task_samples
@@ -35,7 +43,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=320)
 EIGHT_BITS: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8", "device": "cuda"}
 LEVEL = 1e-6 / 32
 DRAWS = 50_000
-"""A million per case: `python -m benchmarks.law`."""
+"""Draws per case; `python -m benchmarks.law` draws a million."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,7 @@ def test_conversion_on_the_gpu_keeps_the_task_and_accepts_drafts(converted: Path
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) -> None:
-    """Deterministic: else a key could be rounded to the other side when a pass has other rows."""
+    """Deterministic, because otherwise the rounding of a key could depend on the rows of the pass."""
     prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
     options = {**EIGHT_BITS, "dtype": dtype, "deterministic": True}
     engines = [Engine.from_pretrained(converted, decoder, **options) for decoder in ("ar", "isd")]
@@ -83,7 +91,7 @@ def test_greedy_isd_equals_greedy_ar_in_eight_bits(converted: Path, dtype: str) 
 def test_an_adapter_with_a_mask_outside_the_embedding_answers_as_its_base(
     tmp_path: Path, adaptive: bool
 ) -> None:
-    """Graphs are warmed up on padding alone, which has no row of that mask."""
+    """Graphs are warmed up on padding alone, which has no MASK row."""
     base = write_toy_checkpoint(tmp_path / "base")
     adapter = write_adapter(tmp_path / "adapter", base, mask_token_id=10_000, stride=4, has_mask_row=True)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -99,7 +107,7 @@ def test_an_adapter_with_a_mask_outside_the_embedding_answers_as_its_base(
 def test_an_adapter_leaves_a_model_of_true_width_its_bits(
     monkeypatch: pytest.MonkeyPatch, concurrency: int
 ) -> None:
-    """Two layers of Qwen3-8B's: a tiny model's products are never split, and so could not be split unlike."""
+    """Two layers of Qwen3-8B, because the products of a tiny model are never split."""
     monkeypatch.setitem(MODELS, "two layers", {**MODELS["qwen3-8b"], "num_hidden_layers": 2})
     model = random_model("two layers", device="cuda", dtype=torch.bfloat16)
     base = greedy_tokens(model, Arm(name="base", decoder="ar", stride=1, deterministic=True), concurrency)
@@ -109,9 +117,9 @@ def test_an_adapter_leaves_a_model_of_true_width_its_bits(
 
 
 def greedy_tokens(model: LoadedModel, arm: Arm, concurrency: int) -> dict[str, list[int]]:
-    """Answers to random prompts of unlike length."""
+    """Answers to random prompts of different lengths."""
     load = Load(concurrency=concurrency, context=40, num_tokens=64, sampling=SAMPLING["greedy"])
-    engine = Seats(model, arm, load, None).engine
+    engine = SteadyEngine(model, arm, load, None).engine
     params = replace(load.sampling, max_tokens=load.num_tokens, ignore_eos=True)
     dice, tokens = torch.Generator().manual_seed(0), {str(number): [] for number in range(concurrency)}
     for number in range(concurrency):

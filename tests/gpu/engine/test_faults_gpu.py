@@ -1,4 +1,4 @@
-"""The planted-fault suite on a CUDA device: kernels, graphs and passes ahead, each fault caught all the same.
+"""The planted-fault suite on a CUDA device, with kernels, graphs and asynchronous steps.
 
 python -m pytest tests/gpu/engine/test_faults_gpu.py -m gpu
 """

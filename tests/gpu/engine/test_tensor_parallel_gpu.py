@@ -175,7 +175,7 @@ def test_a_killed_rank_is_an_error_and_the_next_engine_works() -> None:
 
 
 def lose_a_rank() -> None:
-    """In a process of its own, because what it tests is whether that ends."""
+    """Runs in another process, because the test is whether that process ends."""
     prompts = prompts_of([5, 30])
     options = {"mask_token_id": 170, "stride": 4, "tensor_parallel": 2}
     expected = _one(TINY, "ar").generate(prompts, greedy(max_tokens=40))

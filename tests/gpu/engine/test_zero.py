@@ -1,6 +1,7 @@
 """ZeRO-1, 2 and 3 over NCCL: each trains, saves, stops on a signal, resumes and exports, as one process does.
 
-    python -m pytest tests/gpu/engine/test_zero.py -m gpu -s          (2 to 8 GPUs, or 1: then ZeRO with one process)
+    python -m pytest tests/gpu/engine/test_zero.py -m gpu -s          (2 to 8 GPUs, or 1: then ZeRO with one
+    process)
 
 IDLM_ZERO_DEVICE=cpu IDLM_ZERO_PROCESSES=2 rehearses it without a GPU, over gloo.
 """
@@ -54,8 +55,8 @@ def start(folder: Path, num_processes: int, cases: list[str]) -> subprocess.Pope
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of all processes, and beside them one process with as many micro-batches."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs of all processes, and of one process with as many micro-batches."""
     folder = tmp_path_factory.mktemp("zero")
     cases = [f"{name}:{changes}" for name, changes in {**STAGES, "mixed": MIXED}.items()]
     many = start(folder, max(2, PROCESSES) if DEVICE == "cpu" else PROCESSES, cases)
@@ -65,15 +66,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if process is not None:
             output, _ = process.communicate(timeout=600)
             assert process.returncode == 0, output[-6000:]
-            found |= json.loads((folder / f"told-{number}.json").read_text())
+            found |= json.loads((folder / f"results-{number}.json").read_text())
     for name, run in found.items():
         print(f"{name}: {run['seconds']:.1f} s, last losses {run['whole']['losses'][-1]}")
     return found
 
 
 @pytest.mark.parametrize("name", [*STAGES, "mixed"])
-def test_a_stopped_run_resumes_and_exports(told: dict[str, Any], name: str) -> None:
-    run = told[name]
+def test_a_stopped_run_resumes_and_exports(results: dict[str, Any], name: str) -> None:
+    run = results[name]
     assert set(run["whole"]["weights"]) == {"model.safetensors", "stages/1-stride-2/model.safetensors"}
     assert len(run["whole"]["losses"]) == STEPS
     if PROCESSES == 1:
@@ -86,13 +87,15 @@ def test_a_stopped_run_resumes_and_exports(told: dict[str, Any], name: str) -> N
 
 @pytest.mark.skipif(PROCESSES < 2, reason="needs two processes")
 @pytest.mark.parametrize("name", list(STAGES))
-def test_processes_and_micro_batches_are_the_same(told: dict[str, Any], name: str) -> None:
-    for alone, together in zip(told["alone"]["whole"]["losses"], told[name]["whole"]["losses"], strict=True):
+def test_processes_and_micro_batches_are_the_same(results: dict[str, Any], name: str) -> None:
+    for alone, together in zip(
+        results["alone"]["whole"]["losses"], results[name]["whole"]["losses"], strict=True
+    ):
         assert together == pytest.approx(alone, rel=1e-6, abs=1e-6)
 
 
-def test_bfloat16_with_masters_follows_float32(told: dict[str, Any]) -> None:
+def test_bfloat16_with_masters_follows_float32(results: dict[str, Any]) -> None:
     for exact, rounded in zip(
-        told["zero2"]["whole"]["losses"], told["mixed"]["whole"]["losses"], strict=True
+        results["zero2"]["whole"]["losses"], results["mixed"]["whole"]["losses"], strict=True
     ):
         assert rounded == pytest.approx(exact, rel=5e-2)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N -m tests.gpu.engine.zero_worker FOLDER BASE DEVICE CASE...
 
 A CASE is `name:key=value,key=value`; each runs to its end, then again with a SIGTERM to rank 0 in step 3 and
-a resume. Rank 0 writes what came out to FOLDER/told-N.json.
+a resume. Rank 0 writes the outcomes to FOLDER/results-N.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STOP_AT = 3
 
 
 def arguments(output: Path, base: Path, device: str, changes: list[str]) -> list[str]:
-    """Two stages of three steps, float32 throughout, every kernel in its plainest form."""
+    """Two stages of three steps in float32, with the plainest form of every kernel."""
     second = f"{{stride: 4, steps: {STEPS - STEPS // 2}, clean_weight: auto}}"
     stages = f"[{{stride: 2, steps: {STEPS // 2}}}, {second}]"
     values = {
@@ -66,13 +66,13 @@ def run(argv: list[str]) -> int:
     from idlm.train import cli
 
     status = cli.main(argv)
-    # An engine that lingers would tell the next model to be sharded as it was.
+    # A remaining DeepSpeed engine would shard the next model like its own.
     gc.collect()
     return status
 
 
 def stopping(argv: list[str]) -> int:
-    """The run is stopped by a signal that only rank 0 hears."""
+    """A signal to rank 0 alone stops the run."""
     from idlm.train.loop.trainer import IdlmTrainer
 
     plain = IdlmTrainer.compute_loss
@@ -92,8 +92,8 @@ def stopping(argv: list[str]) -> int:
 def main() -> int:
     folder, base, device, cases = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    told: dict[str, Any] = {}
-    # Bitwise claims hold for kernels that add in a fixed order; embeddings and attention have others too.
+    results: dict[str, Any] = {}
+    # Bitwise equality needs kernels with a fixed order of sums; embeddings and attention have others too.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     for case in cases:
@@ -106,10 +106,14 @@ def main() -> int:
             status += [stopping(arguments(broken, base, device, changes))]
             status += [run(arguments(broken, base, device, changes))]
         if rank == 0:
-            told[name] = {"status": status, "whole": outcome(whole), "seconds": time.perf_counter() - start}
-            told[name]["broken"] = outcome(broken) if world_size > 1 else None
+            results[name] = {
+                "status": status,
+                "whole": outcome(whole),
+                "seconds": time.perf_counter() - start,
+            }
+            results[name]["broken"] = outcome(broken) if world_size > 1 else None
     if rank == 0:
-        (folder / f"told-{world_size}.json").write_text(json.dumps(told))
+        (folder / f"results-{world_size}.json").write_text(json.dumps(results))
     return 0
 
 

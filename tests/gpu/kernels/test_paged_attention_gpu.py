@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import flash_attention
 from idlm.kernels.paged_attention import BACKENDS, HeadShape, paged_attention, plan_attention, problems
 from tests.kernels.cases.paged_attention import (
     SCALE,
@@ -43,7 +44,7 @@ def heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a compiled kernel is made for; every random step of a setting shares it."""
+    """Compile-time configuration, which all random steps of a setting share."""
 
     shape: HeadShape
     page_size: int = 16
@@ -130,7 +131,7 @@ def test_a_long_context(num_rows: int) -> None:
         assert error_ratio(case, run(case, SETTINGS[name])) <= 2, name
 
 
-def test_prompt_chunks_beside_decoding_sequences() -> None:
+def test_prompt_chunks_with_decoding_sequences() -> None:
     sequences = [branch(900), causal(1000, 2048), tree(77), causal(0, 700), [], steady(3000)]
     case = build(sequences, heads(32, 8, 128), page_size=16, device="cuda", padding=100)
     assert error_ratio(case, run(case, Setting(shape=case.shape))) <= 2
@@ -178,7 +179,7 @@ def test_with_fixed_splits_rows_do_not_depend_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("tunables", [(), (("pdl", True),), (("pdl", True), ("early", False))], ids=str)
 def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, Any], ...]) -> None:
-    """Planning and two layers captured once, at bounds; then other lengths in the same tensors."""
+    """Planning and two layers are captured once at bounds, then replayed with other lengths."""
     shape, num_rows = heads(32, 8, 128), 64
     setting = Setting(shape=shape, tunables=tunables)
     steps: list[list[list[Row]]] = [
@@ -234,8 +235,8 @@ def test_one_cuda_graph_serves_steps_of_any_lengths(tunables: tuple[tuple[str, A
         assert torch.equal(*outputs)
 
 
-def test_the_sum_sees_all_parts_though_it_is_launched_early() -> None:
-    """A race would show in some of many runs."""
+def test_an_early_sum_sees_all_parts() -> None:
+    """A race would fail some of many runs."""
     setting = SETTINGS["qwen3_8b_pdl"]
     case = build([causal(32_000, 4), *(causal(500 * n, 4) for n in range(20))], setting.shape, device="cuda")
     first = run(case, setting)
@@ -244,26 +245,30 @@ def test_the_sum_sees_all_parts_though_it_is_launched_early() -> None:
 
 
 @pytest.mark.parametrize("page_size", [16, 256])
-def test_all_back_ends_that_are_installed_agree_on_causal_rows(page_size: int) -> None:
+def test_all_back_ends_agree_on_causal_rows(page_size: int) -> None:
     sequences = [causal(0, 1), causal(900, 7), [], causal(33, 300), causal(2000, 1), causal(0, 65)]
     case = build(sequences, heads(32, 8, 128), page_size=page_size, padding=11, device="cuda")
-    # Libraries multiply unseen slots by zero, which NaN survives.
-    keys, values = (cache.nan_to_num(0) for cache in _caches(case))
-    tame = replace(case, k_cache_SKH=keys, v_cache_SKH=values, q_RNH=case.q_RNH.nan_to_num(0).contiguous())
-    served = []
     for name in BACKENDS:
-        found = problems(name, case.shape, page_size=page_size, device=CUDA, is_causal=True)
-        if found:
-            print(f"{name}: {'; '.join(found)}")
-            continue
-        plan = plan_attention(tame.rows, tame.shape, backend=name, is_causal=True)
-        arguments = tame.q_RNH, tame.k_cache_SKH, tame.v_cache_SKH, plan
-        for out in (None, torch.empty_like(tame.q_RNH)):
+        assert not problems(name, case.shape, device=CUDA)
+        plan = plan_attention(case.rows, case.shape, backend=name)
+        arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan
+        for out in (None, torch.empty_like(case.q_RNH)):
             o_RNH = paged_attention(*arguments, scale=SCALE, out=out)
-            assert error_ratio(tame, o_RNH) <= 2.5, name
-        served.append(name)
-    print(f"pages of {page_size}: {served}")
-    assert {"torch", "triton"} <= set(served)
+            assert error_ratio(case, o_RNH) <= 2.5, name
+
+
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_flash_attention_of_the_benchmark_is_exact(page_size: int) -> None:
+    """The benchmark's baseline computes the same attention, whichever version is installed."""
+    sequences = [causal(0, 1), causal(900, 7), causal(33, 300), causal(2000, 1), causal(0, 65)]
+    case = build(sequences, heads(32, 8, 128), page_size=page_size, device="cuda")
+    version = flash_attention.version(case.shape, page_size=page_size, device=CUDA)
+    if version is None:
+        pytest.skip(str(flash_attention.obstacles(case.shape, page_size=page_size, device=CUDA)))
+    # The library multiplies unseen slots by zero, which NaN survives.
+    keys, values = (cache.nan_to_num(0) for cache in _caches(case))
+    attend = flash_attention.make_attend(case.rows, version, SCALE)
+    assert error_ratio(case, attend(case.q_RNH.contiguous(), keys, values)) <= 2.5
 
 
 def test_an_fp8_cache_with_its_scales() -> None:
@@ -275,7 +280,7 @@ def test_an_fp8_cache_with_its_scales() -> None:
     plain = replace(case, k_cache_SKH=restored[0], v_cache_SKH=restored[1])
     plan = plan_attention(case.rows, replace(shape, kv_dtype=torch.float8_e4m3fn), backend="triton")
     o_RNH = paged_attention(case.q_RNH, *stored, plan, scale=SCALE, k_scale_K=scale_K, v_scale_K=scale_K)
-    # The truth rounds the restored cache to bfloat16, which the kernel does not.
+    # The reference rounds the restored cache to bfloat16, which the kernel does not.
     assert error_ratio(plain, o_RNH) <= 4
 
 

@@ -60,7 +60,7 @@ def check_case(draw_from: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_random_laws_and_draws(seed: int) -> None:
+def test_random_probabilities_and_draws(seed: int) -> None:
     draw_from = random.Random(seed)
     for _ in range(CASES_PER_SEED):
         check_case(draw_from)
@@ -77,7 +77,7 @@ def test_random_judged_draws(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_rows_without_a_law_are_told(seed: int) -> None:
+def test_nonfinite_rows_are_reported(seed: int) -> None:
     draw_from = random.Random(seed)
     num_tokens = VOCABULARIES[seed % len(VOCABULARIES)]
     for _ in range(CASES_PER_SEED):
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_batch(filters: bool) -> None:
 
 
 def test_draws_follow_the_law() -> None:
-    """A million draws of 200 tokens: chi-square far below what a bias of 1e-3 would make."""
+    """A million draws of 200 tokens: chi-square stays far below that of a bias of 1e-3."""
     num_draws = 1 << 20
     logits_1V = 2 * torch.randn(1, 200, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     one = torch.ones(1, device="cuda", dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_draws_follow_the_law() -> None:
     assert statistic < 199 + 6 * (2 * 199) ** 0.5, f"{statistic=}"
 
 
-def test_uniform_numbers_are_those_of_the_core() -> None:
+def test_uniform_numbers_equal_the_core() -> None:
     generator = torch.Generator().manual_seed(0)
     seeds, steps = (torch.randint(-(2**62), 2**62, (500,), generator=generator) for _ in range(2))
     samples = torch.randint(0, 2**31, (500,), generator=generator)

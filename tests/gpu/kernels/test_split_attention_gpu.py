@@ -35,7 +35,8 @@ HEAD_DIMS = (128, 64, 128, 96, 32, 128, 256)
 def worst_ratio(case: Case, dtype: torch.dtype) -> float:
     """Largest error of output, dq, dk or dv against float64, over that of PyTorch's dense SDPA in `dtype`.
 
-    PyTorch's counts as at least the rounding of the largest value, which only chance can spare it.
+    PyTorch's error counts as at least the rounding of the largest value, which it can be below only by
+    chance.
     """
     meta = row_meta(case, "cuda")
     mask = dense_mask(meta)[:, None]
@@ -94,7 +95,7 @@ def test_a_long_row(stride: int) -> None:
 
 
 def test_the_kernels_of_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on other GPUs, and where Gluon is unknown."""
+    """The kernels of other GPUs, and of versions without Gluon."""
     from idlm.kernels.split_attention import launch
 
     monkeypatch.setattr(launch, "takes_hopper_kernel", lambda query: False)

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("hundred", range(10))
-def test_the_kernels_say_what_plain_torch_says(hundred: int) -> None:
+def test_kernels_equal_plain_torch(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         expected, found = Case(seed, "cpu").run(), Case(seed, "cuda").run()
         for name, value in expected.items():

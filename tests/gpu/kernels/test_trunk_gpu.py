@@ -34,7 +34,7 @@ ADAPTED = {
     "gate_up": ((12288, 12288), 4096),
     "down": ((4096,), 12288),
 }
-"""Of Qwen3-8B: outputs of the parts, input width."""
+"""Output widths of the parts and input width of the projections of Qwen3-8B."""
 RANK = 128
 
 
@@ -169,7 +169,7 @@ def test_a_captured_chain_with_programmatic_launches_repeats_the_plain_one() -> 
 
 
 def adapted_weight(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A projection with the A of its parts behind it, and the B."""
+    """A projection whose weight ends with the A of its parts, and the B."""
     sizes, width = ADAPTED[name]
     weight = randn(sum(sizes) + RANK * len(sizes), width, scale=width**-0.5)
     return weight, randn(sum(sizes), RANK, scale=RANK**-0.5)
@@ -178,7 +178,7 @@ def adapted_weight(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def in_two_kernels(
     name: str, x: torch.Tensor, weight: torch.Tensor, b: torch.Tensor, is_mask: torch.Tensor
 ) -> torch.Tensor:
-    """The projection, and behind it what adds the adapter's part; the sums of one kernel for both."""
+    """The projection, then a kernel that adds the adapter; with the splits of the fused kernel."""
     (sizes, width), gated = ADAPTED[name], name == "gate_up"
     num_outputs = sum(sizes)
     launch = few_rows_launch(len(x), sizes[0] if gated else num_outputs, width, x.dtype, gated=gated)
@@ -203,7 +203,7 @@ def in_one_kernel(
     return (linears.swiglu if name == "gate_up" else linears.linear)(x, weight, lora=lora)
 
 
-def test_an_adapter_has_the_same_bits_in_the_product_and_behind_it() -> None:
+def test_an_adapter_has_the_same_bits_in_the_product_and_after_it() -> None:
     torch.manual_seed(0)
     linears, (weight, b) = Linears(), adapted_weight("gate_up")
     for rows, share in itertools.product((1, 3, 7, 16, 17, 28, 32), (0.0, 0.5, 1.0)):
@@ -215,7 +215,7 @@ def test_an_adapter_has_the_same_bits_in_the_product_and_behind_it() -> None:
 @pytest.mark.parametrize("name", ADAPTED)
 @pytest.mark.parametrize("rows", [7, 64, 300])
 def test_a_deterministic_row_has_the_same_bits_with_an_adapter_and_without(name: str, rows: int) -> None:
-    """Rows that are not MASK: R-ISD's are then the base model's, bit for bit."""
+    """Rows that are not MASK, so that those of R-ISD equal the base model's bit for bit."""
     torch.manual_seed(0)
     linears, (weight, b) = Linears(deterministic=True), adapted_weight(name)
     x, is_mask = randn(rows, ADAPTED[name][1]), torch.rand(rows, device="cuda") < 0.5
@@ -227,8 +227,8 @@ def test_a_deterministic_row_has_the_same_bits_with_an_adapter_and_without(name:
 
 @pytest.mark.parametrize("rows", [7, 28])
 def test_a_captured_chain_of_adapted_projections_repeats_the_one_of_two_kernels_each(rows: int) -> None:
-    """Two layers of Qwen3-8B without attention, replayed with changing rows and gates: what a tile waits for
-    has another value each time, and its counters start where the last replay left them.
+    """Two layers of Qwen3-8B without attention, replayed with changing rows and gates: the values that a tile
+    waits for change each time, and its counters start as the last replay left them.
     """
     torch.manual_seed(0)
     linears = Linears()

@@ -1,5 +1,6 @@
-"""Random passes of block diffusion for the tests of block_step: lanes in any order, prompts, blocks that the
-host has not heard of or still counts, full sequences, padding, and garbage where nobody may look.
+"""Random block-diffusion passes for the tests of block_step: lanes in any order, prompts, blocks that the
+host does not know yet or still counts, full sequences, padding, and garbage in everything that must not be
+read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PARTS: dict[int, tuple[int | None, ...]] = {
     32: (None, 8),
 }
 NUM_KINDS = 40
-"""Of passes that compile to kernels of their own; the seed says which, and what happens in the pass."""
+"""Configurations that compile to different kernels; the seed selects one and the content of the pass."""
 STATE = ("tokens_ZW", "is_decided_ZW", "num_passes_Z", "num_clean_passes_Z", "whole_part_Z")
 
 
@@ -88,7 +89,7 @@ class Case:
         options.entropy_bound_Z[:] = self._ints(0, 9, NUM_LANES).double() / 4
 
     def _due(self, lane: int) -> tuple[int, int, bool]:
-        """Of a decoding sequence the host counts what is due, nothing yet, or what is stored by now."""
+        """Tokens of a decoding sequence that the host counts: those due, none yet, or those stored by now."""
         num_computable = int(self.table.num_known_Z[lane]) // self.size * self.size
         num_left = num_computable - int(self.table.num_computed_Z[lane])
         if num_left > self.size and self.rng.random() < 0.6:
@@ -97,15 +98,17 @@ class Case:
         return lane, self.rng.choice(counted), True
 
     def plan(self) -> BlockPlan:
-        """By whatever way the ops take."""
-        lanes, told, decodes = zip(*self.sequences, strict=True)
+        """The pass, planned by kernels or plain torch."""
+        lanes, num_counted, decodes = zip(*self.sequences, strict=True)
         room = self.rng.choice([0, 0, 1, 4]) * self.size
-        self.num_rows = None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(told) + room
+        self.num_rows = (
+            None if self.kinds.random() < 0.2 else len(lanes) * self.size + sum(num_counted) + room
+        )
         batch = Batch(
             lanes_B=torch.tensor(lanes, device=self.device),
-            num_feed_B=torch.tensor(told, device=self.device),
+            num_feed_B=torch.tensor(num_counted, device=self.device),
             samples_B=torch.tensor(decodes, device=self.device),
-            max_feed=max(told) + 1,
+            max_feed=max(num_counted) + 1,
             max_known=9 * self.size,
             num_rows=self.num_rows,
             filters=False,
@@ -129,7 +132,7 @@ class Case:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """What a commit changes. Of a lane's block only what was decided means something."""
+        """The state that a commit changes; only decided places of a lane's block are meaningful."""
         table, blocks = self.table, self.decoder.blocks
         columns = {name: getattr(blocks, name).clone() for name in STATE}
         columns["tokens_ZW"] *= columns["is_decided_ZW"]
@@ -161,7 +164,7 @@ class Case:
 
 
 def run(case: Case, *, by_kernel: bool) -> dict[str, Tensor]:
-    """Rows of the pass, what it emits, and all state behind it."""
+    """Rows of the pass, its emitted tokens, and all state after it."""
     plan, proposed = case.proposed(case.plan())
     decide = case.decoder._decide_by_kernel if by_kernel else case.decoder._decide
     emitted_BW, num_emitted_B = decide(case.table, plan, proposed)

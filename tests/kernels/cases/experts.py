@@ -1,7 +1,8 @@
-"""Random checks of routing and experts against fp64, with NaN in all that must not be read.
+"""Random checks of routing and experts against fp64, with NaN in all memory that must not be read.
 
-Run in the interpreter by interpreted_experts.py (fp32, fp16) and on a GPU by tests/gpu/block/test_experts_gpu.py.
-R rows, X experts that rows choose from, E experts that are here, C chosen experts, D width, F ffn.
+Run in the interpreter by interpreted_experts.py (fp32, fp16) and on a GPU by
+tests/gpu/block/test_experts_gpu.py. R rows, X experts that rows choose from, E experts that are here, C
+chosen experts, D width, F ffn.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from idlm.kernels.experts.launch import Launch
 from tests.kernels.cases.trunk import NAN, assert_close
 
 MARGIN = 1e-5
-"""Choices between scores that lie closer are anybody's in fp32."""
+"""fp32 may choose either of two scores that are closer than this."""
 MAX_WEIGHT_SHARE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What cases are drawn from. What a kernel is compiled for goes together, or a GPU would spend its time
-    on compiling: routers are (X, chosen, groups, chosen groups, score), experts (width, ffn).
+    """Values that cases are drawn from. Compile-time sizes vary together, or a GPU would spend its time on
+    compiling: routers are (X, chosen, groups, chosen groups, score), experts (width, ffn).
     """
 
     rows: tuple[int, ...]
     routers: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], ...]
     experts: tuple[tuple[int, int], ...]
     most_numbers: int = 1 << 25
-    """Of a stack of weights; larger draws take the first of `experts`."""
+    """Maximum size of a stack of weights; larger draws take the first of `experts`."""
 
 
 SMALL = Sizes(
@@ -93,7 +94,7 @@ class Case:
 
 
 def check_route(case: Case) -> None:
-    """Rising, distinct, of the right experts; a lone row gets the bits of a row among others."""
+    """Choices are ascending, distinct and correct; a lone row gets the bits of a row among others."""
     routing, num_experts = case.routing, case.num_experts
     logits_RX = case.rows(num_experts)
     bias_X = None
@@ -119,7 +120,7 @@ def check_route(case: Case) -> None:
 
 
 def _is_clear(logits_X: Tensor, routing: Routing, bias_X: Tensor | None) -> bool:
-    """Whether what is chosen is better than what is not by more than fp32 can get wrong."""
+    """Whether the chosen scores exceed the others by more than errors of fp32."""
     quality_X = logits_X.softmax(0) if routing.score == "softmax" else logits_X.sigmoid()
     quality_X = quality_X if bias_X is None else quality_X + bias_X
     grouped_Gx = quality_X.view(routing.num_groups, -1)
@@ -147,7 +148,7 @@ def chosen_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def check_experts(case: Case, launch: Launch | None = None) -> None:
-    """At most twice the error of the plain path in the same dtype; experts that nobody chose hold NaN."""
+    """At most twice the error of the plain path in the same dtype; experts that no row chose hold NaN."""
     x_RD, (experts_RC, weights_RC) = case.rows(case.width), chosen_of(case)
     first = case.dice.choice((0, 0, case.num_experts // 2))
     here = case.num_experts - first
@@ -175,7 +176,7 @@ def check_experts(case: Case, launch: Launch | None = None) -> None:
 
 
 def plainly(given: tuple[Tensor, ...], first: int, shared_RD: Tensor | None) -> Tensor:
-    """The plain path, wherever the tensors lie."""
+    """The plain path on any device."""
     from idlm.kernels.experts.op import plain_experts
 
     x_RD, gate_up_EFD, down_EDF, experts_RC, weights_RC = given

@@ -1,7 +1,7 @@
-"""Random steps for the tests of paged attention: packed rows, scattered pages, NaN in what may not be read.
+"""Random steps for the tests of paged attention: packed rows, scattered pages, NaN in unreadable memory.
 
-Besides slots that no row sees, the rows behind the last sequence are poison too: NaN queries and row numbers
-out of any range. B sequences, R rows fed this pass, S physical KV slots, N query heads, K KV heads, H head
+Besides slots that no row sees, the rows after the last sequence are poison too: NaN queries and row numbers
+out of range. B sequences, R rows fed this pass, S physical KV slots, N query heads, K KV heads, H head
 dim, m rows and s slots of one sequence.
 """
 
@@ -23,7 +23,7 @@ SCALE = 0.3
 FAR = 1 << 30
 GARBAGE = 1 << 40
 OTHER_ORDERS = {torch.float32: 4}
-"""Of the head's dimensions, in which PyTorch's error is measured too."""
+"""Permutations of the head's dimensions in which PyTorch's error is measured too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +47,12 @@ def cold(start: int) -> list[Row]:
 
 
 def steady(start: int) -> list[Row]:
-    """`[pending, d, d, d, M, M, M]`: the masks hang on the last draft."""
+    """`[pending, d, d, d, M, M, M]`: the masks follow the last draft."""
     return [*causal(start, 4), *((start + i, start + 4, start + 4) for i in (4, 5, 6))]
 
 
 def tree(start: int) -> list[Row]:
-    """The same rows, but the masks hang on `pending` and do not see the drafts."""
+    """The same rows, but the masks follow `pending` and do not see the drafts."""
     return [*causal(start, 4), *((start + i, start + 1, start + 4) for i in (4, 5, 6))]
 
 
@@ -68,7 +68,7 @@ def block(start: int, num_rows: int) -> list[Row]:
 
 
 def far_branch(start: int) -> list[Row]:
-    """A row that sees a short prefix and itself, with a gap that nobody sees."""
+    """A row that sees a short prefix and itself, with a gap that no row sees."""
     return [(start, start // 3, start)]
 
 
@@ -83,7 +83,7 @@ def build(
     spare_rows: int = 0,
     spare_slots: int = 0,
 ) -> Case:
-    """Lay sequences over scattered pages. `spare_*`: how far the host's bounds lie above the truth."""
+    """A case of sequences on scattered pages. `spare_*`: how far the host's bounds exceed the true values."""
     generator = torch.Generator().manual_seed(seed)
     tops = [max((max(own + 1, limit) for own, limit, _ in rows), default=0) for rows in sequences]
     num_pages = [-(-top // page_size) for top in tops]
@@ -133,7 +133,7 @@ def build(
 
 
 def visible(rows: AttentionRows, b: int) -> tuple[Tensor, Tensor]:
-    """Which logical slots each row of sequence b sees [m, s], and their physical slots [s]."""
+    """Logical slots that each row of sequence b sees [m, s], and their physical slots [s]."""
     start, end = int(rows.cu_rows[b]), int(rows.cu_rows[b + 1])
     own, limit, first = (
         tensor[start:end, None] for tensor in (rows.own_slots_R, rows.limits_R, rows.branch_starts_R)
@@ -169,9 +169,9 @@ def error_ratio(case: Case, o_RNH: Tensor) -> float:
     """Error against float64 over that of PyTorch in the case's dtype, the larger of largest and root mean
     square; infinite if padding is not 0.
 
-    PyTorch's counts as at least what rounding does, which only chance can spare it. In float32, where sums of
-    products make the error, it counts as the worst over some orders of the head's dimensions: the largest
-    error differs by a factor of two from one order to another.
+    PyTorch's error counts as at least that of rounding, which it can be below only by chance. In float32,
+    where sums of products dominate the error, it is the worst over some orders of the head's dimensions: the
+    largest error differs by a factor of two from one order to another.
     """
     truth = dense(case, torch.float64)
     fed = int(case.rows.cu_rows[-1])
@@ -201,7 +201,7 @@ def reordered(case: Case, seed: int) -> Case:
 
 
 def random_sequences(rng: random.Random, *, most: int, longest: int, chunk: int) -> list[list[Row]]:
-    """Decoding sequences in all pictures, empty ones and chunks of prompts, in any order."""
+    """Decoding sequences in all layouts, empty ones and chunks of prompts, in any order."""
     sequences: list[list[Row]] = []
     for _ in range(rng.randint(1, most)):
         start = rng.choice([0, rng.randint(0, 40), rng.randint(0, longest)])

@@ -1,4 +1,4 @@
-"""Rows of logits and settings that are hard on a sampler, and the checks of what it makes of them.
+"""Rows of logits and settings that are hard for a sampler, and the checks of its results.
 
 X rows, V vocabulary, B sequences, J drafts, Z lanes, Y layouts, A = J + 1.
 """
@@ -69,7 +69,7 @@ def make_case(
     columns = []
     for _ in range(num_rows):
         temperature = draw.choice(TEMPERATURES if draw.random() < 0.9 else ODD_TEMPERATURES)
-        # There, fp64 has no probabilities but the largest, and min_p = 1 keeps them all.
+        # In these rows all probabilities are equal in fp64, and min_p = 1 keeps them all.
         tail = _tail(draw, filters=filters) if temperature != 1e30 else (1.0, 0.0)
         top_k = draw.choice([0, 0, 1, 5, 20, num_tokens - 1, num_tokens, 2 * num_tokens, num_tokens // 2])
         columns.append((temperature, top_k * filters, *tail))
@@ -83,7 +83,7 @@ def _tail(draw: random.Random, *, filters: bool) -> tuple[float, float]:
 
 
 def poisoned(logits_XV: Tensor, *, padding_rows: int) -> Tensor:
-    """The same rows in the middle of NaN memory, with rows of NaN behind them."""
+    """The same rows in the middle of NaN memory, with rows of NaN after them."""
     num_rows, num_tokens = logits_XV.shape
     memory = torch.full(
         (num_rows + padding_rows, num_tokens + 24), torch.nan, dtype=logits_XV.dtype, device=logits_XV.device
@@ -94,17 +94,17 @@ def poisoned(logits_XV: Tensor, *, padding_rows: int) -> Tensor:
 
 
 def all_probs(probs: Probs, num_rows: int, num_tokens: int, device: str = "cpu") -> Tensor:
-    """The law [X, V] that `probability` answers with."""
+    """The distribution [X, V] that `probability` returns."""
     ids_XV = torch.arange(num_tokens, device=device).expand(num_rows, -1)
     rows_XV = torch.arange(num_rows, device=device)[:, None].expand(-1, num_tokens)
     return probability(probs, rows_XV, ids_XV)
 
 
 def check_probs(found_XV: Tensor, case: Case, oracle: Oracle) -> None:
-    """Every row keeps all that top_p and min_p keep within 1e-6 of those given, and nothing more than that.
+    """Every row keeps the tokens that top_p and min_p within 1e-6 of the given ones keep, and no others.
 
-    What it keeps is what comes first by falling logit, then rising id, in the proportions of the law without
-    top_p and min_p. Each may be off by less than its neighbours, so no single setting need give the same set.
+    It keeps the first tokens by descending logit, then ascending id, in the proportions of the distribution
+    without top_p and min_p. Each setting may be off separately, so no single setting need give the same set.
     """
     temperature_X, top_k_X, top_p_X, min_p_X = case.settings
     wide_XV, narrow_XV = (
@@ -126,8 +126,8 @@ def check_probs(found_XV: Tensor, case: Case, oracle: Oracle) -> None:
     is_right_X &= ~((found_XV > VISIBLE) & (wide_XV <= 0)).any(-1)
     is_right_X &= _keeps_a_prefix(case.logits_XV.double(), is_kept_XV, free_XV > VISIBLE)
     rows = torch.nonzero(~is_right_X)[:, 0].tolist()
-    told = [[float(column[row]) for column in case.settings] for row in rows]
-    assert not rows, f"{rows=} {told=} {case.logits_XV.dtype=} {case.logits_XV.shape=}"
+    settings = [[float(column[row]) for column in case.settings] for row in rows]
+    assert not rows, f"{rows=} {settings=} {case.logits_XV.dtype=} {case.logits_XV.shape=}"
 
 
 def _keeps_a_prefix(logits_XV: Tensor, is_kept_XV: Tensor, is_visible_XV: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def check_draws(token_ids_M: Tensor, probs_MV: Tensor, uniforms_M: Tensor) -> No
 
 
 def check_judged(draw: random.Random, num_rows: int, num_tokens: int, *, device: str, **options: Any) -> None:
-    """Tokens that are drawn or the best, how sure they are, and entropies, with one token forbidden.
+    """Drawn or best tokens, their confidences, and entropies, with one token forbidden.
 
     `options`: of `row_probs`. Two rows to a sequence, the last two of them padding.
     """
@@ -200,7 +200,7 @@ def check_judged(draw: random.Random, num_rows: int, num_tokens: int, *, device:
 def check_nonfinite(
     draw: random.Random, num_rows: int, num_tokens: int, *, device: str, **options: Any
 ) -> None:
-    """Rows with a NaN or an infinite logit, or without any, are told; the others' laws stay as they are."""
+    """Rows with a NaN or infinite logit, or with -inf alone, are reported; other rows do not change."""
     case = make_case(draw, num_rows, num_tokens, device=device)
     settings, logits_XV = case.settings, case.logits_XV
     ids_XV = torch.arange(num_tokens, device=device).expand(num_rows, -1)

@@ -62,9 +62,9 @@ def run_steps(
     sizes: tuple[int, int] | None = None,
     count: int = 3,
 ) -> None:
-    """A step that only drafts, then `count` - 1 that test; with padding rows and inactive sequences.
+    """A step that only drafts, then `count` - 1 steps that verify; with padding rows and inactive sequences.
 
-    `sizes`: sequences and masks. Half of the runs are without filters, where rejections abound.
+    `sizes`: sequences and masks. Half of the runs have no filters and many rejections.
     """
     num_sequences, num_masks = sizes or (draw.randint(1, 6), draw.choice([0, 1, 3, 7]))
     width = 2 * num_masks + 1
@@ -133,7 +133,7 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
 
 
 def _stored(state: Step, num_tokens: int, tuning: Tuning) -> Tensor:
-    """The stored laws [Z, J, V]."""
+    """The stored probabilities [Z, J, V]."""
     num_lanes, num_masks = state.drafts_ZJ.shape
     ids_V = torch.arange(num_tokens, device=state.lanes_B.device)
     lanes_M = torch.arange(num_lanes, device=ids_V.device).repeat_interleave(num_tokens)
@@ -163,10 +163,10 @@ def _check_verdict(state: Step, verdict: Verdict, p_XV: Tensor, q_ZJV: Tensor, u
         assert values == expected, f"{values=} {expected=}"
         assert verdict.token_ids_BA[b, :accepted].tolist() == drafts[:accepted]
         assert not verdict.token_ids_BA[b, accepted + 1 :].any()
-        law = p_XV[first + accepted].tolist()
+        probs = p_XV[first + accepted].tolist()
         if rejected:
-            law = residual_reference(law, q_JV[accepted])
-        probs_1V = torch.tensor([law], dtype=torch.float64, device=p_XV.device)
+            probs = residual_reference(probs, q_JV[accepted])
+        probs_1V = torch.tensor([probs], dtype=torch.float64, device=p_XV.device)
         token_1 = verdict.token_ids_BA[b, accepted][None]
         check_draws(token_1, probs_1V, uniforms_BD[b, num_masks][None])
         rows = [
@@ -178,9 +178,9 @@ def _check_verdict(state: Step, verdict: Verdict, p_XV: Tensor, q_ZJV: Tensor, u
 def _check_lanes(
     state: Step, verdict: Verdict, p_XV: Tensor, stored: tuple[Tensor, ...], uniforms_BJ: Tensor
 ) -> None:
-    """Active lanes hold the new drafts and their laws, all others what they held.
+    """Active lanes hold the new drafts and their probabilities; all other lanes are unchanged.
 
-    `stored`: drafts, layouts and laws before, and the laws now.
+    `stored`: drafts, layouts and probabilities before, and the probabilities now.
     """
     drafts_ZJ, layout_Z, q_ZJV, kept_ZJV = (tensor.clone() for tensor in stored)
     for b, lane in enumerate(state.lanes_B.tolist()):

@@ -1,4 +1,4 @@
-"""Random packed rows for the tests of split attention, and the check that all of them share."""
+"""Random packed rows for the tests of split attention, and their common check."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Random checks of the trunk's ops against fp64, with NaN in all that must not be read.
+"""Random checks of the trunk's ops against fp64, with NaN in all memory that must not be read.
 
-Run in the interpreter by interpreted_trunk.py (fp32, fp16) and on a GPU by tests/gpu/kernels/test_trunk_gpu.py.
-R rows, D width, E output width, F ffn, N query heads, K KV heads, H head dim, S slots, r rank.
+Run in the interpreter by interpreted_trunk.py (fp32, fp16) and on a GPU by
+tests/gpu/kernels/test_trunk_gpu.py. R rows, D width, E output width, F ffn, N query heads, K KV heads, H head
+dim, S slots, r rank.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class Draw:
         return (scale * torch.randn(shape, generator=self.generator)).to(self.device, self.dtype)
 
     def weight(self, num_outputs: int, width: int) -> Tensor:
-        """Rows that may lie apart, at an odd address."""
+        """Rows that may have gaps and an odd address."""
         memory = self.tensor(num_outputs, width + 3, scale=width**-0.5)
         return memory[:, 1 : 1 + width] if self.random.random() < 0.2 else memory[:, :width].contiguous()
 
     def launched_early(self) -> dict[str, int | bool]:
-        """Whether a kernel may start before the one ahead of it has ended, and what it asks for meanwhile."""
+        """Whether a kernel may start before the previous one has ended, and its prefetch."""
         pdl = has_pdl(torch.device(self.device))
         return {"pdl": pdl, "ahead": self.random.choice([0, 32, 128, 256]) if pdl else 0}
 
@@ -196,7 +197,7 @@ def check_gated_lora(draw: Draw) -> None:
     true = gated_lora_reference(before.double(), x, is_mask, parts, b, sizes=sizes, scaling=1.7)
     hidden = F.linear(x, a).split(rank, dim=1)
     gain = torch.cat([F.linear(h, w) for h, w in zip(hidden, b.split(sizes), strict=True)], dim=1) * 1.7
-    # As behind a projection whose last outputs they are; what other rows hold is not looked at.
+    # As after a projection whose last outputs they are; other rows may hold anything.
     h = torch.full((rows, 7 + len(a)), NAN, device=draw.device, dtype=draw.dtype)[:, 7:]
     h[is_mask] = F.linear(x[is_mask], a)
     pair = (sum(sizes) // 2,) * 2
@@ -215,7 +216,7 @@ def check_gated_lora(draw: Draw) -> None:
 def check_linear(draw: Draw) -> None:
     width = draw.size(16, 96, 100, 520, 768, 800, 3000, 4096)
     out = draw.size(1, 16, 40, 65, 200, 1000)
-    # A result of one or two numbers may be next to nothing, and errors have no measure then.
+    # A result of one or two numbers may be almost zero, which makes relative errors meaningless.
     rows = max(draw.num_rows, 17) if out == 1 else draw.num_rows
     small = draw.largest <= 1000
     # What a kernel is compiled for varies together: a GPU would spend its time on compiling otherwise.
@@ -295,7 +296,7 @@ class Adapted:
 
     @property
     def num_outputs(self) -> int:
-        """Of the projection itself."""
+        """Number of outputs of the projection itself."""
         return sum(self.lora.sizes)
 
     def own(self) -> tuple[Tensor, Tensor | None]:
@@ -304,7 +305,7 @@ class Adapted:
         return self.weight[: self.num_outputs], bias
 
     def separate(self) -> tuple[Tensor, Tensor]:
-        """The SwiGLU without the adapter, and with it added by a kernel behind."""
+        """The SwiGLU without the adapter, and with it added by a second kernel."""
         (weight, bias), lora = self.own(), self.lora
         plain = linear_swiglu(self.x, weight, bias_E=bias, launch=self.launch)
         y = linear(self.x, weight, bias_E=bias, launch=self.launch)
@@ -312,7 +313,7 @@ class Adapted:
         return plain, expand_swiglu(y, lora.is_mask_R, h, lora.b_Er, scaling=lora.scaling)
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """By torch in the dtype of `x`, and in fp64."""
+        """Results of torch in the dtype of `x` and in fp64."""
         (weight, bias), lora = self.own(), self.lora
         a = self.weight[self.num_outputs :].view(2, -1, self.x.shape[1])
         true = linear_reference(self.x.double(), weight, bias_E=bias)
@@ -359,7 +360,7 @@ def check_linear_lora(draw: Draw, variant: int | None = None) -> None:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Of each number, as an integer: two zeros differ."""
+    """Bits of each number as an integer, so that the two zeros differ."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
 
 

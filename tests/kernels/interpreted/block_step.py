@@ -10,7 +10,7 @@ from tests.kernels.cases.block_step import Case, run
 
 
 @pytest.mark.parametrize("seed", range(14))
-def test_the_kernels_say_what_plain_torch_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_plain_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(Case(seed, "cpu"), by_kernel=True)
     monkeypatch.setattr(block_rows, "runs_kernels", lambda x: False)
     expected = run(Case(seed, "cpu"), by_kernel=False)

@@ -43,8 +43,8 @@ def test_experts(dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_of_equals_the_lowest_experts_are_chosen(score: str) -> None:
-    """In order of number, groups too; bf16 logits are often equal."""
+def test_ties_choose_the_lowest_experts(score: str) -> None:
+    """Lower numbers first, for groups too; bf16 logits are often equal."""
     logits = torch.zeros(2, 12)
     logits[1, 5:] = 1
     for groups, expected in ((1, [[0, 1, 2], [5, 6, 7]]), (4, [[0, 1, 2], [6, 7, 8]])):
@@ -56,7 +56,7 @@ def test_of_equals_the_lowest_experts_are_chosen(score: str) -> None:
         torch.testing.assert_close(weights_RC, torch.full((2, 3), 1 / 3))
 
 
-def test_a_row_has_its_bits_in_any_company_and_more_rows_than_a_tile() -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows_or_tiles() -> None:
     """40 rows of one expert are three tiles; a row moves from tile to tile, and from a plan to none."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 32, generator=generator)

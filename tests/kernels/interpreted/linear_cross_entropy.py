@@ -1,6 +1,6 @@
 """The Triton kernels of the fused loss, in the interpreter: started by test_linear_cross_entropy.py.
 
-Memory around every row is NaN, so that what must not be read is seen when it is.
+Memory around every row is NaN, so that a wrong read is detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_statistics_and_gradient(num_tokens: int) -> None:
     torch.testing.assert_close(nll, expected.detach(), atol=5e-6, rtol=1e-6)
     kernel.rows_inplace(logits, labels, coefficients, nll)
     torch.testing.assert_close(logits, gradient, atol=2e-6, rtol=1e-5)
-    assert memory.isnan().sum() == memory.numel() - logits.numel(), "nothing is written beside the rows"
+    assert memory.isnan().sum() == memory.numel() - logits.numel(), "nothing is written outside the rows"
 
 
 def test_labels_outside_give_nan_and_read_nothing_else() -> None:

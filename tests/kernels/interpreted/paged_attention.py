@@ -1,6 +1,7 @@
 """The Triton kernels of paged attention in the interpreter: started by test_paged_attention.py.
 
-float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_paged_attention_gpu.py has more shapes.
+float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_paged_attention_gpu.py has more
+shapes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before it is written shows."""
+    """Fill new memory with NaN, so that a read before a write is detected."""
     empty = torch.empty
 
     def poisoned(*args: Any, **options: Any) -> Tensor:
@@ -80,7 +81,7 @@ def test_a_mixed_step(tunables: Launch) -> None:
 
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e18])
 def test_parts_in_half_precision(size: float) -> None:
-    """Against what the largest part can be, for values of any size and 1,000 times smaller ones."""
+    """The error is relative to the largest part, for values of any size and 1,000 times smaller ones."""
     case = build(MIXED, SMALL)
     case.v_cache_SKH[::3] /= 1000
     case.v_cache_SKH.mul_(size)
@@ -149,7 +150,7 @@ def test_bounds_above_the_truth_change_nothing() -> None:
 
 @pytest.mark.parametrize("sequences", [[], [[], []], [causal(0, 1)]])
 @pytest.mark.parametrize("padding", [0, 5])
-def test_steps_of_next_to_nothing(sequences: list[list[Row]], padding: int) -> None:
+def test_tiny_steps(sequences: list[list[Row]], padding: int) -> None:
     case = build(sequences or [[]], SMALL, padding=padding)
     check(case)
 
@@ -195,7 +196,7 @@ def test_tiles_and_items_cover_everything_once(seed: int, tunables: Launch) -> N
 
 
 def dot_row_by_row(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    """A product whose rows do not depend on one another's place, like those of a GPU, unlike BLAS."""
+    """A product whose rows do not depend on their position, as on a GPU and unlike BLAS."""
     product = np.einsum("mk,kn->mn", a.data.astype(np.float32), b.data.astype(np.float32), optimize=False)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
@@ -215,7 +216,7 @@ def fixed_content(case: Case, b: int) -> Case:
 
 
 def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitwise: alone, among its own rows, in a chunk, in a full batch, and with no room for parts."""
+    """Bitwise equality alone, among its own rows, in a chunk, in a full batch, and without room for parts."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_row_by_row)
     rows = [*far_branch(120), *causal(121, 1), *((122 + i, 122, 122) for i in range(3))]
     batches: list[Callable[[], tuple[list[list[Row]], int, int]]] = [
@@ -260,7 +261,7 @@ def test_fixed_splits_cover_all_slots_and_are_short_against_the_context(octave: 
         assert all(length <= max(1, start // octave) for start, length in zip(starts, lengths, strict=False))
 
 
-def test_a_plan_serves_every_layer_and_writes_where_it_is_told() -> None:
+def test_a_plan_serves_every_layer_and_writes_to_out() -> None:
     case = build([tree(75), causal(0, 3)], SMALL)
     plan = plan_of(case, MANY)
     arguments = case.q_RNH, case.k_cache_SKH, case.v_cache_SKH, plan

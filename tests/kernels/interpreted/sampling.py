@@ -37,7 +37,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     [(37, 8, SMALL), (131, 5, CRAMPED), (300, 3, SMALL), (700, 2, WIDE), (1, 2, SMALL)],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_laws_and_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
+def test_probabilities_and_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     draw_from = random.Random(num_tokens)
     case = make_case(draw_from, num_rows, num_tokens)
     fed_XV = poisoned(case.logits_XV, padding_rows=1)
@@ -76,7 +76,7 @@ def test_judged_draws(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     ("num_tokens", "num_rows", "tuning"), [(37, 8, SMALL), (131, 6, CRAMPED), (300, 4, WIDE), (1, 4, SMALL)]
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_rows_without_a_law_are_told(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
+def test_nonfinite_rows_are_reported(num_tokens: int, num_rows: int, tuning: Tuning) -> None:
     check_nonfinite(random.Random(num_tokens), num_rows, num_tokens, device="cpu", tuning=tuning)
 
 
@@ -118,7 +118,7 @@ def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
-def test_uniform_numbers_are_those_of_the_core() -> None:
+def test_uniform_numbers_equal_the_core() -> None:
     seeds = torch.tensor([0, -5, 2**62 + 7])
     samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
     lanes = torch.tensor([2, 0, 2])

@@ -10,7 +10,7 @@ from tests.kernels.cases.step_rows import Case
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_kernels_say_what_plain_torch_says(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_plain_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Case(seed, "cpu").run()
     monkeypatch.setattr(op, "runs_kernels", lambda x: False)
     expected = Case(seed, "cpu").run()

@@ -1,6 +1,7 @@
 """The Triton kernels of the trunk in the interpreter: started by test_trunk.py.
 
-float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_trunk_gpu.py has more and larger shapes.
+float32 and float16: the interpreter has no bfloat16. tests/gpu/kernels/test_trunk_gpu.py has more and larger
+shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from tests.kernels.cases.trunk import CHECKS, LORA_VARIANTS, Draw, check_linear_lora
 
 SMALL = Launch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
-"""One tile for all rows: a product in the interpreter is numpy's, whose order of sums follows the tile."""
+"""One tile for all rows: the interpreter multiplies with numpy, whose order of sums follows the tile."""
 
 
 @pytest.mark.parametrize("op", CHECKS)
@@ -44,8 +45,8 @@ def test_splits_of_a_linear_with_an_adapter(variant: int, seed: int, dtype: torc
 def test_a_deterministic_row_is_summed_alike_with_an_adapter_and_without(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a width where gate and up alone are split otherwise than as twice as many outputs. (The bits are
-    compared on a GPU: numpy's product sums in the order of the tile.)
+    """At a width where gate and up are split differently from twice as many outputs. (A GPU test compares the
+    bits: numpy's product sums in the order of the tile.)
     """
     F, D, rank, splits = 1600, 4096, 16, []
     adapted, alone = (
@@ -131,7 +132,7 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
     for mine, theirs in zip(found, plain, strict=True):
         mine, theirs = mine.float(), theirs.float()
         assert float(mine.abs().max()) == 448
-        # The interpreter loses the carry of a value that rounds up to a power of two: half of it remains.
+        # The interpreter loses the carry of a value that rounds up to a power of two, so half of it remains.
         carried = (mine * 2 == theirs) & (mine != 0)
         assert int(carried.sum()) <= 5
         torch.testing.assert_close(mine[~carried], theirs[~carried], atol=0, rtol=0.13)

@@ -1,4 +1,4 @@
-"""The benchmark of block diffusion, tiny and on a CPU: what it replays, what it counts, and that it runs."""
+"""The benchmark of block diffusion, tiny and on a CPU: replay, counts, and all its parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.engine import block, block_profile
-from benchmarks.engine.block_harness import Answers, BlockArm, BlockSeats, whole_answers
+from benchmarks.engine.block_harness import Answers, BlockArm, SteadyBlocks, whole_answers
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.trace import Trace, trace_of
 from benchmarks.results import read_rows
@@ -24,8 +24,8 @@ def answers_of(trace: Trace, *, fused: bool, sampling: str = "T1") -> Answers:
 
 
 @pytest.mark.parametrize("sampling", ["T1", "qwen3"])
-def test_answers_take_the_passes_that_the_trace_says(sampling: str) -> None:
-    """Whatever random weights are sure of; a clean block is stored by a pass of its own, or by none."""
+def test_answers_take_the_passes_of_the_trace(sampling: str) -> None:
+    """Whatever the confidence of random weights; without fused commits another pass stores a clean block."""
     trace = trace_of("p0.53", SIZE)
     separate = answers_of(trace, fused=False, sampling=sampling)
     assert separate.num_passes == separate.num_expected
@@ -45,10 +45,10 @@ def test_fused_commits_save_a_pass_per_block() -> None:
 def test_sequences_are_at_different_steps_of_their_blocks() -> None:
     model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
     load = Load(concurrency=SIZE, context=CONTEXT, num_tokens=SIZE, sampling=SAMPLING["T1"])
-    seats = BlockSeats(model, BlockArm(name="arm", stride=SIZE), load, trace_of("p0.53", SIZE), 1)
-    assert sorted(len(prompt) % SIZE for prompt in seats._prompts) == list(range(SIZE))
-    seats.sit()
-    assert all(request.num_computed == CONTEXT for request in seats.engine.scheduler.waiting)
+    steady = SteadyBlocks(model, BlockArm(name="arm", stride=SIZE), load, trace_of("p0.53", SIZE), 1)
+    assert sorted(len(prompt) % SIZE for prompt in steady._prompts) == list(range(SIZE))
+    steady.start_requests()
+    assert all(request.num_computed == CONTEXT for request in steady.engine.scheduler.waiting)
 
 
 def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,10 +68,10 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert "trace p0.53" in said and "profile of batch 3" in said
 
 
-def test_work_is_that_of_the_rows_fed() -> None:
+def test_the_cost_of_a_pass_follows_its_rows() -> None:
     model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=SIZE)
     spec = model.spec
-    work = block_profile.work_of(model, num_sequences=2, rows=16, slots=10)
+    work = block_profile.pass_cost(model, num_sequences=2, rows=16, slots=10)
     heads = spec.num_heads + 2 * spec.num_kv_heads
     layer = spec.width * spec.head_dim * (heads + spec.num_heads) + 3 * spec.width * spec.ffn_width
     head = spec.width * spec.vocab_size

@@ -1,4 +1,4 @@
-"""The block-quality benchmark on a checkpoint that knows nothing: what it compares, counts and refuses."""
+"""The block-quality benchmark on an untrained checkpoint: comparisons, counts and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_points_are_allowed_at_the_judged_threshold_only() -> None:
 
 
 def test_a_difference_is_as_sure_as_the_questions_are_alike() -> None:
-    """The same questions wrong: no doubt about the difference; others: the two errors add up."""
+    """With the same questions wrong the difference has no error; with different ones the two errors add."""
     base, same, other = (result_of(marks) for marks in ("++--" * 25, "++--" * 25, "+-+-" * 25))
     assert difference_error(same, base) == 0
     assert difference_error(other, base) == pytest.approx(2**0.5 * binomial_error(0.5, 100))
@@ -53,7 +53,7 @@ def test_a_difference_is_as_sure_as_the_questions_are_alike() -> None:
 def test_every_arm_is_decoded_as_the_slow_reference_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No near tie is among these answers: the benchmark itself has to live with some.
+    # These answers have no near ties, which the benchmark itself may have.
     monkeypatch.setattr(
         block_quality, "SlowBlocks", lambda model, rules, allows_ties: SlowBlocks(model, rules)
     )

@@ -1,4 +1,4 @@
-"""The decode benchmark, tiny and on a CPU: what it replays, what it counts, and that every part runs."""
+"""The decode benchmark, tiny and on a CPU: replay, counts, and all its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.engine import decode
-from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, Seats, random_model
+from benchmarks.engine.decoding.harness import SAMPLING, Arm, Load, Measured, SteadyEngine, random_model
 from benchmarks.engine.decoding.trace import RECORDED_STRIDES, trace_of
 from benchmarks.results import read_rows
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
@@ -24,25 +24,25 @@ SMALL = ["model=tiny", "device=cpu", "dtype=float32", "contexts=24", "rounds=1",
 def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
     strategy: str, stride: int, sampling: str
 ) -> None:
-    """Random weights accept next to nothing; what is emitted follows the trace alone."""
+    """Random weights accept almost nothing, so the emitted tokens follow the trace alone."""
     model = random_model("tiny", device="cpu", dtype=torch.float32)
     arm = Arm(name="arm", strategy=strategy, stride=stride)
     load = Load(concurrency=32, context=8, num_tokens=60, sampling=SAMPLING[sampling])
     trace = trace_of("p0.90", stride)
-    seats = Seats(model, arm, load, trace)
-    measured = Measured(arm=arm, load=load, width=max(seats.engine.decoder.widths))
-    seats.measure(measured)
+    steady = SteadyEngine(model, arm, load, trace)
+    measured = Measured(arm=arm, load=load, width=max(steady.engine.decoder.widths))
+    steady.measure(measured)
     formula = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}[strategy]
     assert measured.tokens_per_forward() == pytest.approx(formula(trace.acceptance()), rel=0.05)
 
 
 def test_without_a_trace_random_weights_accept_little() -> None:
-    """So the test above can fail."""
+    """Shows that the test above can fail."""
     model = random_model("tiny", device="cpu", dtype=torch.float32)
     load = Load(concurrency=8, context=8, num_tokens=12, sampling=SAMPLING["greedy"])
     arm = Arm(name="arm", strategy="branch")
     measured = Measured(arm=arm, load=load, width=1)
-    Seats(model, arm, load, None).measure(measured)
+    SteadyEngine(model, arm, load, None).measure(measured)
     assert measured.tokens_per_forward() < 2
 
 
@@ -80,7 +80,7 @@ def test_the_profile_of_an_adapted_pass_has_its_kernels(capsys: pytest.CaptureFi
     assert adapted > plain, "there are no products with B"
 
 
-def test_the_recorded_trace_is_there_for_every_stride() -> None:
+def test_the_recorded_trace_has_every_stride() -> None:
     for stride in RECORDED_STRIDES:
         trace = trace_of("tiny", stride)
         assert max(trace.accepted) == stride - 1
@@ -88,7 +88,7 @@ def test_the_recorded_trace_is_there_for_every_stride() -> None:
         assert all(0.8 < share < 1 for share in trace.acceptance())
 
 
-@pytest.mark.parametrize(("name", "stride"), [("nobody", 4), ("tiny", 7), ("p1.5", 4)])
-def test_a_trace_that_is_not_there_is_refused(name: str, stride: int) -> None:
+@pytest.mark.parametrize(("name", "stride"), [("missing", 4), ("tiny", 7), ("p1.5", 4)])
+def test_a_missing_trace_is_refused(name: str, stride: int) -> None:
     with pytest.raises(UserError, match="IDLM-0109"):
         trace_of(name, stride)

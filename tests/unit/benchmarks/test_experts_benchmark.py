@@ -1,4 +1,6 @@
-"""benchmarks.kernels.experts on a CPU: its arms compute the same layer, its sweep holds the tiles that are in use."""
+"""benchmarks.kernels.experts on a CPU: its arms compute the same layer, its sweep holds the tiles that are in
+use.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_a_wrong_law_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not row["gate_passed"]
 
 
-def test_cases_and_devices_that_are_not_there_are_refused() -> None:
+def test_unknown_cases_and_devices_are_refused() -> None:
     with pytest.raises(UserError, match="IDLM-0107"):
         law.measure([*SMALL, "cases=5-cold"])
     with pytest.raises(UserError, match="IDLM-0543"):

@@ -25,7 +25,7 @@ def test_nothing_leaks(tmp_path: Path) -> None:
 
 
 def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished request keeps a page that the prefix cache does not know."""
+    """A finished request that keeps a page which the prefix cache does not know is detected."""
     retire = Scheduler.retire
 
     def leaky(self: Scheduler, request: Request, *, invalidate: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What one forward pass asks of attention: which rows belong to whom and which slots each row sees.
+"""Input of attention in one pass: which rows belong to which sequence and which slots each row sees.
 
 B sequences, R rows fed this pass, P KV pages of the longest sequence, N query heads, K KV heads, H head dim.
 """
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRows:
-    """Plain data, all tensors int64 on one device; slots are LOGICAL slots of the row's own sequence.
+    """Rows of a pass, all tensors int64 on one device; slots are LOGICAL slots of the row's own sequence.
 
     Row `r` sees `[0, limits_R[r])` and `[branch_starts_R[r], own_slots_R[r]]`, and at least one slot in all.
     """
@@ -33,13 +33,13 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What a back end must know of the model before its first layer runs."""
+    """Shape and dtype of the heads of a model."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of queries and outputs, and of the cache unless `kv_dtype` says otherwise."""
+    """dtype of queries and outputs, and of the cache unless `kv_dtype` is given."""
     kv_dtype: torch.dtype | None = None
 
     @property

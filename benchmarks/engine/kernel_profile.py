@@ -1,4 +1,4 @@
-"""Which kernels the passes of a GPU spend their time in, by name and by kind."""
+"""Kernel times of decoding passes, by name and by kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.decoding.harness import Seats
+from benchmarks.engine.decoding.harness import SteadyEngine
 
 KINDS = (
     ("attention", r"attend_kernel|combine_kernel|tile_kernel|item_kernel"),
@@ -21,14 +21,14 @@ KINDS = (
     ("rows", r"pack_|map_slots|commit|unmask|choose"),
     ("linears", r"gemm|cutlass|nvjet|cublas|splitK|split_kernel|linear|mm\b|addmm"),
 )
-"""The first that matches a kernel's name; what matches none is `small`."""
+"""The first pattern that matches a kernel's name gives its kind; kernels without a match are `small`."""
 NUM_SHOWN = 40
 NAME_WIDTH = 76
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """Per pass."""
+    """Time and calls of a kernel per pass."""
 
     name: str
     ms: float
@@ -36,19 +36,19 @@ class KernelTime:
 
     @property
     def kind(self) -> str:
-        """By `KINDS`."""
+        """Kind of the kernel by `KINDS`."""
         return next((kind for kind, pattern in KINDS if re.search(pattern, self.name)), "small")
 
 
-def kernel_times(seats: Seats, num_passes: int) -> list[KernelTime]:
-    """Kernels (on a CPU: operations) of so many passes of a steady engine, the longest first."""
+def kernel_times(steady: SteadyEngine, num_passes: int) -> list[KernelTime]:
+    """Kernels (on a CPU: operations) of `num_passes` passes of a steady engine, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
-    is_cuda = seats.engine.table.device.type == "cuda"
+    is_cuda = steady.engine.table.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     with profile(activities=[activity]) as record:
-        seats.run_passes(num_passes)
-        seats.drain()
+        steady.run_passes(num_passes)
+        steady.drain()
         if is_cuda:
             torch.cuda.synchronize()
     found = [_time(event, num_passes, is_cuda) for event in record.key_averages()]
@@ -61,13 +61,13 @@ def _time(event: Any, num_passes: int, is_cuda: bool) -> KernelTime:
 
 
 def lines_of(times: list[KernelTime], expected: Mapping[str, float]) -> list[str]:
-    """A line per kind, with what it should take, then one per kernel."""
+    """A line per kind with its expected time, then one per kernel."""
     lines = [f"    {'kind':<12s} {'ms/pass':>9s} {'calls':>7s} {'expected':>9s}"]
     kinds = {kind: [time for time in times if time.kind == kind] for kind in _kinds(times)}
     for kind, members in kinds.items():
         ms, calls = sum(time.ms for time in members), sum(time.calls for time in members)
-        told = f"{expected[kind]:9.3f}" if kind in expected else ""
-        lines.append(f"    {kind:<12s} {ms:9.3f} {calls:7.1f} {told}")
+        detail = f"{expected[kind]:9.3f}" if kind in expected else ""
+        lines.append(f"    {kind:<12s} {ms:9.3f} {calls:7.1f} {detail}")
     lines.append(f"    {'all':<12s} {sum(time.ms for time in times):9.3f}")
     for time in times[:NUM_SHOWN]:
         lines.append(f"      {time.ms:9.4f} {time.calls:7.1f}  {time.kind:<10s} {time.name[:NAME_WIDTH]}")

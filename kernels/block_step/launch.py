@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from idlm.kernels.block_step.kernel import decide_kernel, pack_blocks_kernel
-from idlm.kernels.block_step.op import (
+from idlm.kernels.block_step.types import (
     PASSES_BITS,
     RULES,
     BlockLanes,
@@ -31,7 +31,7 @@ def run_pack(
     num_rows: int,
     has_room: bool,
 ) -> PackedBlocks:
-    """One launch; `columns_B`: lanes_B, num_feed_B, samples_B."""
+    """Launch `pack_blocks_kernel`; `columns_B`: lanes_B, num_feed_B, samples_B."""
     lanes_B, size = columns_B[0], shape.size
     num_sequences, device = len(lanes_B), lanes_B.device
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
@@ -43,27 +43,12 @@ def run_pack(
     logit_rows_X = torch.empty(num_sequences * size, dtype=torch.int64, device=device)
     is_maskable_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=device)
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
-        lanes.num_known_Z,
-        lanes.num_computed_Z,
-        lanes.ends_Z,
-        lanes.tokens_ZL,
-        blocks.tokens_ZW,
-        blocks.is_decided_ZW,
-        blocks.num_passes_Z,
-        blocks.whole_part_Z,
+        *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
+        *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z, blocks.whole_part_Z),
         steps_Z,
         *columns_B,
-        cu_rows_B1,
-        ints_IB,
-        bools_IB,
-        rows_IR,
-        is_mask_R,
-        logit_rows_X,
-        is_maskable_BW,
-        num_sequences,
-        num_rows,
-        lanes.tokens_ZL.shape[1],
-        shape.mask_token_id,
+        *(cu_rows_B1, ints_IB, bools_IB, rows_IR, is_mask_R, logit_rows_X, is_maskable_BW),
+        *(num_sequences, num_rows, lanes.tokens_ZL.shape[1], shape.mask_token_id),
         **_options(shape),
         FUSES=shape.fuses and not shape.shifted,
         HAS_ROOM=has_room,
@@ -104,7 +89,7 @@ def run_decide(
     columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     proposed: Proposed,
 ) -> tuple[Tensor, Tensor]:
-    """One launch; `columns`: lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW."""
+    """Launch `decide_kernel`; `columns`: lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW."""
     lanes_B, num_feed_B, samples_B, is_maskable_BW, has_logits_BW = columns
     num_sequences, entropy_BW = len(lanes_B), proposed.entropy_BW
     assert is_maskable_BW.is_contiguous() and proposed.token_ids_BW.is_contiguous(), (
@@ -114,23 +99,11 @@ def run_decide(
     out_BW = torch.empty_like(proposed.token_ids_BW)
     emitted_B = torch.empty(num_sequences, dtype=torch.int64, device=lanes_B.device)
     decide_kernel[(num_sequences,)](
-        lanes.num_known_Z,
-        lanes.num_computed_Z,
-        lanes.tokens_ZL,
-        table_steps_Z,
-        blocks.tokens_ZW,
-        blocks.is_decided_ZW,
-        blocks.num_passes_Z,
-        blocks.num_clean_passes_Z,
-        blocks.whole_part_Z,
-        limits.steps_Z,
-        limits.threshold_Z,
-        limits.entropy_bound_Z,
-        limits.edit_threshold_Z,
-        lanes_B,
-        num_feed_B,
-        samples_B,
-        is_maskable_BW,
+        *(lanes.num_known_Z, lanes.num_computed_Z, lanes.tokens_ZL, table_steps_Z),
+        *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z),
+        *(blocks.num_clean_passes_Z, blocks.whole_part_Z),
+        *(limits.steps_Z, limits.threshold_Z, limits.entropy_bound_Z, limits.edit_threshold_Z),
+        *(lanes_B, num_feed_B, samples_B, is_maskable_BW),
         is_maskable_BW if has_logits_BW is None else has_logits_BW,
         proposed.token_ids_BW,
         proposed.confidence_BW,

@@ -1,0 +1,143 @@
+"""Counts the files and lines of the product that a command runs through, which a newcomer has to read.
+
+    python -m benchmarks.reading [command=generate|train] [files=true] [record=true]
+
+`generate` runs up to the last token of one prompt, `train` up to the end of the first optimizer step. A file
+counts with all its lines once one of its functions runs; code at module level alone does not count. The
+traced process is a fresh one, so that no earlier import or cache hides a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import tomllib
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from idlm.cli import command
+from idlm.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("idlm", "infer", "train", "kernels")
+DEFAULTS = {"command": "generate", "files": "false", "record": "false", "results": str(RESULTS)}
+PROMPT = "Mia has 5 nuts. Mia breaks 2. Mia picks 1. Mia uses 4. Mia earns 6. How many nuts does Mia have?"
+END_OF_STEP = ("trainer_callback.py", "on_step_end")
+METRICS = ("files_entered", "lines_entered")
+
+
+class Tracer:
+    """Collects the functions that run in `folders` below `root`, until `ends_at` (file, function) returns."""
+
+    def __init__(
+        self, root: Path = ROOT, folders: tuple[str, ...] = FOLDERS, ends_at: tuple[str, str] | None = None
+    ) -> None:
+        self.functions: dict[str, set[str]] = {}
+        self._root, self._folders = root, folders
+        self._ends_at, self._is_done = ends_at, False
+        self._paths: dict[str, str | None] = {}
+
+    def __enter__(self) -> Tracer:
+        """Trace this thread and all threads that start from now on."""
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def counts(self) -> dict[str, Any]:
+        """`files_entered`, `lines_entered`, `functions_entered`, and the lines of each file in `files`."""
+        lines = {path: (self._root / path).read_text("utf-8").count("\n") for path in sorted(self.functions)}
+        return {
+            "files_entered": len(lines),
+            "lines_entered": sum(lines.values()),
+            "functions_entered": sum(map(len, self.functions.values())),
+            "files": lines,
+        }
+
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if self._is_done:
+            return
+        # Bodies of modules and classes are not optimized code; those of functions are.
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:
+            path = self._path(code.co_filename)
+            if path is not None:
+                self.functions.setdefault(path, set()).add(f"{code.co_qualname}:{code.co_firstlineno}")
+        elif event == "return" and self._ends_at is not None:
+            file, function = self._ends_at
+            self._is_done = code.co_name == function and code.co_filename.endswith(file)
+
+    def _path(self, name: str) -> str | None:
+        """Path below the root of a file in the traced folders; None for any other file."""
+        if name not in self._paths:
+            path = Path(name).resolve()
+            inside = path.is_relative_to(self._root) and path.is_file()
+            relative = path.relative_to(self._root) if inside else None
+            is_traced = relative is not None and relative.parts[0] in self._folders
+            self._paths[name] = relative.as_posix() if relative is not None and is_traced else None
+        return self._paths[name]
+
+
+def arguments_of(name: str, folder: Path) -> list[str]:
+    """Command line of the traced run, whose outputs go to `folder`."""
+    if name == "train":
+        stages = "train.stages=[{stride: 2, steps: 1}]"
+        return ["recipe=tiny", "train.steps=null", stages, f"output_dir={folder}", "report.enabled=false"]
+    model = ROOT / "recipes" / "assets" / "tiny_ar"
+    decoder = ["decoder=isd", "decoder.stride=4", "mask_token_id=0", "sampling.temperature=0"]
+    return [f"model={model}", *decoder, "-p", PROMPT]
+
+
+def trace_into(name: str, folder: str, result: str) -> None:
+    """Run `idlm-<name>` in this process and write the tracer's counts to the file `result`."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
+    module, _, function = scripts[f"idlm-{name}"].partition(":")
+    sys.argv = [f"idlm-{name}", *arguments_of(name, Path(folder))]
+    with Tracer(ends_at=END_OF_STEP if name == "train" else None) as tracer:
+        status = getattr(importlib.import_module(module), function)()
+    assert status == 0, f"idlm-{name} ended with {status=}"
+    Path(result).write_text(json.dumps(tracer.counts()), "utf-8")
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Trace the command in a fresh process, print and optionally record the counts; returns 0."""
+    options = parse_options(arguments, DEFAULTS)
+    name = options["command"]
+    if name not in ("generate", "train"):
+        raise UserError("IDLM-0107", f"command={name}", fix="use command=generate or command=train")
+    child = "import sys; from benchmarks.reading import trace_into; trace_into(*sys.argv[1:])"
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "trace.json"
+        run = [sys.executable, "-c", child, name, f"{folder}/out", str(result)]
+        subprocess.run(run, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        found = json.loads(result.read_text("utf-8"))
+    if options["files"] == "true":
+        for path, lines in found["files"].items():
+            print(f"{lines:5} {path}")
+    print(f"{name}: " + ", ".join(f"{found[key]:,} {key}" for key in (*METRICS, "functions_entered")))
+    if options["record"] == "true":
+        rows = [
+            result_row("reading", {"command": name}, metric, found[metric], "count") for metric in METRICS
+        ]
+        append_rows("reading", rows, results=Path(options["results"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Launches of the kernels of this op. B sequences, R rows, W rows of the widest layout."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from idlm.kernels.step_rows.kernel import commit_kernel, map_slots_kernel, pack_rows_kernel
+from idlm.kernels.step_rows.types import MASK, Lanes, PackedRows, RowTable
+
+BLOCK = 32
+
+
+def run_pack_rows(
+    lanes: Lanes,
+    table: RowTable,
+    *,
+    lanes_B: Tensor,
+    num_feed_B: Tensor,
+    wants_B: Tensor,
+    num_rows: int,
+    mask_token_id: int,
+) -> PackedRows:
+    """One launch; the arguments are those of the op."""
+    num_sequences, width = len(lanes_B), table.source_YW.shape[1]
+    device = lanes_B.device
+    assert lanes_B.stride(0) == num_feed_B.stride(0) == wants_B.stride(0) == 1, f"{lanes_B.stride()=}"
+    drafts_ZJ = lanes.drafts_ZJ
+    has_drafts = drafts_ZJ is not None and drafts_ZJ.shape[1] > 0
+    cu_rows_B1 = torch.empty(num_sequences + 1, dtype=torch.int64, device=device)
+    logit_rows_X = torch.empty(num_sequences * width, dtype=torch.int64, device=device)
+    rows_IR = torch.empty(6, num_rows, dtype=torch.int64, device=device)
+    samples_B, advances_B = torch.empty(2, num_sequences, dtype=torch.bool, device=device)
+    is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
+    programs = triton.cdiv(num_rows, BLOCK) + triton.cdiv(num_sequences * width, BLOCK)
+    pack_rows_kernel[(programs,)](
+        *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
+        lanes_B if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z,
+        lanes_B if drafts_ZJ is None else drafts_ZJ,
+        *(table.width_Y, table.source_YW, table.position_YW, table.limit_YW, table.branch_YW),
+        *(lanes_B, num_feed_B, wants_B),
+        *(cu_rows_B1, samples_B, advances_B, logit_rows_X, rows_IR, is_mask_R),
+        *(num_sequences, num_rows, width),
+        0 if drafts_ZJ is None else drafts_ZJ.shape[1],
+        lanes.tokens_ZL.shape[1],
+        mask_token_id,
+        HAS_DRAFT_BUFFER=lanes.draft_buffer_Z is not None,
+        HAS_DRAFTS=has_drafts,
+        MASK_SOURCE=MASK,
+        BLOCK_B=triton.next_power_of_2(num_sequences),
+        BLOCK=BLOCK,
+        num_warps=1 if num_sequences <= 16 else 4,
+    )
+    sequence_R, token_ids_R, positions_R, slots_R, limits_R, branch_starts_R = rows_IR
+    return PackedRows(
+        cu_rows_B1=cu_rows_B1,
+        sequence_R=sequence_R,
+        token_ids_R=token_ids_R,
+        positions_R=positions_R,
+        slots_R=slots_R,
+        limits_R=limits_R,
+        branch_starts_R=branch_starts_R,
+        is_mask_R=is_mask_R,
+        logit_rows_X=logit_rows_X,
+        samples_B=samples_B,
+        advances_B=advances_B,
+    )
+
+
+def run_map_slots(
+    block_table_BP: Tensor, sequence_R: Tensor, slots_R: Tensor, cu_rows_B1: Tensor, page_size: int
+) -> Tensor:
+    """One launch; the arguments are those of the op."""
+    out_R = torch.empty_like(slots_R)
+    if len(out_R):
+        map_slots_kernel[(triton.cdiv(len(out_R), 128),)](
+            block_table_BP,
+            sequence_R,
+            slots_R,
+            cu_rows_B1,
+            out_R,
+            block_table_BP.stride(0),
+            len(cu_rows_B1) - 1,
+            len(out_R),
+            block_table_BP.shape[1],
+            SIZE=page_size,
+            BLOCK=128,
+        )
+    return out_R
+
+
+def run_commit(
+    lanes: Lanes,
+    steps_Z: Tensor,
+    lanes_B: Tensor,
+    token_ids_BA: Tensor,
+    num_emitted_B: Tensor,
+    num_computed_B: Tensor,
+) -> None:
+    """One launch; the arguments are those of the op."""
+    assert token_ids_BA.stride(1) == num_emitted_B.stride(0) == num_computed_B.stride(0) == 1
+    if len(lanes_B):
+        commit_kernel[(len(lanes_B),)](
+            lanes.num_known_Z,
+            lanes.num_computed_Z,
+            lanes.tokens_ZL,
+            steps_Z,
+            lanes_B,
+            token_ids_BA,
+            num_emitted_B,
+            num_computed_B,
+            token_ids_BA.stride(0),
+            token_ids_BA.shape[1],
+            lanes.tokens_ZL.shape[1],
+            BLOCK_A=triton.next_power_of_2(token_ids_BA.shape[1]),
+            num_warps=1,
+        )

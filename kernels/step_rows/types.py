@@ -1,0 +1,56 @@
+"""Arguments and results of the ops for rows of a pass.
+
+Z lanes, L columns of the token table, B sequences, R rows, X rows whose logits are wanted, Y draft buffers, W
+rows of the widest layout, J drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MASK = -1
+"""Source of a row that is a MASK; others are 0 (the pending token) or the number of a draft, from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """State by lane, int64. The last column of `tokens_ZL` is never read. `draft_buffer_Z` None: all 0."""
+
+    num_known_Z: Tensor
+    num_computed_Z: Tensor
+    ends_Z: Tensor
+    tokens_ZL: Tensor
+    draft_buffer_Z: Tensor | None = None
+    drafts_ZJ: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """Per draft buffer the number of rows after the known tokens, with the pending one, and per row its
+    source, and its position, limit and branch start relative to the pending token. int64, contiguous.
+    """
+
+    width_Y: Tensor
+    source_YW: Tensor
+    position_YW: Tensor
+    limit_YW: Tensor
+    branch_YW: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Concatenated rows of all sequences; int64 but for bools `is_mask_R`, `samples_B`, `advances_B`."""
+
+    cu_rows_B1: Tensor
+    sequence_R: Tensor
+    token_ids_R: Tensor
+    positions_R: Tensor
+    slots_R: Tensor
+    limits_R: Tensor
+    branch_starts_R: Tensor
+    is_mask_R: Tensor
+    logit_rows_X: Tensor
+    samples_B: Tensor
+    advances_B: Tensor
