@@ -9,6 +9,7 @@ head dim, D width, F ffn, V vocabulary, E output width of a projection, r rank, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,7 +59,7 @@ class LowRank(nn.Module):
         return linears.swiglu(x_RD, self.stacked, bias_E=self.bias, lora=self._gated(gate_R))
 
 
-class Layer(nn.Module):
+class Layer(nn.Module, ABC):
     """Attention and both norms of a layer; a subclass adds the feed-forward part.
 
     Query, key and value rows are stacked in `qkv`.
@@ -97,9 +98,9 @@ class Layer(nn.Module):
         """Targets of tensors other than projections and norms."""
         return {}
 
+    @abstractmethod
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """The feed-forward output [R, D]; padding rows (negative slot) may have any finite values."""
-        raise NotImplementedError
 
     def project(self, name: str, x_RD: Tensor, gate_R: Tensor | None, linears: Linears) -> Tensor:
         """Projection `name` of all rows, [R, E]; an adapter changes the rows of the gate only.

@@ -122,7 +122,7 @@ def test_a_system_prompt_without_the_template_is_refused() -> None:
     assert "chat_template=none" in refusal.value.message
 
 
-def test_the_readme_describes_the_chat_and_its_system_prompt() -> None:
-    readme = (TINY.parents[2] / "README.md").read_text(encoding="utf-8")
-    chat = readme[readme.index("**Chat.**") : readme.index("**Progress.**")]
-    assert all(words in chat for words in ("idlm-generate model=", "on a terminal", 'system="', "Ctrl-D"))
+def test_the_documentation_describes_the_chat_and_its_system_prompt() -> None:
+    page = (TINY.parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
+    chat = page[page.index("### Chat") : page.index("### Files")]
+    assert all(words in chat for words in ("idlm-generate model=", "in a terminal", 'system="', "Ctrl-D"))

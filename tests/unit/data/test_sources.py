@@ -20,7 +20,7 @@ from idlm.text.chat import encode_messages, encode_prompt
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
-from idlm.train.data.base import SOURCES, Encoder, without_thinking
+from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.files import SUFFIXES, find_files
 
 MASK = 190
@@ -387,22 +387,3 @@ def test_datasets_that_cannot_be_had_are_named(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"IDLM-0232.*someone/somewhere"):
         read(DataConfig(source="hf", path="someone/somewhere"), encoder)
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("<think>\nhm\n</think>\n\n4", "4"),
-        ("\n<think></think>4", "4"),
-        ("hm</think>\n4", "4"),
-        ("4", "4"),
-        ("use <think>x</think> tags", "use <think>x</think> tags"),
-    ],
-)
-def test_only_a_leading_thought_is_removed(text: str, left: str) -> None:
-    assert without_thinking(text, origin="here") == left
-
-
-def test_a_thought_without_an_end_is_refused() -> None:
-    with pytest.raises(UserError, match=r"IDLM-0229.*here opens"):
-        without_thinking("<think>and so on", origin="here")
