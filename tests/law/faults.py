@@ -353,7 +353,7 @@ def _on_preemption(patch: pytest.MonkeyPatch, change: Callable[[EngineParts, lis
         original(self, schedule)
         change(self.parts, [lane_of(request) for request in schedule.preempted])
 
-    patch.setattr(Worker, "_seat", admit)
+    patch.setattr(Worker, "_admit", admit)
 
 
 @fault("preempt")
@@ -375,15 +375,15 @@ def preemption_restarts_the_random_stream(patch: pytest.MonkeyPatch) -> None:
 @fault("preempt", "branch")
 def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
     """All KV of a preempted sequence is believed to be in the pages that it comes back to."""
-    original = Scheduler._sit
+    original = Scheduler._allocate
 
-    def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
+    def allocate(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
         has_pages = original(self, request, num_slots, schedule)
         if has_pages and request in self.running:
             request.num_computed = request.num_known - 1
         return has_pages
 
-    patch.setattr(Scheduler, "_allocate", sit)
+    patch.setattr(Scheduler, "_allocate", allocate)
 
 
 @fault("layout", "tree")

@@ -280,14 +280,14 @@ def key_without_its_parent(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def the_pending_token_is_taken_from_the_cache(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._sit
+    original = Scheduler._allocate
 
-    def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
-        is_seated = original(self, request, num_slots, schedule)
+    def allocate(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
+        has_pages = original(self, request, num_slots, schedule)
         request.num_computed += request.num_computed == request.num_known - 1
-        return is_seated
+        return has_pages
 
-    patch.setattr(Scheduler, "_allocate", sit)
+    patch.setattr(Scheduler, "_allocate", allocate)
 
 
 @fault
@@ -302,14 +302,14 @@ def a_page_is_committed_with_its_last_slot_pending(patch: pytest.MonkeyPatch) ->
 
 @fault
 def a_partly_equal_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._sit
+    original = Scheduler._allocate
 
-    def sit(self: Scheduler, *arguments: Any) -> bool:
-        is_seated = original(self, *arguments)
+    def allocate(self: Scheduler, *arguments: Any) -> bool:
+        has_pages = original(self, *arguments)
         arguments[-1].copies.clear()
-        return is_seated
+        return has_pages
 
-    patch.setattr(Scheduler, "_allocate", sit)
+    patch.setattr(Scheduler, "_allocate", allocate)
 
 
 @fault
