@@ -12,12 +12,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from idlm.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
@@ -208,74 +205,3 @@ class Completion:
         """Share of the tested drafts that were accepted, or None."""
         tested = sum(self.tested_by_position)
         return sum(self.accepted_by_position) / tested if tested else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActiveBlocks:
-    """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
-    is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
-    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows have
-    logits. `num_passes_B` passes have decided something of the block before this one, of the `num_steps_B`
-    that its quota allots it; some strategies need fewer.
-    """
-
-    starts_B: Tensor
-    is_maskable_BW: Tensor
-    num_passes_B: Tensor
-    num_steps_B: Tensor
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What ONE forward pass is fed, over all sequences of a batch, as plain data.
-
-    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r is token `token_ids_R[r]` at rotary
-    position `positions_R[r]`, its key and value go to logical KV slot `slots_R[r]` of its sequence, and it
-    sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block,
-    tree and branch alike. `is_mask_R` (bool) marks the MASK rows, which a gated adapter applies to: text may
-    hold the mask's id, so it is said here and never read off the ids; None: there can be none. Logits are
-    wanted for `logit_rows_X` only: W rows for every sequence, from `first_logit_B[b]` on, of which a sequence
-    that feeds fewer repeats its last. `samples_B` (bool): the sequence decodes in this pass; what the others'
-    wanted rows say is not looked at. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored.
-    `advances_B` (bool): its fed tokens become computed ones; False for a sequence that is as long as it may
-    get. All other tensors int64, all on the engine's device; `max_rows` and `max_slots` are upper bounds that
-    the host knows. `active`: of block diffusion. `has_logits_X` (bool) comes with the logits: False for a
-    wanted row that an accelerator dropped, whose logits mean nothing; None: no row was dropped.
-    """
-
-    lanes_B: Tensor
-    cu_rows_B1: Tensor
-    sequence_R: Tensor
-    token_ids_R: Tensor
-    positions_R: Tensor
-    slots_R: Tensor
-    limits_R: Tensor
-    branch_starts_R: Tensor
-    is_mask_R: Tensor | None
-    logit_rows_X: Tensor
-    first_logit_B: Tensor
-    num_feed_B: Tensor
-    samples_B: Tensor
-    advances_B: Tensor
-    max_rows: int
-    max_slots: int
-    active: ActiveBlocks | None = None
-    has_logits_X: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
-
-    `num_tested_B` drafts were tested in order until the first rejection, `num_accepted_B` of them
-    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `nonfinite_B` (int64)
-    is 1 where the logits that tokens were drawn from are no law (`kernels.sampling.lawless`), so that the
-    tokens mean nothing; more where that is true of the next drafts: then nothing can follow the tokens.
-    """
-
-    token_ids_BJ: Tensor
-    num_emitted_B: Tensor
-    num_accepted_B: Tensor
-    num_tested_B: Tensor
-    nonfinite_B: Tensor

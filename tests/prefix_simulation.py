@@ -18,8 +18,9 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.scheduler import Schedule, Scheduler, lane_of
-from idlm.infer.state.kv_cache import PagePool
+from idlm.infer.scheduler import Scheduler
+from idlm.infer.state.batch import Schedule, lane_of
+from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 
 VOCAB = 3
@@ -104,7 +105,7 @@ class Simulation:
             self.pool,
             num_lanes=world.num_lanes,
             max_num_batched_tokens=world.max_num_batched_tokens,
-            max_width=world.width,
+            num_rows=lambda _: world.width,
             max_emitted=world.stride,
         )
         self.memory: list[object] = [None] * (world.num_pages * world.page_size)

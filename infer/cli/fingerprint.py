@@ -20,7 +20,7 @@ from idlm.contracts import SamplingParams
 from idlm.files.paths import translate_path_errors
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.config import EngineConfig
-from idlm.infer.decoders.base import DECODERS, default_decoder
+from idlm.infer.decoders.base import DECODERS, fitting_decoders
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.loader import checkpoint_directory
 from idlm.infer.models.weights import locate
@@ -171,13 +171,13 @@ def _said_in(directory: Path) -> bytes:
 def _decoder_of(directory: Path) -> str | None:
     """The default one, by the files that are small; None where they do not tell, which the engine refuses."""
     if (directory / SEMANTICS_FILE).is_file():
-        return default_decoder(Semantics.load(directory))
+        return fitting_decoders(Semantics.load(directory))[0]
     if is_adapter(directory):
         return None
     config = read_json(directory / "config.json")
     match config.get("architectures"):
         case [str(name)] if name in FAMILIES.names() and FAMILIES.get(name).unknown_semantics is None:
-            return default_decoder(FAMILIES.get(name).semantics(config))
+            return fitting_decoders(FAMILIES.get(name).semantics(config))[0]
     return None
 
 

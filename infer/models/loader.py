@@ -92,11 +92,16 @@ def load_model(
 
     `dtype` "auto" takes the checkpoint's. `semantics` overrides `idlm_config.json`; `mask_token_id` overrides
     the one in either; `base` says where an adapter's base is now. Every rejected input is a UserError
-    (IDLM-0302, 0303, 0600 to 0619); nothing is loaded in part.
+    (IDLM-0302, 0303, 0600 to 0618); nothing is loaded in part.
     """
     outline = read_outline(
         path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
     )
+    return load_outline(outline, device=device, shards=shards)
+
+
+def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards = ALONE) -> LoadedModel:
+    """Load the weights of a checkpoint that `read_outline` has checked; see `load_model`."""
     spec, names, files = outline.spec, outline.names, outline.files
     kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
@@ -271,13 +276,6 @@ def _semantics(
 
 
 def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter: Adapter | None) -> None:
-    if meaning.causality == "full":
-        raise UserError(
-            "IDLM-0619",
-            f"{directory} is a full-diffusion checkpoint (causality='full'), which this version does not "
-            "support: no decoder runs it",
-            fix="use a token-causal or block-causal checkpoint; correct causality if it is a mistake",
-        )
     if meaning.gated and adapter is None:
         raise UserError(
             "IDLM-0609",

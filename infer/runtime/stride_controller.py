@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import StrideMode
 
 PRIOR_ACCEPTANCE = 0.85
@@ -87,8 +86,13 @@ class _Timing:
 class StrideController:
     """Expected tokens of a pass, by measured acceptance, over its measured or foreseen time."""
 
-    def __init__(self, modes: tuple[StrideMode, ...], widths: tuple[int, ...]) -> None:
-        self._modes, self._widths = modes, widths
+    def __init__(
+        self,
+        modes: tuple[StrideMode, ...],
+        widths: tuple[int, ...],
+        tokens_per_forward: Callable[[Sequence[float], StrideMode], float],
+    ) -> None:
+        self._modes, self._widths, self._tokens_per_forward = modes, widths, tokens_per_forward
         num_drafts = max(mode.stride for mode in modes) - 1
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
         self._timings: dict[tuple[int, int], _Timing] = {}
@@ -152,11 +156,10 @@ class StrideController:
         return (self._accepted[position] + 16 * PRIOR_ACCEPTANCE) / (self._tested[position] + 16)
 
     def tokens(self, number: int) -> float:
-        """Expected tokens per sequence of a pass with picture `number`, by the closed forms."""
+        """Expected tokens per sequence of a pass in mode `number`, as the decoder computes them."""
         mode = self._modes[number]
         chances = [self.acceptance(position) for position in range(mode.stride - 1)]
-        is_branch = mode.strategy == "branch"
-        return tokens_per_forward_branch(chances) if is_branch else tokens_per_forward_cold(chances)
+        return self._tokens_per_forward(chances, mode)
 
     def seconds(self, number: int, size: int) -> float:
         """Time of a pass: measured, else foreseen from passes with about as many rows."""

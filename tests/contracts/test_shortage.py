@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from benchmarks.engine.soak import Shortage
-from idlm.contracts import Completion, SamplingParams, StepPlan
+from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
 from idlm.infer.engine import Engine, StreamEvent
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
@@ -159,7 +160,7 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
         _drain(engine)
         engine.pool.reset()
     assert max(sizes[num_seen:]) > 48
-    assert engine.scheduler._prompt_budget == 48
+    assert engine.scheduler._row_budget == 48
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from idlm.contracts import SamplingParams, StepPlan
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime import cuda_graphs as graphs
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.wanted_rows import WantedRows
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
@@ -92,7 +93,7 @@ def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
     """A wide pass may emit beyond the end; nobody knows yet, and the next passes are of stride 1."""
     forward, num_beyond = Runner.forward, 0
 
-    def checked(runner: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    def checked(runner: Runner, plan: StepPlan) -> WantedRows:
         nonlocal num_beyond
         highest = int(plan.slots_R[: int(plan.cu_rows_B1[-1])].max())
         assert highest < plan.max_slots, f"{highest=} {plan.max_slots=}"

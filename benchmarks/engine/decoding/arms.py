@@ -28,6 +28,7 @@ from benchmarks.engine.decoding.trace import Trace
 from benchmarks.results import result_row
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
+from idlm.infer.decoders.base import max_rows
 from idlm.infer.models.loader import LoadedModel
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
@@ -137,7 +138,8 @@ def _seats(bench: Bench, arms: list[Arm], load: Load) -> list[tuple[Seats, Measu
         except RuntimeError:
             _fail(bench, arm, load)
             continue
-        made.append((seats, Measured(arm=arm, load=load, width=max(seats.engine.decoder.widths))))
+        width = max_rows(seats.engine.decoder, seats.engine.table.max_length)
+        made.append((seats, Measured(arm=arm, load=load, width=width)))
     return made
 
 

@@ -14,16 +14,16 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders import block
-from idlm.infer.decoders.base import Batch, KVWritePolicy
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.cuda_graphs import shape_of
-from idlm.infer.scheduler import Schedule
+from idlm.infer.state.batch import Batch, Schedule
+from idlm.infer.state.kv_policy import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
-from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of
+from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of, wanted_of
 from tests.toy import write_toy_checkpoint
 
 SIZE = 4
@@ -183,6 +183,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
         samples_B=ints_B > 0,
         max_feed=9,
         max_known=32,
+        max_rows=SIZE,
         num_rows=num_sequences * SIZE + 8,
         filters=False,
     )
@@ -204,7 +205,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
         patch.setattr(block, "nonfinite", lambda _, rows_BW: rows_BW.amax(-1))
         patch.setattr(block, "entropy", lambda _: torch.zeros(num_sequences * SIZE, device=device))
         logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
-        outcome = decoder.advance(table, batch, plan, logits_XV)
+        outcome = decoder.advance(table, batch, plan, wanted_of(logits_XV))
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
-from idlm.infer.scheduler import lane_of
+from idlm.infer.state.batch import lane_of
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.test_scheduler_soak import ROOMY, TINY, Arrival, _Soak

@@ -27,9 +27,9 @@ from idlm.infer.cli.fingerprint import (
 from idlm.infer.cli.generate import generate, take_accelerator_options, with_options
 from idlm.infer.config import EngineConfig, GenerateConfig
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.step import StepResult
+from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.scheduler import Schedule
+from idlm.infer.state.batch import Schedule
 from idlm.lora import AdapterSpec
 from tests.integration.inference.command_lines import (
     BASE,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.decoders.block_config import BlockConfig
 from idlm.infer.decoders.block_rows import BlockPlan
+from idlm.infer.state.batch import Batch
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import RULES, Proposed
 from idlm.kernels.block_step.reference import Sequence
@@ -107,6 +107,7 @@ class Case:
             samples_B=torch.tensor(decodes, device=self.device),
             max_feed=max(told) + 1,
             max_known=9 * self.size,
+            max_rows=self.size,
             num_rows=self.num_rows,
             filters=False,
         )

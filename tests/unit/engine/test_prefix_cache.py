@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from idlm.infer.request import Request
-from idlm.infer.scheduler import Schedule, Scheduler
+from idlm.infer.scheduler import Scheduler
 from idlm.infer.state import kv_cache
-from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.batch import Schedule
+from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
 

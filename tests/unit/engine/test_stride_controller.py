@@ -1,8 +1,9 @@
-"""The choice of the picture, on machines made up of a memory floor and a price per row."""
+"""The choice of the mode, on simulated machines with a memory floor and a price per row."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,7 +11,7 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import StrideMode
 from idlm.infer.runtime.stride_controller import StrideController
 
-PICTURES = (
+MODES = (
     StrideMode(stride=1, strategy="cold"),
     *(StrideMode(stride=s, strategy=name) for s in (2, 3, 4, 8) for name in ("tree", "branch")),
 )
@@ -23,11 +24,14 @@ def seconds(number: int, num_sequences: int) -> float:
     return max(FLOOR, PER_ROW * num_sequences * WIDTHS[number])
 
 
-def tokens(number: int, acceptance: float) -> float:
-    mode = PICTURES[number]
-    chances = [acceptance] * (mode.stride - 1)
+def tokens_of(chances: Sequence[float], mode: StrideMode) -> float:
     closed = tokens_per_forward_branch if mode.strategy == "branch" else tokens_per_forward_cold
     return closed(chances)
+
+
+def tokens(number: int, acceptance: float) -> float:
+    mode = MODES[number]
+    return tokens_of([acceptance] * (mode.stride - 1), mode)
 
 
 def run(
@@ -41,15 +45,15 @@ def run(
     slowness: float = 1.0,
     mixed: float = 0.0,
 ) -> list[int]:
-    """Pictures chosen pass by pass on the made-up machine; a share of the passes takes up to half as long
-    again, and of a share of them no time is told, since prompts ride along.
+    """Modes chosen pass by pass on the simulated machine; the share `disturbed` of the passes takes up to 1.5 times
+    as long, and the share `mixed` reports no time, since prompts share the pass.
     """
     dice, chosen = random.Random(0), []
     for _ in range(num_passes):
         number = stride_controller.choose(num_sequences)
         chosen.append(number)
         for _ in range(num_sequences):
-            tested = PICTURES[number].stride - 1
+            tested = MODES[number].stride - 1
             accepted = next((j for j in range(tested) if dice.random() >= acceptance), tested)
             stride_controller.observe_drafts(accepted, min(tested, accepted + 1))
         factor = dice.uniform(1, 1.5) if dice.random() < disturbed else dice.uniform(1, 1 + noise)
@@ -63,10 +67,10 @@ def run(
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
 @pytest.mark.parametrize("num_sequences", [1, 4, 8, 16, 32, 64, 256])
 def test_the_choice_is_near_the_best_and_never_below_ar(num_sequences: int, acceptance: float) -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     run(stride_controller, num_sequences, acceptance, 60, noise=0.03)
     settled = run(stride_controller, num_sequences, acceptance, 40, noise=0.03)
-    rates = [tokens(n, acceptance) / seconds(n, num_sequences) for n in range(len(PICTURES))]
+    rates = [tokens(n, acceptance) / seconds(n, num_sequences) for n in range(len(MODES))]
     worst = min(rates[number] for number in settled)
     assert worst >= 0.9 * max(rates)
     assert worst >= 0.97 * rates[0]
@@ -74,44 +78,44 @@ def test_the_choice_is_near_the_best_and_never_below_ar(num_sequences: int, acce
 
 @pytest.mark.parametrize("num_sequences", [8, 32, 64])
 def test_passes_that_were_disturbed_do_not_count(num_sequences: int) -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     chosen = run(stride_controller, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.3)
-    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(PICTURES))]
+    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(MODES))]
     assert sum(rates[number] for number in chosen) >= 0.995 * len(chosen) * max(rates)
 
 
 @pytest.mark.parametrize("num_sequences", [8, 16, 64])
 def test_few_times_among_many_prompts_are_enough(num_sequences: int) -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     run(stride_controller, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.2, mixed=0.95)
     chosen = run(stride_controller, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.2, mixed=0.95)
-    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(PICTURES))]
+    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(MODES))]
     assert sum(rates[number] for number in chosen) >= 0.97 * len(chosen) * max(rates)
 
 
 @pytest.mark.parametrize("num_sequences", [8, 16, 32, 64])
 @pytest.mark.parametrize("num_slow", [5, 12, 30])
 def test_a_dip_of_the_clock_is_soon_forgotten(num_sequences: int, num_slow: int) -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     run(stride_controller, num_sequences, 0.9, 80, noise=0.01)
     run(stride_controller, num_sequences, 0.9, num_slow, noise=0.01, slowness=1.3)
     chosen = run(stride_controller, num_sequences, 0.9, 400, noise=0.01)[-100:]
-    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(PICTURES))]
+    rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(MODES))]
     assert sum(rates[number] for number in chosen) >= 0.99 * len(chosen) * max(rates)
 
 
 def test_it_follows_a_change_of_load_and_of_acceptance() -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     few = run(stride_controller, 2, 0.9, 60, noise=0.0)[-1]
     many = run(stride_controller, 256, 0.9, 60, noise=0.0)[-1]
     assert WIDTHS[few] > WIDTHS[many]
     assert run(stride_controller, 2, 0.9, 20, noise=0.0)[-1] == few
     hopeless = run(stride_controller, 256, 0.02, 200, noise=0.0)[-1]
-    assert PICTURES[hopeless].stride == 1
+    assert MODES[hopeless].stride == 1
 
 
 def test_a_first_time_that_holds_a_compilation_is_not_believed() -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     first = stride_controller.choose(1)
     stride_controller.observe_time(first, 1, 30.0)
     stride_controller.observe_drafts(1, 1)
@@ -124,7 +128,7 @@ def test_a_first_time_that_holds_a_compilation_is_not_believed() -> None:
 
 
 def test_a_shortage_is_followed_by_the_narrowest_and_for_a_while_by_fewer_rows() -> None:
-    stride_controller = StrideController(PICTURES, WIDTHS)
+    stride_controller = StrideController(MODES, WIDTHS, tokens_of)
     free = run(stride_controller, 4, 0.9, 60, noise=0.0)[-1]
     most = 4 * WIDTHS[free] - 1
     stride_controller.observe_out_of_memory()
