@@ -159,7 +159,7 @@ def _assemble(
     num_lanes, kv_dtype = _num_lanes(settings), _kv_dtype(settings, model)
     _check_lanes(settings, decoder, device)
     with translate_memory_errors(device):
-        decoder.allocate(num_lanes, model.spec.vocab_size, dtype=dtype, device=device)
+        decoder.allocate(num_lanes, max_length, model.spec.vocab_size, dtype=dtype, device=device)
         memory = MEMORY_MANAGERS.get(settings.memory)()
         pool = _pool(settings, model, decoder, stack, shards, memory)
         stack.allocate_pages(pool.num_pages)

@@ -111,8 +111,8 @@ class Scheduler:
         )
 
     def retire(self, request: Request, *, invalidate: bool = False) -> None:
-        """Remove a finished or aborted request and free what it holds. `invalidate`: the prefix cache must not
-        serve its KV.
+        """Remove a finished or aborted request and free what it holds. `invalidate`: the prefix cache must
+        not serve its KV.
         """
         if request.lane is None:
             self.waiting.remove(request)

@@ -49,7 +49,9 @@ class ArDecoder(Decoder):
         """One."""
         return 1
 
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Make the only layout, a single row; no state per lane."""
         self._layout = DraftLayout(layouts("cold", num_masks=0, max_drafts=0), device)
 

@@ -76,8 +76,12 @@ class Decoder(ABC):
         """
         return request_config(self.name, self.config, options)
 
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the decoder's own state per lane; `dtype` is that of the logits."""
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the decoder's own state of lanes, whose sequences have at most `max_length` tokens;
+        `dtype` is that of the logits.
+        """
         return
 
     def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
@@ -137,7 +141,7 @@ def max_rows(decoder: Decoder, max_length: int) -> int:
 def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:
     """`config` with a request's options, of which it may set the `allowed` ones; see `Decoder.configure`."""
     problems = [
-        f"decoder_options.{name} cannot be set by a request with decoder {decoder}{did_you_mean(name, allowed)}"
+        f"decoder_options.{name} cannot be set by a request of decoder {decoder}{did_you_mean(name, allowed)}"
         for name in options
         if name not in allowed
     ]
@@ -154,8 +158,8 @@ def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowe
 
 
 def check_causal(semantics: Semantics, decoder: str) -> None:
-    """UserError IDLM-0452 for a checkpoint whose rows see later ones, or predict their own token: nothing else
-    would show that.
+    """UserError IDLM-0452 for a checkpoint whose rows see later ones, or predict their own token: nothing
+    else would show that.
     """
     if semantics.causality != "causal" or not semantics.logit_shift:
         raise UserError(

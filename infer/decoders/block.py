@@ -1,5 +1,5 @@
-"""Block diffusion: each pass over a block of masks decides some of them until the block is clean; the pass that
-begins the next block stores its KV.
+"""Block diffusion: each pass over a block of masks decides some of them until the block is clean; the pass
+that begins the next block stores its KV.
 
 SDAR (arXiv 2510.06303, logits in place), Fast-dLLM v2 (arXiv 2509.26328, logits shifted inside the block,
 whose first token is drawn from the last row of the clean block before) and LLaDA2.x, of which 2.1 also edits
@@ -45,9 +45,9 @@ from idlm.semantics import Semantics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Positions of the active block, bool [B, W]: `fixed` ones hold known tokens, `decided` ones tokens that are
-    not emitted yet; this pass may decide `is_maskable` ones and rewrite `editable` ones. `opens_B`: the pass
-    only begins a shifted block.
+    """Positions of the active block, bool [B, W]: `fixed` ones hold known tokens, `decided` ones tokens that
+    are not emitted yet; this pass may decide `is_maskable` ones and rewrite `editable` ones. `opens_B`: the
+    pass only begins a shifted block.
     """
 
     fixed_BW: Tensor
@@ -118,7 +118,9 @@ class BlockDecoder(Decoder):
             )
         return config
 
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """One block per lane."""
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self.options = LaneOptions.empty(num_lanes, device)

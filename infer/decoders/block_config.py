@@ -31,8 +31,8 @@ REQUEST_OPTIONS = ("threshold", "edit_threshold", "entropy_bound", "steps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """`strategy`: which masks a pass decides. `steps`: the quota is block size / steps per pass; None: one mask.
-    `threshold`: of low_confidence_dynamic; None: that of the mode, else 0.9. `entropy_bound` (nats): of
+    """`strategy`: which masks a pass decides. `steps`: the quota is block size / steps per pass; None: one
+    mask. `threshold`: of low_confidence_dynamic; None: that of the mode, else 0.9. `entropy_bound` (nats): of
     entropy_bounded. `confidence`: the drawn token's probability under the request's "law" (after temperature
     and truncation, as published), or under the "model"'s own distribution.
 
@@ -116,7 +116,7 @@ class LaneOptions:
 
 
 def check(config: BlockConfig, block_size: int, *, prefix: str = "decoder.") -> None:
-    """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of those that a request may set."""
+    """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
     checks = [*_ranges(config, block_size, prefix), *_conflicts(config, block_size, prefix)]
     problems = [(text, fix) for text, fix, is_bad in checks if is_bad]
     if problems:

@@ -1,5 +1,5 @@
-"""Rows of a block-diffusion pass: whole known blocks that are not stored yet, then the active block, or the part
-of it that is being decided (Fast-dLLM v2's dual cache, arXiv 2509.26328).
+"""Rows of a block-diffusion pass: whole known blocks that are not stored yet, then the active block, or the
+part of it that is being decided (Fast-dLLM v2's dual cache, arXiv 2509.26328).
 
 Every row sees all slots below the end of its own block, which is block-causal attention for prompts, clean
 blocks and active blocks alike. Of positions of its block that are not fed it sees what the last pass over
@@ -25,8 +25,8 @@ from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan(StepPlan):
-    """A plan with each sequence's step of the random stream, and, once the pass has run, which wanted rows have
-    logits (`WantedRows.has_logits_X`).
+    """A plan with each sequence's step of the random stream, and, once the pass has run, which wanted rows
+    have logits (`WantedRows.has_logits_X`).
     """
 
     draw_steps_B: Tensor
@@ -36,8 +36,8 @@ class BlockPlan(StepPlan):
 def plan_blocks(
     table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
 ) -> BlockPlan:
-    """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`: the
-    number of passes that each lane's quota allows a block.
+    """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`:
+    the number of passes that each lane's quota allows a block.
     """
     packed = _pack(table, batch, blocks, shape, steps_Z)
     return BlockPlan(
@@ -103,9 +103,9 @@ class _Rows:
 
 
 def _rows_of(table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape) -> _Rows:
-    """A decoding sequence stores what the device knows to be due, possibly a block that the host does not know
-    yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next one: its
-    decoding rows serve for either.
+    """A decoding sequence stores what the device knows to be due, possibly a block that the host does not
+    know yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next
+    one: its decoding rows serve for either.
     """
     lanes_B, size = batch.lanes_B, shape.size
     known_B, computed_B = table.num_known_Z[lanes_B], table.num_computed_Z[lanes_B]
@@ -147,7 +147,7 @@ def pack_plainly(
     samples_B = rows.wants_B if shape.shifted else rows.denoises_B
     opens_B = (feed_B > 0) & shape.shifted
     num_passes_B = blocks.num_passes_Z[lanes_B]
-    # By block and pass, so that a block that begins anew draws the same. Pass 0: the first of a shifted block.
+    # By block and pass, so that a block begun anew draws the same. Pass 0: the first of a shifted block.
     draw_steps_B = (known_B // size << PASSES_BITS) + torch.where(opens_B, 0, 1 + num_passes_B)
     return PackedBlocks(
         cu_rows_B1=cu_rows_B1,
@@ -183,8 +183,8 @@ def _open(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedPositions:
-    """The positions of each sequence's active block that are fed: the first, how many, and the part that is being
-    decided (0 if blocks have no parts).
+    """The positions of each sequence's active block that are fed: the first, how many, and the part that is
+    being decided (0 if blocks have no parts).
     """
 
     first_B: Tensor
@@ -218,8 +218,8 @@ def fed_places(
 
 
 def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) -> Tensor:
-    """Sequences that feed their active block. Blocks that the host has not counted take the reserved rows in the
-    order of the sequences, also rows of blocks that the host counted and that are stored by now.
+    """Sequences that feed their active block. Blocks that the host has not counted take the reserved rows in
+    the order of the sequences, also rows of blocks that the host counted and that are stored by now.
     """
     if shape.shifted or not shape.fuses:
         return wants_B & (feed_B == 0)
@@ -231,8 +231,8 @@ def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) 
 
 
 def _wanted(cu_rows_B1: Tensor, offset_B: Tensor, size: int, num_rows: int, *, shifted: bool) -> Tensor:
-    """Rows [X] that predict the positions of the active block, whose position 0 is or would be `offset_B` after the
-    sequence's first row; any row of the pass where none predicts a position.
+    """Rows [X] that predict the positions of the active block, whose position 0 is or would be `offset_B`
+    after the sequence's first row; any row of the pass where none predicts a position.
     """
     place_W = torch.arange(size, device=offset_B.device) - int(shifted)
     first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None] - 1

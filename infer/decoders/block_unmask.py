@@ -1,7 +1,7 @@
 """Which masked positions of a block a denoising pass decides: strategies, each a small function of tensors.
 
-Names and rules are those of SDAR (arXiv 2510.06303 and its code), with two departures: quotas never exceed the
-masks that are left (there, they would overwrite the prompt), and `entropy_bounded` is written from its
+Names and rules are those of SDAR (arXiv 2510.06303 and its code), with two departures: quotas never exceed
+the masks that are left (there, they would overwrite the prompt), and `entropy_bounded` is written from its
 description. Static shapes; nothing waits for the device.
 Ties, on every device: among positions with bitwise equal confidence the left one is decided first, and among
 equally likely tokens the one with the lower id. Confidences that are equal up to rounding (on a block of
@@ -22,8 +22,8 @@ from idlm.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """The masks of a block in one pass. `is_maskable_BW` (bool): those that may be decided. `confidence_BW`: the
-    probability of the token drawn for each. `entropy_BW` (nats): of the model's own distribution, if a
+    """The masks of a block in one pass. `is_maskable_BW` (bool): those that may be decided. `confidence_BW`:
+    the probability of the token drawn for each. `entropy_BW` (nats): of the model's own distribution, if a
     strategy needs it. `quota_B` int64 >= 1: decide at least as many, if there are as many. `threshold_B` and
     `entropy_bound_B` (nats), fp64: the requests' own.
     """

@@ -33,8 +33,8 @@ ADAPTIVE_STRIDES = (2, 3, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsdConfig:
-    """`stride` None: the checkpoint's. `adaptive`: every pass uses the mode, of this stride or a smaller one (1
-    is AR), that was measured to be fastest at the load. The choice follows the clock, so a seed does not
+    """`stride` None: the checkpoint's. `adaptive`: every pass uses the mode, of this stride or a smaller one
+    (1 is AR), that was measured to be fastest at the load. The choice follows the clock, so a seed does not
     reproduce a sampled answer, while its distribution stays the same; greedy answers are reproduced but for
     rounding. `acceptance=published` is the authors' argmax-draft rule, lossy.
     """
@@ -117,7 +117,9 @@ class IsdDecoder(Decoder):
                 stacklevel=3,
             )
 
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Per lane: drafts and the distributions they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [DraftLayout(mode_layouts, device) for mode_layouts in self._layouts]
         self.layout = self._stacked[0]

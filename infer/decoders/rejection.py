@@ -61,15 +61,15 @@ class Cold:
 
 @STRATEGIES.register("tree")
 class Tree:
-    """Draft from the rejected pass's own distributions, masks beside them. Never fewer tokens than `cold` in as
-    many rows.
+    """Draft from the rejected pass's own distributions, masks beside them. Never fewer tokens than `cold` in
+    as many rows.
 
     After `a` of the m drafts from verification rows pass, the masks' distributions for the positions up to
     the new pending token are used up, so num_masks - a drafts remain for the next step.
     """
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
-        """Masks after drafts from masks; beside drafts from verification rows they hang on the pending token."""
+        """Masks hang on the last draft from masks, or on the pending token beside other drafts."""
         num_drafts = min(draft_buffer.num_drafts, num_masks)
         return (self._fill if draft_buffer.from_verify_rows else self._after_masks)(num_drafts, num_masks)
 

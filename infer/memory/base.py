@@ -38,8 +38,8 @@ class MemoryDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """`num_pages` to allocate, at most `max_pages`; `num_chunks` by name of transient: into how many slices of
-    rows the operator is divided (a name that is missing: one).
+    """`num_pages` to allocate, at most `max_pages`; `num_chunks` by name of transient: into how many slices
+    of rows the operator is divided (a name that is missing: one).
     """
 
     num_pages: int = 0

@@ -27,16 +27,16 @@ FED_BLOCK_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIN_SLOTS = 1024
 WARM_UP_PASSES = 2
 MAX_CUDA_GRAPHS = 192
-"""Graphs kept at a time. One mode and kind of sampling needs 65 per context length (13 batch sizes, 5 numbers of
-prompt rows), up to 117 with blocks. The memory manager does not count what a graph itself takes (nodes and
+"""Graphs kept at a time. One mode and kind of sampling needs 65 per context length (13 batch sizes, 5 numbers
+of prompt rows), up to 117 with blocks. The memory manager does not count what a graph itself takes (nodes and
 results).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`, and
-    `max_rows` of one sequence: decoding rows. See `Batch` for the rest.
+    """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
+    and `max_rows` of one sequence: decoding rows. See `Batch` for the rest.
     """
 
     mode: int
@@ -67,7 +67,7 @@ class StaticStep:
         """Launch the pass; the result is overwritten by the next pass of the same shape."""
         # Reservations are written before the replay, outside the graph.
         self._step.runner.pool.flush()
-        shape = shape_of(schedule, self._step.decoder)
+        shape = shape_of(schedule, self._step.decoder, self._step.table.max_length)
         columns = self._columns(schedule, shape.num_sequences)
         if not self._captures:
             return self._step(self._batch(shape, to_device(columns, self._device)))
@@ -80,8 +80,8 @@ class StaticStep:
         return graph.result
 
     def clear(self) -> None:
-        """Drop all graphs and their memory, and with them their references to NCCL's communicators, which could
-        not end before.
+        """Drop all graphs and their memory, and with them their references to NCCL's communicators, which
+        could not end before.
         """
         self._graphs.clear()
         if self._captures:
@@ -145,8 +145,8 @@ class _Graph:
     columns: Columns | None = None
 
 
-def shape_of(schedule: Schedule, decoder: Decoder) -> PassShape:
-    """The smallest shape that the pass fits into."""
+def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape:
+    """The smallest shape that the pass fits into; no sequence is longer than `max_length`."""
     policy = decoder.kv_policy
     num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
@@ -159,7 +159,8 @@ def shape_of(schedule: Schedule, decoder: Decoder) -> PassShape:
             num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
         case "none":
             canvases = [decoder.num_rows(schedule.mode, one.max_length) for one in schedule.requests]
-            num_rows, max_rows = _rounded_up(sum(canvases)), _rounded_up(max_rows)
+            num_rows = _rounded_up(sum(canvases))
+            max_rows = min(_rounded_up(max_rows), decoder.num_rows(schedule.mode, max_length))
     return PassShape(
         mode=schedule.mode,
         num_sequences=num_sequences,

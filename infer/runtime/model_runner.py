@@ -180,8 +180,8 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
 
 
 def set_deterministic(model: LoadedModel, value: bool) -> None:
-    """Choose between products whose bits depend on the row alone (True) and the fastest ones. UserError IDLM-0456
-    on a GPU whose products cannot do the former.
+    """Choose between products whose bits depend on the row alone (True) and the fastest ones. UserError
+    IDLM-0456 on a GPU whose products cannot do the former.
     """
     if value and not check_rows_agree(model.device, model.dtype):
         raise UserError(
@@ -238,8 +238,8 @@ def _with_logprobs(
 
 
 def _likeliest(logits_BJV: Tensor, num: int) -> Tensor:
-    """Ids of the `num` largest logits, the lower id first among equal ones. topk promises no order of ties, so it
-    sorts keys without ties: an integer that orders as the fp32 logit does, then the id.
+    """Ids of the `num` largest logits, the lower id first among equal ones. topk promises no order of ties,
+    so it sorts keys without ties: an integer that orders as the fp32 logit does, then the id.
     """
     bits_BJV = (logits_BJV.float() + 0.0).view(torch.int32)  # + 0.0: -0 is 0.
     keys_BJV = (bits_BJV ^ ((bits_BJV >> 31) & 0x7FFFFFFF)).long() << 32

@@ -1,4 +1,4 @@
-"""What a decoder stores in the KV cache, as the few numbers that scheduling and memory planning count with."""
+"""What a decoder stores in the KV cache, as the numbers that scheduling and memory planning count with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KVWritePolicy:
         return 0 if self.kind == "none" else num_known // self.block_size * self.block_size
 
     def num_reusable(self, num_known: int) -> int:
-        """Known tokens whose KV may come from the prefix cache. The last one's group is fed for its logits."""
+        """Known tokens whose KV may come from the prefix cache. The last group is fed for its logits."""
         return self.num_computable(num_known - 1)
 
     def num_slots(self, num_known: int, num_rows: int) -> int:

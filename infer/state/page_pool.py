@@ -152,7 +152,7 @@ class PagePool:
             self.cache.clear()
 
     def check(self) -> None:
-        """Assert the pool equation: every page is free, evictable or held, by the lanes that the books name."""
+        """Assert the pool equation: every page is free, evictable or held by the lanes in the books."""
         held = [page for owned in self._owned for page in owned]
         evictable = set() if self.cache is None else self.cache.evictable
         pages = [*self._free, *evictable, *set(held)]

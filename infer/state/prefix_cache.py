@@ -121,8 +121,8 @@ class PrefixCache:
     def insert(
         self, key: bytes, parent: bytes, token_ids: Sequence[int], page: int, *, is_written: bool
     ) -> None:
-        """Enter a page that some lane holds. `is_written` False: until `mark_written`, it is filled by a pass that
-        is not launched yet.
+        """Enter a page that some lane holds. `is_written` False: until `mark_written`, it is filled by a pass
+        that is not launched yet.
         """
         entry = _Entry(page, key, parent, tuple(token_ids))
         assert len(token_ids) == self.page_size, f"{len(token_ids)=}"

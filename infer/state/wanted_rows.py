@@ -51,14 +51,15 @@ class WantedRows:
         """What `propose` makes of the logits of consecutive slices, joined along the rows: tensors [X, ...].
 
         The memory plan decides the number of slices; `row_bytes`: what `propose` itself allocates for a row.
-        The logits of a slice are freed before those of the next are computed, so `propose` must not keep them.
+        The logits of a slice are freed before those of the next are computed, so `propose` must not keep
+        them.
         """
         num_rows = len(self)
         num_chunks = 1 if self._num_chunks is None else self._num_chunks(num_rows, row_bytes)
-        size = -(-num_rows // num_chunks)
         parts = []
-        for start in range(0, num_rows, size):
-            rows = slice(start, min(start + size, num_rows))
+        for number in range(num_chunks):
+            # Of nearly equal size: products of very few rows are slow, and may sum in another order.
+            rows = slice(number * num_rows // num_chunks, (number + 1) * num_rows // num_chunks)
             parts.append(propose(self._logits_of(self.rows_X[rows]), rows))
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 

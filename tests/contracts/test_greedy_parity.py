@@ -85,7 +85,9 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
-    """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that decode."""
+    """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that
+    decode.
+    """
     prompts = prompts_of([21, 7, 14, 1, 28], vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16)))
     for num_lanes in (1, 5):

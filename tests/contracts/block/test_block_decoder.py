@@ -174,7 +174,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     config = BlockConfig(strategy=name, sub_block_size=2)
     meaning = Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID)
     decoder = BlockDecoder(config, meaning)
-    decoder.allocate(8, 48, dtype=torch.float32, device=device)
+    decoder.allocate(8, 64, 48, dtype=torch.float32, device=device)
     table = SequenceState(8, 64, device)
     ints_B = torch.zeros(num_sequences, dtype=torch.int64, device=device)
     batch = Batch(

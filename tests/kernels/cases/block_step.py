@@ -56,7 +56,7 @@ class Case:
             causality="block", logit_shift=draw.random() < 0.3, block_size=size, mask_token_id=MASK_ID
         )
         self.decoder = BlockDecoder(config, meaning)
-        self.decoder.allocate(NUM_LANES, 1000, dtype=torch.float32, device=self.device)
+        self.decoder.allocate(NUM_LANES, 9 * size, 1000, dtype=torch.float32, device=self.device)
         self.table = SequenceState(NUM_LANES, 9 * size - rng.randint(0, 1), self.device)
         self._fill_lanes()
         self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), draw.randint(1, 7))]

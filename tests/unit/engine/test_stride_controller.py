@@ -45,8 +45,8 @@ def run(
     slowness: float = 1.0,
     mixed: float = 0.0,
 ) -> list[int]:
-    """Modes chosen pass by pass on the simulated machine; the share `disturbed` of the passes takes up to 1.5 times
-    as long, and the share `mixed` reports no time, since prompts share the pass.
+    """Modes chosen pass by pass on the simulated machine; the share `disturbed` of the passes takes up to 1.5
+    times as long, and the share `mixed` reports no time, since prompts share the pass.
     """
     dice, chosen = random.Random(0), []
     for _ in range(num_passes):

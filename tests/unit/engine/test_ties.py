@@ -1,6 +1,7 @@
 """Exact ties have one order on every device: lower token ids, left places, lower slots, lower experts first.
 
-tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order: tests/margins.py keeps tests away.
+tests/gpu/block/test_ties_gpu.py runs the same on a GPU. Near ties have no order: tests/margins.py keeps tests
+away.
 """
 
 from __future__ import annotations
