@@ -165,7 +165,8 @@ def _num_chunks(
 ) -> int:
     """Slices of `num_rows` wanted rows, each of which takes `row_bytes` beside its logits."""
     logits = Transient(row_bytes=logits_bytes + row_bytes, num_rows=num_rows)
-    return memory.plan(MemoryDemand(device=device, transients={LOGITS: logits})).num_chunks.get(LOGITS, 1)
+    plan = memory.plan(MemoryDemand(device=device, transients={LOGITS: logits}))
+    return min(num_rows, plan.num_chunks.get(LOGITS, 1))
 
 
 def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:

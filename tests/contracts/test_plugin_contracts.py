@@ -285,6 +285,6 @@ def test_slices_of_wanted_rows_join_to_all_of_them(num_chunks: int) -> None:
     logits_XV, joined_X = wanted.proposals(propose)
     assert torch.equal(joined_X, rows_X)
     assert max(sizes) == -(-50 // num_chunks)
-    torch.testing.assert_close(logits_XV, wanted.logits(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits_XV, wanted.logits(), atol=1e-4, rtol=0)
     if num_chunks <= 3:
         assert torch.equal(logits_XV, wanted.logits())
