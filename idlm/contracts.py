@@ -1,9 +1,6 @@
-"""Plain data that crosses module borders: what a caller asks for, what a pass is fed, what comes back.
+"""What a caller of the engine gives and gets: sampling settings, completions, log-probabilities.
 
-Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
-J tokens a pass can emit for one sequence, W places of a block.
-
-This file imports neither torch nor numpy, for the command lines import it before they load a model.
+This file imports neither torch nor numpy: the command lines import it before they load a model.
 """
 
 from __future__ import annotations
