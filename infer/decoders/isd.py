@@ -113,7 +113,7 @@ class IsdDecoder(Decoder):
         if self.stride > semantics.stride:
             warnings.warn(
                 f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained "
-                "for: the output law is the same, but few of the further drafts will be accepted",
+                "for: the output distribution is the same, but few of the further drafts will be accepted",
                 stacklevel=3,
             )
 
