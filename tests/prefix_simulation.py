@@ -1,9 +1,9 @@
 """The scheduler with its pages and prefix cache on a device of plain Python that checks every read and write.
 
 A slot of the simulated memory holds the very text whose KV a real one would hold. A pass writes its rows,
-then reads all slots before them: whoever finds other text than its own, and whoever writes where it is not
-alone, is caught on the spot. Results come back late, drafts are accepted by dice, requests stop, are aborted
-and fail.
+then reads all slots before them: a sequence that finds other text than its own, or writes into a slot that
+it shares, is caught at once. Results come back late, drafts are accepted at random, requests stop, are
+aborted and fail.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Simulation:
         self.scheduler.retire(request)
 
     def fail(self) -> None:
-        """A pass has failed: nobody knows what is in the memory."""
+        """A pass has failed: the contents of the memory are unknown."""
         self.inflight.clear()
         self.memory = [("lost", slot) for slot in range(len(self.memory))]
         self.scheduler.requeue_all()

@@ -1,4 +1,6 @@
-"""Ranks share the experts of a model: the greedy answers of one rank, and nobody reads another's experts."""
+"""Ranks share the experts of a model: the greedy answers are those of one rank, and no rank reads another's
+experts.
+"""
 
 from __future__ import annotations
 

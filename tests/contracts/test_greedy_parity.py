@@ -28,13 +28,30 @@ from tests.contracts.engines import (
 from tests.toy import ARCHITECTURES
 
 STRIDES = (2, 3, 4, 8)
-MAX_PROMPT_ROWS = 12
+MAX_BATCHED_TOKENS = 12
 
 
 def _lengths(stride: int) -> list[int]:
     """One token; exactly 2N-1 and its neighbours; chunked prompts, with a last chunk of exactly 2N-1 rows."""
     width = 2 * stride - 1
-    return [1, width, 2 * stride, width - 1, 30, 1 + MAX_PROMPT_ROWS + width, 2, 5, 17, 3, 9, 4, 25, 7, 1, 11]
+    return [
+        1,
+        width,
+        2 * stride,
+        width - 1,
+        30,
+        1 + MAX_BATCHED_TOKENS + width,
+        2,
+        5,
+        17,
+        3,
+        9,
+        4,
+        25,
+        7,
+        1,
+        11,
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _spoil(engine: Engine, token_id: int) -> None:
-    """Whoever sees the token has no finite logits from then on."""
+    """Every sequence that sees the token has no finite logits from then on."""
     engine._parts.model.trunk.embed.data[token_id] = torch.inf
 
 

@@ -1,4 +1,4 @@
-"""Answers are the same with the prefix cache and without, whoever shares what with whom.
+"""Answers are the same with the prefix cache and without, whichever sequences share pages.
 
 The pages under it are tested without a model in tests/unit/engine/test_prefix_cache.py.
 """

@@ -55,7 +55,7 @@ def test_answers_are_those_of_exact_shapes_read_at_once(
     assert_idle(engine)
     if not options.get("adaptive") and "max_num_seqs" not in way:
         for mine, other in zip(found, expected, strict=True):
-            assert mine.num_forwards == other.num_forwards, "a pass behind the end is nobody's"
+            assert mine.num_forwards == other.num_forwards, "a pass after the end does not count"
             assert mine.tested_by_position == other.tested_by_position
 
 
@@ -90,7 +90,7 @@ def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: P
 def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wide pass may emit beyond the end; nobody knows yet, and the next passes are of stride 1."""
+    """A wide pass may emit beyond the end, which the host learns later; the next passes are of stride 1."""
     forward, num_beyond = Runner.forward, 0
 
     def checked(runner: Runner, plan: StepPlan) -> WantedRows:

@@ -261,7 +261,7 @@ def test_rank_0_is_freed_only_when_it_does_not_notice_a_loss_itself(
     with group_of_threads(2) as group:
         is_free = threading.Event()
         group.free_when_stuck(is_free.set)
-        assert not is_free.wait(0.1), "nobody is gone"
+        assert not is_free.wait(0.1), "no rank is gone"
         # An order that no rank knows ends its thread, and with it the channel.
         group.broadcast({"engine": 9, "do": "digest"})
         if is_noticed:

@@ -118,7 +118,7 @@ def test_thousands_with_aborts_leak_nothing(toys: dict[bool, Path], shifted: boo
 
 
 def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]:
-    """One more arrives with every pass, until all have; nobody is at the step of another for long."""
+    """One request arrives with every pass, so that sequences are rarely at the same step."""
     found, waiting = {}, list(reversed(arrivals))
     while waiting or engine.has_work:
         if waiting:

@@ -284,7 +284,7 @@ def test_own_names_do_not_get_in_the_way_of_given_ones(engine: Engine) -> None:
 
 
 def test_streams_side_by_side_leave_nothing_when_one_is_closed(engine: Engine) -> None:
-    """What came back for the closed one while the other was read is nobody's."""
+    """Events of the closed one that arrive while the other is read are dropped."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     [expected] = engine.generate([[1, 2, 3]], params)
     read, closed = engine.stream([1, 2, 3], params), engine.stream([1, 2, 4], params)

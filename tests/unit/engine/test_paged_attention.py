@@ -1,4 +1,4 @@
-"""The torch op against its row-by-row reference, with every slot that nobody may read filled with NaN."""
+"""The torch op against its row-by-row reference, with NaN in every slot that must not be read."""
 
 from __future__ import annotations
 
