@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class PrefixCacheCounts:
-    """Counts since the engine was built. `num_tokens`: known tokens looked up for sequences that were admitted
-    or resumed; `num_hit_tokens`: those whose KV was found. `num_copied`: partly equal pages, copied.
+    """Counts since the engine was built. `num_tokens`: known tokens looked up for sequences that were
+    admitted or resumed; `num_hit_tokens`: those whose KV was found. `num_copied`: partly equal pages, copied.
     """
 
     num_lookups: int = 0

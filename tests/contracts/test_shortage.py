@@ -75,7 +75,7 @@ def _drain(engine: Engine, shortage: Shortage | None = None) -> dict[str, Comple
 
 
 def _check_survivors(found: dict[str, Completion], expected: dict[str, Completion]) -> list[Completion]:
-    """Requests that did not fail have the answers of an engine with enough memory; returns the failed ones."""
+    """Requests that did not fail have the answers of an engine with enough memory; returns the others."""
     assert found.keys() == expected.keys()
     failed = []
     for name, answer in found.items():
