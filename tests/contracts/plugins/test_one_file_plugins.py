@@ -15,7 +15,7 @@ from idlm.registry import Registry
 from idlm.tasks import TASKS
 from idlm.train.data.base import SOURCES
 from idlm.train.objectives.base import OBJECTIVES
-from tests.contracts.plugins import plugged_in
+from tests.contracts.plugins.plugged_in import plugged_in
 
 KINDS: dict[str, tuple[Registry[Any], str]] = {
     "decoder": (

@@ -25,7 +25,7 @@ from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import philox
 from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
-from tests.contracts.plugins import plugged_in
+from tests.contracts.plugins.plugged_in import plugged_in
 from tests.margins import DRAW_MARGIN, assert_apart, assert_gap
 from tests.toy import write_toy_checkpoint
 
