@@ -267,29 +267,40 @@ def _pool(
     memory: MemoryManager,
 ) -> PagePool:
     """As many pages as the memory manager decides; accelerators allocate the state of their lanes before."""
-    spec, max_slots = model.local, _max_slots(settings, decoder)
-    num_buffers = 2 * KV_STORES[decoder.kv_policy.kind].num_buffers(spec.num_layers)
-    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
-    assert settings.max_length is not None
-    logits = Transient(
-        row_bytes=spec.vocab_size * model.dtype.itemsize,
-        num_rows=settings.max_num_seqs * max_rows(decoder, settings.max_length),
-    )
-    demand = MemoryDemand(
-        device=model.device,
-        page_bytes=slot_bytes * settings.slots_per_page + stack.allocate(),
-        max_pages=-(-max_slots // settings.slots_per_page) * settings.max_num_seqs,
-        transients={LOGITS: logits},
-    )
+    demand = _memory_demand(settings, model, decoder, accelerator_bytes=stack.allocate())
     if settings.num_pages is not None:
         check_memory(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
     return PagePool(
         num_pages=settings.num_pages or shards.least(memory.plan(demand).num_pages),
         page_size=settings.slots_per_page,
         num_lanes=_num_lanes(settings),
-        max_slots=max_slots,
+        max_slots=_max_slots(settings, decoder),
         device=model.device,
         cache=_prefix_cache(settings, model, decoder.kv_policy),
+    )
+
+
+def _memory_demand(
+    settings: EngineSettings, model: LoadedModel, decoder: Decoder, *, accelerator_bytes: int
+) -> MemoryDemand:
+    """KV pages that full lanes could use, and the logits of the largest pass. `accelerator_bytes`: what
+    accelerators keep of each page.
+    """
+    assert settings.max_length is not None
+    spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
+    num_buffers = 2 * KV_STORES[policy.kind].num_buffers(spec.num_layers)
+    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
+    num_rows = max_rows(decoder, settings.max_length)
+    most_rows = policy.max_rows(settings.max_num_seqs, num_rows, budget=settings.max_num_batched_tokens)
+    max_pages = -(-_max_slots(settings, decoder) // page_size) * settings.max_num_seqs
+    if policy.kind == "none":
+        # Canvases of one pass, each of which may leave part of a page unused.
+        max_pages = min(max_pages, -(-most_rows // page_size) + settings.max_num_seqs)
+    return MemoryDemand(
+        device=model.device,
+        page_bytes=slot_bytes * page_size + accelerator_bytes,
+        max_pages=max_pages,
+        transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
     )
 
 

@@ -53,6 +53,13 @@ class KVWritePolicy:
         """
         return num_rows if self.kind == "none" else max(0, num_feed - self.block_size)
 
+    def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
+        """Decoding rows of a pass at most, if a sequence has at most `num_rows`. A canvas is fed whole as
+        soon as some of the `budget` is left.
+        """
+        most = num_sequences * num_rows
+        return min(most, budget + num_rows) if self.kind == "none" else most
+
     def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
         """Tokens that are certainly stored after a decoding pass which found `num_before` known tokens,
         `num_computed` of them stored, and left `num_known` known ones.

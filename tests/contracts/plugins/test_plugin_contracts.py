@@ -225,13 +225,15 @@ def test_a_preempted_canvas_is_resumed(checkpoint: Path, expected: list[tuple[in
 
 def test_a_canvas_takes_one_layer_and_its_own_rows(checkpoint: Path) -> None:
     """The pool counts rows of canvases; no prefix cache, and the ordinary page size."""
-    engine = build_engine(checkpoint, None, page_size=None, max_num_seqs=2, max_length=64)
+    engine = _engine(checkpoint, page_size=None, max_num_seqs=2, max_length=64)
     cache = engine._parts.runner._cache
     assert isinstance(cache, CanvasCache)
     assert engine._parts.model.spec.num_layers == 2
     assert cache.keys.shape[:2] == (1, engine.pool.num_pages * 16)
     assert engine.pool.cache is None
     assert engine.pool.num_pages == 2 * 64 // 16
+    few_rows = _engine(checkpoint, page_size=None, max_num_seqs=8, max_length=64, max_num_batched_tokens=32)
+    assert few_rows.pool.num_pages == (32 + 64) // 16 + 8
     engine.add_request("one", PROMPTS[1], SamplingParams(max_tokens=20))
     engine.step()
     assert engine.pool.num_pages - engine.pool.num_free == 2
