@@ -228,27 +228,27 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
             engine.generate([[1, 2, 3]], greedy(max_tokens=10))
 
 
-def test_graphs_are_given_up_before_the_ranks_are_ended(
+def test_graphs_are_dropped_before_the_ranks_end(
     foreseeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL ends no communicator that a graph holds."""
+    """NCCL cannot end a communicator that a graph holds."""
     said: list[str] = []
-    forget, close = StaticStep.forget, Channel.close
+    clear, close = StaticStep.clear, Channel.close
 
-    def forgetting(step: StaticStep) -> None:
-        said.append("forget")
-        forget(step)
+    def clearing(step: StaticStep) -> None:
+        said.append("clear")
+        clear(step)
 
     def closing(channel: Channel) -> None:
         said.append("close")
         close(channel)
 
-    monkeypatch.setattr(StaticStep, "clear", forgetting)
+    monkeypatch.setattr(StaticStep, "clear", clearing)
     monkeypatch.setattr(Channel, "close", closing)
     with group_of_threads(2) as group:
         kept = [group_engine(group, foreseeing, "ar", graphs="on") for _ in range(2)]
         group.close()
-        assert said[:3] == ["forget", "forget", "close"]
+        assert said[:3] == ["clear", "clear", "close"]
         assert kept
 
 
