@@ -16,14 +16,14 @@ from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.cli.prompts import check_text
-from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows
+from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.eos import eos_ids
-from idlm.infer.memory.base import LOGITS, MEMORY_MANAGERS, MemoryDemand, MemoryManager, Transient
+from idlm.infer.memory.base import MEMORY_MANAGERS, MemoryManager
 from idlm.infer.models import fp8
 from idlm.infer.models.loader import DTYPES, LoadedModel, load_outline, read_outline
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.memory_check import check_memory, translate_memory_errors
+from idlm.infer.runtime.memory_check import check_memory, memory_demand, translate_memory_errors
 from idlm.infer.runtime.model_runner import EagerStep, Runner, Step, StepResult, head_shape, set_deterministic
 from idlm.infer.runtime.stride_controller import FixedPace, Pace, StrideController
 from idlm.infer.scheduler import Scheduler
@@ -197,11 +197,7 @@ def _assemble(
         ),
         stride_controller=FixedPace()
         if len(decoder.modes) == 1
-        else StrideController(
-            decoder.modes,
-            tuple(decoder.num_rows(mode, max_length) for mode in range(len(decoder.modes))),
-            decoder.tokens_per_forward,
-        ),
+        else StrideController(decoder.modes, rows_by_mode(decoder, max_length), decoder.tokens_per_forward),
         runner=runner,
         stack=stack,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
@@ -267,7 +263,7 @@ def _pool(
     memory: MemoryManager,
 ) -> PagePool:
     """As many pages as the memory manager decides; accelerators allocate the state of their lanes before."""
-    demand = _memory_demand(settings, model, decoder, accelerator_bytes=stack.allocate())
+    demand = memory_demand(settings, model, decoder, _kv_dtype(settings, model), stack.allocate())
     if settings.num_pages is not None:
         check_memory(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
     return PagePool(
@@ -277,30 +273,6 @@ def _pool(
         max_slots=_max_slots(settings, decoder),
         device=model.device,
         cache=_prefix_cache(settings, model, decoder.kv_policy),
-    )
-
-
-def _memory_demand(
-    settings: EngineSettings, model: LoadedModel, decoder: Decoder, *, accelerator_bytes: int
-) -> MemoryDemand:
-    """KV pages that full lanes could use, and the logits of the largest pass. `accelerator_bytes`: what
-    accelerators keep of each page.
-    """
-    assert settings.max_length is not None
-    spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
-    num_buffers = 2 * KV_STORES[policy.kind].num_buffers(spec.num_layers)
-    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
-    num_rows = max_rows(decoder, settings.max_length)
-    most_rows = policy.max_rows(settings.max_num_seqs, num_rows, budget=settings.max_num_batched_tokens)
-    max_pages = -(-_max_slots(settings, decoder) // page_size) * settings.max_num_seqs
-    if policy.kind == "none":
-        # Canvases of one pass, each of which may leave part of a page unused.
-        max_pages = min(max_pages, -(-most_rows // page_size) + settings.max_num_seqs)
-    return MemoryDemand(
-        device=model.device,
-        page_bytes=slot_bytes * page_size + accelerator_bytes,
-        max_pages=max_pages,
-        transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
     )
 
 
@@ -362,9 +334,7 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
 
 def _prefix_cache(settings: EngineSettings, model: LoadedModel, policy: KVWritePolicy) -> PrefixCache | None:
     """A new index for every engine: within it, everything that KV depends on beside the tokens is the same.
-
-    Also None if nothing is stored for later, or a page ends inside a block: its KV depends on tokens after
-    the page (`_page_size` warns).
+    Also None if nothing is stored, or pages end inside a block: their KV depends on later tokens.
     """
     if not settings.prefix_cache or policy.kind == "none" or settings.slots_per_page % policy.block_size:
         return None

@@ -133,9 +133,14 @@ def choose_decoder(name: str | None, semantics: Semantics) -> type[Decoder]:
     return DECODERS.get(name or default)
 
 
+def rows_by_mode(decoder: Decoder, max_length: int) -> tuple[int, ...]:
+    """Decoding rows of a sequence of at most `max_length` tokens, in each mode."""
+    return tuple(decoder.num_rows(mode, max_length) for mode in range(len(decoder.modes)))
+
+
 def max_rows(decoder: Decoder, max_length: int) -> int:
-    """Decoding rows of a sequence of at most `max_length` tokens, in the widest mode."""
-    return max(decoder.num_rows(mode, max_length) for mode in range(len(decoder.modes)))
+    """Decoding rows of such a sequence in the widest mode."""
+    return max(rows_by_mode(decoder, max_length))
 
 
 def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:

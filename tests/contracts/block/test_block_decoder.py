@@ -201,13 +201,12 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     )
     assert decoder._strategy.choose(masks).shape == masks.is_maskable_BW.shape
     with pytest.MonkeyPatch.context() as patch:
-        # Plain laws may look: on a GPU they are kernels.
         patch.setattr(SequenceState, "probs", lambda *_, **__: None)
         patch.setattr(block, "judged_draws", lambda _, drawn, *__, **___: (drawn.long(), drawn))
         patch.setattr(block, "nonfinite", lambda _, rows_BW: rows_BW.amax(-1))
         patch.setattr(block, "entropy", lambda _: torch.zeros(num_sequences * SIZE, device=device))
-        logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
-        outcome = decoder.advance(table, batch, plan, wanted_of(logits_XV))
+        wanted = wanted_of(torch.zeros(num_sequences * SIZE, 48, device=device))
+        outcome = decoder.advance(table, batch, plan, wanted)
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 

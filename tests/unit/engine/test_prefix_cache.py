@@ -1,5 +1,4 @@
-"""The prefix cache and the pages under it: keys, eviction, sharing, and the scheduler on a simulated device.
-
+"""The prefix cache and its pages: keys, eviction, sharing, and the scheduler on a simulated device.
 More worlds: `.venv/bin/python -m pytest tests/unit/engine/test_prefix_cache.py -m "slow or not slow"`
 """
 
@@ -14,9 +13,8 @@ import torch
 
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
-from idlm.infer.state import kv_cache
 from idlm.infer.state.batch import Schedule
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state import kv_cache
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
@@ -183,7 +181,7 @@ def test_pages_are_copied_in_all_layers_and_no_other_is_touched(
 ) -> None:
     """Also where a page that was copied is written by a later copy."""
     monkeypatch.setattr(kv_cache, "MAX_PAGES_PER_COPY", at_once)
-    cache = KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
+    cache = kv_cache.KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
     for slots in (cache.keys, cache.values):
         slots.copy_(torch.randn(slots.shape))
     before = [slots.float().clone().view(3, 5, -1) for slots in (cache.keys, cache.values)]
