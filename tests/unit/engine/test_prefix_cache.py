@@ -13,8 +13,8 @@ import torch
 
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
-from idlm.infer.state.batch import Schedule
 from idlm.infer.state import kv_cache
+from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
