@@ -31,7 +31,7 @@ from idlm.semantics import Semantics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrideMode:
-    """What a pass tries for every sequence: at most `stride` tokens, by a strategy that the decoder names."""
+    """One way to lay out a pass: at most `stride` tokens for every sequence, by a strategy of the decoder."""
 
     stride: int
     strategy: str

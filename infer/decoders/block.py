@@ -285,7 +285,7 @@ class BlockDecoder(Decoder):
         )
 
     def _places(self, known_B: Tensor, plan: BlockPlan) -> _Places:
-        """What this pass may do at each position."""
+        """The positions that this pass may change, and why not the others."""
         assert plan.active is not None
         place_W = torch.arange(self.shape.size, device=known_B.device)
         fixed_BW = place_W < (known_B % self.shape.size)[:, None]

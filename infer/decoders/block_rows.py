@@ -91,7 +91,7 @@ def _pack(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """What the pass feeds of each sequence; `cu_rows_B1`: where."""
+    """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on."""
 
     known_B: Tensor
     feed_B: Tensor

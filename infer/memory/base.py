@@ -24,7 +24,8 @@ class Transient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
-    """What is wanted: at build time the KV pages and the largest transients, for a pass its transients alone.
+    """The sizes wanted: at build time the KV pages and the largest transients, for a pass its transients
+    alone.
 
     `page_bytes`: of one page over all KV buffers. `max_pages`: pages that full lanes could use. `transients`
     by name of operator.

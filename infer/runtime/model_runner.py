@@ -34,7 +34,7 @@ from idlm.kernels.step_rows import map_slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the host reads of a pass, still on the device.
+    """The result of a pass that the host reads, still on the device.
 
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, the numbers of emitted tokens, accepted drafts and
     tested drafts, then the token ids. With logprobs (else None): those of the emitted tokens, and ids and
@@ -138,7 +138,7 @@ class Runner:
         )
 
     def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
-        """What exact attention of the plan's rows needs in all layers."""
+        """The attention plan of exact attention, which all layers share."""
         page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -208,7 +208,7 @@ class PagedKV:
         return self.cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and values [K]."""
+        """Scales [K] of keys and values."""
         return self.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> None:

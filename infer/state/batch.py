@@ -1,5 +1,5 @@
-"""What one forward pass is about, as plain data: the host's schedule, the decoders' batch, the rows that are
-fed, and the outcome.
+"""One forward pass as plain data: the host's schedule, the decoders' batch, the rows that are fed, and the
+outcome.
 
 Shapes: B sequences of the pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
 J tokens that a pass can emit for one sequence, W positions of a block.
@@ -166,7 +166,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
+    """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
 
     `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them were
     accepted. Wanted row first_logit_B[b] + j predicted token j of sequence b, if the decoder reports

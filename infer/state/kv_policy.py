@@ -36,7 +36,7 @@ class KVWritePolicy:
         return int(self.kind == "append")
 
     def num_computable(self, num_known: int) -> int:
-        """Of `num_known` tokens those that are stored before a pass decodes, or by it."""
+        """How many of `num_known` tokens are stored before a pass decodes, or by it."""
         return 0 if self.kind == "none" else num_known // self.block_size * self.block_size
 
     def num_reusable(self, num_known: int) -> int:

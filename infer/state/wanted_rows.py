@@ -48,11 +48,10 @@ class WantedRows:
         return self._logits_XV
 
     def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
-        """What `propose` makes of the logits of consecutive slices, joined along the rows: tensors [X, ...].
+        """Apply `propose` to the logits of consecutive slices; returns its tensors joined to [X, ...].
 
         The memory plan decides the number of slices; `row_bytes`: what `propose` itself allocates for a row.
-        The logits of a slice are freed before those of the next are computed, so `propose` must not keep
-        them.
+        The logits of a slice are freed before those of the next are computed: `propose` must not keep them.
         """
         num_rows = len(self)
         num_chunks = 1 if self._num_chunks is None else self._num_chunks(num_rows, row_bytes)
