@@ -228,9 +228,7 @@ def test_ranks_that_disagree_are_noticed(foreseeing: Path, monkeypatch: pytest.M
             engine.generate([[1, 2, 3]], greedy(max_tokens=10))
 
 
-def test_graphs_are_dropped_before_the_ranks_end(
-    foreseeing: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_dropped_before_the_ranks_end(foreseeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL cannot end a communicator that a graph holds."""
     said: list[str] = []
     clear, close = StaticStep.clear, Channel.close
