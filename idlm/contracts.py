@@ -1,21 +1,15 @@
-"""Plain data that crosses module borders: sampling settings, what a step is fed, and what it returns.
+"""What a caller of the engine gives and gets: sampling settings, completions, log-probabilities.
 
-Shapes: B sequences of this pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
-J tokens that a pass can emit for one sequence, W positions of a block.
-
-This file imports neither torch nor numpy, because command lines import it before they load a model.
+This file imports neither torch nor numpy: the command lines import it before they load a model.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from idlm.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGEST_NUMBER = sys.float_info.max
 MAX_SAMPLES = 1 << 16
@@ -178,75 +172,3 @@ class Completion:
         """Share of the tested drafts that were accepted; None if none was tested."""
         tested = sum(self.tested_by_position)
         return sum(self.accepted_by_position) / tested if tested else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActiveBlocks:
-    """The block of `size` slots that each sequence decodes, from slot `starts_B` on.
-
-    All slots before it are final or become final in this pass. Rows at or after that slot belong to the
-    block; a pass may feed none, some or all of them. `is_maskable_BW` (bool) marks the masks that this pass
-    may decide, provided their wanted rows have logits. `num_passes_B` earlier passes have decided part of the
-    block, of the `num_steps_B` that its quota allows; some strategies need fewer.
-    """
-
-    starts_B: Tensor
-    is_maskable_BW: Tensor
-    num_passes_B: Tensor
-    num_steps_B: Tensor
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """The input of ONE forward pass over all sequences of a batch, as plain data.
-
-    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]. Row r feeds token `token_ids_R[r]` at rotary
-    position `positions_R[r]`, stores its key and value in logical KV slot `slots_R[r]` of its sequence, and
-    sees the slots [0, limits_R[r]) and [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block, tree
-    and branch alike. `is_mask_R` (bool) marks the MASK rows, to which a gated adapter applies; ids cannot
-    tell, because text may hold the mask's id. None: there are no MASK rows. Logits are wanted for
-    `logit_rows_X` only: W rows per sequence, from `first_logit_B[b]` on; a sequence that feeds fewer repeats
-    its last. `samples_B` (bool): the sequence decodes in this pass; the wanted rows of the others are
-    ignored. Rows from cu_rows_B1[-1] on are padding, whose KV is not stored. `advances_B` (bool): its fed
-    tokens become computed ones; False for a sequence that has reached its largest length. All other tensors
-    are int64; all are on the engine's device. `max_rows` and `max_slots` are upper bounds known to the host.
-    `active`: for block diffusion only. `has_logits_X` (bool) comes with the logits: False for a wanted row
-    that an accelerator dropped, whose logits are meaningless; None: no row was dropped.
-    """
-
-    lanes_B: Tensor
-    cu_rows_B1: Tensor
-    sequence_R: Tensor
-    token_ids_R: Tensor
-    positions_R: Tensor
-    slots_R: Tensor
-    limits_R: Tensor
-    branch_starts_R: Tensor
-    is_mask_R: Tensor | None
-    logit_rows_X: Tensor
-    first_logit_B: Tensor
-    num_feed_B: Tensor
-    samples_B: Tensor
-    advances_B: Tensor
-    max_rows: int
-    max_slots: int
-    active: ActiveBlocks | None = None
-    has_logits_X: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """The tokens that one pass committed. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
-
-    `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them
-    accepted. Token j of sequence b was predicted by wanted row first_logit_B[b] + j. `nonfinite_B` (int64) is
-    1 if tokens were drawn from non-finite logits (`kernels.sampling.nonfinite`) and so are meaningless;
-    larger if only the logits of the next drafts are non-finite: then nothing can follow the tokens.
-    """
-
-    token_ids_BJ: Tensor
-    num_emitted_B: Tensor
-    num_accepted_B: Tensor
-    num_tested_B: Tensor
-    nonfinite_B: Tensor

@@ -58,7 +58,10 @@ class Admission:
         """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it."""
         context, page_size = self._check_length(request_id, len(prompt_ids)), self._parts.pool.page_size
         longest = min(context, len(prompt_ids) + params.max_tokens)
-        needed, pool = self._parts.scheduler.slots_needed(longest), self._parts.pool.num_pages * page_size
+        needed, pool = (
+            self._parts.scheduler.slots_needed(longest, longest),
+            self._parts.pool.num_pages * page_size,
+        )
         if needed > pool:
             raise UserError(
                 "IDLM-0413",

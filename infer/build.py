@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +15,24 @@ import torch
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
-from idlm.infer.decoders.base import DECODERS, Decoder, default_decoder
+from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.eos import eos_ids
-from idlm.infer.memory.base import MEMORY_MANAGERS, KVDemand
+from idlm.infer.memory.base import MEMORY_MANAGERS, MemoryManager
 from idlm.infer.models import fp8
-from idlm.infer.models.loader import LoadedModel, load_model
+from idlm.infer.models.loader import LoadedModel, Outline, load_outline, read_outline
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.memory_check import check_memory, translate_memory_errors
-from idlm.infer.runtime.model_runner import Runner, head_shape, set_deterministic
-from idlm.infer.runtime.step import EagerStep, Step, StepResult
+from idlm.infer.runtime.memory_check import check_memory, memory_demand, translate_memory_errors
+from idlm.infer.runtime.model_runner import EagerStep, Runner, Step, StepResult, head_shape, set_deterministic
 from idlm.infer.runtime.stride_controller import StrideController
-from idlm.infer.scheduler import Schedule, Scheduler
+from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import NO_ACCELERATORS, AcceleratorStack, stack_of
-from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.batch import Schedule
+from idlm.infer.state.kv_cache import KV_STORES
+from idlm.infer.state.kv_policy import KVWritePolicy
+from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.stop_strings import IncrementalDetokenizer
@@ -100,27 +103,28 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     """
     path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
-    model = _load(path, settings, device, shards)
-    chosen = DECODERS.get(options.decoder or default_decoder(model.semantics))
+    fp8.check_device(device, is_wanted=settings.is_lossy)
+    # What the checkpoint's small files refuse is refused before weights are read.
+    outline = read_outline(
+        path, dtype=settings.dtype, mask_token_id=settings.mask_token_id, base=settings.base, shards=shards
+    )
+    chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
-    decoder = chosen(config, model.semantics)
-    _check_mask_row(model, decoder)
+    decoder = chosen(config, outline.semantics)
+    model = _load(outline, settings, device, shards)
     tokenizer = None if shards.rank else _tokenizer(path, model)
     settings = dataclasses.replace(
         settings,
         max_length=_max_length(settings, model),
         page_size=_page_size(settings, decoder.kv_policy.block_size),
     )
+    _check_mask_row(settings, model, decoder)
     stack = _stack(settings, model, decoder, dataclasses.asdict(config), options.accelerators)
     return _assemble(settings, model, tokenizer, decoder, eos_ids(model, tokenizer), shards, stack)
 
 
-def _load(path: Path, settings: EngineSettings, device: torch.device, shards: Shards) -> LoadedModel:
-    fp8.check_device(device, is_wanted=settings.is_lossy)
-    mask_token_id, base = settings.mask_token_id, settings.base
-    model = load_model(
-        path, device=device, dtype=settings.dtype, mask_token_id=mask_token_id, base=base, shards=shards
-    )
+def _load(outline: Outline, settings: EngineSettings, device: torch.device, shards: Shards) -> LoadedModel:
+    model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
     return model
@@ -134,10 +138,11 @@ def _tokenizer(path: Path, model: LoadedModel) -> Any:
     return tokenizer
 
 
-def _check_mask_row(model: LoadedModel, decoder: Decoder) -> None:
+def _check_mask_row(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> None:
     """Raise UserError IDLM-0606 if the embedding of MASK is not finite: attention would spread it."""
     mask_token_id = model.semantics.mask_token_id
-    if mask_token_id is None or max(decoder.widths) == 1:
+    assert settings.max_length is not None
+    if mask_token_id is None or max_rows(decoder, settings.max_length) == 1:
         return
     row_D = model.trunk.embed[mask_token_id] if model.trunk.mask_row is None else model.trunk.mask_row
     if not bool(row_D.isfinite().all()):
@@ -158,14 +163,15 @@ def _assemble(
     stack: AcceleratorStack = NO_ACCELERATORS,
 ) -> EngineParts:
     assert settings.max_length is not None
-    device, dtype = model.trunk.embed.device, model.trunk.embed.dtype
+    device, dtype, max_length = model.trunk.embed.device, model.trunk.embed.dtype, settings.max_length
     num_lanes, kv_dtype = _num_lanes(settings), _kv_dtype(settings, model)
     _check_lanes(settings, decoder, device)
     with translate_memory_errors(device):
-        decoder.allocate(num_lanes, model.spec.vocab_size, dtype=dtype, device=device)
-        pool = _pool(settings, model, decoder, stack, shards)
+        decoder.allocate(num_lanes, max_length, model.spec.vocab_size, dtype=dtype, device=device)
+        memory = MEMORY_MANAGERS.get(settings.memory)()
+        pool = _pool(settings, model, decoder, stack, shards, memory)
         stack.allocate_pages(pool.num_pages)
-        cache = KVCache(
+        cache = KV_STORES[decoder.kv_policy.kind](
             (
                 model.spec.num_layers,
                 pool.num_pages * pool.page_size,
@@ -176,11 +182,11 @@ def _assemble(
             device=device,
             scales=None if kv_dtype == dtype else model.kv_scales,
         )
-        table = SequenceState(num_lanes, settings.max_length, device)
+        table = SequenceState(num_lanes, max_length, device)
     attention = _attention(settings, model, kv_dtype)
     settings = _resolve_graphs(settings, attention, model, stack.eager)
     set_deterministic(model, settings.deterministic)
-    runner = Runner(model, cache, pool, attention=attention, stack=stack)
+    runner = Runner(model, cache, pool, attention=attention, stack=stack, memory=memory)
     return EngineParts(
         settings=settings,
         model=model,
@@ -193,11 +199,13 @@ def _assemble(
             pool,
             num_lanes=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_width=max(decoder.widths),
+            num_rows=functools.partial(max_rows, decoder),
             max_emitted=max(mode.stride for mode in decoder.modes),
             kv_policy=decoder.kv_policy,
         ),
-        stride_controller=StrideController(decoder.modes, decoder.widths) if len(decoder.modes) > 1 else None,
+        stride_controller=None
+        if len(decoder.modes) == 1
+        else StrideController(decoder.modes, rows_by_mode(decoder, max_length), decoder.tokens_per_forward),
         runner=runner,
         stack=stack,
         step=_step(settings, Step(decoder=decoder, table=table, runner=runner)),
@@ -224,7 +232,7 @@ def _kv_dtype(settings: EngineSettings, model: LoadedModel) -> torch.dtype:
 
 def _max_slots(settings: EngineSettings, decoder: Decoder) -> int:
     assert settings.max_length is not None
-    return decoder.kv_policy.num_slots(settings.max_length, max(decoder.widths))
+    return decoder.kv_policy.num_slots(settings.max_length, max_rows(decoder, settings.max_length))
 
 
 def _stack(
@@ -239,7 +247,7 @@ def _stack(
     spec = EngineSpec(
         decoder=decoder.name,
         decoder_options=options,
-        block_size=None if kv_policy.num_lookahead_tokens else kv_policy.block_size,
+        block_size=kv_policy.block_size if kv_policy.kind == "block" else None,
         is_shifted=model.semantics.logit_shift,
         num_layers=local.num_layers,
         num_heads=local.num_heads,
@@ -259,26 +267,24 @@ def _stack(
 
 
 def _pool(
-    settings: EngineSettings, model: LoadedModel, decoder: Decoder, stack: AcceleratorStack, shards: Shards
+    settings: EngineSettings,
+    model: LoadedModel,
+    decoder: Decoder,
+    stack: AcceleratorStack,
+    shards: Shards,
+    memory: MemoryManager,
 ) -> PagePool:
     """The pool of KV pages; the memory manager decides how many, after accelerators allocated their state."""
-    spec, max_slots = model.local, _max_slots(settings, decoder)
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _kv_dtype(settings, model).itemsize
-    demand = KVDemand(
-        page_bytes=kv_bytes * settings.slots_per_page + stack.allocate(),
-        max_pages=-(-max_slots // settings.slots_per_page) * settings.max_num_seqs,
-        device=model.device,
-    )
-    manager = MEMORY_MANAGERS.get(settings.memory)()
+    demand = memory_demand(settings, model, decoder, _kv_dtype(settings, model), stack.allocate())
     if settings.num_pages is not None:
         check_memory(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
     return PagePool(
-        num_pages=settings.num_pages or shards.least(manager.num_pages(demand)),
+        num_pages=settings.num_pages or shards.least(memory.plan(demand).num_pages),
         page_size=settings.slots_per_page,
         num_lanes=_num_lanes(settings),
-        max_slots=max_slots,
+        max_slots=_max_slots(settings, decoder),
         device=model.device,
-        cache=_prefix_cache(settings, model, decoder.kv_policy.block_size),
+        cache=_prefix_cache(settings, model, decoder.kv_policy),
     )
 
 
@@ -345,12 +351,12 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
     return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
-def _prefix_cache(settings: EngineSettings, model: LoadedModel, block_size: int) -> PrefixCache | None:
-    """The prefix cache of this engine; None if it is off, or if pages end inside a block.
+def _prefix_cache(settings: EngineSettings, model: LoadedModel, policy: KVWritePolicy) -> PrefixCache | None:
+    """The prefix cache of this engine; None if it is off, if nothing is stored, or if pages end inside a block.
 
     KV of a block depends on tokens after the end of such a page; `_page_size` warns about it.
     """
-    if not settings.prefix_cache or settings.slots_per_page % block_size:
+    if not settings.prefix_cache or policy.kind == "none" or settings.slots_per_page % policy.block_size:
         return None
     namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
     return PrefixCache((*namespace, settings.weights, settings.kv_cache), page_size=settings.slots_per_page)

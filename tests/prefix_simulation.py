@@ -1,9 +1,9 @@
 """The scheduler with its pages and prefix cache on a device of plain Python that checks every read and write.
 
 A slot of the simulated memory holds the very text whose KV a real one would hold. A pass writes its rows,
-then reads all slots before them: whoever finds other text than its own, and whoever writes where it is not
-alone, is caught on the spot. Results come back late, drafts are accepted by dice, requests stop, are aborted
-and fail.
+then reads all slots before them: a sequence that finds other text than its own, or writes into a slot that
+it shares, is caught at once. Results come back late, drafts are accepted at random, requests stop, are
+aborted and fail.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.scheduler import Schedule, Scheduler, lane_of
-from idlm.infer.state.kv_cache import PagePool
+from idlm.infer.scheduler import Scheduler
+from idlm.infer.state.batch import Schedule, lane_of
+from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 
 VOCAB = 3
@@ -104,7 +105,7 @@ class Simulation:
             self.pool,
             num_lanes=world.num_lanes,
             max_num_batched_tokens=world.max_num_batched_tokens,
-            max_width=world.width,
+            num_rows=lambda _: world.width,
             max_emitted=world.stride,
         )
         self.memory: list[object] = [None] * (world.num_pages * world.page_size)
@@ -153,7 +154,7 @@ class Simulation:
         self.scheduler.retire(request)
 
     def fail(self) -> None:
-        """A pass has failed: nobody knows what is in the memory."""
+        """A pass has failed: the contents of the memory are unknown."""
         self.inflight.clear()
         self.memory = [("lost", slot) for slot in range(len(self.memory))]
         self.scheduler.requeue_all()

@@ -127,6 +127,7 @@ def engine_sampler(config: TrainConfig) -> Sampler:
 
 def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleReport:
     from idlm.contracts import SamplingParams
+    from idlm.infer.decoders.base import fitting_decoders
     from idlm.infer.engine import Engine
     from idlm.semantics import Semantics
     from idlm.train.planning.report import SampleReport, SampleText
@@ -134,9 +135,7 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
     params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
     measurements: list[Measurement] = []
     texts: list[SampleText] = []
-    semantics = Semantics.load(directory)
-    fitting = ("isd", "ar") if semantics.stride > 1 else ("ar",)
-    for decoder in ("block",) if semantics.causality == "block" else fitting:
+    for decoder in fitting_decoders(Semantics.load(directory)):
         engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
         prompts, judge = _prompts(config, engine, num_samples)
         done = engine.generate(prompts, params)

@@ -19,10 +19,9 @@ from torch import Tensor
 from benchmarks.engine.decoding.harness import Arm, Load, Measured, SteadyEngine
 from benchmarks.engine.decoding.replay import STEP_BETWEEN_LANES
 from benchmarks.engine.decoding.trace import Trace
-from idlm.contracts import StepPlan
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.models.loader import LoadedModel
-from idlm.infer.scheduler import lane_of
+from idlm.infer.state.batch import StepPlan, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 
 WARM_UP_PASSES = 8

@@ -34,7 +34,7 @@ from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import build as parts_builder
-from idlm.infer.decoders.base import DECODERS
+from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings
 
@@ -110,7 +110,7 @@ def make_engine(
     decoder = chosen(
         chosen.Config(stride=STRIDE, rejection_strategy="branch", adaptive=adaptive), model.semantics
     )
-    needed = -(-(MAX_LENGTH - 1 + max(decoder.widths)) // PAGE_SIZE)
+    needed = -(-(MAX_LENGTH - 1 + max_rows(decoder, MAX_LENGTH)) // PAGE_SIZE)
     settings = EngineSettings(
         device=device,
         max_num_seqs=lanes,

@@ -157,14 +157,17 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
     """The baseline that `baseline=` means for a checkpoint; `auto` decodes one token per pass. UserError if
     the decoder does not fit the checkpoint.
     """
-    from idlm.infer.decoders.base import DECODERS
+    from idlm.infer.decoders.base import DECODERS, fitting_decoders
 
     if given is None:
         return None
-    if given == AUTO and semantics.causality == "block":
-        return Baseline("block:sequential", "block", {"strategy": "sequential"})
-    name = "ar" if given == AUTO else given
-    chosen = DECODERS.get(name)
+    if given == AUTO:
+        for name in fitting_decoders(semantics):
+            options = DECODERS.get(name).baseline
+            if options is not None:
+                return Baseline(":".join((name, *map(str, options.values()))), name, dict(options))
+        return None
+    name, chosen = given, DECODERS.get(given)
     try:
         chosen(chosen.Config(), semantics)
     except UserError as error:

@@ -188,7 +188,7 @@ def describe_model(
     config: GenerateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
 ) -> str:
     """What `describe=true` prints. Finds every mistake that can be found without weights."""
-    from idlm.infer.decoders.base import DECODERS, default_decoder
+    from idlm.infer.decoders.base import choose_decoder
     from idlm.infer.models.describe import description
     from idlm.infer.models.loader import read_outline
     from idlm.infer.options import check_options, decoder_config
@@ -197,7 +197,7 @@ def describe_model(
     _check_names(settings, options)
     checked = check_options(decoder, settings | options)
     outline = read_outline(model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base)
-    kind = DECODERS.get(decoder or default_decoder(outline.semantics))
+    kind = choose_decoder(decoder, outline.semantics)
     decoding = checked.decoder_config or decoder_config(kind, checked.decoder_options)
     if decoder or options:
         kind(decoding, outline.semantics)

@@ -1,1 +1,1 @@
-"""Decoders: what a forward pass is fed and what is committed from it. One file each, found by `DECODERS`."""
+"""Decoders: the rows of a pass and the tokens that it commits. One file each, found by `DECODERS`."""

@@ -1,177 +1,154 @@
-"""The decoder contract: plan what one pass is fed, then advance by its logits. Plus the packing that all
-decoders share.
+"""The decoder contract: plan the rows of a pass, then advance by its predictions. Plus the row layout that
+token-causal decoders share.
 
-Shapes: B sequences of this pass, R rows packed over sequences, X wanted rows, W rows of a layout, Z lanes,
-J masks.
+A new decoder is one file in this folder that registers a subclass of `Decoder`.
+Shapes: B sequences of a pass, R rows packed over sequences, X wanted rows, Z lanes, J drafts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean
-from idlm.contracts import SamplingParams, StepOutcome, StepPlan
 from idlm.errors import UserError
 from idlm.infer.decoders.layout import DraftLayout
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
+from idlm.infer.state.kv_policy import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.step_rows import pack_rows
 from idlm.registry import Registry
 from idlm.semantics import Semantics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVWritePolicy:
-    """Which known tokens get their KV stored, in the numbers that scheduling counts with.
-
-    `block_size`: they are stored in whole groups of so many, counted from the first token: of block diffusion a
-    block, whose rows see one another. What is left over rides among the decoding rows. `num_lookahead_tokens` 1: so
-    does the last known token, for its logits, hence every decoding pass emits, and stores what it emits but
-    for the last. 0: a decoding pass may emit nothing, and what it emits is stored by a later one; where that
-    `fused_commit` beside decoding rows it needs rows of its own, else a group takes the place of a sequence's
-    decoding rows. `has_drafts`: tokens are tested, which `tau` relaxes.
-    """
-
-    block_size: int = 1
-    num_lookahead_tokens: int = 1
-    fused_commit: bool = True
-    has_drafts: bool = False
-
-    def num_computable(self, num_known: int) -> int:
-        """Known tokens that are stored before a pass decodes, or by it."""
-        return num_known // self.block_size * self.block_size
-
-    def num_reusable(self, num_known: int) -> int:
-        """Known tokens whose KV may come from elsewhere: the last one's group is fed, for its logits."""
-        return self.num_computable(num_known - 1)
-
-    def num_slots(self, num_known: int, width: int) -> int:
-        """Slots of a sequence in a pass with `width` decoding rows."""
-        return self.num_computable(num_known) - self.num_lookahead_tokens + width
-
-    def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
-        """Tokens stored for certain after a decoding pass made `num_before` known tokens `num_known`, if
-        `num_computed` were.
-        """
-        assert num_known >= num_before + self.num_lookahead_tokens, f"a pass decoded nothing: {num_known=}"
-        return (
-            num_known - 1 if self.num_lookahead_tokens else max(num_computed, self.num_computable(num_before))
-        )
-
-    def check(self, params: SamplingParams) -> None:
-        """UserError IDLM-0449 where the log-probability of a token is asked for whose law is gone when it is
-        emitted, and IDLM-0455 where nothing is tested that could be relaxed.
-        """
-        if params.tau > 0 and not self.has_drafts:
-            raise UserError(
-                "IDLM-0455",
-                f"tau={params.tau} relaxes the acceptance of drafts, and this decoder has none",
-                fix="leave tau out (0), or use decoder=isd",
-            )
-        if params.logprobs is not None and not self.num_lookahead_tokens:
-            raise UserError(
-                "IDLM-0449",
-                f"logprobs={params.logprobs}: block diffusion emits a block after several passes, each of "
-                "which has decided some of its tokens by a law of its own",
-                fix="leave logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
-            )
-
-
-TOKEN_BY_TOKEN = KVWritePolicy()
-"""Token-causal decoding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Which sequences run in this pass and how much of each; made by the scheduler.
-
-    Sequence b sits on `lanes_B[b]` and stores the next `num_feed_B[b]` known tokens behind its computed
-    ones. `samples_B[b]`: those are all that are due, so the pass also decodes for it. Without a pending token
-    the host may then be late: the device knows what is due. The rest is what the host knows: upper bounds of
-    `num_feed_B` and of the slots in use behind this pass's known tokens; which of the decoder's pictures is
-    used; `num_rows`, the rows to lay out, padding included (None: just those that are fed, which the host
-    then waits to read); whether anybody's law has tokens cut off; how many likeliest tokens are reported for
-    every token, None for no logprobs.
-    """
-
-    lanes_B: Tensor
-    num_feed_B: Tensor
-    samples_B: Tensor
-    max_feed: int
-    max_known: int
-    num_rows: int | None
-    filters: bool
-    mode: int = 0
-    num_top: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StrideMode:
-    """What a pass tries for every sequence: so many tokens at most, and what happens after a rejection."""
+    """One way to lay out a pass: at most `stride` tokens for every sequence, by a strategy of the decoder."""
 
     stride: int
     strategy: str
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """One decoding algorithm. `Config` is a frozen dataclass of its options, filled from `decoder.*`.
 
-    A pass is laid out by one of its `modes`, which feeds up to `widths[number]` rows per sequence beside
-    prompts; who chooses may look at committed tokens and at times only (pace.py).
+    A pass is laid out by one of `modes`. The choice among them may look at committed tokens and at times
+    only, so that it cannot bias the answer. `baseline`: options with which the decoder is what others are
+    compared with (one token per pass); None: it is not a baseline.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type]
-    modes: tuple[StrideMode, ...]
-    widths: tuple[int, ...]
-    exactness: str
-    kv_policy: KVWritePolicy
+    baseline: ClassVar[Mapping[str, Any] | None] = None
+    exactness: str = "exact"
+    modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
+    kv_policy: KVWritePolicy = TOKEN_BY_TOKEN
 
-    def __init__(self, config: Any, semantics: Semantics) -> None: ...
+    @classmethod
+    @abstractmethod
+    def fits(cls, semantics: Semantics) -> int | None:
+        """Priority of this decoder for such a checkpoint, the highest being the default; None: the checkpoint
+        was not made for it.
+        """
+
+    @abstractmethod
+    def __init__(self, config: Any, semantics: Semantics) -> None:
+        """Raise UserError for options, or a checkpoint, that the decoder cannot run."""
+        self.config = config
+
+    @abstractmethod
+    def num_rows(self, mode: int, max_length: int) -> int:
+        """Rows that a sequence of at most `max_length` tokens feeds when it decodes, beside known tokens. A
+        constant, or for whole canvases a number that grows with the length.
+        """
 
     def configure(self, options: Mapping[str, Any]) -> Any:
-        """The decoder's Config for a request with `decoder_options`; UserError IDLM-0453 for options that a
-        request cannot set, or not to this.
+        """The Config of a request with `decoder_options`; UserError IDLM-0453 for options that a request
+        cannot set.
         """
-        ...
+        return request_config(self.name, self.config, options)
 
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the decoder's own per-lane state; `dtype` is that of the logits."""
-        ...
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the decoder's own state of lanes, whose sequences have at most `max_length` tokens;
+        `dtype` is that of the logits.
+        """
+        return
 
     def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
-        """Reset the decoder's state of lanes on which new sequences sit down, with `decoder_options`."""
-        ...
+        """Reset the state of lanes that get new sequences with these `decoder_options`."""
+        return
 
     def rewind(self, lanes: list[int]) -> None:
-        """Of these lanes the cache holds nothing any more, or just known tokens that are computed."""
-        ...
+        """React to the loss of (some of) the KV of these lanes; their known tokens stay."""
+        return
 
+    @abstractmethod
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Say what the pass is fed; changes nothing."""
-        ...
 
-    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
-        """Commit tokens from the pass's logits into the table and the decoder's state."""
-        ...
+    @abstractmethod
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
+        """Commit tokens from the wanted rows into the table and the decoder's state."""
+
+    def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
+        """Expected tokens of a pass of `mode`. `acceptance_J`: chance of each draft to be accepted once those
+        before it were. Asked of decoders with several modes.
+        """
+        return 1.0
 
 
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
 
 
+def fitting_decoders(semantics: Semantics) -> list[str]:
+    """Names of the decoders that such a checkpoint was made for, the default first; UserError IDLM-0619 if
+    there is none.
+    """
+    priorities = {name: DECODERS.get(name).fits(semantics) for name in DECODERS.names()}
+    fitting = {name: priority for name, priority in priorities.items() if priority is not None}
+    if fitting:
+        return sorted(fitting, key=fitting.__getitem__, reverse=True)
+    kind = "full-diffusion" if semantics.causality == "full" else f"{semantics.causality}-causal"
+    raise UserError(
+        "IDLM-0619",
+        f"this is a {kind} checkpoint (causality={semantics.causality!r}), which this version does not "
+        "support: no decoder runs it",
+        fix="use a token-causal or block-causal checkpoint; correct causality if it is a mistake",
+    )
+
+
+def choose_decoder(name: str | None, semantics: Semantics) -> type[Decoder]:
+    """The decoder called `name`, or the checkpoint's default; UserError IDLM-0619 if no decoder fits it."""
+    default = fitting_decoders(semantics)[0]
+    return DECODERS.get(name or default)
+
+
+def rows_by_mode(decoder: Decoder, max_length: int) -> tuple[int, ...]:
+    """Decoding rows of a sequence of at most `max_length` tokens, in each mode."""
+    return tuple(decoder.num_rows(mode, max_length) for mode in range(len(decoder.modes)))
+
+
+def max_rows(decoder: Decoder, max_length: int) -> int:
+    """Decoding rows of such a sequence in the widest mode."""
+    return max(rows_by_mode(decoder, max_length))
+
+
 def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:
-    """`config` with a request's options, each of the type that it must be; see `Decoder.configure`."""
-    unknown = [name for name in options if name not in allowed]
+    """`config` with a request's options, of which it may set the `allowed` ones; see `Decoder.configure`."""
     problems = [
-        f"decoder_options.{name} is nothing that a request can set of decoder {decoder}"
-        f"{did_you_mean(name, allowed)}"
-        for name in unknown
+        f"decoder_options.{name} cannot be set by a request of decoder {decoder}{did_you_mean(name, allowed)}"
+        for name in options
+        if name not in allowed
     ]
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if not problems:
@@ -186,8 +163,8 @@ def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowe
 
 
 def check_causal(semantics: Semantics, decoder: str) -> None:
-    """UserError IDLM-0452 where rows see what is behind them, or predict their own token: nothing else would
-    show that.
+    """UserError IDLM-0452 for a checkpoint whose rows see later ones, or predict their own token: nothing
+    else would show that.
     """
     if semantics.causality != "causal" or not semantics.logit_shift:
         raise UserError(
@@ -196,13 +173,6 @@ def check_causal(semantics: Semantics, decoder: str) -> None:
             f"causality={semantics.causality!r}, logit_shift={semantics.logit_shift}",
             fix="use decoder=block for a block-causal checkpoint, or correct idlm_config.json",
         )
-
-
-def default_decoder(semantics: Semantics) -> str:
-    """The decoder that a checkpoint was made for."""
-    if semantics.causality == "block":
-        return "block"
-    return "isd" if semantics.stride > 1 else "ar"
 
 
 def plan_rows(
@@ -214,11 +184,11 @@ def plan_rows(
     draft_buffer_Z: Tensor | None = None,
     drafts_ZJ: Tensor | None = None,
 ) -> StepPlan:
-    """Lay the batch's rows out: known tokens up to the pending one, then drafts and masks by the picture.
+    """Lay out known tokens up to the pending one, then drafts and masks as the layout says.
 
-    There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet,
-    and whether its masks ride along depends only on `samples_B`, never on a row count. A sequence that is
-    as long as it may get feeds its pending token again and decodes nothing.
+    There is no prefill branch: a prompt is a sequence with many known tokens that are not computed yet. Masks
+    follow it if and only if `samples_B` says so, never because of a row count. A sequence of full length
+    feeds its pending token again and decodes nothing.
     """
     lanes_B, width = batch.lanes_B, layout.max_width
     packed = pack_rows(
@@ -246,6 +216,6 @@ def plan_rows(
         samples_B=packed.samples_B,
         advances_B=packed.advances_B,
         max_rows=batch.max_feed - 1 + width,
-        # A pass before may have gone beyond the end of a sequence, with a wider picture than this one's.
+        # An earlier pass, in a wider mode, may have gone past the end of a sequence.
         max_slots=batch.max_known - 1 + max(width, layout.max_stride),
     )

@@ -1,28 +1,27 @@
-"""Block diffusion: passes over a block of masks decide some of them each, until it is clean; then its KV is
-stored, by the pass that begins the next one.
+"""Block diffusion: each pass over a block of masks decides some of them until the block is clean; the pass
+that begins the next block stores its KV.
 
 SDAR (arXiv 2510.06303, logits in place), Fast-dLLM v2 (arXiv 2509.26328, logits shifted inside the block,
 whose first token is drawn from the last row of the clean block before) and LLaDA2.x, of which 2.1 also edits
-what is decided. Blocks are counted from position 0; a prompt's tail stands fixed in the first. Every sequence
-is at a step of its own.
-Departures: the MASK is never a prediction; the first token of a shifted block obeys the request's own law,
-not always the argmax; a greedy request's confidence is under the model's own law (one-hot laws have none); an
-edit writes the argmax whatever the temperature, or it would never come to rest.
+decided tokens. Blocks are counted from position 0; the tail of a prompt is fixed in the first block. Every
+sequence is at a step of its own.
+Departures: the MASK is never predicted; the first token of a shifted block is drawn with the request's own
+settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
+one-hot one tells nothing); an edit writes the argmax whatever the temperature, else edits would not end.
 Shapes: B sequences, W positions of a block, X = B * W wanted rows, V vocabulary, Z lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Batch, KVWritePolicy, StrideMode, request_config
+from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
 from idlm.infer.decoders.block_config import (
     NO_EDITS,
     REQUEST_OPTIONS,
@@ -33,8 +32,11 @@ from idlm.infer.decoders.block_config import (
 )
 from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
 from idlm.infer.state.device import to_device
+from idlm.infer.state.kv_policy import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import RULES, BlockLanes, BlockShape, Limits, Proposed, decide_blocks
 from idlm.kernels.sampling import entropy, judged_draws, nonfinite, uniforms
@@ -43,8 +45,9 @@ from idlm.semantics import Semantics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Of the block in work, bool [B, W]: `fixed` ones are known, `decided` ones not yet, `open` ones may be
-    decided and `editable` ones rewritten in this pass. `opens_B`: it only begins a shifted block.
+    """Positions of the active block, bool [B, W]: `fixed` ones hold known tokens, `decided` ones tokens that
+    are not emitted yet; this pass may decide `is_maskable` ones and rewrite `editable` ones. `opens_B`: the
+    pass only begins a shifted block.
     """
 
     fixed_BW: Tensor
@@ -55,11 +58,17 @@ class _Places:
 
 
 @DECODERS.register("block")
-class BlockDecoder:
-    """Per lane: the block in work, and options of the request's own."""
+class BlockDecoder(Decoder):
+    """Per lane: the active block, and options of the request's own."""
 
     name: ClassVar[str] = "block"
     Config: ClassVar[type] = BlockConfig
+    baseline: ClassVar[Mapping[str, Any] | None] = {"strategy": "sequential"}
+
+    @classmethod
+    def fits(cls, semantics: Semantics) -> int | None:
+        """Block-causal checkpoints."""
+        return 1 if semantics.causality == "block" else None
 
     def __init__(self, config: BlockConfig, semantics: Semantics) -> None:
         size, mask_token_id = semantics.block_size, semantics.mask_token_id
@@ -85,13 +94,16 @@ class BlockDecoder:
         )
         self._strategy = strategy()
         self._edits = config.sure_edit < NO_EDITS
-        self.modes: tuple[StrideMode, ...] = (StrideMode(stride=size, strategy=config.strategy),)
-        self.widths: tuple[int, ...] = (size,)
+        self.modes = (StrideMode(stride=size, strategy=config.strategy),)
         fused_commit = config.fused_commit and not semantics.logit_shift
-        self.kv_policy = KVWritePolicy(block_size=size, num_lookahead_tokens=0, fused_commit=fused_commit)
+        self.kv_policy = KVWritePolicy(kind="block", block_size=size, fused_commit=fused_commit)
+
+    def num_rows(self, mode: int, max_length: int) -> int:
+        """Those of a block."""
+        return self.shape.size
 
     def configure(self, options: Mapping[str, Any]) -> BlockConfig:
-        """See `Decoder.configure`. Edits cannot begin in an engine that has none: its passes do not look."""
+        """See `Decoder.configure`. A request cannot ask for edits in an engine whose passes make none."""
         config: BlockConfig = request_config(self.name, self.config, options, REQUEST_OPTIONS)
         try:
             check(config, self.shape.size, prefix="decoder_options.")
@@ -106,30 +118,33 @@ class BlockDecoder:
             )
         return config
 
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """A block per lane."""
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """One block per lane."""
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self.options = LaneOptions.empty(num_lanes, device)
 
     def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
-        """The new sequences have decided nothing."""
+        """New sequences have decided nothing."""
         self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
         configs = [self.configure(given) if given else self.config for given in options]
         self.options.admit(lanes, configs, block_size=self.shape.size)
 
     def rewind(self, lanes: list[int]) -> None:
-        """Their blocks begin anew, and come out the same: what parts of a block or an accelerator have kept
-        of earlier passes is gone.
+        """Begin the blocks anew, with the same outcome: what the parts of a block or an accelerator kept of
+        earlier passes is gone.
         """
         self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
-        """Whole known blocks that are not stored yet, then the block in work."""
+        """Whole known blocks that are not stored yet, then the active block."""
         return plan_blocks(table, batch, self.blocks, self.shape, self.options.steps_Z)
 
-    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
-        """Draw a token for every open mask, decide some, and emit the blocks that are clean by that."""
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
+        """Draw a token for every mask, decide some masks, and emit the blocks that are clean then."""
         assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
+        plan, logits_XV = replace(plan, has_logits_X=wanted.has_logits_X), wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
         decide = self._decide_by_kernel if has_kernel else self._decide
@@ -144,15 +159,15 @@ class BlockDecoder:
         )
 
     def _quota(self, plan: StepPlan) -> Tensor | None:
-        """The least that is decided of each sequence, int64 [B]; None: what its steps allot."""
+        """The fewest masks to decide in each sequence, int64 [B]; None: what its number of steps implies."""
         return None
 
     def _propose(
         self, table: SequenceState, batch: Batch, plan: BlockPlan, logits_XV: Tensor
     ) -> tuple[Proposed, Tensor]:
-        """A token for every place, how sure it is, and what strategies look at beside that; which sequences'
-        logits are no law. It means nothing for closed places, but that those which may be edited get the
-        likeliest.
+        """A token for every position with its confidence and what else strategies need, and which sequences
+        have logits that are not finite. Proposals mean nothing where nothing may be decided; positions that
+        may be edited get the most likely token.
         """
         assert plan.active is not None
         lanes_B, size, is_maskable_BW = plan.lanes_B, self.shape.size, plan.active.is_maskable_BW
@@ -180,7 +195,7 @@ class BlockDecoder:
         return proposed, nonfinite(probs, torch.where(is_read_BW, rows_BW, -1)).clamp(max=1)
 
     def _is_read(self, table: SequenceState, plan: BlockPlan) -> Tensor:
-        """Places whose proposals may be taken, bool [B, W]."""
+        """Positions whose proposals may be used, bool [B, W]."""
         assert plan.active is not None
         if self._edits:
             places = self._places(table.num_known_Z[plan.lanes_B], plan)
@@ -224,7 +239,7 @@ class BlockDecoder:
         )
 
     def _decide(self, table: SequenceState, plan: BlockPlan, proposed: Proposed) -> tuple[Tensor, Tensor]:
-        """Decide, edit and commit; tokens [B, W], and how many of each sequence are emitted."""
+        """Decide, edit and commit; returns tokens [B, W], and how many of each sequence are emitted."""
         lanes_B, size, blocks = plan.lanes_B, self.shape.size, self.blocks
         known_B = table.num_known_Z[lanes_B]
         places = self._places(known_B, plan)
@@ -254,7 +269,7 @@ class BlockDecoder:
         return emitted_BW, num_emitted_B
 
     def _masks(self, plan: BlockPlan, proposed: Proposed, places: _Places) -> Masks:
-        """What strategies look at."""
+        """The input of strategies."""
         lanes_B, size, options = plan.lanes_B, self.shape.size, self.options
         quota_B = self._quota(plan)
         if quota_B is None:
@@ -270,7 +285,7 @@ class BlockDecoder:
         )
 
     def _places(self, known_B: Tensor, plan: BlockPlan) -> _Places:
-        """What this pass may do where."""
+        """The positions that this pass may change, and why not the others."""
         assert plan.active is not None
         place_W = torch.arange(self.shape.size, device=known_B.device)
         fixed_BW = place_W < (known_B % self.shape.size)[:, None]
@@ -280,7 +295,7 @@ class BlockDecoder:
         )
         is_maskable_BW, editable_BW = plan.active.is_maskable_BW, None
         if self._edits:
-            # Inside a shifted block no row predicts the first place.
+            # Inside a shifted block no row predicts the first position.
             has_row_W = place_W >= int(self.shape.shifted)
             editable_BW = (plan.samples_B & ~opens_B)[:, None] & decided_BW & ~fixed_BW & has_row_W
         if plan.has_logits_X is not None:
@@ -296,7 +311,7 @@ class BlockDecoder:
         )
 
     def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor) -> Tensor:
-        """Whether no further edits are due, bool [B]; counts passes that began without a mask."""
+        """Whether no more edits are due, bool [B]; counts passes that began without a mask."""
         lanes_B, blocks = plan.lanes_B, self.blocks
         began_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW).all(-1)
         num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B

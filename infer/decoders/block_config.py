@@ -1,4 +1,4 @@
-"""Options of decoder `block`: what they are, which of them a request may set, and what they come to.
+"""Options of decoder `block`: their meaning, their checks, and which of them a request may set.
 
 Shapes: Z lanes.
 """
@@ -21,30 +21,30 @@ from idlm.infer.state.device import to_device
 CONFIDENCES = ("law", "model")
 THRESHOLD = 0.9
 NO_EDITS = 1.0
-"""Nothing is surer than this."""
+"""No confidence exceeds this."""
 MODES = {"quality": (0.7, 0.5), "speed": (0.5, 0.0)}
 """`threshold` and `edit_threshold` on LLaDA2.1's model card; the defaults of its code are neither."""
 UNMASKING_OPTIONS = ("threshold", "entropy_bound", "steps")
-"""Which a strategy may read, or not."""
+"""Options that only some strategies read."""
 REQUEST_OPTIONS = ("threshold", "edit_threshold", "entropy_bound", "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """`strategy`: which masks a pass decides. `steps` sets the quota, block size / steps a pass; None: one.
-    `threshold` of low_confidence_dynamic; None: that of the mode, else 0.9. `entropy_bound` (nats): of
+    """`strategy`: which masks a pass decides. `steps`: the quota is block size / steps per pass; None: one
+    mask. `threshold`: of low_confidence_dynamic; None: that of the mode, else 0.9. `entropy_bound` (nats): of
     entropy_bounded. `confidence`: the drawn token's probability under the request's "law" (after temperature
-    and truncation, as published), or under the "model"'s own.
+    and truncation, as published), or under the "model"'s own distribution.
 
-    `edit_threshold`: every pass also puts the likeliest token in the place of a decided one where it is
-    another and its confidence is above this (LLaDA2.1), until a pass that began without a mask changes
-    nothing, or `max_edit_passes` of those; None: that of the mode, else no edits (1 as well). `mode`:
-    LLaDA2.1's "quality" (0.7, edits 0.5) or "speed" (0.5, edits 0).
+    `edit_threshold`: every pass also replaces a decided token by the most likely one where that differs and
+    its confidence is above this (LLaDA2.1), until a pass that began without a mask changes nothing, or after
+    `max_edit_passes` such passes; None: that of the mode, else no edits (as with 1). `mode`: LLaDA2.1's
+    "quality" (0.7, edits 0.5) or "speed" (0.5, edits 0).
 
     `sub_block_size`: masks are decided in parts of so many positions, left to right (Fast-dLLM v2: 8).
-    `dual_cache` (lossy): once per part the whole block is computed, then that part alone, beside keys and
-    values of the others that are out of date. `fused_commit`: store a clean block in the pass that begins the
-    next one. Requests may set `threshold`, `edit_threshold`, `entropy_bound` and `steps` for themselves.
+    `dual_cache` (lossy): a part's first pass computes the whole block, the later ones that part alone, with
+    outdated keys and values of the others. `fused_commit`: store a clean block in the pass that begins the
+    next one. Requests may set `threshold`, `edit_threshold`, `entropy_bound` and `steps`.
     """
 
     strategy: str = "low_confidence_dynamic"
@@ -74,7 +74,7 @@ class BlockConfig:
 
     @property
     def sure_edit(self) -> float:
-        """The threshold for edits; `NO_EDITS` where there are none."""
+        """The threshold for edits; `NO_EDITS` if there are none."""
         if self.edit_threshold is not None:
             return self.edit_threshold
         return NO_EDITS if self.mode is None else MODES[self.mode][1]
@@ -82,7 +82,7 @@ class BlockConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneOptions:
-    """What may differ from request to request; fp64, `steps_Z` int64."""
+    """Options that may differ between requests; fp64, `steps_Z` int64."""
 
     threshold_Z: Tensor
     edit_threshold_Z: Tensor
@@ -91,7 +91,7 @@ class LaneOptions:
 
     @classmethod
     def empty(cls, num_lanes: int, device: torch.device) -> LaneOptions:
-        """Nobody sits there: any values that compute."""
+        """Any finite values, for lanes without a request."""
 
         def ones(dtype: torch.dtype) -> Tensor:
             return torch.ones(num_lanes, dtype=dtype, device=device)
@@ -104,7 +104,7 @@ class LaneOptions:
         )
 
     def admit(self, lanes: list[int], configs: Sequence[BlockConfig], *, block_size: int) -> None:
-        """Each lane's options; `block_size` steps where none are given."""
+        """Set each lane's options; `block_size` steps if none are given."""
         lanes_B = to_device(lanes, self.steps_Z.device)
         for column_Z, values in (
             (self.threshold_Z, [config.sure for config in configs]),
@@ -116,8 +116,8 @@ class LaneOptions:
 
 
 def check(config: BlockConfig, block_size: int, *, prefix: str = "decoder.") -> None:
-    """UserError IDLM-0451 for options out of range or at odds. `prefix`: of those that a request may set."""
-    checks = [*_ranges(config, block_size, prefix), *_odds(config, block_size, prefix)]
+    """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
+    checks = [*_ranges(config, block_size, prefix), *_conflicts(config, block_size, prefix)]
     problems = [(text, fix) for text, fix, is_bad in checks if is_bad]
     if problems:
         texts, fixes = zip(*problems, strict=True)
@@ -125,7 +125,7 @@ def check(config: BlockConfig, block_size: int, *, prefix: str = "decoder.") -> 
 
 
 Check = tuple[str, str, bool]
-"""What is wrong, what to give instead, and whether it is."""
+"""The problem, its fix, and whether it applies."""
 
 
 def _divisors(block_size: int) -> list[int]:
@@ -175,7 +175,7 @@ def _ranges(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
     ]
 
 
-def _odds(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
+def _conflicts(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
     parts = _divisors(block_size)[:-1]
     return [
         (
@@ -185,7 +185,7 @@ def _odds(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
             config.dual_cache and config.sub_block_size in (None, block_size),
         ),
         (
-            f"decoder.dual_cache=true does not compute the places that {prefix}edit_threshold="
+            f"decoder.dual_cache=true does not compute the positions that {prefix}edit_threshold="
             f"{config.sure_edit} (of decoder.mode, if it is not given) would look at",
             f"decoder.dual_cache=false, or {prefix}edit_threshold={NO_EDITS} for no edits",
             config.dual_cache and config.sure_edit < NO_EDITS,
@@ -194,7 +194,7 @@ def _odds(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
 
 
 def warn_of_unread(strategy: str, reads: Sequence[str], names: Iterable[str], *, prefix: str) -> None:
-    """Warn of options (of `UNMASKING_OPTIONS`) that were given, and that the strategy does not read."""
+    """Warn of given options (among `UNMASKING_OPTIONS`) that the strategy does not read."""
     idle = [name for name in names if name in UNMASKING_OPTIONS and name not in reads]
     if idle:
         warnings.warn(

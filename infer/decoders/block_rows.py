@@ -1,10 +1,10 @@
-"""Rows of a block-diffusion pass: whole known blocks that are not stored yet, then the block in work, or the
+"""Rows of a block-diffusion pass: whole known blocks that are not stored yet, then the active block, or the
 part of it that is being decided (Fast-dLLM v2's dual cache, arXiv 2509.26328).
 
 Every row sees all slots below the end of its own block, which is block-causal attention for prompts, clean
-blocks and blocks in work alike; of the places of its block that are not fed, it sees what the last pass over
-them has stored. Plain torch of static shapes; nothing waits for the device unless the number of rows is asked
-for.
+blocks and active blocks alike. Of positions of its block that are not fed it sees what the last pass over
+them has stored. Plain torch of static shapes; the host waits for the device only to read the number of rows
+of a pass of dynamic shape.
 Shapes: B sequences, R rows, W positions of a block, X = B * W wanted rows, Z lanes.
 """
 
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idlm.contracts import ActiveBlocks, StepPlan
-from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.block_unmask import first_part
+from idlm.infer.state.batch import ActiveBlocks, Batch, StepPlan
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import block_step
 from idlm.kernels.backend import runs_kernels
@@ -26,16 +25,19 @@ from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan(StepPlan):
-    """A plan that also knows the random stream's step of each sequence."""
+    """A plan with each sequence's step of the random stream, and, once the pass has run, which wanted rows
+    have logits (`WantedRows.has_logits_X`).
+    """
 
     draw_steps_B: Tensor
+    has_logits_X: Tensor | None = None
 
 
 def plan_blocks(
     table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape, steps_Z: Tensor
 ) -> BlockPlan:
-    """Lay out what every sequence is due. `samples_B`: it decides something in this pass. `steps_Z`: passes
-    that the lanes' quota allots to a block.
+    """Lay out the rows that are due. `samples_B`: sequences that decide something in this pass. `steps_Z`:
+    the number of passes that each lane's quota allows a block.
     """
     packed = _pack(table, batch, blocks, shape, steps_Z)
     return BlockPlan(
@@ -89,7 +91,7 @@ def _pack(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Of each sequence what the pass feeds; `cu_rows_B1`: where."""
+    """The rows that the pass feeds of each sequence, from `cu_rows_B1[b]` on."""
 
     known_B: Tensor
     feed_B: Tensor
@@ -101,9 +103,9 @@ class _Rows:
 
 
 def _rows_of(table: SequenceState, batch: Batch, blocks: BlockLanes, shape: BlockShape) -> _Rows:
-    """A decoding sequence stores what the device knows to be due, which may be a block that the host has not
-    heard of. Where such blocks have no room, they are stored without denoising the next: the rows reserved
-    for a decoding sequence are either.
+    """A decoding sequence stores what the device knows to be due, possibly a block that the host does not
+    know yet. Without reserved rows for such a block, the sequence stores it in place of denoising the next
+    one: its decoding rows serve for either.
     """
     lanes_B, size = batch.lanes_B, shape.size
     known_B, computed_B = table.num_known_Z[lanes_B], table.num_computed_Z[lanes_B]
@@ -129,11 +131,11 @@ def pack_plainly(
     """In plain torch."""
     rows, lanes_B, size = _rows_of(table, batch, blocks, shape), batch.lanes_B, shape.size
     cu_rows_B1, known_B, feed_B, active = rows.cu_rows_B1, rows.known_B, rows.feed_B, rows.active
-    # No pass is empty, even if all its sequences were found complete on the device.
+    # No pass is empty, even if the device finds all its sequences complete.
     num_rows = max(1, int(cu_rows_B1[-1])) if batch.num_rows is None else batch.num_rows
     rows_R = torch.arange(num_rows, device=table.device)
     sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
-    # Whoever skips places has nothing to store: all its rows are of the block in work.
+    # A sequence that skips positions has nothing to store: all its rows belong to the active block.
     first_slot_B = table.num_computed_Z[lanes_B] + active.first_B * rows.denoises_B
     slots_R = first_slot_B[sequence_R] + rows_R - cu_rows_B1[sequence_R]
     slots_R = torch.where(rows_R < cu_rows_B1[-1], slots_R, 0)
@@ -145,7 +147,7 @@ def pack_plainly(
     samples_B = rows.wants_B if shape.shifted else rows.denoises_B
     opens_B = (feed_B > 0) & shape.shifted
     num_passes_B = blocks.num_passes_Z[lanes_B]
-    # By block and pass, so that a block begun anew is the same again. Pass 0: a shifted block's first.
+    # By block and pass, so that a block begun anew draws the same. Pass 0: the first of a shifted block.
     draw_steps_B = (known_B // size << PASSES_BITS) + torch.where(opens_B, 0, 1 + num_passes_B)
     return PackedBlocks(
         cu_rows_B1=cu_rows_B1,
@@ -170,19 +172,19 @@ def pack_plainly(
 def _open(
     is_decided_BW: Tensor, known_B: Tensor, samples_B: Tensor, opens_B: Tensor, shape: BlockShape
 ) -> Tensor:
-    """Masks that this pass may decide, bool [B, W], if all its wanted rows have logits."""
+    """Masks that this pass may decide if all its wanted rows have logits, bool [B, W]."""
     place_W = torch.arange(shape.size, device=known_B.device)
     is_fixed_BW = place_W < (known_B % shape.size)[:, None]
     is_maskable_BW = samples_B[:, None] & ~is_fixed_BW & ~is_decided_BW
-    # The last row of a stored block predicts one place, no other row does anything then.
+    # The last row of a stored block predicts one position; no other row predicts anything then.
     is_maskable_BW &= ~opens_B[:, None] | (place_W == 0)
     return is_maskable_BW if shape.part is None else first_part(is_maskable_BW, shape.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedPositions:
-    """Of the block in work of each sequence, if it is fed: the first place, how many, and the part that is
-    being decided (0 where blocks have no parts).
+    """The positions of each sequence's active block that are fed: the first, how many, and the part that is
+    being decided (0 if blocks have no parts).
     """
 
     first_B: Tensor
@@ -195,7 +197,7 @@ def fed_places(
 ) -> FedPositions:
     """The whole block; with a dual cache only the part being decided, once the whole has been fed for it.
 
-    In shifted blocks the row before a part predicts its first place: the whole is fed until that is decided.
+    In shifted blocks the row before a part predicts its first position: the whole is fed until it is decided.
     """
     size, part_size = shape.size, shape.reused_part
     none_B = torch.zeros_like(known_B)
@@ -216,8 +218,8 @@ def fed_places(
 
 
 def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) -> Tensor:
-    """Who feeds the block in work. Blocks that the host has not counted go by the order of sequences, into
-    the room of those, too, that it has counted and that are stored.
+    """Sequences that feed their active block. Blocks that the host has not counted take the reserved rows in
+    the order of the sequences, also rows of blocks that the host counted and that are stored by now.
     """
     if shape.shifted or not shape.fuses:
         return wants_B & (feed_B == 0)
@@ -229,8 +231,8 @@ def _denoises(batch: Batch, wants_B: Tensor, feed_B: Tensor, shape: BlockShape) 
 
 
 def _wanted(cu_rows_B1: Tensor, offset_B: Tensor, size: int, num_rows: int, *, shifted: bool) -> Tensor:
-    """Rows [X] that predict the places of the block in work, whose place 0 is or would be `offset_B` behind
-    the sequence's first row; some row of the pass where none does.
+    """Rows [X] that predict the positions of the active block, whose position 0 is or would be `offset_B`
+    after the sequence's first row; any row of the pass where none predicts a position.
     """
     place_W = torch.arange(size, device=offset_B.device) - int(shifted)
     first_B1, last_B1 = cu_rows_B1[:-1, None], cu_rows_B1[1:, None] - 1

@@ -1,11 +1,11 @@
 """Which masked positions of a block a denoising pass decides: strategies, each a small function of tensors.
 
-Names and rules as users of SDAR know them (arXiv 2510.06303 and its code), with two departures: quotas never
-exceed the masks that are left (there, they would overwrite the prompt), and `entropy_bounded` is written from
-its description. Static shapes, nothing waits for the device.
-Order of ties, on every device: of places that are equally confident to the last bit the left one is decided
-first, and of equally likely tokens the one with the lower id. Confidences that are equal up to rounding (on a
-canvas of nothing but MASKs) are not ties: rounding decides between them. `sequential` has no such case.
+Names and rules are those of SDAR (arXiv 2510.06303 and its code), with two departures: quotas never exceed
+the masks that are left (there, they would overwrite the prompt), and `entropy_bounded` is written from its
+description. Static shapes; nothing waits for the device.
+Ties, on every device: among positions with bitwise equal confidence the left one is decided first, and among
+equally likely tokens the one with the lower id. Confidences that are equal up to rounding (on a block of
+nothing but MASKs) are not ties: rounding decides between them. `sequential` has no such case.
 Shapes: B sequences, W positions of a block.
 """
 
@@ -22,9 +22,9 @@ from idlm.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """A block's masks in one pass. `is_maskable_BW` (bool): those that may be decided; of each the probability of
-    the token that was drawn for it, and the entropy (nats) of the model's own law where a strategy asks for
-    it. `quota_B` int64 >= 1: how many are decided at least, if there are as many. `threshold_B` and
+    """The masks of a block in one pass. `is_maskable_BW` (bool): those that may be decided. `confidence_BW`:
+    the probability of the token drawn for each. `entropy_BW` (nats): of the model's own distribution, if a
+    strategy needs it. `quota_B` int64 >= 1: decide at least as many, if there are as many. `threshold_B` and
     `entropy_bound_B` (nats), fp64: the requests' own.
     """
 
@@ -37,14 +37,14 @@ class Masks:
 
 
 class Unmasking(Protocol):
-    """Says which open masks are decided, at least one of every sequence that has any."""
+    """Chooses the masks to decide, at least one in every sequence that has any."""
 
     needs_entropy: ClassVar[bool]
     reads: ClassVar[tuple[str, ...]]
-    """Which of threshold, entropy_bound and steps."""
+    """The options among threshold, entropy_bound and steps that it uses."""
 
     def choose(self, masks: Masks) -> Tensor:
-        """Bool [B, W], a part of `is_maskable_BW`."""
+        """Bool [B, W], a subset of `is_maskable_BW`."""
         ...
 
 
@@ -52,9 +52,9 @@ UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)
 
 
 def ranks(keys_BW: Tensor, is_maskable_BW: Tensor) -> Tensor:
-    """How many open positions come before each: larger keys first, the left one of equal keys first.
+    """How many maskable positions come before each: larger keys first, the left one of equal keys first.
 
-    By W * W comparisons: a sort is not stable everywhere, and W is small.
+    Compares all W * W pairs: a sort is not stable on every device, and W is small.
     """
     place_W = torch.arange(keys_BW.shape[1], device=keys_BW.device)
     mine_BW1, other_B1W = keys_BW[:, :, None], keys_BW[:, None, :]
@@ -91,12 +91,12 @@ class Static:
 
 @UNMASKINGS.register("low_confidence_dynamic")
 class Dynamic(Static):
-    """All whose confidence is above the threshold (strictly: 1 means one token per quota)."""
+    """All masks whose confidence is above the threshold (strictly: 1 means one token per quota)."""
 
     reads: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 
     def choose(self, masks: Masks) -> Tensor:
-        """Where those are fewer than the quota, the most confident."""
+        """The most confident ones where fewer than the quota are above it."""
         passes_BW = masks.is_maskable_BW & (masks.confidence_BW > masks.threshold_B[:, None])
         least_B = torch.minimum(masks.quota_B, masks.is_maskable_BW.sum(-1))
         return torch.where((passes_BW.sum(-1) >= least_B)[:, None], passes_BW, super().choose(masks))
@@ -104,13 +104,13 @@ class Dynamic(Static):
 
 @UNMASKINGS.register("entropy_bounded")
 class EntropyBounded:
-    """The surest, as long as their entropies add up to less than the bound; one in any case."""
+    """The masks of lowest entropy while their sum is below the bound; at least one."""
 
     needs_entropy: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("entropy_bound",)
 
     def choose(self, masks: Masks) -> Tensor:
-        """Knows no quota."""
+        """Without a quota."""
         assert masks.entropy_BW is not None
         is_maskable_BW = masks.is_maskable_BW
         rank_BW = ranks(-masks.entropy_BW, is_maskable_BW)
@@ -120,7 +120,7 @@ class EntropyBounded:
 
 
 def first_part(is_maskable_BW: Tensor, part_size: int) -> Tensor:
-    """Of the open positions those in the leftmost part that has any; parts are `part_size` positions."""
+    """The maskable positions in the leftmost part that has any; a part is `part_size` positions."""
     place_W = torch.arange(is_maskable_BW.shape[1], device=is_maskable_BW.device)
     part_W = place_W // part_size
     first_B = torch.where(is_maskable_BW, part_W, is_maskable_BW.shape[1]).amin(-1)

@@ -2,7 +2,7 @@
 
 arXiv 2604.11035, section 3.2 and Algorithm 1, with two departures: drafts are drawn from the very q that
 tests them (the published rule drafts by argmax and is biased), and p and q are warped by the request's own
-sampling settings before the test. What follows a rejection is a strategy (rejection.py).
+sampling settings before the test. A strategy decides what follows a rejection (rejection.py).
 Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
 """
 
@@ -14,23 +14,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from idlm.contracts import StepOutcome, StepPlan
 from idlm.errors import UserError
-from idlm.infer.decoders.base import (
-    DECODERS,
-    Batch,
-    KVWritePolicy,
-    StrideMode,
-    check_causal,
-    plan_rows,
-    request_config,
-)
+from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.layout import DraftLayout
-from idlm.infer.decoders.rejection import layouts
+from idlm.infer.decoders.rejection import STRATEGIES, layouts
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
 from idlm.infer.state.device import fill_lanes
+from idlm.infer.state.kv_policy import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import draft_probs, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
@@ -40,10 +33,10 @@ ADAPTIVE_STRIDES = (2, 3, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsdConfig:
-    """`stride` None: the checkpoint's. `adaptive`: every pass chooses the picture, of this stride or a
-    smaller one (1 is AR), that measured fastest at the load. As that follows the clock, a seed then does not
-    repeat a sampled answer; its law stays, and greedy answers do but for rounding. `acceptance=published` is
-    the authors' argmax-draft rule, lossy.
+    """`stride` None: the checkpoint's. `adaptive`: every pass uses the mode, of this stride or a smaller one
+    (1 is AR), that was measured to be fastest at the load. The choice follows the clock, so a seed does not
+    reproduce a sampled answer, while its distribution stays the same; greedy answers are reproduced but for
+    rounding. `acceptance=published` is the authors' argmax-draft rule, lossy.
     """
 
     stride: int | None = None
@@ -53,12 +46,17 @@ class IsdConfig:
 
 
 @DECODERS.register("isd")
-class IsdDecoder:
-    """Up to `stride` tokens per pass. Per lane: a stock of drafts and the laws they were drawn from."""
+class IsdDecoder(Decoder):
+    """Up to `stride` tokens per pass. Per lane: pending drafts and the distributions they were drawn from."""
 
     name: ClassVar[str] = "isd"
     Config: ClassVar[type] = IsdConfig
     kv_policy = KVWritePolicy(has_drafts=True)
+
+    @classmethod
+    def fits(cls, semantics: Semantics) -> int | None:
+        """Converted checkpoints: token-causal ones that were trained with masks."""
+        return 2 if semantics.causality == "causal" and semantics.stride > 1 else None
 
     def __init__(self, config: IsdConfig, semantics: Semantics) -> None:
         self.stride = semantics.stride if config.stride is None else config.stride
@@ -72,7 +70,15 @@ class IsdDecoder:
             layouts(layout.strategy, num_masks=layout.stride - 1, max_drafts=self.num_masks)
             for layout in self.modes
         ]
-        self.widths = tuple(max(layout.width for layout in mode_layouts) for mode_layouts in self._layouts)
+        self._widths = tuple(max(layout.width for layout in mode_layouts) for mode_layouts in self._layouts)
+
+    def num_rows(self, mode: int, max_length: int) -> int:
+        """Rows of the mode's widest layout."""
+        return self._widths[mode]
+
+    def tokens_per_forward(self, acceptance_J: Sequence[float], mode: StrideMode) -> float:
+        """The closed form of the mode's strategy."""
+        return STRATEGIES.get(mode.strategy)().tokens_per_forward(acceptance_J)
 
     def _choices(self, config: IsdConfig) -> tuple[StrideMode, ...]:
         if not config.adaptive:
@@ -107,16 +113,14 @@ class IsdDecoder:
         if self.stride > semantics.stride:
             warnings.warn(
                 f"stride {self.stride} is larger than the {semantics.stride} that the checkpoint was trained "
-                "for: the output law is the same, but few of the further drafts will be accepted",
+                "for: the output distribution is the same, but few of the further drafts will be accepted",
                 stacklevel=3,
             )
 
-    def configure(self, options: Mapping[str, Any]) -> IsdConfig:
-        """Requests have no options of their own."""
-        return request_config(self.name, self.config, options)
-
-    def allocate(self, num_lanes: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Per lane: stock, drafts and the laws they were drawn from, (stride - 1) * vocab_size numbers."""
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Per lane: drafts and the distributions they were drawn from, (stride - 1) * vocab_size numbers."""
         self._stacked = [DraftLayout(mode_layouts, device) for mode_layouts in self._layouts]
         self.layout = self._stacked[0]
         self.draft_buffer_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
@@ -124,14 +128,11 @@ class IsdDecoder:
         self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
     def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
-        """The new sequences have no drafts."""
+        """New sequences have no drafts."""
         fill_lanes(lanes, 0, self.draft_buffer_Z)
 
-    def rewind(self, lanes: list[int]) -> None:
-        """Drafts and their laws need no cache."""
-
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
-        """Known tokens, then the lane's drafts and the masks of its picture."""
+        """Known tokens, then the lane's drafts and the masks of the layout."""
         self.layout = self._stacked[batch.mode]
         return plan_rows(
             table,
@@ -142,13 +143,13 @@ class IsdDecoder:
             drafts_ZJ=self.drafts_ZJ,
         )
 
-    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, logits_XV: Tensor) -> StepOutcome:
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Test the drafts, emit the accepted ones and one token more, draw the next drafts.
 
-        p of the chain rows and q of the mask rows are laws under each request's own settings alike.
+        p of the chain rows and q of the mask rows are both warped by each request's own settings.
         """
         lanes_B, samples_B, num_masks = plan.lanes_B, plan.samples_B, self.num_masks
-        probs = table.probs(logits_XV, lanes_B, batch.filters)
+        probs = table.probs(wanted.logits(), lanes_B, batch.filters)
         uniforms_BD = table.uniforms(lanes_B, 2 * num_masks + 1)
         verdict = verify(
             probs,

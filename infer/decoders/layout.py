@@ -1,11 +1,11 @@
-"""Rows of one decoding step as data: a chain of tokens to verify and groups of masks hanging on it.
+"""Rows of one decoding step as data: a chain of tokens to verify and groups of masks that hang on it.
 
-All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is
-fed and, for every count `a` of accepted drafts, which rows the next drafts are drawn from. A `DraftLayout` has a
-layout for every stock of drafts that a sequence may hold, stacked so that planning and advancing are table
-look-ups without branches. Sequences may go from one picture to another after any step.
-Shapes: Y stocks, W widest layout's rows, A = num_masks + 1 possible counts of accepted drafts, J =
-num_masks drafts.
+All row numbers, positions and slots are relative to the pending token (row 0). A `RowLayout` says what is fed
+and, for every count `a` of accepted drafts, which rows the next drafts are drawn from. A `DraftLayout` has
+one such layout for every buffer of drafts that a sequence may hold, stacked so that planning and advancing
+are table look-ups without branches. A sequence may change its mode, hence its layouts, after any step.
+Shapes: Y draft buffers, W rows of the widest layout, A = num_masks + 1 possible counts of accepted drafts,
+J = num_masks drafts.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ NO_ROW = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftBuffer:
-    """The drafts that a sequence holds. `from_verify_rows`: they were drawn from verification rows behind a rejection,
-    not from masks.
+    """The drafts that a sequence holds. `from_verify_rows`: they were drawn from verification rows after a
+    rejection, not from masks.
     """
 
     num_drafts: int
     from_verify_rows: bool = False
 
     def index(self, max_drafts: int) -> int:
-        """Its number among `draft_buffers(max_drafts)`."""
+        """Its index in `draft_buffers(max_drafts)`."""
         return self.num_drafts + (max_drafts if self.from_verify_rows and self.num_drafts else 0)
 
 
 def draft_buffers(max_drafts: int) -> list[DraftBuffer]:
-    """Every stock of at most so many drafts; none at all is number 0."""
+    """Every buffer of at most so many drafts; the empty one is the first."""
     counts = range(1, max_drafts + 1)
     return [
         DraftBuffer(0),
@@ -51,8 +51,8 @@ class RowLayout:
     """`[pending, draft_1 .. draft_m]` followed by groups of `num_masks` masks.
 
     Group g hangs on chain row `mask_parents[g]`: its masks see everything up to that row and each other,
-    causally. `draft_rows[a]`: after exactly `a` accepted drafts, the rows whose laws the next drafts come
-    from, in order; `next_buffers[a]` is what they are.
+    causally. `draft_rows[a]`: the rows that the next drafts are drawn from, in order, after exactly `a`
+    accepted drafts; they fill the buffer `next_buffers[a]`.
     """
 
     num_drafts: int
@@ -67,7 +67,7 @@ class RowLayout:
 
     @property
     def width(self) -> int:
-        """Rows in all."""
+        """Number of rows."""
         return 1 + self.num_drafts + self.num_masks * len(self.mask_parents)
 
     def group(self, index: int) -> tuple[int, ...]:
@@ -86,20 +86,20 @@ class RowLayout:
 
 
 def mask_rows(num_drafts: int, num_masks: int, group: int) -> tuple[int, ...]:
-    """Row numbers of a mask group behind a chain of `num_drafts` drafts."""
+    """Row numbers of a mask group after a chain of `num_drafts` drafts."""
     first = 1 + num_drafts + group * num_masks
     return tuple(range(first, first + num_masks))
 
 
 class DraftLayout:
-    """Layouts by stock, padded and stacked as int64 tensors on the engine's device."""
+    """Layouts by draft buffer, padded and stacked as int64 tensors on the engine's device."""
 
     def __init__(self, layouts: list[RowLayout], device: torch.device) -> None:
         self.layouts = layouts
         self.max_width = max(layout.width for layout in layouts)
         self.num_masks = layouts[0].num_masks
         max_drafts = len(layouts) // 2
-        # Of all pictures that sequences may come from.
+        # Of all modes that sequences may come from.
         self.max_stride = max_drafts + 1
 
         def stack(rows: list[list[int]]) -> Tensor:

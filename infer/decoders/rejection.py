@@ -1,26 +1,32 @@
 """What happens after a rejection: three strategies, all exact, as row layouts.
 
-After a rejection the drafts behind it are void. `cold` (arXiv 2604.11035, Algorithm 1) spends the next pass
-on masks alone. `tree` feeds that pass the laws that the rejected pass had already computed further on, as
-drafts, with the masks on a branch that does not see them. `branch` hangs a group of masks on every
-possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1. Any law that is
-known exactly when the draft is drawn is a valid q, hence all three emit the AR law. So does leaving out
-drafts by a choice that does not look at them, which is how a sequence goes from one stride to another.
+A rejection makes the drafts after it void. `cold` (arXiv 2604.11035, Algorithm 1) spends the next pass on
+masks alone. `tree` draws drafts for that pass from the distributions that the rejected pass had already
+computed further on, with the masks on a branch that does not see them. `branch` hangs a group of masks on
+every possible rejection point, so there is no cold pass at all, for N^2 rows instead of 2N-1. Any
+distribution that is known exactly when the draft is drawn is a valid q, hence all three emit the AR law. So
+does leaving out drafts by a choice that does not look at them, which is how the stride changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.layout import DraftBuffer, RowLayout, draft_buffers, mask_rows
 from idlm.registry import Registry
 
 
 class RejectionStrategy(Protocol):
-    """Says what is fed for a stock of drafts, of which the first `num_masks` may be used, and `num_masks`."""
+    """Says which rows are fed for a buffer of drafts, of which it may use the first `num_masks`."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """The layout of one step at stride num_masks + 1."""
+        ...
+
+    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
+        """Expected tokens of a pass; see `Decoder.tokens_per_forward`."""
         ...
 
 
@@ -28,7 +34,7 @@ STRATEGIES: Registry[type[RejectionStrategy]] = Registry("rejection_strategy", N
 
 
 def layouts(strategy: str, *, num_masks: int, max_drafts: int) -> list[RowLayout]:
-    """The layouts of a picture, one for each of `draft_buffers(max_drafts)`; UserError IDLM-0102 for no strategy."""
+    """One layout for each of `draft_buffers(max_drafts)`; UserError IDLM-0102 for an unknown strategy."""
     chosen = STRATEGIES.get(strategy, key="decoder.rejection_strategy")()
     return [chosen.layout(draft_buffer, num_masks) for draft_buffer in draft_buffers(max_drafts)]
 
@@ -38,7 +44,7 @@ class Cold:
     """Drop the drafts; the next pass only proposes. TPF (2 + P_1 + .. + P_{N-2}) / (2 - P_{N-1}), eq. 3."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
-        """Verify and propose; masks behind fill drafts would be spoilt by them, so those are dropped."""
+        """Verify and propose. Drafts from verification rows are dropped: masks after them would see them."""
         num_drafts = 0 if draft_buffer.from_verify_rows else min(draft_buffer.num_drafts, num_masks)
         return RowLayout(
             num_drafts=num_drafts,
@@ -48,17 +54,22 @@ class Cold:
             next_buffers=(DraftBuffer(0),) * num_drafts + (DraftBuffer(num_masks),),
         )
 
+    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
+        """Eq. 3 of the paper."""
+        return tokens_per_forward_cold(acceptance_J)
+
 
 @STRATEGIES.register("tree")
 class Tree:
-    """Draft from the rejected pass's own laws, masks beside them. Never fewer tokens than `cold`, same rows.
+    """Draft from the rejected pass's own distributions, masks beside them. Never fewer tokens than `cold` in
+    as many rows.
 
-    After `a` of the m fill drafts pass, the masks' laws for the positions up to the new pending token are
-    spent, so num_masks - a drafts remain for the next step.
+    After `a` of the m drafts from verification rows pass, the masks' distributions for the positions up to
+    the new pending token are used up, so num_masks - a drafts remain for the next step.
     """
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
-        """Masks behind drafts from masks; beside fill drafts, hanging on the pending token."""
+        """Masks hang on the last draft from masks, or on the pending token beside other drafts."""
         num_drafts = min(draft_buffer.num_drafts, num_masks)
         return (self._fill if draft_buffer.from_verify_rows else self._after_masks)(num_drafts, num_masks)
 
@@ -85,10 +96,14 @@ class Tree:
             next_buffers=tuple(DraftBuffer(num_masks - a) for a in range(num_drafts + 1)),
         )
 
+    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
+        """At least the tokens of `cold`."""
+        return tokens_per_forward_cold(acceptance_J)
+
 
 @STRATEGIES.register("branch")
 class Branch:
-    """Masks behind every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows."""
+    """Masks after every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """The first step has no drafts; every later one has as many as masks."""
@@ -100,3 +115,7 @@ class Branch:
             draft_rows=tuple(mask_rows(num_drafts, num_masks, a) for a in range(num_drafts + 1)),
             next_buffers=(DraftBuffer(num_masks),) * (num_drafts + 1),
         )
+
+    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
+        """Without cold passes."""
+        return tokens_per_forward_branch(acceptance_J)

@@ -36,9 +36,9 @@ from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import check_options
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.step import StepResult
+from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.scheduler import Schedule
+from idlm.infer.state.batch import Schedule
 
 STEPS_BETWEEN_DIGESTS = 256
 FAILURE_REASON_TIMEOUT = 3.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.infer.request import Request
-from idlm.infer.scheduler import Schedule, lane_of
+from idlm.infer.state.batch import Schedule, lane_of
 
 Message = dict[str, Any]
 PARAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "tau", "decoder_options")

@@ -1,1 +1,1 @@
-"""Memory managers: how much of the device becomes KV pages. One file each, found by `MEMORY_MANAGERS`."""
+"""Memory managers: the size of the KV pool and the slices of passes. One file each, see `MEMORY_MANAGERS`."""

@@ -96,6 +96,11 @@ def load_model(
     outline = read_outline(
         path, dtype=dtype, mask_token_id=mask_token_id, semantics=semantics, base=base, shards=shards
     )
+    return load_outline(outline, device=device, shards=shards)
+
+
+def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards = ALONE) -> LoadedModel:
+    """Load the weights of a checkpoint that `read_outline` has checked; see `load_model`."""
     spec, names, files = outline.spec, outline.names, outline.files
     kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
@@ -272,13 +277,6 @@ def _semantics(
 
 
 def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter: Adapter | None) -> None:
-    if meaning.causality == "full":
-        raise UserError(
-            "IDLM-0619",
-            f"{directory} is a full-diffusion checkpoint (causality='full'), which this version does not "
-            "support: no decoder runs it",
-            fix="use a token-causal or block-causal checkpoint; correct causality if it is a mistake",
-        )
     if meaning.gated and adapter is None:
         raise UserError(
             "IDLM-0609",

@@ -12,7 +12,7 @@ from torch import Tensor
 from idlm.contracts import TokenLogprob
 from idlm.infer.request import Request
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.scheduler import Schedule
+from idlm.infer.state.batch import Schedule
 
 POLL_SECONDS = 5e-5
 POLLS_PER_CHECK = 1000

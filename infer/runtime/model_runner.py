@@ -1,11 +1,15 @@
-"""One forward pass: StepPlan in, logits of the wanted rows out. The only file that joins model, KV cache and
-kernel; `sparse_pass.py` does so for passes that accelerators thin.
+"""One forward pass as a function of tensors: plan -> forward -> advance. The only file that joins model, KV
+cache and kernels; `sparse_pass.py` does so for sparse passes.
 
-Shapes: R rows, X wanted rows, N query heads, K KV heads, H head dim, V vocabulary.
+Nothing here waits for the device, and with `Batch.num_rows` given no shape depends on the contents of
+tensors, so a pass runs as it is or in a CUDA graph.
+Shapes: R rows, X wanted rows, N query heads, K KV heads (top-k tokens in `StepResult`), H head dim, B
+sequences, J tokens that a pass can emit, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +17,69 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepPlan
 from idlm.errors import UserError
+from idlm.infer.decoders.base import Decoder
+from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
 from idlm.infer.models.loader import LoadedModel
-from idlm.infer.sparse.stack import NO_ACCELERATORS, AcceleratorStack
-from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.sparse.stack import AcceleratorStack
+from idlm.infer.state.batch import Batch, Schedule, StepOutcome, StepPlan
+from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import PagePool
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The result of a pass that the host reads, still on the device.
+
+    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, the numbers of emitted tokens, accepted drafts and
+    tested drafts, then the token ids. With logprobs (else None): those of the emitted tokens, and ids and
+    logprobs of the most likely tokens.
+    """
+
+    counts_BJ: Tensor
+    logprobs_BJ: Tensor | None = None
+    top_ids_BJK: Tensor | None = None
+    top_logprobs_BJK: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The three moves of a pass."""
+
+    decoder: Decoder
+    table: SequenceState
+    runner: Runner
+
+    def __call__(self, batch: Batch) -> StepResult:
+        """Feed `batch`, commit the outcome into the table, and report it."""
+        plan = self.decoder.plan(self.table, batch)
+        wanted = self.runner.forward(plan)
+        outcome = self.decoder.advance(self.table, batch, plan, wanted)
+        counts = (outcome.nonfinite_B, outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B)
+        counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
+        if batch.num_top is None:
+            return StepResult(counts_BJ=counts_BJ)
+        return _with_logprobs(counts_BJ, wanted.logits(), plan, outcome, num_top=batch.num_top)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """A `Step` by schedule, with exactly the rows that are fed."""
+
+    step: Step
+
+    def __call__(self, schedule: Schedule) -> StepResult:
+        """Launch the pass."""
+        return self.step(schedule.batch(self.step.table.device, self.step.decoder.num_rows))
+
+
 class Runner:
-    """Model and cache of one device, and the accelerators between them."""
+    """Model and cache of one device, and the accelerators between them. `memory` plans the transients."""
 
     def __init__(
         self,
@@ -33,20 +88,22 @@ class Runner:
         pool: PagePool,
         *,
         attention: str,
-        stack: AcceleratorStack = NO_ACCELERATORS,
+        stack: AcceleratorStack,
+        memory: MemoryManager,
     ) -> None:
         self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
         self._stack = stack
         self._heads = head_shape(model, cache.keys.dtype)
         self._scale = model.spec.head_dim**-0.5
+        logits_bytes = model.spec.vocab_size * model.dtype.itemsize
+        self._num_chunks = functools.cache(partial(_num_chunks, memory, model.device, logits_bytes))
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Logits [X, V] of `plan.logit_rows_X`, in the model's dtype, and which of these rows have any (bool
-        [X]; None: all); writes the KV of every fed row.
+    def forward(self, plan: StepPlan) -> WantedRows:
+        """Run the model over the rows of `plan`, write the KV of every fed row, and return its wanted rows.
 
-        In each layer all of it is stored before any row attends: a sequence may share pages that another one
-        fills in this very pass.
+        Each layer stores the KV of all rows before any row attends: a sequence may share pages that another
+        one fills in this very pass.
         """
         page_size = self.pool.page_size
         num_pages = self.pool.pages_for(plan.max_slots)
@@ -68,16 +125,20 @@ class Runner:
             fed = sparse_pass.plan
             hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
             sparse_pass.finish()
-            rows_X, has_logits_X = sparse_pass.wanted(plan.logit_rows_X)
-            return self._trunk.logits(hidden_RD[rows_X]), has_logits_X
+            return self._wanted(hidden_RD, *sparse_pass.wanted(plan.logit_rows_X))
         kv = PagedKV(
             cache=self._cache, slot_mapping_R=slot_mapping_R, plan=make_plan(plan), scale=self._scale
         )
         hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
-        return self._trunk.logits(hidden_RD[plan.logit_rows_X]), None
+        return self._wanted(hidden_RD, plan.logit_rows_X)
+
+    def _wanted(self, hidden_RD: Tensor, rows_X: Tensor, has_logits_X: Tensor | None = None) -> WantedRows:
+        return WantedRows(
+            hidden_RD, rows_X, self._trunk.logits, has_logits_X=has_logits_X, num_chunks=self._num_chunks
+        )
 
     def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
-        """What exact attention of the plan's rows needs in all layers."""
+        """The attention plan of exact attention, which all layers share."""
         page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -93,10 +154,19 @@ class Runner:
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of pages (from, to), before whatever pass comes next."""
+        """Copy the KV of pages (from, to), before the next pass."""
         self._cache.copy_pages(copies, self.pool.page_size)
         if copies:
             self._stack.copy_pages(copies)
+
+
+def _num_chunks(
+    memory: MemoryManager, device: torch.device, logits_bytes: int, num_rows: int, row_bytes: int
+) -> int:
+    """Slices of `num_rows` wanted rows, each of which takes `row_bytes` beside its logits."""
+    logits = Transient(row_bytes=logits_bytes + row_bytes, num_rows=num_rows)
+    plan = memory.plan(MemoryDemand(device=device, transients={LOGITS: logits}))
+    return min(num_rows, plan.num_chunks.get(LOGITS, 1))
 
 
 def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
@@ -111,8 +181,8 @@ def head_shape(model: LoadedModel, kv_dtype: torch.dtype) -> HeadShape:
 
 
 def set_deterministic(model: LoadedModel, value: bool) -> None:
-    """Compute the model so that a row's bits depend on the row alone, or as fast as can be. UserError
-    IDLM-0456 on a GPU whose matrix products cannot do the former.
+    """Choose between products whose bits depend on the row alone (True) and the fastest ones. UserError
+    IDLM-0456 on a GPU whose products cannot do the former.
     """
     if value and not check_rows_agree(model.device, model.dtype):
         raise UserError(
@@ -126,7 +196,7 @@ def set_deterministic(model: LoadedModel, value: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKV:
-    """What the trunk is given of the cache (`KVAccess`)."""
+    """The trunk's access to the cache (`KVAccess`) in a pass that is not sparse."""
 
     cache: KVCache
     slot_mapping_R: Tensor
@@ -138,7 +208,7 @@ class PagedKV:
         return self.cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and values [K]."""
+        """Scales [K] of keys and values."""
         return self.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> None:
@@ -148,3 +218,31 @@ class PagedKV:
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
         """Attention output [R, N, H]."""
         return self.cache.attend(number, q_RNH, self.plan, scale=self.scale)
+
+
+def _with_logprobs(
+    counts_BJ: Tensor, logits_XV: Tensor, plan: StepPlan, outcome: StepOutcome, *, num_top: int
+) -> StepResult:
+    """Add log-probabilities under the model's own distribution, before temperature and truncation."""
+    token_ids_BJ = outcome.token_ids_BJ
+    offsets_J = torch.arange(token_ids_BJ.shape[1], device=token_ids_BJ.device)
+    rows_BJ = (plan.first_logit_B[:, None] + offsets_J).clamp(max=len(logits_XV) - 1)
+    logits_BJV = logits_XV[rows_BJ]
+    probs_BJV = torch.log_softmax(logits_BJV.double(), dim=-1)
+    top_ids_BJK = _likeliest(logits_BJV, min(num_top, probs_BJV.shape[-1]))
+    return StepResult(
+        counts_BJ=counts_BJ,
+        logprobs_BJ=probs_BJV.gather(-1, token_ids_BJ[..., None])[..., 0],
+        top_ids_BJK=top_ids_BJK,
+        top_logprobs_BJK=probs_BJV.gather(-1, top_ids_BJK),
+    )
+
+
+def _likeliest(logits_BJV: Tensor, num: int) -> Tensor:
+    """Ids of the `num` largest logits, the lower id first among equal ones. topk promises no order of ties,
+    so it sorts keys without ties: an integer that orders as the fp32 logit does, then the id.
+    """
+    bits_BJV = (logits_BJV.float() + 0.0).view(torch.int32)  # + 0.0: -0 is 0.
+    keys_BJV = (bits_BJV ^ ((bits_BJV >> 31) & 0x7FFFFFFF)).long() << 32
+    keys_BJV -= torch.arange(logits_BJV.shape[-1], device=logits_BJV.device)
+    return keys_BJV.topk(num, dim=-1).indices

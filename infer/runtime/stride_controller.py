@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.base import StrideMode
 
 PRIOR_ACCEPTANCE = 0.85
@@ -52,8 +51,13 @@ class _Timing:
 class StrideController:
     """Compares modes by expected tokens, from measured acceptance, per measured or estimated second."""
 
-    def __init__(self, modes: tuple[StrideMode, ...], widths: tuple[int, ...]) -> None:
-        self._modes, self._widths = modes, widths
+    def __init__(
+        self,
+        modes: tuple[StrideMode, ...],
+        widths: tuple[int, ...],
+        tokens_per_forward: Callable[[Sequence[float], StrideMode], float],
+    ) -> None:
+        self._modes, self._widths, self._tokens_per_forward = modes, widths, tokens_per_forward
         num_drafts = max(mode.stride for mode in modes) - 1
         self._tested, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
         self._timings: dict[tuple[int, int], _Timing] = {}
@@ -119,11 +123,10 @@ class StrideController:
         )
 
     def tokens(self, number: int) -> float:
-        """Expected tokens per sequence and step in mode `number` (`idlm.acceptance`)."""
+        """Expected tokens per sequence and step in mode `number`, as the decoder computes them."""
         mode = self._modes[number]
         chances = [self.acceptance(position) for position in range(mode.stride - 1)]
-        is_branch = mode.strategy == "branch"
-        return tokens_per_forward_branch(chances) if is_branch else tokens_per_forward_cold(chances)
+        return self._tokens_per_forward(chances, mode)
 
     def seconds(self, number: int, size: int) -> float:
         """Time of a step: measured, or estimated from steps with similar numbers of rows."""

@@ -17,8 +17,8 @@ from idlm.infer.models.shards import Shards
 from idlm.infer.options import check_options
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.step import StepResult
-from idlm.infer.scheduler import Schedule, lane_of
+from idlm.infer.runtime.model_runner import StepResult
+from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 
 DIGEST_PRIME = 1_000_003

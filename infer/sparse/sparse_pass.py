@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from idlm.contracts import ActiveBlocks, StepPlan
 from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.attention import SlotLists, sparse_attention
 from idlm.infer.sparse.view import PassView, block_rows, rows_by_place, wide
+from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean
-from idlm.contracts import StepPlan
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import (
     ACCELERATORS,
@@ -23,6 +22,7 @@ from idlm.infer.accelerators.base import (
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from idlm.contracts import ActiveBlocks, StepPlan
+from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 
 FP8 = torch.float8_e4m3fn

@@ -18,8 +18,8 @@ def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype
 
 
 def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
-    """Set these lanes of columns of one device. An assignment, column_Z[lanes] = value, would copy the number
-    to the device and wait for all that runs there.
+    """Set these lanes of columns on one device. An assignment, column_Z[lanes] = value, would copy the number
+    to the device and wait for everything that runs there.
     """
     lanes_B = to_device(lanes, columns_Z[0].device)
     for column_Z in columns_Z:

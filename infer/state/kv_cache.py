@@ -1,207 +1,28 @@
-"""Paged KV store: pages of `page_size` slots, handed to lanes and taken back; keys and values of all layers.
+"""Keys and values on the device: one store per kind of KV policy, chosen by `KV_STORES`.
 
-Commit is a pointer (`SequenceState.num_computed_Z`): slots past it are overwritten by the next pass, so
-rejected drafts and masks need no clean-up. Pages wholly before it are final, and lanes share them.
-Shapes: Z lanes, P pages of the longest sequence, S physical slots, K KV heads, H head dim, R rows of this
-pass, C pages to copy, N query heads.
+Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query heads, C pages to copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from idlm.infer.state.device import to_device
-from idlm.infer.state.prefix_cache import PrefixCache
+from idlm.infer.state.kv_policy import KVKind
 from idlm.kernels.paged_attention import Plan, paged_attention
 
 MAX_PAGES_PER_COPY = 32
-"""Bounds the memory that copies take on their way."""
-
-
-class PagePool:
-    """Which lanes hold which page. Equation at all times: free + resting in the prefix cache + held = all.
-
-    Only the front pages of a lane can be held by others too: those that it got from the cache, or entered
-    there. A pass writes at or behind a lane's KV pointer, so never into them. That includes passes that were
-    launched before the host knew as much, also those of a sequence that turns out to be finished: the
-    device's pointer is never behind the host's. All else that they still write is in pages of that lane
-    alone; whoever gets those next writes after them.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        num_lanes: int,
-        max_slots: int,
-        device: torch.device,
-        cache: PrefixCache | None = None,
-    ) -> None:
-        self.num_pages, self.page_size, self.cache = num_pages, page_size, cache
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._owned: list[list[int]] = [[] for _ in range(num_lanes)]
-        self._num_cached = [0] * num_lanes
-        self._num_refs = [0] * num_pages
-        max_pages = min(num_pages, self.pages_for(max_slots))
-        self._block_table_ZP = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
-        self._unwritten: dict[tuple[int, int], int] = {}
-
-    @property
-    def block_table_ZP(self) -> Tensor:
-        """Page ids of each lane, in order."""
-        self.flush()
-        return self._block_table_ZP
-
-    @property
-    def unwritten(self) -> list[tuple[int, int, int]]:
-        """Reservations since the last `flush`: lane, place, page."""
-        return [(lane, place, page) for (lane, place), page in self._unwritten.items()]
-
-    def follow(self, entries: Iterable[tuple[int, int, int]]) -> None:
-        """Take over another rank's reservations (lane, place, page), without its books."""
-        self._unwritten.update({(lane, place): page for lane, place, page in entries})
-
-    def flush(self) -> None:
-        """Write the reservations since the last time in one go."""
-        if self._unwritten:
-            lanes, places, pages = to_device(self.unwritten, self._block_table_ZP.device).unbind(dim=1)
-            self._block_table_ZP[lanes, places] = pages
-            self._unwritten.clear()
-
-    @property
-    def num_free(self) -> int:
-        """Pages that no lane holds; those that rest in the prefix cache are given up when they are needed."""
-        return len(self._free) + (0 if self.cache is None else self.cache.num_evictable)
-
-    def num_owned(self, lane: int) -> int:
-        """Pages of a lane."""
-        return len(self._owned[lane])
-
-    def num_cached(self, lane: int) -> int:
-        """Front pages of a lane that are in the prefix cache."""
-        return self._num_cached[lane]
-
-    def page(self, lane: int, place: int) -> int:
-        """One page of a lane."""
-        return self._owned[lane][place]
-
-    def pages_for(self, num_slots: int) -> int:
-        """Pages that hold `num_slots` slots."""
-        return -(-num_slots // self.page_size)
-
-    def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
-        """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free.
-
-        A lane that has none begins with the `shared` pages of the prefix cache.
-        """
-        owned = self._owned[lane]
-        assert not (shared and owned), f"{lane=} has pages"
-        missing = self.pages_for(num_slots) - len(owned) - len(shared)
-        if missing > self.num_free - sum(self._num_refs[page] == 0 for page in shared):
-            return False
-        for page in shared:
-            self._incref(lane, len(owned), page)
-        self._num_cached[lane] += len(shared)
-        for _ in range(missing):
-            self._incref(lane, len(owned), self._allocate())
-        return True
-
-    def commit(
-        self, lane: int, key: bytes, parent: bytes, token_ids: Sequence[int], *, is_written: bool
-    ) -> None:
-        """Enter the lane's first page that is not in the prefix cache; its slots hold the KV of `token_ids`,
-        or will after the next pass.
-
-        If another lane entered such a page before, the lane gives up its own for that one: then whoever holds
-        a page also holds the cached pages before it. Passes on their way still read the old one, and whoever
-        gets it next writes after them.
-        """
-        assert self.cache is not None
-        place = self._num_cached[lane]
-        own = self._owned[lane][place]
-        cached = self.cache.page_of(key)
-        if cached is None:
-            self.cache.insert(key, parent, token_ids, own, is_written=is_written)
-        else:
-            assert is_written, f"{lane=} is about to write {place=}"
-            self._incref(lane, place, cached)
-            self._decref(own)
-        self._num_cached[lane] += 1
-
-    def release(self, lane: int, *, invalidate: bool = False) -> None:
-        """Take all pages of a lane back, the last first. `invalidate`: nobody shall find what they hold, but for
-        those who have them now.
-        """
-        owned = self._owned[lane]
-        for page in reversed(owned):
-            self._decref(page)
-        self._owned[lane], self._num_cached[lane] = [], 0
-        if invalidate and self.cache is not None:
-            evictable = self.cache.evictable
-            first = next((page for page in owned if page in evictable), None)
-            if first is not None:
-                self._free += self.cache.invalidate(first)
-
-    def reset(self) -> None:
-        """Take all pages of all lanes back and empty the prefix cache: nobody knows what is in them."""
-        self._free = list(range(self.num_pages - 1, -1, -1))
-        self._owned = [[] for _ in self._owned]
-        self._num_cached = [0] * len(self._owned)
-        self._num_refs = [0] * self.num_pages
-        self._unwritten.clear()
-        if self.cache is not None:
-            self.cache.clear()
-
-    def check(self) -> None:
-        """Assert the pool equation: every page is free, resting or held, and by whom the books say."""
-        held = [page for owned in self._owned for page in owned]
-        evictable = set() if self.cache is None else self.cache.evictable
-        pages = [*self._free, *evictable, *set(held)]
-        assert len(pages) == self.num_pages, f"{len(pages)=} {self.num_pages=}"
-        assert len(set(pages)) == self.num_pages, "a page is in two places"
-        holders = [0] * self.num_pages
-        for page in held:
-            holders[page] += 1
-        assert holders == self._num_refs, f"{holders=} {self._num_refs=}"
-        cached = set() if self.cache is None else self.cache.pages
-        for owned, num_cached in zip(self._owned, self._num_cached, strict=True):
-            assert set(owned[:num_cached]) <= cached, f"{owned=} {num_cached=}"
-            assert not cached & set(owned[num_cached:]), f"{owned=} {num_cached=}"
-            assert all(holders[page] == 1 for page in owned[num_cached:]), f"{owned=} {num_cached=}"
-        if self.cache is not None:
-            self.cache.check()
-
-    def _incref(self, lane: int, place: int, page: int) -> None:
-        """Put a page into the lane's list, at its end or in place of another."""
-        if self.cache is not None and self._num_refs[page] == 0 and page in self.cache:
-            self.cache.acquire(page)
-        self._num_refs[page] += 1
-        self._owned[lane][place : place + 1] = [page]
-        self._unwritten[lane, place] = page
-
-    def _decref(self, page: int) -> None:
-        self._num_refs[page] -= 1
-        is_last = self._num_refs[page] == 0
-        if is_last and not (self.cache is not None and self.cache.make_evictable(page)):
-            self._free.append(page)
-
-    def _allocate(self) -> int:
-        """A page that nobody will read any more."""
-        if self._free:
-            return self._free.pop()
-        assert self.cache is not None
-        return self.cache.evict()
+"""Bounds the temporary memory of copies."""
 
 
 class KVCache:
     """Keys and values [S, K, H] of every layer, in physical slots page * page_size + offset.
 
-    `shape`: layers, S, K, H. `scales` [2, layers, K]: what keys and values are divided by when they are
-    stored, and multiplied by when they are read; None is 1.
+    `shape`: layers of the model, S, K, H. `scales` [2, layers, K]: keys and values are divided by them when
+    they are stored and multiplied by them when they are read; None is 1.
     """
 
     def __init__(
@@ -213,19 +34,25 @@ class KVCache:
         scales: Tensor | None = None,
     ) -> None:
         self.scales = scales
+        shape = (self.num_buffers(shape[0]), *shape[1:])
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
+    @staticmethod
+    def num_buffers(num_layers: int) -> int:
+        """Key buffers (and as many value buffers) that `num_layers` layers need."""
+        return num_layers
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, K, H]."""
+        """Keys and values [S, K, H] of a layer."""
         return self.keys[number], self.values[number]
 
     def layer_scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and values [K]; None is 1."""
+        """Scales [K] of a layer's keys and values; None is 1."""
         return (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])
 
     def attend(self, number: int, q_RNH: Tensor, plan: Plan, *, scale: float) -> Tensor:
-        """Attention output [R, N, H] of the rows of `plan` to what the layer holds."""
+        """Attention output [R, N, H] of the rows of `plan` over what the layer holds."""
         keys, values = self.layer(number)
         k_scale_K, v_scale_K = self.layer_scales(number)
         return paged_attention(
@@ -233,7 +60,7 @@ class KVCache:
         )
 
     def copy_pages(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
-        """Copy pages (from, to) of all layers, in this order: what is written is not read any more."""
+        """Copy pages (from, to) of all layers, in order. No page is read after it was written."""
         for start in range(0, len(copies), MAX_PAGES_PER_COPY):
             part = copies[start : start + MAX_PAGES_PER_COPY]
             from_C, to_C = to_device(part, self.keys.device).unbind(dim=1)
@@ -242,3 +69,24 @@ class KVCache:
                 slots = slots.view(torch.uint8) if slots.itemsize == 1 else slots
                 pages = slots.view(slots.shape[0], -1, page_size, *slots.shape[2:])
                 pages[:, to_C] = pages[:, from_C]
+
+
+class CanvasCache(KVCache):
+    """One key and one value buffer that all layers share, for passes that compute all KV anew.
+
+    Each layer stores the keys and values of all rows before any row attends, and nothing reads them after
+    the layer: the memory of one layer is enough.
+    """
+
+    @staticmethod
+    def num_buffers(num_layers: int) -> int:
+        """One, whatever the number of layers."""
+        return 1
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """The shared keys and values [S, K, H]."""
+        return self.keys[0], self.values[0]
+
+
+KV_STORES: Mapping[KVKind, type[KVCache]] = {"append": KVCache, "block": KVCache, "none": CanvasCache}
+"""The store by `KVWritePolicy.kind`."""

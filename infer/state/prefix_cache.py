@@ -1,11 +1,11 @@
-"""Which pages hold the KV of which text: found again by content, forgotten least recently used first.
+"""Which pages hold the KV of which text: found by content, evicted least recently used first.
 
 A page's key is sha256 over the key of the page before it and its own token ids, from a root that names the
-engine's model: equal keys mean equal text from the first token on, whatever the prompts are built to do. The
-pages form a tree. A sequence that holds a page holds all pages before it, and lets the last go first, so
-whoever rests longest has no children left: eviction in that order never cuts a branch off.
-Knows neither lanes nor tensors. Lives and dies with its engine; a store that outlives it would need a digest
-of the weights in the root.
+engine's model: equal keys mean equal text from the first token on, whatever prompts an attacker builds. The
+pages form a tree. A sequence that holds a page holds all pages before it and releases the last one first, so
+the page that has been evictable for longest has no children left: eviction never cuts off a branch.
+This file knows neither lanes nor tensors. The cache lives as long as its engine; one that outlives it would
+need a digest of the weights in the root.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class PrefixCacheCounts:
-    """Since the engine began. Tokens are known ones of sequences that sat down or came back: those looked up,
-    those whose KV was there. `num_copied`: partly equal pages that were copied.
+    """Counts since the engine was built. `num_tokens`: known tokens looked up for sequences that were
+    admitted or resumed; `num_hit_tokens`: those whose KV was found. `num_copied`: partly equal pages, copied.
     """
 
     num_lookups: int = 0
@@ -32,7 +32,7 @@ class PrefixCacheCounts:
     num_evicted: int = 0
 
     def add(self, *, num_tokens: int, num_hit_tokens: int, is_copied: bool) -> None:
-        """Count one sequence."""
+        """Count one look-up."""
         self.num_lookups += 1
         self.num_tokens += num_tokens
         self.num_hit_tokens += num_hit_tokens
@@ -50,7 +50,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Index of committed pages. A page is resting when no lane holds it."""
+    """Index of committed pages. A page is evictable when no lane holds it."""
 
     def __init__(self, namespace: Sequence[str], *, page_size: int) -> None:
         self.page_size = page_size
@@ -59,7 +59,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all pages."""
+        """Remove all pages."""
         self._by_key: dict[bytes, _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
@@ -81,20 +81,20 @@ class PrefixCache:
 
     @property
     def evictable(self) -> set[int]:
-        """Those that no lane holds."""
+        """Pages of the index that no lane holds."""
         return set(self._evictable)
 
     def key(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Key of the page with these tokens behind the page `parent`."""
+        """Key of the page with these tokens that follows the page `parent`."""
         return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
     def page_of(self, key: bytes) -> int | None:
-        """The page with this key, if it is here."""
+        """The page with this key, or None."""
         entry = self._by_key.get(key)
         return None if entry is None else entry.page
 
     def chain(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the first keys, as far as they are here."""
+        """Pages of the keys up to the first one that is missing."""
         pages = []
         for key in keys:
             page = self.page_of(key)
@@ -104,10 +104,11 @@ class PrefixCache:
         return pages
 
     def nearest(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The page behind `parent` that begins with most of `token_ids`, and how many; (-1, 0) if none does.
+        """The child of `parent` that shares the longest prefix with `token_ids`, and its length; (-1, 0) if
+        none does.
 
-        In sorted order that page is a neighbour of the tokens' own place. Pages that only the coming pass
-        will write cannot be copied before it.
+        In sorted order that page is next to the place of `token_ids`. Pages that only the next pass writes
+        cannot be copied before it.
         """
         children, wanted = self._children.get(parent, []), tuple(token_ids)
         place = bisect_left(children, (wanted, -1))
@@ -121,8 +122,8 @@ class PrefixCache:
     def insert(
         self, key: bytes, parent: bytes, token_ids: Sequence[int], page: int, *, is_written: bool
     ) -> None:
-        """Enter a page that some lane holds. `is_written` False: until `mark_written`, it is filled by a pass that
-        is not launched yet.
+        """Enter a page that a lane holds. `is_written` False: a pass that is not launched yet will fill it;
+        see `mark_written`.
         """
         entry = _Entry(page, key, parent, tuple(token_ids))
         assert len(token_ids) == self.page_size, f"{len(token_ids)=}"
@@ -135,34 +136,34 @@ class PrefixCache:
             self._unwritten.add(page)
 
     def mark_written(self) -> None:
-        """All that was entered is written by passes that are launched."""
+        """The passes that fill the entered pages have been launched."""
         self._unwritten.clear()
 
     def make_evictable(self, page: int) -> bool:
-        """The last lane let go of the page. False: it is not in the index, so nobody will ask for it."""
+        """The last lane released the page. False: it is not in the index, so it cannot be found again."""
         if page not in self:
             return False
         self._evictable[page] = None
         return True
 
     def acquire(self, page: int) -> None:
-        """A lane holds the page again."""
+        """A lane holds the evictable page again."""
         del self._evictable[page]
 
     def touch(self, page: int) -> None:
-        """A resting page was of use: evict it later. Its children stay before it, its parent is held."""
+        """An evictable page was used: evict it later. Its children stay before it, and its parent is held."""
         if page in self._evictable:
             self._evictable.move_to_end(page)
 
     def evict(self) -> int:
-        """Forget the page that has rested longest, and return it."""
+        """Remove the page that has been evictable for longest, and return it."""
         page = next(iter(self._evictable))
         self._remove(page)
         self.counts.num_evicted += 1
         return page
 
     def invalidate(self, page: int) -> list[int]:
-        """Forget a resting page and all behind it, which rest too; returns them, the page itself last."""
+        """Remove an evictable page and its descendants, which are evictable too; returns them, it last."""
         found = [page]
         for above in found:
             found += [child for _, child in self._children.get(self._by_page[above].key, ())]
@@ -171,7 +172,7 @@ class PrefixCache:
         return found[::-1]
 
     def _remove(self, page: int) -> None:
-        """A resting page without children."""
+        """Remove an evictable page without children."""
         del self._evictable[page]
         entry = self._by_page.pop(page)
         assert entry.key not in self._children, f"{page=} goes before its children"
@@ -182,7 +183,7 @@ class PrefixCache:
             del self._children[entry.parent]
 
     def check(self) -> None:
-        """Assert that the tree hangs together and that no page rests above one that is held."""
+        """Assert that the tree is connected and that no page is evictable above one that is held."""
         assert self._by_page == {entry.page: entry for entry in self._by_key.values()}
         assert sum(map(len, self._children.values())) == len(self._by_page)
         assert self._evictable.keys() <= self._by_page.keys()
@@ -196,6 +197,6 @@ class PrefixCache:
 
 
 def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -1,8 +1,8 @@
-"""State of the running sequences as one struct of tensors: what every decoder reads and commits to.
+"""State of the running sequences as tensors on the device, which every decoder reads and commits to.
 
-A lane is the seat of one running sequence. Everything a step needs is indexed by lane, so plans, sampling
-and commits are tensor operations over the batch and can run inside a captured graph. Decoders own further
-tensors of their own, indexed by the same lanes.
+A lane is the index of one running sequence in all of these tensors, so that plans, sampling and commits are
+tensor operations over the batch and can run inside a captured graph. Decoders have further tensors of their
+own, indexed by the same lanes.
 Shapes: Z lanes, L tokens of the longest sequence, B sequences of this pass, J tokens a pass can emit.
 """
 
@@ -56,9 +56,9 @@ class SequenceState:
         steps: list[int] | None = None,
         computed: list[int] | None = None,
     ) -> None:
-        """Put sequences on free lanes; overwrites every field of whoever sat there before.
+        """Put sequences on free lanes; overwrites every field of the lanes.
 
-        `known` tokens: the prompt and, of a sequence that starts anew, what it had emitted in `steps`
+        `known` tokens: the prompt and, for a sequence that starts anew, what it had emitted in `steps`
         sampling steps. `ends`: how many tokens each may have in all. `computed`: how many have their KV in
         the lane's pages already.
         """
@@ -82,7 +82,7 @@ class SequenceState:
             column_Z[lanes_B] = to_device(values, self.device, dtype=column_Z.dtype)
 
     def lanes(self, draft_buffer_Z: Tensor | None = None, drafts_ZJ: Tensor | None = None) -> Lanes:
-        """What planning and committing look at, with what a decoder adds of its own."""
+        """The tensors that planning and committing use, with a decoder's drafts."""
         return Lanes(
             num_known_Z=self.num_known_Z,
             num_computed_Z=self.num_computed_Z,
@@ -96,7 +96,7 @@ class SequenceState:
         """Set the KV pointer of a sequence that lost its pages, or got some back; its tokens, drafts and
         random stream stay.
         """
-        # Not an assignment, which would wait for the device (`transfer.fill_lanes`).
+        # Not an assignment, which would wait for the device (`device.fill_lanes`).
         self.num_computed_Z[lane].fill_(num_computed)
 
     def probs(
@@ -108,8 +108,8 @@ class SequenceState:
         forbidden_id: int | None = None,
         own: bool = False,
     ) -> Probs:
-        """The law of each row under its request's settings; the rows of a sequence, X / B, follow one
-        another. `forbidden_id`, `own`: see `row_probs`.
+        """The distribution of each row under its request's settings; each sequence has X / B consecutive
+        rows. `forbidden_id`, `own`: see `row_probs`.
         """
         return row_probs(
             logits_XV,
@@ -130,9 +130,9 @@ class SequenceState:
     def commit(
         self, lanes_B: Tensor, token_ids_BJ: Tensor, num_emitted_B: Tensor, num_computed_B: Tensor
     ) -> None:
-        """Append each lane's emitted tokens, move its KV pointer on, and step its random stream.
+        """Append each lane's emitted tokens, advance its KV pointer and its random stream.
 
-        What is emitted beyond the table's width is dropped: nobody may read that far.
+        Tokens beyond the table's width are dropped: no sequence may be that long.
         """
         commit(
             self.lanes(),

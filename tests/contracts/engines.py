@@ -16,6 +16,7 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
 from tests.toy import write_toy_checkpoint
@@ -24,7 +25,7 @@ MASK_ID = 47
 MAX_STRIDE = 8
 CYCLE = 9
 PLACE: dict[str, object] = {"device": "cpu"}
-"""Engine settings that say where the engines run."""
+"""Engine settings of the device that the engines run on."""
 NUM_SHAKES = 6
 
 
@@ -38,7 +39,7 @@ def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int 
 def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_steps: int = 120) -> Path:
     """A toy taught for seconds to walk a cycle of tokens, behind masks too: its drafts are often right.
 
-    Trained on the picture `[tokens, M x 7]` with shifted labels, in plain torch.
+    Trained on `[tokens, M x 7]` with shifted labels, in plain torch.
     """
     import transformers
 
@@ -113,6 +114,12 @@ def assert_idle(engine: Engine) -> None:
     assert engine.step() == []
 
 
+def wanted_of(logits_XV: Tensor, has_logits_X: Tensor | None = None) -> WantedRows:
+    """Wanted rows with these logits."""
+    rows_X = torch.arange(len(logits_XV), device=logits_XV.device)
+    return WantedRows(logits_XV, rows_X, lambda hidden_XV: hidden_XV, has_logits_X=has_logits_X)
+
+
 def clear_answers(
     engine: Engine, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Completion]:
@@ -141,7 +148,8 @@ class _Shaking:
         self._decoder, self._advance = decoder, decoder.advance
         self._generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, table: Any, batch: Any, plan: Any, logits_XV: Tensor) -> Any:
+    def __call__(self, table: Any, batch: Any, plan: Any, wanted: WantedRows) -> Any:
+        logits_XV = wanted.logits()
         state = [getattr(self._decoder.blocks, one.name) for one in dataclasses.fields(self._decoder.blocks)]
         # The last column takes what belongs nowhere.
         state += [table.tokens_ZL[:, :-1], table.num_known_Z, table.num_computed_Z, table.steps_Z]
@@ -149,11 +157,11 @@ class _Shaking:
         decided = []
         for _ in range(NUM_SHAKES):
             signs_XV = torch.randint(0, 2, logits_XV.shape, generator=self._generator) * 2 - 1
-            self._advance(table, batch, plan, logits_XV + MARGIN * signs_XV)
+            self._advance(table, batch, plan, wanted_of(logits_XV + MARGIN * signs_XV, wanted.has_logits_X))
             decided.append([tensor.clone() for tensor in state])
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
-        outcome = self._advance(table, batch, plan, logits_XV)
+        outcome = self._advance(table, batch, plan, wanted)
         for shaken in decided:
             if not all(map(torch.equal, shaken, state)):
                 raise NearTie(f"logits that move by {MARGIN} decide otherwise: {plan.lanes_B=}")

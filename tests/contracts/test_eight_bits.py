@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from idlm.contracts import SamplingParams, StepPlan
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.answers import Tally
 from idlm.infer.decoders.rejection import STRATEGIES
@@ -24,6 +24,8 @@ from idlm.infer.models import dense, fp8
 from idlm.infer.models.loader import load_model
 from idlm.infer.models.shards import Shards
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.linear import Fp8Weight, dequantised, quantise_fp8
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -85,10 +87,10 @@ def _logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     plain = Runner.forward
 
-    def forward(self: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        logits_XV, has_logits_X = plain(self, plan)
-        seen.append(logits_XV.clone())
-        return logits_XV, has_logits_X
+    def forward(self: Runner, plan: StepPlan) -> WantedRows:
+        wanted = plain(self, plan)
+        seen.append(wanted.logits().clone())
+        return wanted
 
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "forward", forward)

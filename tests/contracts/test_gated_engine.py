@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepPlan
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.gated_lora import gated_lora_reference
 from tests.adapters import write_adapter
 from tests.contracts.engines import (
@@ -60,10 +61,10 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepP
     seen: list[tuple[StepPlan, Tensor]] = []
     plain = Runner.forward
 
-    def forward(self: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        logits_XV, has_logits_X = plain(self, plan)
-        seen.append((plan, logits_XV.clone()))
-        return logits_XV, has_logits_X
+    def forward(self: Runner, plan: StepPlan) -> WantedRows:
+        wanted = plain(self, plan)
+        seen.append((plan, wanted.logits().clone()))
+        return wanted
 
     monkeypatch.setattr(Runner, "forward", forward)
     return seen
@@ -120,19 +121,20 @@ def test_clean_rows_of_a_pass_are_bitwise_the_bases(
     trunk = engine._parts.model.trunk
     plain, num_masks = Runner.forward, 0
 
-    def both(self: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    def both(self: Runner, plan: StepPlan) -> WantedRows:
         nonlocal num_masks
         trunk.is_adapted = False
         within = plan.token_ids_R.masked_fill(plan.is_mask_R, 0)
-        base_XV, _ = plain(self, StepPlan(**{**fields_of(plan), "token_ids_R": within}))
+        base_XV = plain(self, StepPlan(**{**fields_of(plan), "token_ids_R": within})).logits()
         trunk.is_adapted = True
-        logits_XV, has_logits_X = plain(self, plan)
+        wanted = plain(self, plan)
+        logits_XV = wanted.logits()
         is_mask_X = plan.is_mask_R[plan.logit_rows_X]
         num_masks += int(is_mask_X.sum())
         assert torch.equal(logits_XV[~is_mask_X], base_XV[~is_mask_X])
         assert not (logits_XV[is_mask_X] == base_XV[is_mask_X]).all(dim=-1).any()
         assert bool((plan.token_ids_R[plan.is_mask_R] == OUTSIDE).all())
-        return logits_XV, has_logits_X
+        return wanted
 
     monkeypatch.setattr(Runner, "forward", both)
     engine.generate(prompts_of([1, 7, 20]), greedy(max_tokens=6))

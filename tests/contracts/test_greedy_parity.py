@@ -28,13 +28,30 @@ from tests.contracts.engines import (
 from tests.toy import ARCHITECTURES
 
 STRIDES = (2, 3, 4, 8)
-MAX_PROMPT_ROWS = 12
+MAX_BATCHED_TOKENS = 12
 
 
 def _lengths(stride: int) -> list[int]:
     """One token; exactly 2N-1 and its neighbours; chunked prompts, with a last chunk of exactly 2N-1 rows."""
     width = 2 * stride - 1
-    return [1, width, 2 * stride, width - 1, 30, 1 + MAX_PROMPT_ROWS + width, 2, 5, 17, 3, 9, 4, 25, 7, 1, 11]
+    return [
+        1,
+        width,
+        2 * stride,
+        width - 1,
+        30,
+        1 + MAX_BATCHED_TOKENS + width,
+        2,
+        5,
+        17,
+        3,
+        9,
+        4,
+        25,
+        7,
+        1,
+        11,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +102,9 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
-    """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that decode."""
+    """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that
+    decode.
+    """
     prompts = prompts_of([21, 7, 14, 1, 28], vocab_size=CYCLE)
     expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16)))
     for num_lanes in (1, 5):

@@ -14,7 +14,7 @@ CASES = [
     for num_masks in range(8)
     for max_drafts in (num_masks, 7)
 ]
-"""A sequence may come from a picture of a larger stride, with more drafts than there are masks."""
+"""A sequence may come from a layout of a larger stride, with more drafts than there are masks."""
 OF_ONE_STRIDE = [(name, num_masks) for name in STRATEGIES.names() for num_masks in range(8)]
 
 
@@ -123,19 +123,19 @@ def test_tree_masks_never_see_fill_drafts() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "num_masks", "max_drafts"), CASES)
-def test_the_picture_repeats_the_layouts(strategy: str, num_masks: int, max_drafts: int) -> None:
+def test_the_stacked_layouts_equal_the_single_ones(strategy: str, num_masks: int, max_drafts: int) -> None:
     mode_layouts = _layouts(strategy, num_masks, max_drafts)
-    layout = DraftLayout(mode_layouts, torch.device("cpu"))
-    assert layout.max_width == max(layout.width for layout in mode_layouts)
+    stacked = DraftLayout(mode_layouts, torch.device("cpu"))
+    assert stacked.max_width == max(layout.width for layout in mode_layouts)
     for y, layout in enumerate(mode_layouts):
-        assert int(layout.rows.width_Y[y]) == layout.width
-        assert int(layout.tables.num_drafts_Y[y]) == layout.num_drafts
-        rows = layout.rows
+        assert int(stacked.rows.width_Y[y]) == layout.width
+        assert int(stacked.tables.num_drafts_Y[y]) == layout.num_drafts
+        rows = stacked.rows
         columns = (rows.source_YW, rows.position_YW, rows.limit_YW, rows.branch_YW)
-        stacked = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
-        assert [tuple(row) for row in stacked.tolist()] == list(layout.rows)
+        table = torch.stack([column_YW[y, : layout.width] for column_YW in columns], dim=1)
+        assert [tuple(row) for row in table.tolist()] == list(layout.rows)
         for a, (draft_rows, following) in enumerate(zip(layout.draft_rows, layout.next_buffers, strict=True)):
-            row_J = layout.tables.draft_rows_YAJ[y, a].tolist()
+            row_J = stacked.tables.draft_rows_YAJ[y, a].tolist()
             assert row_J[: len(draft_rows)] == list(draft_rows)
             assert set(row_J[len(draft_rows) :]) <= {NO_ROW}
-            assert int(layout.tables.next_layouts_YA[y, a]) == following.index(max_drafts)
+            assert int(stacked.tables.next_layouts_YA[y, a]) == following.index(max_drafts)

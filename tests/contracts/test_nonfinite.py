@@ -15,7 +15,14 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from tests.contracts.block.test_block_decoder import write_block_toy
-from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of, write_converted_toy
+from tests.contracts.engines import (
+    MASK_ID,
+    assert_idle,
+    build_engine,
+    prompts_of,
+    wanted_of,
+    write_converted_toy,
+)
 
 DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
@@ -56,7 +63,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _spoil(engine: Engine, token_id: int) -> None:
-    """Whoever sees the token has no finite logits from then on."""
+    """Every sequence that sees the token has no finite logits from then on."""
     engine._parts.model.trunk.embed.data[token_id] = torch.inf
 
 
@@ -122,12 +129,13 @@ def test_an_answer_keeps_what_came_before(
     forward, passes = engine._parts.runner.forward, [0]
 
     def spoiled(plan: Any) -> Any:
-        logits_XV, has_logits_X = forward(plan)
+        wanted = forward(plan)
         passes[0] += 1
         if passes[0] == expected.num_forwards - 1:
-            logits_XV = logits_XV.clone()
+            logits_XV = wanted.logits().clone()
             logits_XV[:, 5] = kind
-        return logits_XV, has_logits_X
+            return wanted_of(logits_XV, wanted.has_logits_X)
+        return wanted
 
     monkeypatch.setattr(engine._parts.runner, "forward", spoiled)
     tokens: list[int] = []
@@ -178,12 +186,12 @@ def test_an_answer_that_is_whole_needs_no_further_drafts(
         passes[0] = 0
 
         def spoiled(plan: Any) -> Any:
-            logits_XV, has_logits_X = forward(plan)
+            wanted = forward(plan)
             passes[0] += 1
             if passes[0] >= first:
                 is_mask_X = plan.is_mask_R[plan.logit_rows_X]
-                logits_XV = logits_XV.masked_fill(is_mask_X[:, None], torch.nan)
-            return logits_XV, has_logits_X
+                return wanted_of(wanted.logits().masked_fill(is_mask_X[:, None], torch.nan))
+            return wanted
 
         return spoiled
 

@@ -1,4 +1,4 @@
-"""Answers are the same with the prefix cache and without, whoever shares what with whom.
+"""Answers are the same with the prefix cache and without, whichever sequences share pages.
 
 The pages under it are tested without a model in tests/unit/engine/test_prefix_cache.py.
 """
@@ -18,7 +18,8 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.contracts.engines import (
     CYCLE,

@@ -1,5 +1,5 @@
-"""Memory that is short at any allocation of a pass: nobody's answer changes, or one request says why it has
-none; the engine lives and no page is lost.
+"""Out of memory at any allocation of a pass: no answer changes, or one request reports the reason; the engine
+goes on and no page is lost.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from benchmarks.engine.soak import Shortage
-from idlm.contracts import Completion, SamplingParams, StepPlan
+from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import scheduler as schedulers
 from idlm.infer.engine import Engine, StreamEvent
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
@@ -74,7 +75,7 @@ def _drain(engine: Engine, shortage: Shortage | None = None) -> dict[str, Comple
 
 
 def _check_survivors(found: dict[str, Completion], expected: dict[str, Completion]) -> list[Completion]:
-    """Whoever was not given up has the answer of an engine with enough memory; returns the others."""
+    """Requests that did not fail have the answers of an engine with enough memory; returns the others."""
     assert found.keys() == expected.keys()
     failed = []
     for name, answer in found.items():
@@ -108,7 +109,7 @@ def _shortages_at_every_allocation(
 
 @pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=["ar", "isd"])
-def test_a_shortage_costs_nobody_his_answer_and_two_in_a_row_one_request(
+def test_a_shortage_costs_no_answer_and_two_in_a_row_cost_one_request(
     checkpoint: Path, decoder: str, options: dict[str, Any], way: dict[str, Any]
 ) -> None:
     _shortages_at_every_allocation(checkpoint, decoder, options, way, range(1, 101, 24))
@@ -159,14 +160,14 @@ def test_prompts_that_are_too_much_at_once_are_fed_in_smaller_pieces(
         _drain(engine)
         engine.pool.reset()
     assert max(sizes[num_seen:]) > 48
-    assert engine.scheduler._prompt_budget == 48
+    assert engine.scheduler._row_budget == 48
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_pictures_that_memory_is_too_short_for_cost_no_answer(
+def test_modes_that_do_not_fit_into_memory_cost_no_answer(
     checkpoint: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stride 1 always fits: whoever chooses wider passes tries them, and goes on without."""
+    """Stride 1 always fits: the controller tries wider passes, and goes on without them."""
     expected = clear_answers(build_engine(checkpoint, "ar"), _prompts(), greedy(max_tokens=40))
     engine = _engine(checkpoint, "isd", stride=MAX_STRIDE, adaptive=True, **way)
     forward, num_failed = Runner.forward, 0
@@ -193,7 +194,7 @@ def test_memory_that_stays_short_ends_every_request_the_youngest_of_a_pass_first
         _add(engine)
         found = _drain(engine)
     assert {answer.finish_reason for answer in found.values()} == {"error"}
-    assert next(iter(found)) == "1", "the second pass, of a smaller budget, feeds nobody younger"
+    assert next(iter(found)) == "1", "the second pass, of a smaller budget, feeds no younger request"
     assert len(sizes) == len(LENGTHS) + 1
     assert_idle(engine)
     _add(engine)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from idlm.contracts import SamplingParams, StepPlan
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.runtime import cuda_graphs as graphs
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.wanted_rows import WantedRows
 from tests.contracts.engines import (
     CYCLE,
     MAX_STRIDE,
@@ -54,7 +55,7 @@ def test_answers_are_those_of_exact_shapes_read_at_once(
     assert_idle(engine)
     if not options.get("adaptive") and "max_num_seqs" not in way:
         for mine, other in zip(found, expected, strict=True):
-            assert mine.num_forwards == other.num_forwards, "a pass behind the end is nobody's"
+            assert mine.num_forwards == other.num_forwards, "a pass after the end does not count"
             assert mine.tested_by_position == other.tested_by_position
 
 
@@ -89,10 +90,10 @@ def test_an_answer_stops_where_it_should_however_late_that_is_seen(checkpoint: P
 def test_a_narrow_pass_behind_a_wide_one_stays_within_the_pages_it_names(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wide pass may emit beyond the end; nobody knows yet, and the next passes are of stride 1."""
+    """A wide pass may emit beyond the end, which the host learns later; the next passes are of stride 1."""
     forward, num_beyond = Runner.forward, 0
 
-    def checked(runner: Runner, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    def checked(runner: Runner, plan: StepPlan) -> WantedRows:
         nonlocal num_beyond
         highest = int(plan.slots_R[: int(plan.cu_rows_B1[-1])].max())
         assert highest < plan.max_slots, f"{highest=} {plan.max_slots=}"

@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.contracts import StepPlan
 from idlm.infer.build import EngineParts
 from idlm.infer.decoders import isd
-from idlm.infer.decoders.base import Batch, plan_rows
+from idlm.infer.decoders.base import plan_rows
 from idlm.infer.decoders.isd import IsdDecoder
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import Tree
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.scheduler import Schedule, Scheduler, lane_of
+from idlm.infer.scheduler import Scheduler
+from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Probs, Verdict

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.layout import RowLayout
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
 from idlm.infer.engine import Engine
+from idlm.infer.state.batch import Batch
 from idlm.lora import AdapterSpec, base_identity
 from idlm.semantics import Semantics
 from idlm.train.checkpoint.export import export_adapter
@@ -189,11 +189,12 @@ class Replay:
             samples_B=torch.tensor([samples] * len(lanes)),
             max_feed=max(feed.values()),
             max_known=max(computed[lane] + feed[lane] for lane in lanes),
+            max_rows=self.engine.decoder.num_rows(0, 0),
             num_rows=None,
             filters=False,
         )
         plan = self.engine.decoder.plan(self.engine.table, batch)
-        logits_XV, _ = self.engine._parts.runner.forward(plan)
+        logits_XV = self.engine._parts.runner.forward(plan).logits()
         for lane in lanes:
             computed[lane] += feed[lane]
             self.engine.table.num_computed_Z[lane] += feed[lane]

@@ -26,6 +26,7 @@ from benchmarks.engine.decoding.host import host_cost
 from benchmarks.engine.decoding.profile import print_profiles
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
+from idlm.infer.decoders.base import max_rows
 
 AR = Arm(name="ar", decoder="ar", strategy="cold", stride=1)
 ADAPTER_RANK = 128
@@ -88,7 +89,8 @@ def _steady_engines(bench: Bench, arms: list[Arm], load: Load) -> list[tuple[Ste
         except RuntimeError:
             _fail(bench, arm, load)
             continue
-        made.append((steady, Measured(arm=arm, load=load, width=max(steady.engine.decoder.widths))))
+        width = max_rows(steady.engine.decoder, steady.engine.table.max_length)
+        made.append((steady, Measured(arm=arm, load=load, width=width)))
     return made
 
 

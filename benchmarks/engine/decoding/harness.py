@@ -25,7 +25,7 @@ from benchmarks.engine.decoding.trace import Trace
 from benchmarks.stream import Timer
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
-from idlm.infer.decoders.base import DECODERS
+from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import FAMILIES, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
@@ -294,7 +294,7 @@ class SteadyEngine:
 def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_builder.EngineParts:
     chosen = DECODERS.get(arm.decoder)
     decoder = chosen(chosen.Config(**arm.decoder_options()), model.semantics)
-    lane_pages = -(-(max_length - 1 + max(decoder.widths)) // PAGE_SIZE)
+    lane_pages = -(-(max_length - 1 + max_rows(decoder, max_length)) // PAGE_SIZE)
     captures = arm.graphs and model.device.type == "cuda"
     settings = EngineSettings(
         device=str(model.device),

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from idlm.contracts import Completion, SamplingParams, StepPlan
+from idlm.contracts import Completion, SamplingParams
 from idlm.infer.accelerators.base import ACCELERATORS, KVPass
 from idlm.infer.engine import Engine
 from idlm.infer.sparse.view import PassView
+from idlm.infer.state.batch import StepPlan
 from idlm.semantics import Semantics
 from tests.accelerator_reference import SlowMage, SlowQuest
 from tests.block_reference import Rules
@@ -88,9 +89,9 @@ def watch_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor
     forward = engine._parts.runner.forward
 
     def watched(plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        logits_XV, has_logits_X = forward(plan)
-        seen.append(logits_XV.clone())
-        return logits_XV, has_logits_X
+        wanted = forward(plan)
+        seen.append(wanted.logits().clone())
+        return wanted
 
     monkeypatch.setattr(engine._parts.runner, "forward", watched)
     return seen

@@ -14,16 +14,16 @@ import torch
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders import block
-from idlm.infer.decoders.base import Batch, KVWritePolicy
 from idlm.infer.decoders.block import BlockConfig, BlockDecoder
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.engine import Engine
 from idlm.infer.runtime.cuda_graphs import shape_of
-from idlm.infer.scheduler import Schedule
+from idlm.infer.state.batch import Batch, Schedule
+from idlm.infer.state.kv_policy import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.semantics import Semantics
 from tests.block_reference import Rules, Sampling, SlowBlocks
-from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of
+from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of, wanted_of
 from tests.toy import write_toy_checkpoint
 
 SIZE = 4
@@ -107,7 +107,7 @@ def test_mixed_batches_equal_a_slow_decoder(
 
 
 def test_the_host_knows_what_a_pass_has_stored_once_its_results_are_back() -> None:
-    kv_policy = KVWritePolicy(block_size=4, num_lookahead_tokens=0)
+    kv_policy = KVWritePolicy(kind="block", block_size=4)
     # A tail of the prompt, then two blocks whose results come at once.
     assert kv_policy.num_stored(0, num_before=6, num_known=8) == 4
     assert kv_policy.num_stored(4, num_before=8, num_known=12) == 8
@@ -118,18 +118,20 @@ def test_the_host_knows_what_a_pass_has_stored_once_its_results_are_back() -> No
 
 @pytest.mark.parametrize("num_feed", [[0] * 64, [32] * 64, [0] * 60 + [320] * 4, [32]], ids=sum)
 def test_rows_of_static_shapes_hold_what_may_be_fed_and_little_more(num_feed: list[int]) -> None:
-    """A block that does not ride beside decoding rows needs none but those; what rides has room."""
+    """A block that is not stored beside decoding rows takes their place; one that is has rows reserved."""
     num, blocks = len(num_feed), [feed // 32 for feed in num_feed]
     schedule = Schedule(num_feed=num_feed, num_known=[64] * num, samples=[True] * num)
-    schedule.requests = [SimpleNamespace(params=SamplingParams())] * num  # type: ignore[list-item]
+    request = SimpleNamespace(params=SamplingParams(), max_length=64)
+    schedule.requests = [request] * num  # type: ignore[list-item]
+    meaning = Semantics(causality="block", logit_shift=False, block_size=32, mask_token_id=MASK_ID)
     shapes = [
-        shape_of(schedule, KVWritePolicy(block_size=32, num_lookahead_tokens=0, fused_commit=fused_commit))
+        shape_of(schedule, BlockDecoder(BlockConfig(fused_commit=fused_commit), meaning), 64)
         for fused_commit in (True, False)
     ]
-    riding, alone = (shape.num_prompt_rows // 32 for shape in shapes)
+    fused, alone = (shape.num_prompt_rows // 32 for shape in shapes)
     beyond = sum(max(0, count - 1) for count in blocks)
     assert alone >= beyond and (alone == 0) == (beyond == 0)
-    assert riding >= max(1, num / 8, sum(blocks)) and riding <= 2 * max(1, num / 8, sum(blocks))
+    assert fused >= max(1, num / 8, sum(blocks)) and fused <= 2 * max(1, num / 8, sum(blocks))
 
 
 def test_pages_run_out_while_blocks_are_on_their_way(toys: dict[bool, Path], expected: Any) -> None:
@@ -169,12 +171,12 @@ def test_every_strategy_is_compared() -> None:
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("name", UNMASKINGS.names())
 def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
-    """On the meta device there are none: whoever waited for one, or made a shape of one, would raise."""
+    """On the meta device there are none: code that waits for one, or makes a shape of one, raises."""
     device, num_sequences = torch.device("meta"), 3
     config = BlockConfig(strategy=name, sub_block_size=2)
     meaning = Semantics(causality="block", logit_shift=shifted, block_size=SIZE, mask_token_id=MASK_ID)
     decoder = BlockDecoder(config, meaning)
-    decoder.allocate(8, 48, dtype=torch.float32, device=device)
+    decoder.allocate(8, 64, 48, dtype=torch.float32, device=device)
     table = SequenceState(8, 64, device)
     ints_B = torch.zeros(num_sequences, dtype=torch.int64, device=device)
     batch = Batch(
@@ -183,6 +185,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
         samples_B=ints_B > 0,
         max_feed=9,
         max_known=32,
+        max_rows=SIZE,
         num_rows=num_sequences * SIZE + 8,
         filters=False,
     )
@@ -198,13 +201,12 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     )
     assert decoder._strategy.choose(masks).shape == masks.is_maskable_BW.shape
     with pytest.MonkeyPatch.context() as patch:
-        # Plain laws may look: on a GPU they are kernels.
         patch.setattr(SequenceState, "probs", lambda *_, **__: None)
         patch.setattr(block, "judged_draws", lambda _, drawn, *__, **___: (drawn.long(), drawn))
         patch.setattr(block, "nonfinite", lambda _, rows_BW: rows_BW.amax(-1))
         patch.setattr(block, "entropy", lambda _: torch.zeros(num_sequences * SIZE, device=device))
-        logits_XV = torch.zeros(num_sequences * SIZE, 48, device=device)
-        outcome = decoder.advance(table, batch, plan, logits_XV)
+        wanted = wanted_of(torch.zeros(num_sequences * SIZE, 48, device=device))
+        outcome = decoder.advance(table, batch, plan, wanted)
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 

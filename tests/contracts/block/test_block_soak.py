@@ -15,7 +15,7 @@ import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
-from idlm.infer.scheduler import lane_of
+from idlm.infer.state.batch import lane_of
 from tests.contracts.block.test_block_decoder import write_block_toy
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.test_scheduler_soak import ROOMY, TINY, Arrival, _Soak
@@ -118,7 +118,7 @@ def test_thousands_with_aborts_leak_nothing(toys: dict[bool, Path], shifted: boo
 
 
 def drive(engine: Engine, arrivals: list[Arrival]) -> dict[str, tuple[int, ...]]:
-    """One more arrives with every pass, until all have; nobody is at the step of another for long."""
+    """One request arrives with every pass, so that sequences are rarely at the same step."""
     found, waiting = {}, list(reversed(arrivals))
     while waiting or engine.has_work:
         if waiting:

@@ -1,7 +1,7 @@
 """Traps of block decoding that fail silently, by their numbers in the shared facts (section 8).
 
-Those of loading are in tests/unit/models/test_family_loading.py; tests/repo/test_traps.py says whether any number
-has no test.
+Those of loading are in tests/unit/models/test_family_loading.py; tests/repo/test_traps.py says whether any
+number has no test.
 """
 
 from __future__ import annotations

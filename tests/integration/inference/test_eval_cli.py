@@ -17,6 +17,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.runtime.model_runner import Runner
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
+from tests.contracts.engines import wanted_of
 from tests.integration.inference.command_lines import (
     GREEDY,
     ISD,
@@ -79,12 +80,13 @@ def _spoil_a_pass(monkeypatch: pytest.MonkeyPatch, number: int, *, every_row: bo
 
     def spoiled(runner: Runner, plan: Any) -> Any:
         nonlocal passes
-        logits_XV, has_logits_X = forward(runner, plan)
+        wanted = forward(runner, plan)
         passes += 1
         if passes == number:
-            logits_XV = logits_XV.clone()
+            logits_XV = wanted.logits().clone()
             logits_XV[: None if every_row else 1] = torch.nan
-        return logits_XV, has_logits_X
+            return wanted_of(logits_XV)
+        return wanted
 
     monkeypatch.setattr(Runner, "forward", spoiled)
 

@@ -15,9 +15,9 @@ import torch
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.output import partial_path
 from idlm.infer.cli.prompts import RECORD_KEYS
-from idlm.infer.runtime.step import StepResult
+from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.scheduler import Schedule
+from idlm.infer.state.batch import Schedule
 from idlm.text.chat import encode_messages
 from tests.integration.inference.command_lines import (
     AR,

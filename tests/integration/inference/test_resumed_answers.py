@@ -21,10 +21,10 @@ from idlm.infer.cli.fingerprint import (
 )
 from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.step import StepResult
+from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
-from idlm.infer.scheduler import Schedule
 from idlm.infer.settings import EngineSettings
+from idlm.infer.state.batch import Schedule
 from idlm.lora import AdapterSpec
 from tests.integration.inference.command_lines import (
     BASE,

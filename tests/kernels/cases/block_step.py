@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idlm.infer.decoders.base import Batch
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.decoders.block_config import BlockConfig
 from idlm.infer.decoders.block_rows import BlockPlan
+from idlm.infer.state.batch import Batch
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels.block_step import RULES, Proposed
 from idlm.kernels.block_step.reference import Sequence
@@ -57,7 +57,7 @@ class Case:
             causality="block", logit_shift=draw.random() < 0.3, block_size=size, mask_token_id=MASK_ID
         )
         self.decoder = BlockDecoder(config, meaning)
-        self.decoder.allocate(NUM_LANES, 1000, dtype=torch.float32, device=self.device)
+        self.decoder.allocate(NUM_LANES, 9 * size, 1000, dtype=torch.float32, device=self.device)
         self.table = SequenceState(NUM_LANES, 9 * size - rng.randint(0, 1), self.device)
         self._fill_lanes()
         self.sequences = [self._due(lane) for lane in rng.sample(range(SPARE), draw.randint(1, 7))]
@@ -110,6 +110,7 @@ class Case:
             samples_B=torch.tensor(decodes, device=self.device),
             max_feed=max(num_counted) + 1,
             max_known=9 * self.size,
+            max_rows=self.size,
             num_rows=self.num_rows,
             filters=False,
         )

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.contracts import ActiveBlocks, StepPlan
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.sparse.attention import SlotLists, sparse_attention
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from tests.accelerator_reference import SlowMage, SlowQuest

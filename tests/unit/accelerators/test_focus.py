@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.contracts import ActiveBlocks, StepPlan
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.accelerators.focus import Focus, FocusConfig, FocusPass
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from tests.focus_reference import BlockState, FocusRules, Rows, Selection, fed_places, note, select
 

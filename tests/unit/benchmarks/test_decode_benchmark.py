@@ -14,6 +14,7 @@ from benchmarks.engine.decoding.trace import RECORDED_STRIDES, trace_of
 from benchmarks.results import read_rows
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.errors import UserError
+from idlm.infer.decoders.base import max_rows
 
 SMALL = ["model=tiny", "device=cpu", "dtype=float32", "contexts=24", "rounds=1", "tokens=12", "least=12"]
 
@@ -30,7 +31,7 @@ def test_replayed_acceptance_gives_the_closed_forms_of_the_trace(
     load = Load(concurrency=32, context=8, num_tokens=60, sampling=SAMPLING[sampling])
     trace = trace_of("p0.90", stride)
     steady = SteadyEngine(model, arm, load, trace)
-    measured = Measured(arm=arm, load=load, width=max(steady.engine.decoder.widths))
+    measured = Measured(arm=arm, load=load, width=max_rows(steady.engine.decoder, 0))
     steady.measure(measured)
     formula = {"cold": tokens_per_forward_cold, "branch": tokens_per_forward_branch}[strategy]
     assert measured.tokens_per_forward() == pytest.approx(formula(trace.acceptance()), rel=0.05)

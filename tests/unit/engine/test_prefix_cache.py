@@ -1,5 +1,4 @@
-"""The prefix cache and the pages under it: keys, eviction, sharing, and the scheduler on a simulated device.
-
+"""The prefix cache and its pages: keys, eviction, sharing, and the scheduler on a simulated device.
 More worlds: `.venv/bin/python -m pytest tests/unit/engine/test_prefix_cache.py -m "slow or not slow"`
 """
 
@@ -13,9 +12,10 @@ import pytest
 import torch
 
 from idlm.infer.request import Request
-from idlm.infer.scheduler import Schedule, Scheduler
+from idlm.infer.scheduler import Scheduler
 from idlm.infer.state import kv_cache
-from idlm.infer.state.kv_cache import KVCache, PagePool
+from idlm.infer.state.batch import Schedule
+from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
 
@@ -181,7 +181,7 @@ def test_pages_are_copied_in_all_layers_and_no_other_is_touched(
 ) -> None:
     """Also where a page that was copied is written by a later copy."""
     monkeypatch.setattr(kv_cache, "MAX_PAGES_PER_COPY", at_once)
-    cache = KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
+    cache = kv_cache.KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
     for slots in (cache.keys, cache.values):
         slots.copy_(torch.randn(slots.shape))
     before = [slots.float().clone().view(3, 5, -1) for slots in (cache.keys, cache.values)]
@@ -280,14 +280,14 @@ def key_without_its_parent(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def the_pending_token_is_taken_from_the_cache(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._sit
+    original = Scheduler._allocate
 
-    def sit(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
-        is_seated = original(self, request, num_slots, schedule)
+    def allocate(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
+        has_pages = original(self, request, num_slots, schedule)
         request.num_computed += request.num_computed == request.num_known - 1
-        return is_seated
+        return has_pages
 
-    patch.setattr(Scheduler, "_allocate", sit)
+    patch.setattr(Scheduler, "_allocate", allocate)
 
 
 @fault
@@ -302,14 +302,14 @@ def a_page_is_committed_with_its_last_slot_pending(patch: pytest.MonkeyPatch) ->
 
 @fault
 def a_partly_equal_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._sit
+    original = Scheduler._allocate
 
-    def sit(self: Scheduler, *arguments: Any) -> bool:
-        is_seated = original(self, *arguments)
+    def allocate(self: Scheduler, *arguments: Any) -> bool:
+        has_pages = original(self, *arguments)
         arguments[-1].copies.clear()
-        return is_seated
+        return has_pages
 
-    patch.setattr(Scheduler, "_allocate", sit)
+    patch.setattr(Scheduler, "_allocate", allocate)
 
 
 @fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,11 +24,14 @@ def seconds(number: int, num_sequences: int) -> float:
     return max(FLOOR, PER_ROW * num_sequences * WIDTHS[number])
 
 
-def tokens(number: int, acceptance: float) -> float:
-    mode = MODES[number]
-    chances = [acceptance] * (mode.stride - 1)
+def tokens_of(chances: Sequence[float], mode: StrideMode) -> float:
     closed = tokens_per_forward_branch if mode.strategy == "branch" else tokens_per_forward_cold
     return closed(chances)
+
+
+def tokens(number: int, acceptance: float) -> float:
+    mode = MODES[number]
+    return tokens_of([acceptance] * (mode.stride - 1), mode)
 
 
 def run(
@@ -63,7 +67,7 @@ def run(
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
 @pytest.mark.parametrize("num_sequences", [1, 4, 8, 16, 32, 64, 256])
 def test_the_choice_is_near_the_best_and_never_below_ar(num_sequences: int, acceptance: float) -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     run(controller, num_sequences, acceptance, 60, noise=0.03)
     settled = run(controller, num_sequences, acceptance, 40, noise=0.03)
     rates = [tokens(n, acceptance) / seconds(n, num_sequences) for n in range(len(MODES))]
@@ -74,7 +78,7 @@ def test_the_choice_is_near_the_best_and_never_below_ar(num_sequences: int, acce
 
 @pytest.mark.parametrize("num_sequences", [8, 32, 64])
 def test_disturbed_steps_do_not_count(num_sequences: int) -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     chosen = run(controller, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.3)
     rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(MODES))]
     assert sum(rates[number] for number in chosen) >= 0.995 * len(chosen) * max(rates)
@@ -82,7 +86,7 @@ def test_disturbed_steps_do_not_count(num_sequences: int) -> None:
 
 @pytest.mark.parametrize("num_sequences", [8, 16, 64])
 def test_few_timed_steps_are_enough(num_sequences: int) -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     run(controller, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.2, mixed=0.95)
     chosen = run(controller, num_sequences, 0.9, 4000, noise=0.02, disturbed=0.2, mixed=0.95)
     rates = [tokens(n, 0.9) / seconds(n, num_sequences) for n in range(len(MODES))]
@@ -92,7 +96,7 @@ def test_few_timed_steps_are_enough(num_sequences: int) -> None:
 @pytest.mark.parametrize("num_sequences", [8, 16, 32, 64])
 @pytest.mark.parametrize("num_slow", [5, 12, 30])
 def test_the_choice_recovers_from_a_slow_clock(num_sequences: int, num_slow: int) -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     run(controller, num_sequences, 0.9, 80, noise=0.01)
     run(controller, num_sequences, 0.9, num_slow, noise=0.01, slowness=1.3)
     chosen = run(controller, num_sequences, 0.9, 400, noise=0.01)[-100:]
@@ -101,7 +105,7 @@ def test_the_choice_recovers_from_a_slow_clock(num_sequences: int, num_slow: int
 
 
 def test_it_adapts_to_load_and_acceptance() -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     few = run(controller, 2, 0.9, 60, noise=0.0)[-1]
     many = run(controller, 256, 0.9, 60, noise=0.0)[-1]
     assert WIDTHS[few] > WIDTHS[many]
@@ -111,7 +115,7 @@ def test_it_adapts_to_load_and_acceptance() -> None:
 
 
 def test_a_first_time_that_includes_compilation_is_ignored() -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     first = controller.choose(1)
     controller.observe_time(first, 1, 30.0)
     controller.observe_drafts(1, 1)
@@ -124,7 +128,7 @@ def test_a_first_time_that_includes_compilation_is_ignored() -> None:
 
 
 def test_after_out_of_memory_comes_the_narrowest_and_then_fewer_rows() -> None:
-    controller = StrideController(MODES, WIDTHS)
+    controller = StrideController(MODES, WIDTHS, tokens_of)
     free = run(controller, 4, 0.9, 60, noise=0.0)[-1]
     most = 4 * WIDTHS[free] - 1
     controller.observe_out_of_memory()

@@ -13,7 +13,7 @@ import torch
 
 from idlm.infer.accelerators.prefix import NOT_LISTED, best
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
-from idlm.infer.runtime import step
+from idlm.infer.runtime import model_runner
 from idlm.kernels.experts import Routing, route
 from idlm.kernels.sampling import draw, judged_draws, row_probs
 from tests.margins import MARGIN, NearTie, assert_apart, assert_gap, clear_choice
@@ -73,10 +73,10 @@ def test_of_equal_logprobs_the_lower_id_is_reported_first(
     logits_V[5], logits_V[6] = 0.0, -0.0
     plan: Any = SimpleNamespace(first_logit_B=torch.zeros(1, dtype=torch.int64, device=device))
     outcome: Any = SimpleNamespace(token_ids_BJ=torch.zeros(1, 1, dtype=torch.int64, device=device))
-    told = step._with_logprobs(outcome.token_ids_BJ, logits_V[None], plan, outcome, num_top=20)
+    told = model_runner._with_logprobs(outcome.token_ids_BJ, logits_V[None], plan, outcome, num_top=20)
     assert told.top_ids_BJK is not None and told.top_logprobs_BJK is not None
     assert told.top_ids_BJK.flatten().tolist() == [40, 41, 700, *range(42, 59)]
-    everything = step._likeliest(logits_V[None, None], 1000).flatten().tolist()
+    everything = model_runner._likeliest(logits_V[None, None], 1000).flatten().tolist()
     assert everything == (-logits_V).argsort(stable=True).tolist()
     law_V = torch.log_softmax(logits_V.double(), -1)
     assert torch.equal(told.top_logprobs_BJK.flatten(), law_V[told.top_ids_BJK.flatten()])

@@ -1,0 +1,181 @@
+"""One forward pass as plain data: the host's schedule, the decoders' batch, the rows that are fed, and the
+outcome.
+
+Shapes: B sequences of the pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
+J tokens that a pass can emit for one sequence, W positions of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from idlm.infer.request import Request
+from idlm.infer.state.device import to_device
+
+
+@dataclass(slots=True, kw_only=True)
+class Schedule:
+    """One pass as the scheduler decides it: its requests, oldest first, and what happens before it.
+
+    `num_feed[b]` known tokens are fed; at most `num_known[b]` are computed afterwards; `samples[b]`: these
+    are all that are due, so the pass also decodes. A later pass computes the last `num_lookahead_tokens` of
+    them. `scheduled_new_requests` get a lane, `preempted` ones lose their KV, `resumed` ones get (part of) it
+    back, and `copies` are pages (from, to) to copy. `mode`: which of the decoder's modes lays the pass out.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    num_feed: list[int] = field(default_factory=list)
+    num_known: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    scheduled_new_requests: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    mode: int = 0
+    num_lookahead_tokens: int = 1
+
+    @property
+    def num_top(self) -> int | None:
+        """Most likely tokens to report with the log-probability of each token; None if no request asks."""
+        asked = [request.params.logprobs for request in self.requests]
+        return max((number for number in asked if number is not None), default=None)
+
+    @property
+    def filters(self) -> bool:
+        """Whether a request uses top-k, top-p or min-p."""
+        return any(request.params.has_filters for request in self.requests)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        return max(request.max_length for request in self.requests)
+
+    def batch(self, device: torch.device, num_rows: Callable[[int, int], int]) -> Batch:
+        """The decoders' view of exactly these requests. `num_rows`: that of the decoder."""
+        return Batch(
+            lanes_B=to_device([lane_of(request) for request in self.requests], device),
+            num_feed_B=to_device(self.num_feed, device),
+            samples_B=to_device(self.samples, device, dtype=torch.bool),
+            max_feed=max(self.num_feed),
+            max_known=max(self.num_known),
+            max_rows=num_rows(self.mode, self.max_length),
+            num_rows=None,
+            filters=self.filters,
+            mode=self.mode,
+            num_top=self.num_top,
+        )
+
+    def launched(self) -> None:
+        """Note in the requests that the pass has been launched."""
+        for request, num_feed, samples in zip(self.requests, self.num_feed, self.samples, strict=True):
+            request.num_computed += num_feed - samples * self.num_lookahead_tokens
+            request.num_inflight += samples
+
+
+def lane_of(request: Request) -> int:
+    """The lane of a running request."""
+    assert request.lane is not None, f"{request.request_id=} has no lane"
+    return request.lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Which sequences run in this pass, and how much of each.
+
+    Sequence b is on lane `lanes_B[b]`; the next `num_feed_B[b]` of its known tokens are computed.
+    `samples_B[b]` (bool): these are all that are due, so the pass also decodes. Under a KV policy without
+    lookahead tokens the host may be late: the device knows what is due.
+
+    The rest is known to the host. Upper bounds: `max_feed` of `num_feed_B`; `max_known` of the known tokens
+    that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
+    out in all, padding included; None: exactly those that are fed, which the host has to wait for.
+    `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
+    likely tokens to report for every token; None: no log-probabilities.
+    """
+
+    lanes_B: Tensor
+    num_feed_B: Tensor
+    samples_B: Tensor
+    max_feed: int
+    max_known: int
+    max_rows: int
+    num_rows: int | None
+    filters: bool
+    mode: int = 0
+    num_top: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveBlocks:
+    """The block of `size` positions that each sequence is decoding. It begins at slot `starts_B`; all tokens
+    before it are final, or become final in this pass.
+
+    A pass may feed none, some or all of the block's rows. `is_maskable_BW` (bool): masks that this pass may
+    decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
+    of the `num_steps_B` that its quota allows; some strategies need fewer.
+    """
+
+    starts_B: Tensor
+    is_maskable_BW: Tensor
+    num_passes_B: Tensor
+    num_steps_B: Tensor
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The rows that one forward pass is fed, over all sequences of a batch.
+
+    Sequence b owns rows cu_rows_B1[b] : cu_rows_B1[b+1]; rows from cu_rows_B1[-1] on are padding, whose KV is
+    not stored. Row r is token `token_ids_R[r]` at rotary position `positions_R[r]`. Its key and value go to
+    logical KV slot `slots_R[r]` of its sequence, and it sees the slots [0, limits_R[r]) and
+    [branch_starts_R[r], slots_R[r]]: two ranges serve causal, block, tree, branch and full attention alike.
+    `is_mask_R` (bool) marks MASK rows, which a gated adapter applies to; None: there are none. Text may
+    contain the mask's id, so the ids alone do not tell.
+
+    Logits are wanted for `logit_rows_X` only. The wanted rows of a sequence follow one another from
+    `first_logit_B[b]` on; a sequence that feeds fewer rows repeats its last one. `samples_B` (bool): the
+    sequence decodes in this pass; the wanted rows of the others are ignored. `advances_B` (bool): its fed
+    tokens become computed ones; False for a sequence that has its full length. `active`: block diffusion
+    only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
+    upper bounds known to the host.
+    """
+
+    lanes_B: Tensor
+    cu_rows_B1: Tensor
+    sequence_R: Tensor
+    token_ids_R: Tensor
+    positions_R: Tensor
+    slots_R: Tensor
+    limits_R: Tensor
+    branch_starts_R: Tensor
+    is_mask_R: Tensor | None
+    logit_rows_X: Tensor
+    first_logit_B: Tensor
+    num_feed_B: Tensor
+    samples_B: Tensor
+    advances_B: Tensor
+    max_rows: int
+    max_slots: int
+    active: ActiveBlocks | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The result of one pass. Sequence b emitted `token_ids_BJ[b, :num_emitted_B[b]]`.
+
+    `num_tested_B` drafts were tested in order until the first rejection, and `num_accepted_B` of them were
+    accepted. Wanted row first_logit_B[b] + j predicted token j of sequence b, if the decoder reports
+    log-probabilities. `nonfinite_B`: 1 where tokens were drawn from logits that are not finite, so that they
+    mean nothing; more where only the next drafts were: then nothing can follow the tokens. All int64.
+    """
+
+    token_ids_BJ: Tensor
+    num_emitted_B: Tensor
+    num_accepted_B: Tensor
+    num_tested_B: Tensor
+    nonfinite_B: Tensor

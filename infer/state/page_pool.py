@@ -1,0 +1,192 @@
+"""The books of KV pages: pages of `page_size` slots, handed to lanes and taken back.
+
+Commit is a pointer (`SequenceState.num_computed_Z`): the next pass overwrites the slots after it, so rejected
+drafts and masks need no clean-up. Pages that lie wholly before it are final, and lanes share them.
+Shapes: Z lanes, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from idlm.infer.state.device import to_device
+from idlm.infer.state.prefix_cache import PrefixCache
+
+
+class PagePool:
+    """Which lanes hold which page. At all times free + evictable + held pages = all pages.
+
+    Only the front pages of a lane can be shared: those that it got from the prefix cache or entered there. A
+    pass writes at or after a lane's KV pointer, so never into them. This holds for passes that were launched
+    before the host knew the pointer, and for those of a sequence that turns out to be finished: the device's
+    pointer is never behind the host's. Everything else that such passes write is in pages of that lane
+    alone, and the next holder of such a page writes after them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_lanes: int,
+        max_slots: int,
+        device: torch.device,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        self.num_pages, self.page_size, self.cache = num_pages, page_size, cache
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._owned: list[list[int]] = [[] for _ in range(num_lanes)]
+        self._num_cached = [0] * num_lanes
+        self._num_refs = [0] * num_pages
+        max_pages = min(num_pages, self.pages_for(max_slots))
+        self._block_table_ZP = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
+        self._unwritten: dict[tuple[int, int], int] = {}
+
+    @property
+    def block_table_ZP(self) -> Tensor:
+        """Page ids of each lane, in order."""
+        self.flush()
+        return self._block_table_ZP
+
+    @property
+    def unwritten(self) -> list[tuple[int, int, int]]:
+        """Reservations (lane, place, page) since the last `flush`."""
+        return [(lane, place, page) for (lane, place), page in self._unwritten.items()]
+
+    def follow(self, entries: Iterable[tuple[int, int, int]]) -> None:
+        """Take over another rank's reservations (lane, place, page), without its books."""
+        self._unwritten.update({(lane, place): page for lane, place, page in entries})
+
+    def flush(self) -> None:
+        """Write the reservations since the last time to the device, all at once."""
+        if self._unwritten:
+            lanes, places, pages = to_device(self.unwritten, self._block_table_ZP.device).unbind(dim=1)
+            self._block_table_ZP[lanes, places] = pages
+            self._unwritten.clear()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no lane holds; evictable ones count, for they are evicted when they are needed."""
+        return len(self._free) + (0 if self.cache is None else self.cache.num_evictable)
+
+    def num_owned(self, lane: int) -> int:
+        """Number of pages that a lane holds."""
+        return len(self._owned[lane])
+
+    def num_cached(self, lane: int) -> int:
+        """Number of a lane's front pages that are in the prefix cache."""
+        return self._num_cached[lane]
+
+    def page(self, lane: int, place: int) -> int:
+        """The page at a place of a lane."""
+        return self._owned[lane][place]
+
+    def pages_for(self, num_slots: int) -> int:
+        """Pages that hold `num_slots` slots."""
+        return -(-num_slots // self.page_size)
+
+    def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
+        """Give the lane pages for `num_slots` slots in all; False, changing nothing, if too few are free.
+
+        A lane without pages begins with the `shared` pages of the prefix cache.
+        """
+        owned = self._owned[lane]
+        assert not (shared and owned), f"{lane=} has pages"
+        missing = self.pages_for(num_slots) - len(owned) - len(shared)
+        if missing > self.num_free - sum(self._num_refs[page] == 0 for page in shared):
+            return False
+        for page in shared:
+            self._incref(lane, len(owned), page)
+        self._num_cached[lane] += len(shared)
+        for _ in range(missing):
+            self._incref(lane, len(owned), self._allocate())
+        return True
+
+    def commit(
+        self, lane: int, key: bytes, parent: bytes, token_ids: Sequence[int], *, is_written: bool
+    ) -> None:
+        """Enter the lane's first page that is not in the prefix cache; its slots hold the KV of `token_ids`,
+        or will after the next pass.
+
+        If another lane has entered such a page before, the lane takes that one in place of its own: a lane
+        that holds a page then also holds the cached pages before it. Passes under way still read the old
+        page, and its next holder writes after them.
+        """
+        assert self.cache is not None
+        place = self._num_cached[lane]
+        own = self._owned[lane][place]
+        cached = self.cache.page_of(key)
+        if cached is None:
+            self.cache.insert(key, parent, token_ids, own, is_written=is_written)
+        else:
+            assert is_written, f"{lane=} is about to write {place=}"
+            self._incref(lane, place, cached)
+            self._decref(own)
+        self._num_cached[lane] += 1
+
+    def release(self, lane: int, *, invalidate: bool = False) -> None:
+        """Take all pages of a lane back, the last first. `invalidate`: remove them from the prefix cache too,
+        except those that other lanes hold.
+        """
+        owned = self._owned[lane]
+        for page in reversed(owned):
+            self._decref(page)
+        self._owned[lane], self._num_cached[lane] = [], 0
+        if invalidate and self.cache is not None:
+            evictable = self.cache.evictable
+            first = next((page for page in owned if page in evictable), None)
+            if first is not None:
+                self._free += self.cache.invalidate(first)
+
+    def reset(self) -> None:
+        """Take all pages of all lanes back and empty the prefix cache: their contents are unknown."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._owned = [[] for _ in self._owned]
+        self._num_cached = [0] * len(self._owned)
+        self._num_refs = [0] * self.num_pages
+        self._unwritten.clear()
+        if self.cache is not None:
+            self.cache.clear()
+
+    def check(self) -> None:
+        """Assert the pool equation: every page is free, evictable or held by the lanes in the books."""
+        held = [page for owned in self._owned for page in owned]
+        evictable = set() if self.cache is None else self.cache.evictable
+        pages = [*self._free, *evictable, *set(held)]
+        assert len(pages) == self.num_pages, f"{len(pages)=} {self.num_pages=}"
+        assert len(set(pages)) == self.num_pages, "a page is in two places"
+        holders = [0] * self.num_pages
+        for page in held:
+            holders[page] += 1
+        assert holders == self._num_refs, f"{holders=} {self._num_refs=}"
+        cached = set() if self.cache is None else self.cache.pages
+        for owned, num_cached in zip(self._owned, self._num_cached, strict=True):
+            assert set(owned[:num_cached]) <= cached, f"{owned=} {num_cached=}"
+            assert not cached & set(owned[num_cached:]), f"{owned=} {num_cached=}"
+            assert all(holders[page] == 1 for page in owned[num_cached:]), f"{owned=} {num_cached=}"
+        if self.cache is not None:
+            self.cache.check()
+
+    def _incref(self, lane: int, place: int, page: int) -> None:
+        """Put a page into the lane's list, at its end or in place of another."""
+        if self.cache is not None and self._num_refs[page] == 0 and page in self.cache:
+            self.cache.acquire(page)
+        self._num_refs[page] += 1
+        self._owned[lane][place : place + 1] = [page]
+        self._unwritten[lane, place] = page
+
+    def _decref(self, page: int) -> None:
+        self._num_refs[page] -= 1
+        is_last = self._num_refs[page] == 0
+        if is_last and not (self.cache is not None and self.cache.make_evictable(page)):
+            self._free.append(page)
+
+    def _allocate(self) -> int:
+        """A page that no pass will read any more."""
+        if self._free:
+            return self._free.pop()
+        assert self.cache is not None
+        return self.cache.evict()
