@@ -214,9 +214,11 @@ class Completion:
 class ActiveBlocks:
     """Of each sequence the block of `size` slots that is being decided, from slot `starts_B` on: all before
     is final or becomes so in this pass. Rows at or behind that slot are the block's; a pass may feed none,
-    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows have
-    logits. `num_passes_B` passes have decided something of the block before this one, of the `num_steps_B`
-    that its quota allots it; some strategies need fewer.
+    some or all of them. `is_maskable_BW` (bool): its masks that this pass may decide, if their wanted rows
+    have logits. `num_passes_B` passes have decided something of the block before this one, of the
+    `num_steps_B` that its quota allots it; some strategies need fewer. `num_scheduled_B`: tokens of each
+    sequence that the host scheduled to be stored (the device may know of one more clean block); None: all
+    that are fed. `max_scheduled`: upper bound of their sum; None: the host knows none.
     """
 
     starts_B: Tensor
@@ -224,6 +226,8 @@ class ActiveBlocks:
     num_passes_B: Tensor
     num_steps_B: Tensor
     size: int
+    num_scheduled_B: Tensor | None = None
+    max_scheduled: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,11 @@ POLLS_PER_CHECK = 1000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
     """What a pass says about one request. `logprobs` is empty where nobody asked; `nonfinite`: see
-    `StepOutcome.nonfinite_B`.
+    `StepOutcome.nonfinite_B`; `waited`: it found no room and decided nothing (`RowSelection`).
     """
 
     nonfinite: int
+    waited: bool
     token_ids: list[int]
     num_accepted: int
     num_tested: int
@@ -71,11 +72,12 @@ class InflightStep:
         emissions = []
         counts = self._counts.tolist()[: len(self.requests)]
         for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
-            nonfinite, num_emitted, num_accepted, num_tested, *tokens = row
+            nonfinite, waited, num_emitted, num_accepted, num_tested, *tokens = row
             token_ids, wanted = tokens[:num_emitted], request.params.logprobs
             emissions.append(
                 Emission(
                     nonfinite=nonfinite,
+                    waited=waited > 0,
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,

@@ -16,6 +16,7 @@ from torch import Tensor
 from idlm.contracts import StepPlan
 from idlm.errors import UserError
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.sparse.sparse_pass import DroppedRows
 from idlm.infer.sparse.stack import NO_ACCELERATORS, AcceleratorStack
 from idlm.infer.state.kv_cache import KVCache, PagePool
 from idlm.kernels.linear.linears import check_rows_agree
@@ -41,9 +42,9 @@ class Runner:
         self._scale = model.spec.head_dim**-0.5
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Logits [X, V] of `plan.logit_rows_X`, in the model's dtype, and which of these rows have any (bool
-        [X]; None: all); writes the KV of every fed row.
+    def forward(self, plan: StepPlan) -> tuple[Tensor, DroppedRows | None]:
+        """Logits [X, V] of `plan.logit_rows_X`, in the model's dtype, and what accelerators dropped (None:
+        nothing); writes the KV of every fed row.
 
         In each layer all of it is stored before any row attends: a sequence may share pages that another one
         fills in this very pass.
@@ -68,8 +69,8 @@ class Runner:
             fed = sparse_pass.plan
             hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
             sparse_pass.finish()
-            rows_X, has_logits_X = sparse_pass.wanted(plan.logit_rows_X)
-            return self._trunk.logits(hidden_RD[rows_X]), has_logits_X
+            rows_X, dropped = sparse_pass.wanted(plan.logit_rows_X)
+            return self._trunk.logits(hidden_RD[rows_X]), dropped
         kv = PagedKV(
             cache=self._cache, slot_mapping_R=slot_mapping_R, plan=make_plan(plan), scale=self._scale
         )

@@ -6,7 +6,7 @@ Shapes: B sequences, J tokens a pass can emit, K likeliest tokens, X wanted rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from idlm.infer.state.sequence_state import SequenceState
 class StepResult:
     """What the host wants to know of a pass, still on the device.
 
-    `counts_BJ`: per sequence whether its logits were a law (`StepOutcome.nonfinite_B`), the number of tokens
-    emitted, drafts accepted and drafts tested, then the token ids. The rest is None where no logprobs are
-    wanted: the tokens' own, ids and logprobs of the likeliest.
+    `counts_BJ`: per sequence whether its logits were a law (`StepOutcome.nonfinite_B`), whether it waited for
+    room (1; it then decided nothing), the number of tokens emitted, drafts accepted and drafts tested, then
+    the token ids. The rest is None where no logprobs are wanted: the tokens' own, ids and logprobs of the
+    likeliest.
     """
 
     counts_BJ: Tensor
@@ -44,11 +45,17 @@ class Step:
     def __call__(self, batch: Batch) -> StepResult:
         """Feed `batch`, commit what comes of it into the table, and report."""
         plan = self.decoder.plan(self.table, batch)
-        logits_XV, has_logits_X = self.runner.forward(plan)
-        if has_logits_X is not None:
-            plan = replace(plan, has_logits_X=has_logits_X)
+        logits_XV, dropped = self.runner.forward(plan)
+        waits_B = torch.zeros_like(plan.samples_B) if dropped is None else dropped.waits_B
+        plan = plan if dropped is None else dropped.apply(plan)
         outcome = self.decoder.advance(self.table, batch, plan, logits_XV)
-        counts = (outcome.nonfinite_B, outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B)
+        counts = (
+            outcome.nonfinite_B,
+            waits_B.long(),
+            outcome.num_emitted_B,
+            outcome.num_accepted_B,
+            outcome.num_tested_B,
+        )
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)
