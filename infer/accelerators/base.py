@@ -2,10 +2,10 @@
 
 kv side (mage, quest, sparsed): per KV head, the rows of a sequence's block see a list of the slots before it
 in place of all. Rows side (focus): some of the block's rows are not computed, or not to the end. At most one
-a side, and neither knows the other. A pass asks in this order: `begin` of both; `initial_rows`; in each layer, as
-soon as keys and values of its rows are stored, `commit_kv`, `select_rows` and `select_kv`; `finish`. Prompts
-and clean blocks are always computed exactly, and a row sees its own block. Lanes' state is of one block
-(`BlockMemory`) and forgotten when a lane is seated or rewound: its block then begins anew.
+a side, and neither knows the other. A pass asks in this order: `begin` of both; `initial_rows`; in each
+layer, as soon as keys and values of its rows are stored, `commit_kv`, `select_rows` and `select_kv`;
+`finish`. Prompts and clean blocks are always computed exactly, and a row sees its own block. Lanes' state is
+of one block (`BlockMemory`) and forgotten when a lane is seated or rewound: its block then begins anew.
 B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
 """
 
@@ -53,13 +53,20 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """What is left of the rows that are still fed: `keep_R` (bool). `limits_R` int64: those rows then see
+    """Rows to go on with, of those still computed: `keep_R` (bool). `limits_R` int64: these rows then see
     their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
     Rows of prompts, of clean blocks, and of sequences that need all their rows are kept as they are.
+
+    `capacity` (at least two blocks; None: all rows): a number, chosen before the pass, of rows that there is
+    room for beside what the host scheduled to be stored. Sequences take room in order, first those that
+    waited longest. A sequence whose rows find no room waits: it drops out of the denoising part of this pass,
+    decides nothing, and its random stream and its answer stay those it would have had. Its pass must leave no
+    trace in an accelerator's state: `finish` skips `PassView.waits_B`.
     """
 
     keep_R: Tensor
     limits_R: Tensor | None = None
+    capacity: int | None = None
 
 
 class KVPass:
@@ -76,9 +83,10 @@ class KVPass:
         """The keys of prompts and clean blocks that this pass feeds are stored, for good."""
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """Logical slots [B, K, C] before the block, -1 in places that are not needed; None: exact, for all.
+        """Logical slots [B, K, C] before the block in any order, -1 in places that are not needed; None:
+        exact, for all. C does not depend on what tensors hold.
 
-        `q_RNH`: the rows that are still fed, rotated. Only `is_sparse_B` is looked at.
+        `q_RNH`: the rows that are still computed, rotated. Only `is_sparse_B` is looked at.
         """
         return None
 
@@ -120,7 +128,9 @@ class Accelerator:
     exact_options: ClassVar[Mapping[str, Any]] = {}
     """Options with which it thins nothing, which contract tests hold it to."""
     is_static: ClassVar[bool] = False
-    """Whether its passes have static shapes and wait for nothing, so that graphs can hold them."""
+    """Whether its own code has static shapes and never waits for the device, so that a CUDA graph can hold
+    its passes: no nonzero, no index by booleans, no number read back. The passes themselves are static.
+    """
     needs_blocks: ClassVar[bool] = True
     shards: ClassVar[bool] = False
     """Whether each rank of several can look at its own heads alone."""

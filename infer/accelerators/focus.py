@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.view import PassView, by_row
 from idlm.infer.state.device import fill_lanes
 
 LAST_LAYER = 1
@@ -196,9 +196,10 @@ class FocusPass(RowsPass):
 
     def finish(self) -> None:
         """What was kept has keys and values in all layers now, and what is settled is frozen."""
-        view, lanes_B, mine_B1 = self.view, self.view.plan.lanes_B, self._mine_B[:, None]
+        view, lanes_B, mine_B = self.view, self.view.plan.lanes_B, self._mine_B & ~self.view.waits_B
+        mine_B1 = mine_B[:, None]
         self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
-        self._memory.num_passes_Z[lanes_B] += self._mine_B
+        self._memory.num_passes_Z[lanes_B] += mine_B
         if self._config.intra_block_cache:
             is_decided_BW = ~view.is_mask_BW
             right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
@@ -233,6 +234,7 @@ class Focus(RowsAccelerator):
     """
 
     name: ClassVar[str] = "focus"
+    is_static: ClassVar[bool] = True
     exact_options: ClassVar[Mapping[str, Any]] = {"alpha": 1e9, "intra_block_cache": False}
     Config: ClassVar[type] = FocusConfig
     config: FocusConfig
@@ -265,11 +267,3 @@ class Focus(RowsAccelerator):
         mine_B = (view.rows_BW >= 0).all(dim=1) & view.is_mask_BW.any(dim=1)
         self.memory.turn(view, mine_B)
         return FocusPass(view, self.config, self.memory, mine_B)
-
-
-def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
-    """What is said of a row's place in its block [R]; `other` for rows of no block in work."""
-    # Places that are not fed go to one row behind the others, which is cut off.
-    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
-    said_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
-    return said_R.scatter(0, target_X, of_places_BW.flatten())[:-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.sparse.view import PassView
+from idlm.infer.state.device import to_device
 
 NOT_LISTED = -1
 EVERYTHING = 1 << 30
@@ -76,33 +76,21 @@ class PrefixSets:
     def reset(self, lanes: list[int]) -> None:
         """Forget."""
         self.memory.reset(lanes)
-        self.slots_LZKC[:, lanes] = NOT_LISTED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ranking:
-    """Who ranks in this pass, and how far the longest prefix goes."""
-
-    sequences_b: Tensor
-    num_slots: int
+        self.slots_LZKC.index_fill_(1, to_device(lanes, self.slots_LZKC.device), NOT_LISTED)
 
 
 class PrefixPass(KVPass):
-    """`ranks_B` (bool): whose sets this pass makes, all of it exact; the others of `sets` are used."""
+    """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
+
+    Scores are computed for all sequences and kept for those of `ranks_B`, so that no shape depends on who
+    ranks.
+    """
 
     def __init__(self, view: PassView, sets: PrefixSets, *, is_sparse_B: Tensor, ranks_B: Tensor) -> None:
         super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
-        self._thins = bool(is_sparse_B.any())
-        self._parts: list[_Ranking] = []
-        sequences_b = ranks_B.nonzero()[:, 0]
-        if len(sequences_b):
-            # One slot at least: a block at slot 0 has a set as well, an empty one.
-            num_slots = max(1, int(view.active.starts_B[sequences_b].max()))
-            most = max(1, MAX_NUMBERS // (num_slots * sets.numbers_per_slot(view.active.size)))
-            self._parts = [
-                _Ranking(sequences_b=part, num_slots=num_slots) for part in sequences_b.split(most)
-            ]
+        max_sequences = MAX_NUMBERS // (view.max_slots * sets.numbers_per_slot(view.active.size))
+        self._parts = view.sequences_B.split(max(1, max_sequences))
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """The sets made in an earlier pass of the block; makes those of `ranks_B`."""
@@ -110,23 +98,26 @@ class PrefixPass(KVPass):
         place = layer - sets.exact_layers
         if place < 0:
             return None
-        for part in self._parts:
-            attention_mass_bKS = attention_mass(view, layer, q_RNH, part.sequences_b, part.num_slots)
-            slots_S = torch.arange(part.num_slots, device=q_RNH.device)
-            is_before_bS = slots_S < view.active.starts_B[part.sequences_b, None]
-            slots_bKC = best(attention_mass_bKS, is_before_bS, sets.num)
-            sets.slots_LZKC[place, view.plan.lanes_B[part.sequences_b]] = slots_bKC.to(torch.int32)
-        return sets.slots_LZKC[place, view.plan.lanes_B].long() if self._thins else None
+        slots_ZKC = sets.slots_LZKC[place]
+        slots_S = torch.arange(view.max_slots, device=q_RNH.device)
+        for sequences_b in self._parts:
+            attention_mass_bKS = attention_mass(view, layer, q_RNH, sequences_b, view.max_slots)
+            is_before_bS = slots_S < view.active.starts_B[sequences_b, None]
+            slots_bKC = best(attention_mass_bKS, is_before_bS, sets.num).to(torch.int32)
+            lanes_b, ranks_b11 = view.plan.lanes_B[sequences_b], self._ranks_B[sequences_b, None, None]
+            slots_ZKC[lanes_b] = torch.where(ranks_b11, slots_bKC, slots_ZKC[lanes_b])
+        return slots_ZKC[view.plan.lanes_B].long()
 
     def finish(self) -> None:
         """From now on the sets are there."""
-        self._sets.memory.claim(self.view, self._ranks_B)
+        self._sets.memory.claim(self.view, self._ranks_B & ~self.view.waits_B)
 
 
 class PrefixAccelerator(KVAccelerator, ABC):
     """Per lane: the sets of the block in work. The Config has `k` and `exact_layers`."""
 
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
+    is_static: ClassVar[bool] = True
     shards: ClassVar[bool] = True
 
     def problems(self) -> list[str]:

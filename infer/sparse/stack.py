@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from idlm.infer.accelerators.base import (
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.state.device import fill_lanes
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 
@@ -37,6 +38,8 @@ class AcceleratorStack:
 
     kv: KVAccelerator | None = None
     rows: RowsAccelerator | None = None
+    _waits: list[Tensor] = field(default_factory=list)
+    """Number of passes in a row in which each lane waited for room, int64 [Z], once it is allocated."""
 
     @property
     def members(self) -> list[Accelerator]:
@@ -57,6 +60,9 @@ class AcceleratorStack:
         """Make the state of lanes; returns the bytes that each KV page will take beside keys and values."""
         for each in self.members:
             each.allocate()
+        if self.rows is not None:
+            place = self.rows.place
+            self._waits[:] = [torch.zeros(place.num_lanes, dtype=torch.int64, device=place.device)]
         return sum(each.page_bytes() for each in self.members)
 
     def allocate_pages(self, num_pages: int) -> None:
@@ -69,6 +75,8 @@ class AcceleratorStack:
         """Forget the blocks of these lanes."""
         for each in self.members:
             each.reset(lanes)
+        if self._waits:
+            fill_lanes(lanes, 0, *self._waits)
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -114,7 +122,10 @@ class AcceleratorStack:
         rows = None if self.rows is None else self.rows.begin(view)
         if kv is None and rows is None:
             return None
-        return SparseKV(plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan)
+        num_waits_Z = self._waits[0] if rows is not None else None
+        return SparseKV(
+            plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan, num_waits_Z=num_waits_Z
+        )
 
 
 NO_ACCELERATORS = AcceleratorStack()

@@ -334,7 +334,6 @@ def test_a_frozen_token_that_is_edited_is_computed_again(
     [
         ({"alpha": 0.5}, {}, "alpha"),
         ({}, {"sub_block_size": 4, "dual_cache": True}, "dual_cache"),
-        ({}, {"graphs": "on"}, "graphs=on"),
     ],
     ids=str,
 )
