@@ -21,7 +21,7 @@ from idlm.infer.state.device import to_device
 NOT_LISTED = -1
 EVERYTHING = 1 << 30
 """A budget that no prefix exceeds."""
-MAX_NUMBERS = 1 << 27
+MAX_NUMBERS = 1 << 26
 """Scores, or numbers of keys, that are held at a time."""
 
 

@@ -209,7 +209,8 @@ def test_waiting_changes_no_answer_of_focus(
 class Forbidden(TorchDispatchMode):
     """Refuses operations that wait for the device, or whose result's shape depends on what tensors hold."""
 
-    NAMES = ("nonzero", "_local_scalar_dense", "masked_select", "_unique", "unique", "repeat_interleave")
+    NAMES = ("nonzero", "_local_scalar_dense", "masked_select", "_unique", "unique")
+    OVERLOADS = ("repeat_interleave.Tensor", "repeat_interleave.self_Tensor")
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +220,8 @@ class Forbidden(TorchDispatchMode):
         if not self.is_off:
             self.num_seen += 1
             name = func.overloadpacket.__name__
-            assert not any(name.startswith(bad) for bad in self.NAMES), f"{func} in a sparse pass"
+            is_bad = name.startswith(self.NAMES) or str(func).endswith(self.OVERLOADS)
+            assert not is_bad, f"{func} in a sparse pass"
             if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)):
                 found = [each for each in args[1] if isinstance(each, Tensor)]
                 assert all(each.dtype not in (torch.bool, torch.uint8) for each in found), (
@@ -271,6 +273,22 @@ def test_no_operation_of_a_pass_waits_or_has_a_shape_of_its_contents(
     engine.generate(PROMPTS[:4], PARAMS[:4])
     assert passes > 10
     assert guard.num_seen > 100 * passes
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x[x > 1],
+        lambda x: int(x.max()),
+        lambda x: bool((x > 1).any()),
+        lambda x: x.clone().__setitem__(x > 1, 0),
+        lambda x: x.repeat_interleave(x),
+    ],
+)
+def test_what_waits_is_found(fault: Any) -> None:
+    with pytest.raises(AssertionError), Forbidden():
+        fault(torch.arange(4))
 
 
 def test_flagged_rows_are_counted_in_order() -> None:
