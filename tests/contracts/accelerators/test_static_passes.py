@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from idlm.infer.accelerators.base import ACCELERATORS, RowSelection
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.engine import Engine
 from idlm.infer.models import dense
+from idlm.infer.runtime.inflight import InflightStep
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import flagged
@@ -41,7 +43,7 @@ from tests.contracts.accelerators.cases import (
     tokens,
     write_toys,
 )
-from tests.contracts.engines import assert_idle
+from tests.contracts.engines import assert_idle, greedy
 
 TOYS = Path(__file__).parents[1] / "toys" / "accelerators"
 ROOM = {"first_half": {"blocks": 2}}
@@ -299,3 +301,52 @@ def test_flagged_rows_are_counted_in_order() -> None:
         for capacity in range(1, 12):
             found = flagged(is_flagged_R, capacity).tolist()
             assert found == (right + [9] * capacity)[:capacity]
+
+
+def test_a_clean_block_that_waits_is_not_shared(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are read late, so the device stores blocks that the host has not scheduled; where such a block
+    finds no room, the prefix cache must not offer its pages. New prompts go on behind blocks that were just
+    emitted.
+    """
+    num_unscheduled = 0
+    finish = SparseKV.finish
+
+    def watched(kv: SparseKV) -> None:
+        nonlocal num_unscheduled
+        finish(kv)
+        plan, active = kv.view.plan, kv.view.active
+        assert active.num_scheduled_B is not None
+        num_unscheduled += int((kv.view.waits_B & (plan.num_feed_B > active.num_scheduled_B)).sum())
+
+    monkeypatch.setattr(SparseKV, "finish", watched)
+    # As on a GPU, several results are read at once at times.
+    chance = random.Random(0)
+    monkeypatch.setattr(InflightStep, "is_ready", lambda _: chance.random() < 0.5)
+    ways: dict[str, Any] = {"graphs": "on", "num_inflight_steps": 4, "max_num_seqs": 16, "page_size": SIZE}
+    engine = engine_of(directories, accelerators=ROOM, **ways)
+    params = greedy(max_tokens=24)
+    prompts = {str(number): prompt for number, prompt in enumerate(PROMPTS)}
+    answers: dict[str, list[int]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    done: dict[str, tuple[int, ...]] = {}
+    num_cached = 0
+    while engine.has_work:
+        for event in engine.step():
+            answers[event.request_id] += event.token_ids
+            if event.completion is not None:
+                done[event.request_id] = event.completion.token_ids
+                num_cached += event.completion.num_cached_tokens
+            elif len(prompts) < 40:
+                name = str(len(prompts))
+                prompts[name] = [*prompts[event.request_id], *answers[event.request_id], *range(SIZE + 1)]
+                answers[name] = []
+                engine.add_request(name, prompts[name], params)
+    assert_idle(engine)
+    assert num_unscheduled > 3
+    assert num_cached > 100
+    alone = engine_of(directories, accelerators={"first_half": {}}, max_num_seqs=1, prefix_cache=False)
+    found = alone.generate(list(prompts.values()), params)
+    assert [done[name] for name in prompts] == tokens(found)
