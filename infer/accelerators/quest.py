@@ -1,10 +1,11 @@
 """Quest (Query-Aware Sparsity, ICML 2024), as MAGE's paper adapts it to blocks.
 
-Pages of 16 slots are summarised by the least and largest key of each channel. In every pass, a page's score
-is the upper bound of a query's product with any key of it, averaged over the queries of a KV head (heads of
-its group, places of the block); the best pages are seen, and all of the block. Pages are summarised when keys
-are stored for good, never those of rows that a later pass overwrites; summaries belong to physical pages, so
-that shared and copied ones keep theirs. Departure: the budget is in slots as MAGE's, k / 16 pages rounded up.
+Each page of 16 slots is summarised by the least and the largest key of each channel. In every pass, a page's
+score is the upper bound of a query's product with any of its keys, averaged over the queries of a KV head
+(heads of its group, positions of the block). The block's rows see the best pages, and all of the block. A
+page is summarised when its keys are final, never from rows that a later pass overwrites. Summaries belong to
+physical pages, so shared and copied pages keep theirs. Departure: as for MAGE, the budget counts slots: k /
+16 pages, rounded up.
 B sequences, I pieces, F slots, C pages of the engine in pieces, P pages of Quest, K KV heads, H head dim, L
 sparse layers.
 """
@@ -26,8 +27,8 @@ from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestConfig:
-    """`k`: slots before the block that a KV head sees, in whole pages of `page` slots. `exact_layers`: how
-    many layers see all.
+    """`k`: slots before the block that a KV head sees, in whole pages of `page` slots. `exact_layers`: number
+    of layers that see all.
     """
 
     k: int = 512
@@ -36,8 +37,8 @@ class QuestConfig:
 
 
 class Bounds:
-    """Least and largest key per channel [L, C, K, H] of pieces of `size` slots, the largest that pages of
-    Quest and pages of the engine are both made of.
+    """Least and largest key per channel [L, C, K, H] of pieces of `size` slots. Pages of Quest and pages of
+    the engine both consist of whole pieces.
     """
 
     def __init__(
@@ -45,19 +46,19 @@ class Bounds:
     ) -> None:
         self.size = size
         num_layers, num_pieces, *key = shape
-        # One more piece takes what belongs nowhere.
+        # One more piece takes what is to be dropped.
         least, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
         self.nowhere = num_pieces
         self._least, self._largest = least, largest
         self.least, self.largest = least[:, :-1], largest[:, :-1]
 
     def write(self, layer: int, pieces_I: Tensor, least_IKH: Tensor, largest_IKH: Tensor) -> None:
-        """Bounds of pieces, `nowhere` among them."""
+        """Write the bounds of pieces; those of piece `nowhere` are dropped."""
         self._least[layer, pieces_I] = least_IKH.to(self.least.dtype)
         self._largest[layer, pieces_I] = largest_IKH.to(self.largest.dtype)
 
     def copy(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
-        """Pages of the engine (from, to), in this order."""
+        """Copy the bounds of the engine's pages (source, target), in this order."""
         per_page = page_size // self.size
         for source, target in copies:
             for each in (self.least, self.largest):
@@ -68,7 +69,7 @@ class Bounds:
 
 @ACCELERATORS.register("quest")
 class Quest(KVAccelerator):
-    """Per page of the engine: bounds of its keys. Nothing per lane."""
+    """Keeps bounds of the keys of each of the engine's pages, and nothing per lane."""
 
     name: ClassVar[str] = "quest"
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
@@ -78,50 +79,50 @@ class Quest(KVAccelerator):
     config: QuestConfig
 
     def problems(self) -> list[str]:
-        """Those of all, and of the numbers."""
-        found = set_problems(self.place, k=self.config.k, exact_layers=self.config.exact_layers)
+        """Also names numbers out of range."""
+        found = set_problems(self.spec, k=self.config.k, exact_layers=self.config.exact_layers)
         if self.config.page < 1:
             found.append(f"page={self.config.page!r} is below 1")
         return [*super().problems(), *found]
 
     @property
     def piece(self) -> int:
-        """Slots of a piece."""
-        return math.gcd(self.config.page, self.place.page_size)
+        """Number of slots of a piece."""
+        return math.gcd(self.config.page, self.spec.page_size)
 
     @property
     def _dtype(self) -> torch.dtype:
-        # Scaled keys of eight bits are no numbers of a narrower type.
-        return torch.float32 if self.place.kv_dtype == FP8 else self.place.kv_dtype
+        # Keys of eight bits are multiplied by a scale, which no narrower dtype can hold.
+        return torch.float32 if self.spec.kv_dtype == FP8 else self.spec.kv_dtype
 
     @property
     def _num_layers(self) -> int:
-        return max(0, self.place.num_layers - self.config.exact_layers)
+        return max(0, self.spec.num_layers - self.config.exact_layers)
 
     def page_bytes(self) -> int:
-        """Two keys per piece, layer and KV head."""
-        place = self.place
-        keys = 2 * self._num_layers * place.num_kv_heads * (place.page_size // self.piece)
-        return keys * place.head_dim * self._dtype.itemsize
+        """Return the bytes of two keys per piece, layer and KV head."""
+        spec = self.spec
+        keys = 2 * self._num_layers * spec.num_kv_heads * (spec.page_size // self.piece)
+        return keys * spec.head_dim * self._dtype.itemsize
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Bounds of all pages."""
-        place = self.place
-        num_pieces = num_pages * (place.page_size // self.piece)
-        shape = (self._num_layers, num_pieces, place.num_kv_heads, place.head_dim)
-        self.bounds = Bounds(shape, self.piece, dtype=self._dtype, device=place.device)
+        """Allocate the bounds of all pages."""
+        spec = self.spec
+        num_pieces = num_pages * (spec.page_size // self.piece)
+        shape = (self._num_layers, num_pieces, spec.num_kv_heads, spec.head_dim)
+        self.bounds = Bounds(shape, self.piece, dtype=self._dtype, device=spec.device)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Their bounds go with them."""
-        self.bounds.copy(copies, self.place.page_size)
+        """Copy their bounds."""
+        self.bounds.copy(copies, self.spec.page_size)
 
     def begin(self, view: PassView) -> QuestPass:
-        """Every block is thinned, from its first pass on."""
+        """Every pass over a block is sparse."""
         return QuestPass(view, self.bounds, self.config)
 
 
 class QuestPass(KVPass):
-    """Summarises what is stored for good, then scores pages, layer by layer."""
+    """Summarises final keys, then scores pages, layer by layer."""
 
     def __init__(self, view: PassView, bounds: Bounds, config: QuestConfig) -> None:
         super().__init__(view, is_sparse_B=view.is_working_B)
@@ -151,9 +152,9 @@ class QuestPass(KVPass):
         self._num_pages = -(-view.max_slots // config.page)
 
     def commit_kv(self, layer: int) -> None:
-        """Bounds of the pieces in which this pass stores something for good."""
-        place, bounds = layer - self._config.exact_layers, self._bounds
-        if place < 0:
+        """Write the bounds of pieces in which this pass stores final keys."""
+        index, bounds = layer - self._config.exact_layers, self._bounds
+        if index < 0:
             return
         ends_B = torch.where(self.view.waits_B, self._waiting_ends_B, self._ends_B)
         ends_I1 = ends_B[self._sequences_I, None]
@@ -162,23 +163,23 @@ class QuestPass(KVPass):
         least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
         largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
         is_written_I = self._is_piece_I & (self._first_slots_I < ends_I1[:, 0])
-        bounds.write(place, torch.where(is_written_I, self._pieces_I, bounds.nowhere), least_IKH, largest_IKH)
+        bounds.write(index, torch.where(is_written_I, self._pieces_I, bounds.nowhere), least_IKH, largest_IKH)
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """The slots of the best pages."""
-        place, view, page = layer - self._config.exact_layers, self.view, self._config.page
-        if place < 0:
+        """Return the slots of the best pages."""
+        index, view, page = layer - self._config.exact_layers, self.view, self._config.page
+        if index < 0:
             return None
         starts_B1 = view.active.starts_B[:, None]
         first_P = torch.arange(self._num_pages, device=q_RNH.device) * page
         num = min(-(-self._config.k // page), self._num_pages)
-        pages_BKC = best(self._scores(place, q_RNH), first_P < starts_B1, num)
+        pages_BKC = best(self._scores(index, q_RNH), first_P < starts_B1, num)
         slots_BKCF = pages_BKC[..., None] * page + torch.arange(page, device=q_RNH.device)
         is_listed_BKCF = (pages_BKC[..., None] >= 0) & (slots_BKCF < starts_B1[:, None, None])
         return torch.where(is_listed_BKCF, slots_BKCF, NOT_LISTED).flatten(2)
 
-    def _scores(self, place: int, q_RNH: Tensor) -> Tensor:
-        """Upper bounds [B, K, P], averaged over the queries that are fed.
+    def _scores(self, index: int, q_RNH: Tensor) -> Tensor:
+        """Return upper bounds [B, K, P], averaged over the queries of rows still computed.
 
         The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
         positive and negative parts of queries, which are averaged first.
@@ -194,9 +195,9 @@ class QuestPass(KVPass):
         slots_BC = first_C.expand(len(q_BWNH), -1)
         is_stored_BC11 = (slots_BC < view.active.starts_B[:, None])[:, :, None, None]
         pieces_BC = view.physical(slots_BC, view.sequences_B) // size
-        least_BCKH = bounds.least[place, pieces_BC].to(q_BWNH.dtype)
-        largest_BCKH = bounds.largest[place, pieces_BC].to(q_BWNH.dtype)
-        # Bounds of pieces that hold nothing yet are of whoever had them before.
+        least_BCKH = bounds.least[index, pieces_BC].to(q_BWNH.dtype)
+        largest_BCKH = bounds.largest[index, pieces_BC].to(q_BWNH.dtype)
+        # Pieces that hold nothing yet have the bounds of an earlier owner.
         least_BPKH = torch.where(is_stored_BC11, least_BCKH, math.inf).unflatten(1, (num_pages, -1)).amin(2)
         largest_BPKH = torch.where(is_stored_BC11, largest_BCKH, -math.inf)
         largest_BPKH = largest_BPKH.unflatten(1, (num_pages, -1)).amax(2)

@@ -1,4 +1,4 @@
-"""The accelerators of an engine: chosen by name, refused with every reason, and asked together in a pass."""
+"""The accelerators of an engine: built from their names, checked, and started together in each pass."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 
 AcceleratorOptions = Mapping[str, Mapping[str, Any]]
-"""Options by name of accelerator."""
+"""The options of each accelerator, by its name."""
 NO_NAMES = ("", "none", "null", "off", "false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorStack:
-    """One a side, at most. Neither side is there in an engine without accelerators."""
+    """At most one accelerator of each side; none in an engine without accelerators."""
 
     kv: KVAccelerator | None = None
     rows: RowsAccelerator | None = None
@@ -43,36 +43,36 @@ class AcceleratorStack:
 
     @property
     def members(self) -> list[Accelerator]:
-        """Those that are there."""
+        """All accelerators of the stack."""
         return [each for each in (self.kv, self.rows) if each is not None]
 
     @property
     def is_lossy(self) -> bool:
-        """Whether answers have another law than the decoder's own."""
+        """Whether answers follow another distribution than the decoder's own."""
         return any(each.exactness == "lossy" for each in self.members)
 
     @property
     def eager(self) -> list[str]:
-        """Names of those whose passes no graph can hold."""
+        """Names of accelerators whose passes a CUDA graph cannot hold."""
         return [each.name for each in self.members if not each.is_static]
 
     def allocate(self) -> int:
-        """Make the state of lanes; returns the bytes that each KV page will take beside keys and values."""
+        """Allocate the state of lanes; returns the bytes per KV page beside keys and values."""
         for each in self.members:
             each.allocate()
         if self.rows is not None:
-            place = self.rows.place
-            self._waits[:] = [torch.zeros(place.num_lanes, dtype=torch.int64, device=place.device)]
+            spec = self.rows.spec
+            self._waits[:] = [torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)]
         return sum(each.page_bytes() for each in self.members)
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Make the state of pages."""
+        """Allocate the state of pages."""
         for each in self.members:
             each.allocate_pages(num_pages)
 
     @torch.inference_mode()
     def reset(self, lanes: list[int]) -> None:
-        """Forget the blocks of these lanes."""
+        """Clear the state of these lanes."""
         for each in self.members:
             each.reset(lanes)
         if self._waits:
@@ -80,7 +80,7 @@ class AcceleratorStack:
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """The KV of pages was copied (from, to)."""
+        """Copy the state of pages whose KV is copied, given as (source, target)."""
         for each in self.members:
             each.copy_pages(copies)
 
@@ -95,7 +95,8 @@ class AcceleratorStack:
         scale: float,
         make_plan: Callable[[StepPlan], Plan],
     ) -> SparseKV | None:
-        """The pass as it is thinned; None: it is not. `make_plan` plans exact attention of some rows."""
+        """Start a sparse pass; None if the pass is exact. `make_plan` plans exact attention of a plan's
+        rows."""
         if not self.members or plan.active is None:
             return None
         rows_BW = rows_by_place(plan, plan.active)
@@ -132,7 +133,10 @@ NO_ACCELERATORS = AcceleratorStack()
 
 
 def as_options(given: Any) -> dict[str, dict[str, Any]]:
-    """Options by name, from what a caller may write: a name, several, or options by name; None: none."""
+    """Return options by name from a name, several names, or options by name; None means no accelerator.
+
+    Raises UserError IDLM-0461 for anything else.
+    """
     if given is None:
         return {}
     if isinstance(given, str):
@@ -140,7 +144,9 @@ def as_options(given: Any) -> dict[str, dict[str, Any]]:
     if isinstance(given, Mapping):
         return {str(name): _options_of(name, options) for name, options in given.items()}
     if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
-        raise UserError("IDLM-0461", f"accelerators={given!r} are no names", fix='write ["mage"], or []')
+        raise UserError(
+            "IDLM-0461", f"accelerators={given!r} is not a list of names", fix='write ["mage"], or []'
+        )
     names = list(given)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -154,11 +160,11 @@ def _one_name(given: str) -> str:
     names = [name.strip() for name in given.split(",")]
     if len(names) > 1:
         raise UserError(
-            "IDLM-0461", f"accelerator={given} is no list", fix=f"write accelerator=[{','.join(names)}]"
+            "IDLM-0461", f"accelerator={given} is not a list", fix=f"write accelerator=[{','.join(names)}]"
         )
     if given.strip().lower() in NO_NAMES:
         raise UserError(
-            "IDLM-0461", f"accelerator={given} names none", fix="write accelerator=[], or leave it out"
+            "IDLM-0461", f"accelerator={given} is not a name", fix="write accelerator=[], or leave it out"
         )
     return given
 
@@ -174,7 +180,10 @@ def _options_of(name: Any, options: Any) -> dict[str, Any]:
 
 
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
-    """Each accelerator's Config; UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
+    """Return each accelerator's Config.
+
+    Raises UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options.
+    """
     problems: list[str] = []
     configs = {}
     for name, options in given.items():
@@ -182,7 +191,7 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
         known = [field.name for field in dataclasses.fields(kind)]
         unknown = [key for key in options if key not in known]
         problems += [
-            f"accelerator.{name}.{key} is no option of it{did_you_mean(key, known)} (it takes "
+            f"accelerator.{name}.{key} is not one of its options{did_you_mean(key, known)} (it takes "
             f"{', '.join(known) or 'none'})"
             for key in unknown
         ]
@@ -193,11 +202,12 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
     return configs
 
 
-def stack_of(given: AcceleratorOptions, place: EngineSpec) -> AcceleratorStack:
-    """The accelerators for an engine; UserError IDLM-0460 with every reason why they do not go with it or
-    with one another.
+def stack_of(given: AcceleratorOptions, spec: EngineSpec) -> AcceleratorStack:
+    """Build the accelerators of an engine.
+
+    Raises UserError IDLM-0460 with every reason why they cannot work with the engine or with one another.
     """
-    made = [ACCELERATORS.get(name)(config, place) for name, config in accelerator_configs(given).items()]
+    made = [ACCELERATORS.get(name)(config, spec) for name, config in accelerator_configs(given).items()]
     reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
     sides: dict[str, list[str]] = {}
     for each in made:
@@ -211,7 +221,7 @@ def stack_of(given: AcceleratorOptions, place: EngineSpec) -> AcceleratorStack:
     if reasons:
         raise UserError(
             "IDLM-0460",
-            f"accelerator=[{','.join(given)}] does not go with this engine:"
+            f"accelerator=[{','.join(given)}] cannot work with this engine:"
             + "".join(f"\n  - {reason}" for reason in reasons),
             fix="set each to what is allowed, or leave the accelerator out (accelerator=[])",
         )

@@ -44,7 +44,7 @@ CASES = [(stack, False) for stack in STACKS] + [(STACKS[-1], True), (("mage",), 
 
 
 @pytest.mark.parametrize(("stack", "shifted"), CASES, ids=lambda value: str(value))
-def test_thinned_answers_are_those_of_a_cpu(tmp_path: Path, stack: tuple[str, ...], shifted: bool) -> None:
+def test_sparse_answers_are_those_of_a_cpu(tmp_path: Path, stack: tuple[str, ...], shifted: bool) -> None:
     directory = checkpoint(tmp_path, shifted=shifted)
     settings: dict[str, Any] = {**STRATEGY, "accelerators": thinly(stack), "page_size": 16}
     expected = clear_answers(build_engine(directory, "block", **settings), PROMPTS, PARAMS)

@@ -1,7 +1,7 @@
-"""Index sets, bounds and thinned attention of 500 random blocks against the papers' equations, in fp64.
+"""Index sets, bounds and sparse attention of 500 random blocks against the papers' equations, in fp64.
 
-Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; whatever nobody
-has stored is NaN. B sequences, R rows, W places of a block, K KV heads, H head dim.
+Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; slots that were
+never stored are NaN. B sequences, R rows, W places of a block, K KV heads, H head dim.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: li
     kv = SparseKV(
         plan, view, plan.slots_R, kv=made, rows=None, make_plan=lambda narrow: make_plan(world, narrow)
     )
-    thinned = set()
+    sparse = set()
     for b in view.is_working_B.nonzero()[:, 0].tolist():
         rules[b].begin(
             int(active.starts_B[b]) // SIZE, int(active.num_passes_B[b]), int(active.num_steps_B[b])
@@ -194,13 +194,13 @@ def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: li
             if bool(is_mine_R.any()):
                 lists = rules[b].lists(layer, q_RNH[rows][is_mine_R], world.keys(b, layer, start))
             if lists is not None:
-                thinned.add(b)
+                sparse.add(b)
             expected.append(attention(world, b, layer, plan.limits_R[rows], q_RNH[rows], start, lists))
         torch.testing.assert_close(o_RNH, torch.cat(expected), atol=1e-10, rtol=1e-10)
     kv.finish()
     for b in range(NUM_SEQUENCES):
         world.stored[b] = max(world.stored[b], int(active.starts_B[b]))
-    return len(thinned)
+    return len(sparse)
 
 
 def attention(
@@ -257,7 +257,7 @@ CASES: list[tuple[int, str, dict[str, Any], Any]] = [
 )
 def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make_rule: Any) -> None:
     """500 of each accelerator, and some of other settings."""
-    num_thinned = 0
+    num_sparse = 0
     for seed in range(num_worlds):
         world, rules = World(seed), [make_rule() for _ in range(NUM_SEQUENCES)]
         accelerator = accelerator_of(name, **options)
@@ -275,16 +275,20 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
                     fed = [places if b % 3 else [] for b, places in enumerate(fed)]
                     run_pass(world, accelerator, world.view(starts, [0] * NUM_SEQUENCES, late), rules)
                 view = world.view(starts, [step] * NUM_SEQUENCES, fed)
-                num_thinned += run_pass(world, accelerator, view, rules)
+                num_sparse += run_pass(world, accelerator, view, rules)
             starts = [start + SIZE for start in starts]
-    assert num_thinned >= num_worlds * 2 * NUM_SEQUENCES
+    assert num_sparse >= num_worlds * 2 * NUM_SEQUENCES
 
 
 def test_attention_over_lists_equals_its_definition() -> None:
     """Ragged lists of blocks anywhere on shuffled pages; slots that no row sees hold NaN."""
     generator = torch.Generator().manual_seed(0)
     for number in range(40):
-        dtype, group, num_kv_heads = (torch.float64, torch.float32)[number % 2], 1 + number % 3, 1 + number % 2
+        dtype, group, num_kv_heads = (
+            (torch.float64, torch.float32)[number % 2],
+            1 + number % 3,
+            1 + number % 2,
+        )
         starts_B = torch.randint(0, 30, (3,), generator=generator)
         slots_BKC = torch.stack(
             [torch.randperm(30, generator=generator)[:7] for _ in range(3 * num_kv_heads)]

@@ -281,7 +281,7 @@ def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
 
 
 @pytest.mark.parametrize(("config", "size", "num_blocks"), CASES, ids=str)
-def test_random_blocks_are_thinned_as_on_paper(config: FocusConfig, size: int, num_blocks: int) -> None:
+def test_random_blocks_lose_rows_as_on_paper(config: FocusConfig, size: int, num_blocks: int) -> None:
     torch.manual_seed(size)
     bench = Bench(config, size, random.Random(size), num_lanes=12, heads=4 if size < 32 else 2)
     while bench.num_done < num_blocks:

@@ -50,7 +50,7 @@ class FirstHalf(RowsAccelerator):
     is_static: ClassVar[bool] = True
 
     def allocate(self) -> None:
-        self.memory = BlockMemory(self.place.num_lanes, self.place.device)
+        self.memory = BlockMemory(self.spec.num_lanes, self.spec.device)
 
     def reset(self, lanes: list[int]) -> None:
         self.memory.reset(lanes)
