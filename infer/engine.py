@@ -237,7 +237,7 @@ class Engine:
             return
         num_before = request.num_known
         new_ids, text = self._append(request, emission.token_ids)
-        self.scheduler.book(request, num_before)
+        self.scheduler.book(request, num_before, waited=emission.waited)
         if not new_ids:
             return
         request.num_steps += 1

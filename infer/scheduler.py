@@ -103,9 +103,13 @@ class Scheduler:
             budget = self._feed(request, budget, schedule)
         return schedule
 
-    def book(self, request: Request, num_before: int) -> None:
-        """Note the results of a decoding pass; the request had `num_before` known tokens before it."""
+    def book(self, request: Request, num_before: int, *, waited: bool = False) -> None:
+        """Note the results of a decoding pass; the request had `num_before` known tokens before it. `waited`:
+        the pass stored no more than was scheduled.
+        """
         request.num_inflight -= 1
+        if waited:
+            return
         request.num_computed = self._kv_policy.num_stored(
             request.num_computed, num_before=num_before, num_known=request.num_known
         )

@@ -52,7 +52,7 @@ class BlockState:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of one pass: which places of the block go on behind layer 1, the budget K, the first place that nobody
+    """Of one pass: which places of the block go on behind layer 1, the budget K, the first place that no row
     may see from the attention of layer 1 on, and what it was decided by.
     """
 
@@ -219,7 +219,7 @@ class SlowFocus(SlowBlocks):
     ) -> tuple[list[int], BlockState]:
         """The block in which `known` ends, complete, and what is remembered of it."""
         rules, size = self.rules, self.rules.size
-        begun, number = len(self.passes), len(known) // size
+        first, number = len(self.passes), len(known) // size
         start = number * size
         work: list[int | None] = [*known[start:], *[None] * (start + size - len(known))]
         if rules.shifted and len(known) == start:
@@ -229,7 +229,7 @@ class SlowFocus(SlowBlocks):
         while None in work:
             if len(self.passes) in self.losses:
                 # Keys and values of blocks before are computed again, the same.
-                begun, state, work = len(self.passes), BlockState(), list(empty)
+                first, state, work = len(self.passes), BlockState(), list(empty)
                 for layer, place in itertools.product(range(len(self.model.model.layers)), range(size)):
                     self.keys.pop((layer, start + place), None)
                     self.values.pop((layer, start + place), None)
@@ -240,7 +240,7 @@ class SlowFocus(SlowBlocks):
             logits, selection = self._thinned(work, fed, masked, decidable, start, state)
             rows = {place + rules.shifted: row for place, row in logits.items()}
             decided = self._decide(
-                {p: rows[p] for p in decidable if p in rows}, sampling, number, len(self.passes) - begun
+                {p: rows[p] for p in decidable if p in rows}, sampling, number, len(self.passes) - first
             )
             for place, token in decided.items():
                 work[place] = token

@@ -1,1 +1,1 @@
-"""Accelerators: plug-ins that thin one side of the score matrix. One file each, found by `ACCELERATORS`."""
+"""Accelerators: plug-ins that compute only part of attention: one file each, found by `ACCELERATORS`."""

@@ -1,11 +1,12 @@
-"""The contract of accelerators, which thin one side of the score matrix of blocks that are being decided.
+"""The contract of accelerators, which leave out part of the score matrix of blocks that are being decided.
 
-kv side (mage, quest, sparsed): per KV head, the rows of a sequence's block see a list of the slots before it
-in place of all. Rows side (focus): some of the block's rows are not computed, or not to the end. At most one
-a side, and neither knows the other. A pass asks in this order: `begin` of both; `initial_rows`; in each layer, as
-soon as keys and values of its rows are stored, `commit_kv`, `select_rows` and `select_kv`; `finish`. Prompts
-and clean blocks are always computed exactly, and a row sees its own block. Lanes' state is of one block
-(`BlockMemory`) and forgotten when a lane is seated or rewound: its block then begins anew.
+The kv side (mage, quest, sparsed) leaves out columns: per KV head, the rows of a sequence's block see a list
+of the slots before the block in place of all. The rows side (focus) leaves out rows of the block, in all
+layers or from some layer on. An engine has at most one of each side, and neither knows the other. A pass
+calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys and values of its rows are
+stored, `commit_kv`, `select_rows` and `select_kv`; `finish`. Prompts and clean blocks are always computed
+exactly, and a row always sees its own block. The state of a lane belongs to one block (`BlockMemory`); it is
+cleared when the lane gets a new sequence or its sequence loses its KV, and the block then starts again.
 B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
 """
 
@@ -28,8 +29,8 @@ Side = Literal["kv", "rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The engine that an accelerator is to go with. `block_size` None: its decoder has no blocks. Heads are
-    those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config.
+    """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
+    are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config.
     """
 
     decoder: str
@@ -53,18 +54,26 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """What is left of the rows that are still fed: `keep_R` (bool). `limits_R` int64: those rows then see
+    """Rows to go on with, of those still computed: `keep_R` (bool). `limits_R` int64: these rows then see
     their own block below these slots only (what lies behind has no keys and values yet); None: all of it.
     Rows of prompts, of clean blocks, and of sequences that need all their rows are kept as they are.
+
+    `capacity` (at least two blocks; None: all rows): a number, chosen before the pass, of rows that there is
+    room for beside what the host scheduled to be stored. Sequences take room in order, first those that
+    waited longest. A sequence whose rows find no room waits: it drops out of the denoising part of this pass,
+    decides nothing, and its random stream and its answer stay those it would have had. Its pass must leave no
+    trace in an accelerator's state: `finish` skips `PassView.waits_B`.
     """
 
     keep_R: Tensor
     limits_R: Tensor | None = None
+    capacity: int | None = None
 
 
 class KVPass:
-    """One pass of a kv-side accelerator. `is_sparse_B` (bool): whose block rows see lists of slots, where
-    `select_kv` gives any. `needs_all_rows_B` (bool): of whom no row may be dropped in this pass.
+    """One pass of a kv-side accelerator. `is_sparse_B` (bool): sequences whose block rows see lists of slots
+    in layers where `select_kv` returns some. `needs_all_rows_B` (bool): sequences of which no row may be
+    dropped in this pass.
     """
 
     def __init__(
@@ -73,44 +82,45 @@ class KVPass:
         self.view, self.is_sparse_B, self.needs_all_rows_B = view, is_sparse_B, needs_all_rows_B
 
     def commit_kv(self, layer: int) -> None:
-        """The keys of prompts and clean blocks that this pass feeds are stored, for good."""
+        """Called once the layer's keys are stored; those of prompts and clean blocks are final."""
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """Logical slots [B, K, C] before the block, -1 in places that are not needed; None: exact, for all.
+        """Return logical slots [B, K, C] before the block, in any order, -1 in unused places; or None if the
+        layer is exact for all sequences. C does not depend on what tensors hold.
 
-        `q_RNH`: the rows that are still fed, rotated. Only `is_sparse_B` is looked at.
+        `q_RNH` has the rotated queries of the rows still computed. Only lists of `is_sparse_B` are used.
         """
         return None
 
     def finish(self) -> None:
-        """All layers are through."""
+        """Called after the last layer."""
 
 
 class RowsPass:
-    """One pass of a rows-side accelerator. `view.rows_BW` says which rows are still fed, also at `finish`."""
+    """One pass of a rows-side accelerator. `view.rows_BW` says which rows are still computed."""
 
     def __init__(self, view: PassView) -> None:
         self.view = view
 
     def initial_rows(self) -> RowSelection | None:
-        """Of the rows that the decoder lays out, those that are computed at all; None: all. Those left out
-        are seen with the keys and values that the last pass over them has stored.
+        """Return which of the decoder's rows are computed at all; None: all. Other rows see those left out
+        with the keys and values that an earlier pass stored.
         """
         return None
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
-        """The rows that go on from here, this layer's attention included; None: all. Keys and values of the
-        layer are stored, and `q_RNH` rotated, for all rows that are still fed.
+        """Return the rows that go on from this layer's attention on; None: all. Keys and values of the layer
+        are stored, and `q_RNH` is rotated, for all rows still computed.
         """
         return None
 
     def finish(self) -> None:
-        """All layers are through."""
+        """Called after the last layer."""
 
 
 class Accelerator:
-    """Base of all: one file each, registered in `ACCELERATORS` under its name. `Config` is a frozen dataclass
-    of its options, filled from `accelerator.NAME.*`. Subclass `KVAccelerator` or `RowsAccelerator`.
+    """Base class: each accelerator is one file and registers itself in `ACCELERATORS`. `Config` is a frozen
+    dataclass of its options, filled from `accelerator.NAME.*`. Subclass `KVAccelerator` or `RowsAccelerator`.
     """
 
     name: ClassVar[str]
@@ -118,91 +128,91 @@ class Accelerator:
     side: ClassVar[Side]
     exactness: ClassVar[Literal["exact", "lossy"]] = "lossy"
     exact_options: ClassVar[Mapping[str, Any]] = {}
-    """Options with which it thins nothing, which contract tests hold it to."""
+    """Options with which it leaves nothing out; contract tests compare it with exact attention."""
     is_static: ClassVar[bool] = False
-    """Whether its passes have static shapes and wait for nothing, so that graphs can hold them."""
+    """Whether its own code has static shapes and never waits for the device, so that a CUDA graph can hold
+    its passes: no nonzero, no index by booleans, no number read back. The passes themselves are static.
+    """
     needs_blocks: ClassVar[bool] = True
     shards: ClassVar[bool] = False
-    """Whether each rank of several can look at its own heads alone."""
+    """Whether it works on the heads of one rank alone, so that tensor parallelism is possible."""
 
-    def __init__(self, config: Any, place: EngineSpec) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: Any, spec: EngineSpec) -> None:
+        self.config, self.spec = config, spec
 
     def problems(self) -> list[str]:
-        """Every reason why it does not go with its place or with its own options, before anything is
-        allocated.
-        """
-        place, found = self.place, []
-        if self.needs_blocks and place.block_size is None:
-            found.append(f"decoder={place.decoder} has no blocks (allowed: block)")
-        if not self.is_static and place.graphs == "on":
+        """Return every reason why it cannot work with the engine or with its options; allocates nothing."""
+        spec, found = self.spec, []
+        if self.needs_blocks and spec.block_size is None:
+            found.append(f"decoder={spec.decoder} has no blocks (allowed: block)")
+        if not self.is_static and spec.graphs == "on":
             found.append(
                 "graphs=on captures passes of static shape, and its passes are not (allowed: auto, off)"
             )
-        if self.exactness != "exact" and place.deterministic:
+        if self.exactness != "exact" and spec.deterministic:
             found.append(
                 "deterministic=true, but its sums depend on the batch in their last bits (allowed: false)"
             )
-        if not self.shards and place.tensor_parallel > 1:
-            found.append(f"tensor_parallel={place.tensor_parallel} divides the heads it adds up (allowed: 1)")
+        if not self.shards and spec.tensor_parallel > 1:
+            found.append(f"tensor_parallel={spec.tensor_parallel} divides the heads it adds up (allowed: 1)")
         return found
 
     def page_bytes(self) -> int:
-        """Bytes that it keeps for every KV page beside keys and values."""
+        """Return the bytes that it keeps for every KV page beside keys and values."""
         return 0
 
     def allocate(self) -> None:
-        """Make the state of `place.num_lanes` lanes, on `place.device`."""
+        """Allocate the state of `spec.num_lanes` lanes on `spec.device`."""
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Make the state of all KV pages, `page_bytes` each."""
+        """Allocate the state of all KV pages, `page_bytes` each."""
 
     def reset(self, lanes: list[int]) -> None:
-        """Forget the blocks of lanes on which new sequences sit down, or whose sequences lost their KV."""
+        """Clear the state of lanes that get new sequences, or whose sequences lost their KV."""
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """The KV of pages was copied (from, to), in this order."""
+        """Copy the state of pages whose KV is copied, given as (source, target), in this order."""
 
 
 class KVAccelerator(Accelerator, ABC):
-    """Thins what rows see."""
+    """Leaves out slots that rows see."""
 
     side: ClassVar[Side] = "kv"
 
     @abstractmethod
     def begin(self, view: PassView) -> KVPass | None:
-        """Before the first layer; None: this pass is exact and there is nothing to learn from it."""
+        """Start a pass; None if the pass is exact and changes no state."""
 
 
 class RowsAccelerator(Accelerator, ABC):
-    """Thins the rows that are computed."""
+    """Leaves out rows."""
 
     side: ClassVar[Side] = "rows"
 
     @abstractmethod
     def begin(self, view: PassView) -> RowsPass | None:
-        """Before the first layer; None: all rows are computed and there is nothing to learn from them."""
+        """Start a pass; None if all rows are computed and no state changes."""
 
 
 class BlockMemory:
-    """Of which block the state of each lane is: the one that begins at slot `starts_Z`; -1: of none. State of
-    another block than the one in work counts for nothing, so it ends with its block.
+    """Says which block the state of each lane belongs to: the one that begins at slot `starts_Z`; -1: none.
+    State that belongs to another block than the active one is not used, so state ends with its block.
     """
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         self.starts_Z = torch.full((num_lanes,), -1, dtype=torch.int64, device=device)
 
     def knows(self, view: PassView) -> Tensor:
-        """Whose state is of the block in work, bool [B]."""
+        """Return which sequences have state of their active block, bool [B]."""
         return self.starts_Z[view.plan.lanes_B] == view.active.starts_B
 
-    def claim(self, view: PassView, who_B: Tensor) -> None:
-        """The state of these (bool) is of the block in work from now on."""
+    def claim(self, view: PassView, is_claimed_B: Tensor) -> None:
+        """Mark the state of some sequences (bool) as that of their active blocks."""
         lanes_B = view.plan.lanes_B
-        self.starts_Z[lanes_B] = torch.where(who_B, view.active.starts_B, self.starts_Z[lanes_B])
+        self.starts_Z[lanes_B] = torch.where(is_claimed_B, view.active.starts_B, self.starts_Z[lanes_B])
 
     def reset(self, lanes: list[int]) -> None:
-        """Forget."""
+        """Mark these lanes as having no state."""
         fill_lanes(lanes, -1, self.starts_Z)
 
 

@@ -1,4 +1,4 @@
-"""Thins nothing: the contract at its plainest, and a name for what all others are compared with."""
+"""Leaves nothing out: the simplest accelerator, and a name for what all others are compared with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from idlm.infer.sparse.view import PassView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactConfig:
-    """Nothing to set."""
+    """No options."""
 
 
 @ACCELERATORS.register("exact")
 class Exact(KVAccelerator):
-    """Every row sees every slot below its limit; goes with everything."""
+    """Every row sees every slot below its limit. Works with every engine."""
 
     name: ClassVar[str] = "exact"
     Config: ClassVar[type] = ExactConfig
@@ -26,5 +26,5 @@ class Exact(KVAccelerator):
     shards: ClassVar[bool] = True
 
     def begin(self, view: PassView) -> None:
-        """No pass differs from one without accelerators."""
+        """Every pass is one without accelerators."""
         return

@@ -1,11 +1,11 @@
-"""FOCUS (rows side): of a block in work only the masks that look decodable go on behind layer 1.
+"""FOCUS (rows side): after layer 1 only those masks of a block that look decodable are computed.
 
-What shows them is that they gain attention from layer 0 to layer 1 (section 3). How many go on follows from
-how many were decoded before and how many stand out; with each goes its predecessor, and whatever lies to its
-left without keys and values yet (section 4, Algorithm 1). Decoded tokens are frozen once their right
-neighbours are decoded, until they are edited. Where paper and code (appendix E) differ it is as in the code,
-but see `Focus`.
-B sequences, R rows still fed, W places of a block, N query heads, K KV heads, H head dim, Z lanes.
+A mask looks decodable if it gains attention from layer 0 to layer 1 (section 3). The number of masks that go
+on follows from how many were decoded before and how many stand out. With each mask goes its predecessor, and
+all masks to its left that have no keys and values yet (section 4, Algorithm 1). A decoded token is frozen
+once its right neighbour is decoded, until it is edited. Where paper and code (appendix E) differ, this file
+follows the code, except as `Focus` says.
+B sequences, R rows still computed, W positions of a block, N query heads, K KV heads, H head dim, Z lanes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.view import PassView, by_row
 from idlm.infer.state.device import fill_lanes
 
 LAST_LAYER = 1
-"""Whose attention is looked at, and behind whose queries and keys rows are dropped."""
+"""The last layer whose attention is measured; rows are dropped after its queries and keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FocusConfig:
-    """`alpha`: as many masks go on as were decoded in a pass on average, times this, and at least those whose
-    gain is a standard deviation above the mean. `importance`: attention is summed among the "masked" tokens
-    (the paper's code) or the whole "block" (equation 2). `mean`: decoded tokens are averaged over the passes
-    of the "block" or of the whole "request", as long as that keeps its KV. `intra_block_cache`: freeze
-    decoded tokens.
+    """`alpha`: the number of masks that go on is the average number of tokens decoded per pass times this,
+    and at least the number of masks whose gain is a standard deviation above the mean. `importance`:
+    attention is summed over the "masked" tokens (the paper's code) or the whole "block" (equation 2). `mean`:
+    decoded tokens are averaged over the passes of the "block" or of the whole "request", as long as the
+    request keeps its KV. `intra_block_cache`: freeze decoded tokens.
     """
 
     alpha: float = 1.5
@@ -44,9 +44,9 @@ class FocusConfig:
 def importance(
     q_BWNH: Tensor, k_BWKH: Tensor, *, queries_BW: Tensor, keys_BW: Tensor, scale: float
 ) -> Tensor:
-    """The attention that keys get from queries, [B, W], 0 at what is no key (equations 2 and 15).
+    """Return the attention that keys get from queries, [B, W]; 0 where there is no key (equations 2 and 15).
 
-    Neighbours, of which the largest score counts, are those in the list of keys. What is neither may be NaN.
+    The largest score of neighbours counts; neighbours are adjacent keys. Other positions may hold NaN.
     """
     # Keys move to the front, in order.
     order_BW = (~keys_BW).to(torch.uint8).argsort(dim=1, stable=True)
@@ -61,16 +61,15 @@ def importance(
     padded = F.pad(scores_BNWW, (1, 1), value=least)
     pooled_BNWW = torch.maximum(torch.maximum(padded[..., :-2], scores_BNWW), padded[..., 2:])
     pooled_BNWW = pooled_BNWW.masked_fill(~is_key_BW[:, None, None], float("-inf"))
-    # A sequence without keys has no row to speak of.
+    # The softmax of a sequence without keys is NaN.
     weights_BNWW = pooled_BNWW.softmax(dim=-1).nan_to_num(0.0) * queries_BW[:, None, :, None]
     found_BW = weights_BNWW.sum(dim=(1, 2))
     return torch.zeros_like(found_BW).scatter(1, order_BW, found_BW)
 
 
 def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alpha: float) -> Tensor:
-    """K of each sequence (equations 4 and 5, the threshold being mean + std of the masks' gains), int64 [B].
-
-    `mean_decoded_B` fp64, so that its multiples round as they do on paper.
+    """Return K of each sequence, int64 [B] (equations 4 and 5, with mean + std of the masks' gains as
+    threshold). `mean_decoded_B` is fp64, so that its multiples round as they do on paper.
     """
     size = masked_BW.shape[1]
     count_B1 = masked_BW.sum(dim=1, keepdim=True).clamp(min=1)
@@ -83,9 +82,10 @@ def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alp
 
 
 def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
-    """The `num_B` largest of the open places, the left one of equals, bool [B, W].
+    """Return which of the maskable positions have the `num_B` largest gains, bool [B, W]; of equal ones the
+    left.
 
-    By W * W comparisons: a sort is not stable everywhere, and W is small.
+    Compares all pairs: a sort is not stable on every device, and W is small.
     """
     place_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
     mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
@@ -96,8 +96,9 @@ def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
 
 
 def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
-    """What goes on with the chosen masks: fed tokens that are none, each one's predecessor, and placeholders:
-    masks on the left of any of these that no layer knows yet.
+    """Return the positions that go on, bool [B, W]: the chosen masks, decoded tokens that are fed, the
+    predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
+    keys and values yet.
     """
     place_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
     kept_BW = chosen_BW | (fed_BW & ~masked_BW)
@@ -107,9 +108,9 @@ def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed
 
 
 class Memory:
-    """By lane. Of the block in work: which places are frozen with which tokens, which have keys and values in
-    all layers, how many masks it began with and how many passes it has had. Of the blocks before: tokens
-    decoded, and passes.
+    """State per lane. For the active block: which positions are frozen with which tokens, which have keys and
+    values in all layers, how many masks it began with and how many passes it has had. For earlier blocks: the
+    numbers of decoded tokens and of passes.
     """
 
     def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
@@ -122,13 +123,13 @@ class Memory:
         )
 
     def reset(self, lanes: list[int]) -> None:
-        """Forget."""
+        """Clear these lanes."""
         self.blocks.reset(lanes)
         counts = (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z)
         fill_lanes(lanes, 0, *counts)
 
     def turn(self, view: PassView, mine_B: Tensor) -> None:
-        """Where a block is new, begin with it; its predecessor's masks are all decoded."""
+        """Begin the state of new blocks; all masks of the block before are decoded by then."""
         lanes_B, new_B = view.plan.lanes_B, mine_B & ~self.blocks.knows(view)
         self.earlier_decoded_Z[lanes_B] += torch.where(new_B, self.num_masks_Z[lanes_B], 0)
         self.earlier_passes_Z[lanes_B] += torch.where(new_B, self.num_passes_Z[lanes_B], 0)
@@ -140,7 +141,8 @@ class Memory:
         self.blocks.claim(view, new_B)
 
     def mean_decoded(self, view: PassView, *, of_request: bool) -> Tensor:
-        """Tokens that passes have decoded on average, at least 1, fp64 [B]; 1 before the first pass."""
+        """Return the average number of tokens decoded per pass, fp64 [B], at least 1; 1 before the first
+        pass."""
         lanes_B = view.plan.lanes_B
         sum_B = self.num_masks_Z[lanes_B] - view.is_mask_BW.sum(dim=1)
         count_B = self.num_passes_Z[lanes_B]
@@ -151,7 +153,7 @@ class Memory:
 
 
 class FocusPass(RowsPass):
-    """One pass, over the blocks of `mine_B` (bool). `budget_B` int64: K of each sequence, once known."""
+    """One pass over the blocks of `mine_B` (bool). `budget_B` int64: K of each sequence, once known."""
 
     def __init__(self, view: PassView, config: FocusConfig, memory: Memory, mine_B: Tensor) -> None:
         super().__init__(view)
@@ -162,7 +164,8 @@ class FocusPass(RowsPass):
         self.budget_B: Tensor | None = None
 
     def initial_rows(self) -> RowSelection | None:
-        """All but frozen tokens. One that was edited thaws: what is stored is of another token."""
+        """Return all rows but frozen tokens. An edited token thaws: the stored keys are those of another
+        token."""
         lanes_B, memory = self.view.plan.lanes_B, self._memory
         memory.frozen_ZW[lanes_B] &= (memory.frozen_ids_ZW[lanes_B] == self._ids_BW) | ~self._mine_B[:, None]
         frozen_BW = memory.frozen_ZW[lanes_B] & self._mine_B[:, None]
@@ -171,7 +174,7 @@ class FocusPass(RowsPass):
         )
 
     def select_rows(self, layer: int, q_RNH: Tensor) -> RowSelection | None:
-        """Look at layer 0, decide in layer 1."""
+        """Measure in layer 0, select in layer 1."""
         if layer > LAST_LAYER:
             return None
         view, masked_BW = self.view, self.view.is_mask_BW
@@ -195,10 +198,12 @@ class FocusPass(RowsPass):
         )
 
     def finish(self) -> None:
-        """What was kept has keys and values in all layers now, and what is settled is frozen."""
-        view, lanes_B, mine_B1 = self.view, self.view.plan.lanes_B, self._mine_B[:, None]
+        """Kept positions have keys and values in all layers now; decoded ones with decoded right neighbours
+        freeze."""
+        view, lanes_B, mine_B = self.view, self.view.plan.lanes_B, self._mine_B & ~self.view.waits_B
+        mine_B1 = mine_B[:, None]
         self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
-        self._memory.num_passes_Z[lanes_B] += self._mine_B
+        self._memory.num_passes_Z[lanes_B] += mine_B
         if self._config.intra_block_cache:
             is_decided_BW = ~view.is_mask_BW
             right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
@@ -207,7 +212,7 @@ class FocusPass(RowsPass):
             ids_ZW[lanes_B] = torch.where(mine_B1, self._ids_BW, ids_ZW[lanes_B])
 
     def _choose(self, deltas_BW: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of the blocks that go on, bool [B, W], and how many of a block's first places they see,
+        """Return the positions that go on, bool [B, W], and how many of a block's first positions they see,
         int64 [B].
         """
         view, masked_BW = self.view, self.view.is_mask_BW
@@ -224,52 +229,45 @@ class FocusPass(RowsPass):
 
 @ACCELERATORS.register("focus")
 class Focus(RowsAccelerator):
-    """Departures from paper and code: where a pass may decide some masks only (sub-blocks), the best are
-    looked for among those. Clean blocks are stored from all their rows, frozen ones too, and blocks without
-    masks (LLaDA2.1's edits) are fed whole. `importance="block"` has no queries of frozen tokens to sum over.
-    From the attention of layer 1 on, rows see their block up to the last place that has been processed in it,
-    as in the code. Who lost its KV begins its block anew, with a full pass. Sums are in fp32, in a fixed
-    order.
+    """Departures from paper and code: if a pass may decide only some masks (sub-blocks), the best are
+    selected among those. Clean blocks are stored from all their rows, frozen ones included, and blocks
+    without masks (LLaDA2.1's edits) are computed whole. `importance="block"` does not sum over queries of
+    frozen tokens. From the attention of layer 1 on, rows see their block up to the last position that was
+    ever processed. (The published code stops at the last row kept in this pass.) A sequence that lost its KV
+    begins its block again, with a full pass. Sums are in fp32, in a fixed order.
     """
 
     name: ClassVar[str] = "focus"
+    is_static: ClassVar[bool] = True
     exact_options: ClassVar[Mapping[str, Any]] = {"alpha": 1e9, "intra_block_cache": False}
     Config: ClassVar[type] = FocusConfig
     config: FocusConfig
 
     def problems(self) -> list[str]:
-        """Options out of range, too few layers, or a decoder that keeps old keys and values itself."""
+        """Also names options out of range, too few layers, and a decoder that keeps old keys and values."""
         found, alpha = super().problems(), self.config.alpha
         if not 1 <= alpha < float("inf"):
             found.append(f"alpha={alpha!r} is not a finite number >= 1")
-        if self.place.num_layers <= LAST_LAYER:
+        if self.spec.num_layers <= LAST_LAYER:
             found.append(
-                f"it compares two layers, the model has {self.place.num_layers} (allowed: 2 and more)"
+                f"it compares two layers, the model has {self.spec.num_layers} (allowed: 2 and more)"
             )
-        if self.place.decoder_options.get("dual_cache"):
+        if self.spec.decoder_options.get("dual_cache"):
             found.append("decoder.dual_cache=true leaves rows of the block out as well (allowed: false)")
         return found
 
     def allocate(self) -> None:
-        """Each lane's memory of its block."""
-        place = self.place
-        assert place.block_size is not None
-        self.memory = Memory(place.num_lanes, place.block_size, place.device)
+        """Allocate the state of each lane's block."""
+        spec = self.spec
+        assert spec.block_size is not None
+        self.memory = Memory(spec.num_lanes, spec.block_size, spec.device)
 
     def reset(self, lanes: list[int]) -> None:
-        """Forget."""
+        """Clear these lanes."""
         self.memory.reset(lanes)
 
     def begin(self, view: PassView) -> FocusPass:
-        """Blocks that are fed whole and have masks are thinned."""
+        """Rows are dropped of blocks that are fed whole and have masks."""
         mine_B = (view.rows_BW >= 0).all(dim=1) & view.is_mask_BW.any(dim=1)
         self.memory.turn(view, mine_B)
         return FocusPass(view, self.config, self.memory, mine_B)
-
-
-def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
-    """What is said of a row's place in its block [R]; `other` for rows of no block in work."""
-    # Places that are not fed go to one row behind the others, which is cut off.
-    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
-    said_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
-    return said_R.scatter(0, target_X, of_places_BW.flatten())[:-1]

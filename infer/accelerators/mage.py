@@ -1,11 +1,12 @@
 """MAGE (All-[MASK] Block Already Knows Where to Look, ICML 2026 workshop AdaptFM; equation 3, algorithm 1).
 
-A block's first pass is exact and ranks the slots before it: scores softmaxed over these slots, averaged over
-the G * B queries of each KV head. The block's other passes see the k best per (layer, KV head), and all of
-the block. The pass that stores the clean block is exact; where it also begins the next block, the slots it
-has just written are ranked with the others. The first `exact_layers` layers are exact throughout.
-Departures: a first block that holds a prompt's tail, or a first token, is not all masks and ranks all the
-same; ranking runs in line with the layer, not on a stream of its own.
+The first pass over a block is exact and ranks the slots before the block: by softmax over these slots of the
+scores, averaged over the G * B queries of each KV head. In later passes the block's rows see the k best slots
+per (layer, KV head), and all of the block. The pass that stores the clean block is exact; if it also begins
+the next block, it ranks the slots it has just written with the others. The first `exact_layers` layers are
+always exact.
+Departures: a first block that holds a prompt's tail, or a first token, is not all masks and ranks too;
+ranking runs in line with the layer, not on a stream of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from idlm.infer.sparse.view import PassView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MageConfig:
-    """`k`: slots before the block that a KV head keeps. `exact_layers`: how many layers see all."""
+    """`k`: slots before the block that a KV head keeps. `exact_layers`: number of layers that see all."""
 
     k: int = 512
     exact_layers: int = 2
@@ -28,14 +29,14 @@ class MageConfig:
 
 @ACCELERATORS.register("mage")
 class Mage(PrefixAccelerator):
-    """Ranks once a block, in its first pass."""
+    """Ranks once per block, in its first pass."""
 
     name: ClassVar[str] = "mage"
     Config: ClassVar[type] = MageConfig
     config: MageConfig
 
     def begin(self, view: PassView) -> PrefixPass:
-        """Whoever has no set yet makes one."""
+        """Sequences without a set for their active block rank."""
         has_set_B = self.sets.memory.knows(view)
         return PrefixPass(
             view,

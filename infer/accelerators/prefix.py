@@ -1,15 +1,14 @@
-"""What kv-side accelerators of one kind share: rank the slots before a block by the attention that its
-queries pay to them, and keep the best of them per layer and KV head for the rest of the block.
+"""Base of kv-side accelerators that rank the slots before a block once, by the attention of the block's
+queries to them, and keep the best of them per layer and KV head for the block's other passes.
 
 b sequences, W places of a block, S slots of the longest prefix, C listed slots, N query heads, K KV heads,
-G = N / K, H head dim, L layers that are thinned, Z lanes.
+G = N / K, H head dim, L sparse layers, Z lanes.
 """
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,17 +16,19 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.sparse.view import PassView
+from idlm.infer.state.device import to_device
 
 NOT_LISTED = -1
 EVERYTHING = 1 << 30
-"""A budget that no prefix exceeds."""
-MAX_NUMBERS = 1 << 27
-"""Scores, or numbers of keys, that are held at a time."""
+"""A budget above the length of any prefix."""
+MAX_NUMBERS = 1 << 26
+"""Scores, or elements of keys, that ranking holds at a time."""
 
 
 def attention_mass(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_slots: int) -> Tensor:
-    """Attention to the first `num_slots` slots [b, K, S]: each query's scores softmaxed over the slots before
-    its block, averaged over the queries of a KV head that are fed, G heads at W places. 0 elsewhere.
+    """Return the attention to the first `num_slots` slots, [b, K, S] fp32 (fp64 from fp64): the softmax of
+    each query's scores over the slots before its block, averaged over the queries of a KV head (G heads at
+    the positions that have a row). 0 at other slots.
     """
     is_fed_bW = view.rows_BW[sequences_b] >= 0
     slots_S = torch.arange(num_slots, device=q_RNH.device)
@@ -35,11 +36,11 @@ def attention_mass(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tenso
     k_bSKH = view.keys(layer, slots_S.expand(len(sequences_b), -1), sequences_b)
     q_bWNH = view.queries(q_RNH, sequences_b)
     q_bWKGH = q_bWNH.unflatten(2, (k_bSKH.shape[2], -1))
-    # What was never written may be NaN.
+    # Slots that were never written may hold NaN.
     k_bSKH = torch.where(is_before_bS[:, :, None, None], k_bSKH, 0)
     scores_bKGWS = torch.einsum("bwkgh,bskh->bkgws", q_bWKGH, k_bSKH) * view.scale
     scores_bKGWS = scores_bKGWS.masked_fill(~is_before_bS[:, None, None, None], float("-inf"))
-    # A block at slot 0 has nothing before it: its softmax is NaN.
+    # A block at slot 0 has no slot before it, so its softmax is NaN.
     is_counted_bWS = is_fed_bW[:, :, None] & is_before_bS[:, None]
     attention_mass_bKGWS = torch.where(is_counted_bWS[:, None, None], scores_bKGWS.softmax(dim=-1), 0)
     num_queries_b = is_fed_bW.sum(-1).clamp(min=1) * q_bWKGH.shape[3]
@@ -47,8 +48,8 @@ def attention_mass(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tenso
 
 
 def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
-    """The `num` candidates [b, K, num] with the largest scores, `NOT_LISTED` where there are fewer. Of equal
-    scores the lower slot comes first, on every device and in every batch: topk promises no order of ties.
+    """Return the `num` candidates [b, K, num] with the largest scores, `NOT_LISTED` where there are fewer. Of
+    equal scores the lower slot comes first on every device; `topk` does not define the order of ties.
     """
     scores_bKS = scores_bKS.masked_fill(~is_candidate_bS[:, None], float("-inf"))
     ranked_bKS, order_bKS = scores_bKS.sort(dim=-1, descending=True, stable=True)
@@ -58,103 +59,94 @@ def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
 
 
 class PrefixSets:
-    """Per lane, thinned layer and KV head the slots that a block sees of those before it."""
+    """The slots that a block sees of those before it, per lane, sparse layer and KV head."""
 
-    def __init__(self, place: EngineSpec, *, exact_layers: int, num: int) -> None:
-        self.exact_layers, self.num = exact_layers, min(num, place.max_slots)
-        self.memory = BlockMemory(place.num_lanes, place.device)
-        self._place = place
-        num_layers = max(0, place.num_layers - exact_layers)
-        shape = (num_layers, place.num_lanes, place.num_kv_heads, self.num)
-        self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=place.device)
+    def __init__(self, spec: EngineSpec, *, exact_layers: int, num: int) -> None:
+        self.exact_layers, self.num = exact_layers, min(num, spec.max_slots)
+        self.memory = BlockMemory(spec.num_lanes, spec.device)
+        self._spec = spec
+        num_layers = max(0, spec.num_layers - exact_layers)
+        shape = (num_layers, spec.num_lanes, spec.num_kv_heads, self.num)
+        self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=spec.device)
 
     def numbers_per_slot(self, num_places: int) -> int:
-        """What ranking holds for each slot of one sequence: scores, or its keys."""
-        place = self._place
-        return max(place.num_heads * num_places, place.num_kv_heads * place.head_dim)
+        """Return how many elements ranking holds per slot of one sequence: its scores, or its keys."""
+        spec = self._spec
+        return max(spec.num_heads * num_places, spec.num_kv_heads * spec.head_dim)
 
     def reset(self, lanes: list[int]) -> None:
-        """Forget."""
+        """Clear the sets of these lanes."""
         self.memory.reset(lanes)
-        self.slots_LZKC[:, lanes] = NOT_LISTED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ranking:
-    """Who ranks in this pass, and how far the longest prefix goes."""
-
-    sequences_b: Tensor
-    num_slots: int
+        self.slots_LZKC.index_fill_(1, to_device(lanes, self.slots_LZKC.device), NOT_LISTED)
 
 
 class PrefixPass(KVPass):
-    """`ranks_B` (bool): whose sets this pass makes, all of it exact; the others of `sets` are used."""
+    """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
+
+    Scores are computed for all sequences and kept for those of `ranks_B`, so that no shape depends on who
+    ranks.
+    """
 
     def __init__(self, view: PassView, sets: PrefixSets, *, is_sparse_B: Tensor, ranks_B: Tensor) -> None:
         super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
-        self._thins = bool(is_sparse_B.any())
-        self._parts: list[_Ranking] = []
-        sequences_b = ranks_B.nonzero()[:, 0]
-        if len(sequences_b):
-            # One slot at least: a block at slot 0 has a set as well, an empty one.
-            num_slots = max(1, int(view.active.starts_B[sequences_b].max()))
-            most = max(1, MAX_NUMBERS // (num_slots * sets.numbers_per_slot(view.active.size)))
-            self._parts = [
-                _Ranking(sequences_b=part, num_slots=num_slots) for part in sequences_b.split(most)
-            ]
+        max_sequences = MAX_NUMBERS // (view.max_slots * sets.numbers_per_slot(view.active.size))
+        self._parts = view.sequences_B.split(max(1, max_sequences))
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """The sets made in an earlier pass of the block; makes those of `ranks_B`."""
+        """Return the sets made in an earlier pass over the block; make those of `ranks_B`."""
         sets, view = self._sets, self.view
-        place = layer - sets.exact_layers
-        if place < 0:
+        index = layer - sets.exact_layers
+        if index < 0:
             return None
-        for part in self._parts:
-            attention_mass_bKS = attention_mass(view, layer, q_RNH, part.sequences_b, part.num_slots)
-            slots_S = torch.arange(part.num_slots, device=q_RNH.device)
-            is_before_bS = slots_S < view.active.starts_B[part.sequences_b, None]
-            slots_bKC = best(attention_mass_bKS, is_before_bS, sets.num)
-            sets.slots_LZKC[place, view.plan.lanes_B[part.sequences_b]] = slots_bKC.to(torch.int32)
-        return sets.slots_LZKC[place, view.plan.lanes_B].long() if self._thins else None
+        slots_ZKC = sets.slots_LZKC[index]
+        slots_S = torch.arange(view.max_slots, device=q_RNH.device)
+        for sequences_b in self._parts:
+            attention_mass_bKS = attention_mass(view, layer, q_RNH, sequences_b, view.max_slots)
+            is_before_bS = slots_S < view.active.starts_B[sequences_b, None]
+            slots_bKC = best(attention_mass_bKS, is_before_bS, sets.num).to(torch.int32)
+            lanes_b, ranks_b11 = view.plan.lanes_B[sequences_b], self._ranks_B[sequences_b, None, None]
+            slots_ZKC[lanes_b] = torch.where(ranks_b11, slots_bKC, slots_ZKC[lanes_b])
+        return slots_ZKC[view.plan.lanes_B].long()
 
     def finish(self) -> None:
-        """From now on the sets are there."""
-        self._sets.memory.claim(self.view, self._ranks_B)
+        """Sets made in this pass count from now on."""
+        self._sets.memory.claim(self.view, self._ranks_B & ~self.view.waits_B)
 
 
 class PrefixAccelerator(KVAccelerator, ABC):
-    """Per lane: the sets of the block in work. The Config has `k` and `exact_layers`."""
+    """Keeps the sets of each lane's active block. The Config has `k` and `exact_layers`."""
 
     exact_options: ClassVar[Mapping[str, Any]] = {"k": EVERYTHING}
+    is_static: ClassVar[bool] = True
     shards: ClassVar[bool] = True
 
     def problems(self) -> list[str]:
-        """Those of all, and of the numbers."""
+        """Also names numbers out of range."""
         return [
             *super().problems(),
-            *set_problems(self.place, k=self.config.k, exact_layers=self.config.exact_layers),
+            *set_problems(self.spec, k=self.config.k, exact_layers=self.config.exact_layers),
         ]
 
     def allocate(self) -> None:
-        """A set per lane."""
-        self.sets = PrefixSets(self.place, exact_layers=self.config.exact_layers, num=self.config.k)
+        """Allocate a set per lane."""
+        self.sets = PrefixSets(self.spec, exact_layers=self.config.exact_layers, num=self.config.k)
 
     def reset(self, lanes: list[int]) -> None:
-        """Forget the sets."""
+        """Clear the sets of these lanes."""
         self.sets.reset(lanes)
 
 
-def set_problems(place: EngineSpec, *, k: int, exact_layers: int) -> list[str]:
-    """What is wrong with the numbers of such an accelerator."""
+def set_problems(spec: EngineSpec, *, k: int, exact_layers: int) -> list[str]:
+    """Return what is wrong with the numbers of a kv-side accelerator."""
     found = []
     if k < 1:
         found.append(f"k={k!r} is below 1")
     if exact_layers < 0:
         found.append(f"exact_layers={exact_layers!r} is below 0")
-    if exact_layers >= place.num_layers:
+    if exact_layers >= spec.num_layers:
         found.append(
-            f"exact_layers={exact_layers!r} thins nothing: the model has {place.num_layers} layers (allowed: "
-            f"0 to {place.num_layers - 1})"
+            f"exact_layers={exact_layers!r} thins nothing: the model has {spec.num_layers} layers (allowed: "
+            f"0 to {spec.num_layers - 1})"
         )
     return found

@@ -1,12 +1,14 @@
 """SparseD (Sparse Attention for Diffusion Language Models, ICLR 2026), as MAGE's paper adapts it to blocks.
 
-The first 20 % of a block's steps are exact; the last of them ranks the slots before the block, and the steps
-behind it see the k best of each KV head, and all of the block. A ranking averages over the block's queries
-as MAGE's does, of scores divided by sqrt(head dim) (the published LLaDA file: by sqrt(number of heads)).
-Departure: there, steps are those of a whole answer, whose pattern is captured once. Here they are the block's
-own, since what is kept ends with its block: an answer must not depend on when its sequence was preempted.
-Each block thus gets a fresh pattern, which flatters SparseD. Steps are the quota's: a threshold may need
-fewer, and a block that is clean within 20 % of them is never thinned.
+The first 20 % of a block's steps are exact. The last of them ranks the slots before the block; in later steps
+the block's rows see the k best slots of each KV head, and all of the block. As in MAGE, scores are averaged
+over the block's queries, here divided by sqrt(head dim) (the published LLaDA file divides by sqrt(number of
+heads)).
+Departure: the paper counts the steps of a whole answer and captures its pattern once. Here the steps are
+those of the block, because state ends with its block: an answer must not depend on when its sequence was
+preempted. So each block gets a fresh pattern, which flatters SparseD. Steps are those of the quota: with a
+threshold a block may need fewer, and a block that is clean within 20 % of them is computed exactly
+throughout.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsedConfig:
-    """`k`: slots before the block that a KV head keeps. `exact_share` of the block's steps, rounded up, one
-    at least, see all. `exact_layers`: how many layers always do.
+    """`k`: slots before the block that a KV head keeps. `exact_share`: share of the block's steps, rounded up
+    and at least one, that see all. `exact_layers`: number of layers that always do.
     """
 
     k: int = 512
@@ -39,21 +41,21 @@ class SparsedConfig:
 
 @ACCELERATORS.register("sparsed")
 class SparseD(PrefixAccelerator):
-    """Ranks once a block, in the last of its exact passes."""
+    """Ranks once per block, in the last of its exact passes."""
 
     name: ClassVar[str] = "sparsed"
     Config: ClassVar[type] = SparsedConfig
     config: SparsedConfig
 
     def problems(self) -> list[str]:
-        """Those of all such, and of the share."""
+        """Also names an `exact_share` out of range."""
         found, share = super().problems(), self.config.exact_share
         if not (math.isfinite(share) and 0 < share <= 1):
             found.append(f"exact_share={share!r} is not in (0, 1]")
         return found
 
     def begin(self, view: PassView) -> PrefixPass:
-        """Whoever is at its last exact step makes a set."""
+        """Sequences at their last exact step rank."""
         has_set_B = self.sets.memory.knows(view)
         is_last_B = view.active.num_passes_B >= self._num_exact(view.active.num_steps_B) - 1
         return PrefixPass(
@@ -64,6 +66,6 @@ class SparseD(PrefixAccelerator):
         )
 
     def _num_exact(self, num_steps_B: Tensor) -> Tensor:
-        """Exact steps of a block of so many."""
+        """Return the number of exact steps of blocks of `num_steps_B` steps."""
         share_B = num_steps_B.double() * self.config.exact_share - ROUNDING
         return torch.ceil(share_B).long().clamp(min=1)

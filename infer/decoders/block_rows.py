@@ -63,9 +63,19 @@ def plan_blocks(
             num_passes_B=packed.num_passes_B,
             num_steps_B=packed.num_steps_B,
             size=shape.size,
+            num_scheduled_B=batch.num_feed_B,
+            max_scheduled=_max_scheduled(batch, shape),
         ),
         draw_steps_B=packed.draw_steps_B,
     )
+
+
+def _max_scheduled(batch: Batch, shape: BlockShape) -> int | None:
+    """Upper bound of the rows that the host scheduled, where they have rows of their own beside the
+    blocks'."""
+    if batch.num_rows is None or shape.shifted or not shape.fuses:
+        return None
+    return batch.num_rows - len(batch.lanes_B) * shape.size
 
 
 def _pack(

@@ -20,9 +20,12 @@ POLLS_PER_CHECK = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested."""
+    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested. `waited`:
+    the request found no room in the pass, which decided nothing for it (`RowSelection`).
+    """
 
     nonfinite: int
+    waited: bool
     token_ids: list[int]
     num_accepted: int
     num_tested: int
@@ -69,11 +72,12 @@ class InflightStep:
         emissions = []
         counts = self._counts.tolist()[: len(self.requests)]
         for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
-            nonfinite, num_emitted, num_accepted, num_tested, *tokens = row
+            nonfinite, waited, num_emitted, num_accepted, num_tested, *tokens = row
             token_ids, wanted = tokens[:num_emitted], request.params.logprobs
             emissions.append(
                 Emission(
                     nonfinite=nonfinite,
+                    waited=waited > 0,
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,

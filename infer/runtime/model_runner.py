@@ -26,7 +26,7 @@ from idlm.infer.state.batch import Batch, Schedule, StepOutcome, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
 from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
@@ -36,8 +36,8 @@ from idlm.kernels.step_rows import map_slots
 class StepResult:
     """The result of a pass that the host reads, still on the device.
 
-    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, the numbers of emitted tokens, accepted drafts and
-    tested drafts, then the token ids. With logprobs (else None): those of the emitted tokens, and ids and
+    `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for room (1: nothing was decided),
+    the numbers of emitted tokens, accepted drafts and tested drafts, then the token ids. With logprobs (else None): those of the emitted tokens, and ids and
     logprobs of the most likely tokens.
     """
 
@@ -59,8 +59,17 @@ class Step:
         """Feed `batch`, commit the outcome into the table, and report it."""
         plan = self.decoder.plan(self.table, batch)
         wanted = self.runner.forward(plan)
+        waits_B = torch.zeros_like(plan.samples_B)
+        if wanted.dropped is not None:
+            plan, waits_B = wanted.dropped.apply(plan), wanted.dropped.waits_B
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
-        counts = (outcome.nonfinite_B, outcome.num_emitted_B, outcome.num_accepted_B, outcome.num_tested_B)
+        counts = (
+            outcome.nonfinite_B,
+            waits_B.long(),
+            outcome.num_emitted_B,
+            outcome.num_accepted_B,
+            outcome.num_tested_B,
+        )
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)
@@ -132,10 +141,8 @@ class Runner:
         hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
         return self._wanted(hidden_RD, plan.logit_rows_X)
 
-    def _wanted(self, hidden_RD: Tensor, rows_X: Tensor, has_logits_X: Tensor | None = None) -> WantedRows:
-        return WantedRows(
-            hidden_RD, rows_X, self._trunk.logits, has_logits_X=has_logits_X, num_chunks=self._num_chunks
-        )
+    def _wanted(self, hidden_RD: Tensor, rows_X: Tensor, dropped: DroppedRows | None = None) -> WantedRows:
+        return WantedRows(hidden_RD, rows_X, self._trunk.logits, dropped=dropped, num_chunks=self._num_chunks)
 
     def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
         """The attention plan of exact attention, which all layers share."""

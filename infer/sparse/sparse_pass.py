@@ -1,36 +1,34 @@
-"""A pass that accelerators thin: which rows are still fed, and which of them see lists of slots.
+"""A sparse pass: accelerators drop some of its rows, and let rows see lists of slots in place of all slots.
 
-The runner's side of `accelerators/base.py`. Everything else in the engine knows rows by what the decoder laid
-out: here they are counted anew whenever some are dropped. Reads sizes back from the device, so no graph holds
-such a pass yet.
-B sequences, R rows still fed, I rows among them, W places of a block, X wanted rows, N query heads, H head
-dim.
+The runner's side of `accelerators/base.py`. The rest of the engine knows rows as the decoder laid them out;
+here they are numbered anew when some are dropped. All shapes are known to the host before the pass and
+nothing waits for the device: dropped rows leave padding rows at the end, and rows that find no room wait for
+the next pass. B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows,
+N query heads, K KV heads, C listed slots, H head dim, Z lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
-from idlm.infer.sparse.attention import SlotLists, sparse_attention
-from idlm.infer.sparse.view import PassView, block_rows, rows_by_place, wide
+from idlm.infer.sparse.view import PassView, block_rows, flagged, rows_by_place, scheduled_rows
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.paged_attention import Plan
+from idlm.infer.state.wanted_rows import DroppedRows
+from idlm.kernels.paged_attention import Plan, SlotLists, sparse_attention
 
 
-def select_plan_rows(plan: StepPlan, rows_I: Tensor, limits_R: Tensor | None = None) -> StepPlan:
-    """The plan with `rows_I` only, in order, which see their block below `limits_R`. Its wanted rows are
-    still those of `plan`.
+def select_plan_rows(plan: StepPlan, rows_I: Tensor, is_row_I: Tensor, limits_R: Tensor) -> StepPlan:
+    """The plan with `rows_I` only, in order, with `limits_R`; where not `is_row_I` there is padding. Its
+    wanted rows are still those of `plan`.
     """
     sequence_I = plan.sequence_R[rows_I]
-    counts_B = torch.zeros_like(plan.lanes_B)
-    # Padding rows belong to nobody.
-    counts_B.scatter_add_(0, sequence_I, (rows_I < plan.cu_rows_B1[-1]).long())
+    counts_B = torch.zeros_like(plan.lanes_B).scatter_add_(0, sequence_I, is_row_I.long())
     return replace(
         plan,
         cu_rows_B1=torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)),
@@ -38,29 +36,16 @@ def select_plan_rows(plan: StepPlan, rows_I: Tensor, limits_R: Tensor | None = N
         token_ids_R=plan.token_ids_R[rows_I],
         positions_R=plan.positions_R[rows_I],
         slots_R=plan.slots_R[rows_I],
-        limits_R=(plan.limits_R if limits_R is None else limits_R)[rows_I],
+        limits_R=limits_R[rows_I],
         branch_starts_R=plan.branch_starts_R[rows_I],
-        is_mask_R=None if plan.is_mask_R is None else plan.is_mask_R[rows_I],
+        is_mask_R=None if plan.is_mask_R is None else plan.is_mask_R[rows_I] & is_row_I,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    """The rows still fed, in two: `exact_I` with their plan (None: there are none), and those of the blocks
-    of `sequences_b`, which lie at `rows_bW` where `is_fed_bW`.
-    """
-
-    exact_I: Tensor
-    exact_plan: Plan | None
-    sequences_b: Tensor
-    rows_bW: Tensor
-    is_fed_bW: Tensor
-    own_bW: Tensor
-    sees_own_bWW: Tensor
-
-
 class SparseKV:
-    """What the trunk is given of the cache (`KVAccess`) in such a pass."""
+    """What the trunk gets of the cache (`KVAccess`) in a sparse pass. `num_waits_Z`: in how many passes in a
+    row each lane waited, which `finish` updates; None: no selection has a capacity.
+    """
 
     def __init__(
         self,
@@ -71,12 +56,13 @@ class SparseKV:
         kv: KVPass | None,
         rows: RowsPass | None,
         make_plan: Callable[[StepPlan], Plan],
+        num_waits_Z: Tensor | None = None,
     ) -> None:
         self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
-        self._kv, self._rows, self._make_plan = kv, rows, make_plan
+        self._kv, self._rows, self._make_plan, self._num_waits_Z = kv, rows, make_plan, num_waits_Z
         self._origin_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
-        self._all: Plan | None = None
-        self._split: _Split | None = None
+        """The row of the decoder's plan that each row is; their number for padding."""
+        self._plans: dict[bool, Plan] = {}
         if rows is not None:
             self._drop(rows.initial_rows())
 
@@ -93,96 +79,128 @@ class SparseKV:
         return self._cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and values [K]."""
+        """Scales of keys and values [K]."""
         return self._cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
-        """Rows [I] that go on, keys and values of the layer being stored; None: all."""
+        """Rows [I] that go on once keys and values of the layer are stored; None: all."""
         if self._kv is not None:
             self._kv.commit_kv(number)
         return None if self._rows is None else self._drop(self._rows.select_rows(number, q_RNH))
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        """Attention output [R, N, H]; rows of sequences without lists are computed as ever."""
+        """Attention output [R, N, H]. Rows that see lists are computed by both attentions, and of the exact
+        one they see one slot, which costs next to nothing.
+        """
         slots_BKC = None if self._kv is None else self._kv.select_kv(number, q_RNH)
         if slots_BKC is None:
-            self._all = self._all or self._make_plan(self.plan)
-            return self._exact(number, q_RNH, self._all)
-        split = self._split = self._split or self._make_split()
-        o_RNH = torch.zeros_like(q_RNH)
-        if split.exact_plan is not None:
-            o_RNH[split.exact_I] = self._exact(number, q_RNH[split.exact_I], split.exact_plan)
-        if len(split.sequences_b):
-            o_bWNH = self._sparse(number, q_RNH, slots_BKC[split.sequences_b], split)
-            o_RNH[split.rows_bW[split.is_fed_bW]] = o_bWNH[split.is_fed_bW].to(o_RNH.dtype)
-        return o_RNH
+            return self._cache.attend(number, q_RNH, self._plan(narrow=False), scale=self.view.scale)
+        exact_RNH = self._cache.attend(number, q_RNH, self._plan(narrow=True), scale=self.view.scale)
+        sparse_BWNH = self._sparse(number, q_RNH, slots_BKC)
+        size, plan = self._active.size, self.plan
+        place_R = (plan.slots_R - self._active.starts_B[plan.sequence_R]).clamp(0, size - 1)
+        sparse_RNH = sparse_BWNH.flatten(0, 1)[plan.sequence_R * size + place_R]
+        return torch.where(self._sees_lists()[:, None, None], sparse_RNH.to(exact_RNH.dtype), exact_RNH)
 
     def finish(self) -> None:
-        """All layers are through."""
+        """Called after the last layer."""
         for each in (self._kv, self._rows):
             if each is not None:
                 each.finish()
+        if self._num_waits_Z is not None:
+            lanes_B = self.plan.lanes_B
+            self._num_waits_Z[lanes_B] = torch.where(self.view.waits_B, self._num_waits_Z[lanes_B] + 1, 0)
 
-    def wanted(self, rows_X: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where wanted rows of the decoder's plan are now, and which of them still are (bool; None: all)."""
-        if len(self._origin_R) == len(self.view.plan.slots_R):
+    def wanted(self, rows_X: Tensor) -> tuple[Tensor, DroppedRows | None]:
+        """Where wanted rows of the decoder's plan are now, and what was dropped (None: no row can be)."""
+        if self._rows is None:
             return rows_X, None
-        place_R = torch.full_like(self.view.plan.slots_R, PassView.NOT_FED)
-        place_R[self._origin_R] = torch.arange(len(self._origin_R), device=place_R.device)
+        num_rows, num_left = len(self.view.plan.slots_R), len(self._origin_R)
+        place_R = torch.full((num_rows + 1,), PassView.NOT_FED, dtype=torch.int64, device=rows_X.device)
+        place_R.scatter_(0, self._origin_R, torch.arange(num_left, device=rows_X.device))
         place_X = place_R[rows_X]
-        return place_X.clamp(min=0), place_X >= 0
+        return place_X.clamp(min=0), DroppedRows(has_logits_X=place_X >= 0, waits_B=self.view.waits_B)
 
     def _drop(self, kept: RowSelection | None) -> Tensor | None:
-        """Go on with what is kept, and with all rows that must be; returns those [I], None for all."""
+        """Go on with the rows that are kept, or must be, and find room; returns their numbers [I], None for
+        all."""
         if kept is None:
             return None
-        plan, active = self.plan, self._active
-        is_open_R = block_rows(plan, active) & ~self.view.needs_all_rows_B[plan.sequence_R]
+        plan, active, view, num_rows = self.plan, self._active, self.view, len(self._origin_R)
+        rows_R = torch.arange(num_rows, device=plan.slots_R.device)
+        is_open_R = block_rows(plan, active) & ~view.needs_all_rows_B[plan.sequence_R]
         limits_R = plan.limits_R
         if kept.limits_R is not None:
             limits_R = torch.where(is_open_R, torch.minimum(kept.limits_R, limits_R), limits_R)
-        rows_I = (kept.keep_R | ~is_open_R).nonzero()[:, 0]
-        assert len(rows_I) > 0, "an accelerator dropped every row"
-        self.plan = select_plan_rows(plan, rows_I, limits_R)
-        self.slot_mapping_R = self.slot_mapping_R[rows_I]
-        self._origin_R = self._origin_R[rows_I]
-        self.view.rows_BW = rows_by_place(self.plan, active)
-        self._all = self._split = None
-        return None if len(rows_I) == len(plan.slots_R) else rows_I
+        keep_R = (kept.keep_R | ~is_open_R) & (rows_R < plan.cu_rows_B1[-1])
+        capacity = num_rows
+        if kept.capacity is not None:
+            keep_R = self._with_room(keep_R, kept.capacity)
+            if active.max_scheduled is not None:
+                capacity = min(num_rows, active.max_scheduled + kept.capacity)
+        numbers_I = flagged(keep_R, capacity)
+        is_row_I = numbers_I < num_rows
+        rows_I = torch.where(is_row_I, numbers_I, 0)
+        self.plan = select_plan_rows(plan, rows_I, is_row_I, limits_R)
+        self.slot_mapping_R = torch.where(is_row_I, self.slot_mapping_R[rows_I], -1)
+        self._origin_R = torch.where(is_row_I, self._origin_R[rows_I], len(view.plan.slots_R))
+        view.rows_BW = rows_by_place(self.plan, active)
+        self._plans.clear()
+        return rows_I
 
-    def _exact(self, number: int, q_RNH: Tensor, plan: Plan) -> Tensor:
-        return self._cache.attend(number, q_RNH, plan, scale=self.view.scale)
+    def _with_room(self, keep_R: Tensor, capacity: int) -> Tensor:
+        """Rows to keep less those of sequences that find no room, which wait from now on.
 
-    def _make_split(self) -> _Split:
-        """Waits for the device to learn how many rows are on either side."""
-        assert self._kv is not None
+        Sequences take room in order, but first those that have waited longest: one always finds room, so none
+        starves. Rows that the host scheduled need none.
+        """
         plan, active, view = self.plan, self._active, self.view
-        is_sparse_R = block_rows(plan, active) & self._kv.is_sparse_B[plan.sequence_R]
-        exact_I = (~is_sparse_R).nonzero()[:, 0]
-        sequences_b = (self._kv.is_sparse_B & (view.rows_BW >= 0).any(-1)).nonzero()[:, 0]
-        rows_bW = view.rows_BW[sequences_b]
-        slots_bW = view.block_slots(sequences_b)
-        is_fed_bW = rows_bW >= 0
-        # A place that is not fed computes something that nobody reads.
-        limits_bW = torch.where(is_fed_bW, plan.limits_R[rows_bW.clamp(min=0)], slots_bW[:, :1] + 1)
-        return _Split(
-            exact_I=exact_I,
-            exact_plan=self._make_plan(select_plan_rows(plan, exact_I)) if len(exact_I) else None,
-            sequences_b=sequences_b,
-            rows_bW=rows_bW,
-            is_fed_bW=is_fed_bW,
-            own_bW=view.physical(slots_bW, sequences_b),
-            sees_own_bWW=slots_bW[:, None] < limits_bW[:, :, None],
+        assert capacity >= 2 * active.size, (
+            f"no room for a clean block and the next: {capacity=} {active.size=}"
         )
+        assert self._num_waits_Z is not None
+        is_scheduled_R = scheduled_rows(plan, active)
+        needs_B = torch.zeros_like(plan.lanes_B).scatter_add_(
+            0, plan.sequence_R, (keep_R & ~is_scheduled_R).long()
+        )
+        order_B = self._num_waits_Z[plan.lanes_B].argsort(descending=True, stable=True)
+        ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
+        view.waits_B = view.waits_B | ((needs_B > 0) & (ends_B > capacity))
+        return keep_R & (is_scheduled_R | ~view.waits_B[plan.sequence_R])
 
-    def _sparse(self, number: int, q_RNH: Tensor, slots_bKC: Tensor, split: _Split) -> Tensor:
-        view, sequences_b = self.view, split.sequences_b
-        (keys, values), (k_scale_K, v_scale_K) = self.layer(number), self.scales(number)
+    def _sees_lists(self) -> Tensor:
+        """Which rows see lists, bool [R]."""
+        assert self._kv is not None
+        return block_rows(self.plan, self._active) & self._kv.is_sparse_B[self.plan.sequence_R]
+
+    def _plan(self, *, narrow: bool) -> Plan:
+        """The plan of exact attention until rows are dropped; `narrow`: rows that see lists see slot 0 only.
+
+        Not their own slot: own slots have gaps where rows were dropped, and a kernel may load what lies
+        between.
+        """
+        if narrow not in self._plans:
+            limits_R = self.plan.limits_R
+            if narrow:
+                limits_R = torch.where(self._sees_lists(), 1, limits_R)
+            self._plans[narrow] = self._make_plan(replace(self.plan, limits_R=limits_R))
+        return self._plans[narrow]
+
+    def _sparse(self, number: int, q_RNH: Tensor, slots_BKC: Tensor) -> Tensor:
+        """Attention output [B, W, N, H] of all active blocks over lists."""
+        view, rows_BW = self.view, self.view.rows_BW
+        starts_B = self._active.starts_B
+        # A position without a row sees one slot; its output is not used.
+        limits_BW = torch.where(rows_BW >= 0, self.plan.limits_R[rows_BW.clamp(min=0)], starts_B[:, None] + 1)
         lists = SlotLists(
-            listed_bKC=view.physical(slots_bKC.flatten(1), sequences_b).view_as(slots_bKC),
-            is_listed_bKC=slots_bKC >= 0,
-            own_bW=split.own_bW,
-            sees_own_bWW=split.sees_own_bWW,
+            slots_BKC=slots_BKC,
+            block_table=view.block_table_BP,
+            page_size=view.page_size,
+            starts_B=starts_B,
+            limits_BW=limits_BW,
         )
-        q_bWNH = view.queries(q_RNH, sequences_b).to(wide(q_RNH.dtype))
-        return sparse_attention(q_bWNH, (keys, k_scale_K), (values, v_scale_K), lists, scale=view.scale)
+        (keys, values), (k_scale_K, v_scale_K) = self.layer(number), self.scales(number)
+        q_BWNH = view.queries(q_RNH, view.sequences_B)
+        return sparse_attention(
+            q_BWNH, keys, values, lists, scale=view.scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
+        )

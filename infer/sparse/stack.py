@@ -1,10 +1,10 @@
-"""The accelerators of an engine: chosen by name, refused with every reason, and asked together in a pass."""
+"""The accelerators of an engine: built from their names, checked, and started together in each pass."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,55 +23,63 @@ from idlm.infer.accelerators.base import (
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
 from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.device import fill_lanes
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 
 AcceleratorOptions = Mapping[str, Mapping[str, Any]]
-"""Options by name of accelerator."""
+"""The options of each accelerator, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorStack:
-    """One a side, at most. Neither side is there in an engine without accelerators."""
+    """At most one accelerator of each side; none in an engine without accelerators."""
 
     kv: KVAccelerator | None = None
     rows: RowsAccelerator | None = None
+    _waits: list[Tensor] = field(default_factory=list)
+    """Number of passes in a row in which each lane waited for room, int64 [Z], once it is allocated."""
 
     @property
     def members(self) -> list[Accelerator]:
-        """Those that are there."""
+        """All accelerators of the stack."""
         return [each for each in (self.kv, self.rows) if each is not None]
 
     @property
     def is_lossy(self) -> bool:
-        """Whether answers have another law than the decoder's own."""
+        """Whether answers follow another distribution than the decoder's own."""
         return any(each.exactness == "lossy" for each in self.members)
 
     @property
     def eager(self) -> list[str]:
-        """Names of those whose passes no graph can hold."""
+        """Names of accelerators whose passes a CUDA graph cannot hold."""
         return [each.name for each in self.members if not each.is_static]
 
     def allocate(self) -> int:
-        """Make the state of lanes; returns the bytes that each KV page will take beside keys and values."""
+        """Allocate the state of lanes; returns the bytes per KV page beside keys and values."""
         for each in self.members:
             each.allocate()
+        if self.rows is not None:
+            spec = self.rows.spec
+            self._waits[:] = [torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)]
         return sum(each.page_bytes() for each in self.members)
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Make the state of pages."""
+        """Allocate the state of pages."""
         for each in self.members:
             each.allocate_pages(num_pages)
 
     @torch.inference_mode()
     def reset(self, lanes: list[int]) -> None:
-        """Forget the blocks of these lanes."""
+        """Clear the state of these lanes."""
         for each in self.members:
             each.reset(lanes)
+        if self._waits:
+            fill_lanes(lanes, 0, *self._waits)
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """The KV of pages was copied (from, to)."""
+        """Copy the state of pages whose KV is copied, given as (source, target)."""
         for each in self.members:
             each.copy_pages(copies)
 
@@ -86,7 +94,8 @@ class AcceleratorStack:
         scale: float,
         make_plan: Callable[[StepPlan], Plan],
     ) -> SparseKV | None:
-        """The pass as it is thinned; None: it is not. `make_plan` plans exact attention of some rows."""
+        """Start a sparse pass; None if the pass is exact. `make_plan` plans exact attention of a plan's
+        rows."""
         if not self.members or plan.active is None:
             return None
         rows_BW = rows_by_place(plan, plan.active)
@@ -113,14 +122,20 @@ class AcceleratorStack:
         rows = None if self.rows is None else self.rows.begin(view)
         if kv is None and rows is None:
             return None
-        return SparseKV(plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan)
+        num_waits_Z = self._waits[0] if rows is not None else None
+        return SparseKV(
+            plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan, num_waits_Z=num_waits_Z
+        )
 
 
 NO_ACCELERATORS = AcceleratorStack()
 
 
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
-    """Each accelerator's Config; UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options."""
+    """Return each accelerator's Config.
+
+    Raises UserError IDLM-0102 for an unknown name, IDLM-0461 for bad options.
+    """
     problems: list[str] = []
     configs = {}
     for name, options in given.items():
@@ -128,7 +143,7 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
         known = [field.name for field in dataclasses.fields(kind)]
         unknown = [key for key in options if key not in known]
         problems += [
-            f"accelerators.{name}.{key} is not an option of it{did_you_mean(key, known)} (it takes "
+            f"accelerators.{name}.{key} is not one of its options{did_you_mean(key, known)} (it takes "
             f"{', '.join(known) or 'none'})"
             for key in unknown
         ]
@@ -139,12 +154,12 @@ def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
     return configs
 
 
-def stack_of(configs: Mapping[str, Any], place: EngineSpec) -> AcceleratorStack:
+def stack_of(configs: Mapping[str, Any], spec: EngineSpec) -> AcceleratorStack:
     """The accelerators of an engine, from the Config of each by name.
 
     Raises UserError IDLM-0460 with every reason why they do not fit the engine or one another.
     """
-    made = [ACCELERATORS.get(name)(config, place) for name, config in configs.items()]
+    made = [ACCELERATORS.get(name)(config, spec) for name, config in configs.items()]
     reasons = [f"{each.name}: {problem}" for each in made for problem in each.problems()]
     sides: dict[str, list[str]] = {}
     for each in made:
@@ -158,7 +173,7 @@ def stack_of(configs: Mapping[str, Any], place: EngineSpec) -> AcceleratorStack:
     if reasons:
         raise UserError(
             "IDLM-0460",
-            f"accelerators=[{','.join(configs)}] does not go with this engine:"
+            f"accelerators=[{','.join(configs)}] cannot work with this engine:"
             + "".join(f"\n  - {reason}" for reason in reasons),
             fix="set each to what is allowed, or leave the accelerator out (accelerators=[])",
         )

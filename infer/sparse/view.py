@@ -1,14 +1,15 @@
-"""What accelerators see of a pass: the plan, who has a block in work, and keys and values that are stored.
+"""What accelerators see of a pass: the plan, the blocks being decided, and the keys and values stored so far.
 
-Everything is plain tensors on the engine's device; nothing here waits for it. Slots are logical, of their own
-sequence, unless they are called physical.
-B sequences, b some of them, R rows still fed, W places of a block, X any slots, P pages, N query heads, K KV
-heads, H head dim, S physical slots.
+Everything is a plain tensor on the engine's device. No function waits for the device and no shape depends on
+what a tensor holds, so a CUDA graph can hold every pass. Slots are logical (of their own sequence) unless a
+name says physical.
+B sequences, b some of them, R rows still computed, W positions of a block, X any slots, P pages, N query
+heads, K KV heads, H head dim, S physical slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -22,10 +23,12 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(slots=True, kw_only=True)
 class PassView:
-    """`plan` is what the decoder laid out; `rows_BW` follows what is still fed: the row, counted among those,
-    that is at a place of the block in work, -1 where there is none. `is_working_B` (bool): the pass was laid
-    out to feed rows of its block; `is_mask_BW` (bool): the places that it then fed masks at.
-    `needs_all_rows_B` (bool): of whom the kv side allows no row to be dropped. `scale`: of scores.
+    """One pass. `plan` is what the decoder laid out; `rows_BW` follows what is still computed: the number,
+    among those rows, of the row at each position of the active block, -1 where there is none. `is_working_B`
+    (bool): the plan has rows of the sequence's block; `is_mask_BW` (bool): positions where it has masks.
+    `needs_all_rows_B` (bool): sequences of which the kv side lets no row be dropped. `waits_B` (bool):
+    sequences that found no room so far (`RowSelection`); they decide nothing in this pass, so no state may
+    follow from it. `scale`: of scores.
     """
 
     NOT_FED: ClassVar[int] = -1
@@ -39,34 +42,48 @@ class PassView:
     is_working_B: Tensor
     is_mask_BW: Tensor
     needs_all_rows_B: Tensor
+    waits_B: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waits_B = torch.zeros_like(self.needs_all_rows_B)
+
+    @property
+    def max_slots(self) -> int:
+        """Upper bound, known to the host, of the slots of any sequence in this pass."""
+        return min(self.plan.max_slots, self.block_table_BP.shape[1] * self.page_size)
+
+    @property
+    def sequences_B(self) -> Tensor:
+        """All sequences, by number."""
+        return torch.arange(len(self.is_working_B), device=self.is_working_B.device)
 
     def physical(self, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
-        """Physical slots [b, X] of slots that the sequences own; of any other, some that are there."""
-        most = self.block_table_BP.shape[1] * self.page_size - 1
-        slots_bX = slots_bX.clamp(0, most)
+        """Physical slots [b, X] of slots that the sequences own; for other slots, any that exist."""
+        last = self.block_table_BP.shape[1] * self.page_size - 1
+        slots_bX = slots_bX.clamp(0, last)
         pages_bX = self.block_table_BP[sequences_b[:, None], slots_bX // self.page_size]
         return pages_bX * self.page_size + slots_bX % self.page_size
 
     def block_slots(self, sequences_b: Tensor) -> Tensor:
-        """Slots [b, W] of the blocks in work."""
+        """Slots [b, W] of the active blocks."""
         places_W = torch.arange(self.active.size, device=sequences_b.device)
         return self.active.starts_B[sequences_b, None] + places_W
 
     def keys(self, layer: int, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
-        """Keys [b, X, K, H], fp32 (fp64 of an fp64 cache), as attention reads them."""
+        """Keys [b, X, K, H] as attention reads them, fp32 (fp64 from an fp64 cache)."""
         (keys, _), (scale_K, _) = self.cache.layer(layer), self.cache.layer_scales(layer)
         return read(keys, self.physical(slots_bX, sequences_b), scale_K)
 
     def queries(self, q_RNH: Tensor, sequences_b: Tensor) -> Tensor:
-        """Queries [b, W, N, H] of the blocks in work, fp32 (fp64 of fp64); 0 at places that are not fed."""
+        """Queries [b, W, N, H] of the active blocks, fp32 (fp64 from fp64); 0 at positions without a row."""
         rows_bW = self.rows_BW[sequences_b]
         q_bWNH = q_RNH[rows_bW.clamp(min=0)].to(wide(q_RNH.dtype))
         return torch.where((rows_bW >= 0)[:, :, None, None], q_bWNH, 0)
 
 
 def read(cache_SKH: Tensor, physical_X: Tensor, scale_K: Tensor | None) -> Tensor:
-    """Slots of a cache [*X, K, H], fp32 (fp64 of fp64), scaled if it is of eight bits."""
-    # By bytes: not every device gathers eight-bit floats.
+    """Slots [*X, K, H] of a cache, fp32 (fp64 from fp64), scaled if the cache has eight bits."""
+    # Gathered as bytes: not every device gathers eight-bit floats.
     is_fp8 = cache_SKH.dtype == FP8
     read_XKH = cache_SKH.view(torch.uint8)[physical_X].view(FP8) if is_fp8 else cache_SKH[physical_X]
     read_XKH = read_XKH.to(wide(cache_SKH.dtype))
@@ -74,14 +91,34 @@ def read(cache_SKH: Tensor, physical_X: Tensor, scale_K: Tensor | None) -> Tenso
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: fp32, or fp64 for fp64."""
+    """The dtype of computations: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def flagged(is_flagged_R: Tensor, capacity: int) -> Tensor:
+    """Numbers [capacity] of the flagged rows in order, R behind the last; those beyond `capacity` are left
+    out."""
+    num_rows, device = len(is_flagged_R), is_flagged_R.device
+    # Rows that are left out go to one more place, which is cut off.
+    place_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, capacity).clamp(max=capacity)
+    numbers = torch.full((capacity + 1,), num_rows, dtype=torch.int64, device=device)
+    return numbers.scatter_(0, place_R, torch.arange(num_rows, device=device))[:-1]
+
+
 def block_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
-    """Which rows of a plan are of blocks in work, bool [R]; padding rows are not."""
+    """Which rows of a plan belong to active blocks, bool [R]; padding rows do not."""
     rows_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
     return (plan.slots_R >= active.starts_B[plan.sequence_R]) & (rows_R < plan.cu_rows_B1[-1])
+
+
+def scheduled_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
+    """Which rows store tokens that the host scheduled, bool [R]: prompts, and clean blocks it knows of."""
+    rows_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
+    is_stored_R = (plan.slots_R < active.starts_B[plan.sequence_R]) & (rows_R < plan.cu_rows_B1[-1])
+    if active.num_scheduled_B is None:
+        return is_stored_R
+    number_R = rows_R - plan.cu_rows_B1[plan.sequence_R]
+    return is_stored_R & (number_R < active.num_scheduled_B[plan.sequence_R])
 
 
 def rows_by_place(plan: StepPlan, active: ActiveBlocks) -> Tensor:
@@ -89,8 +126,16 @@ def rows_by_place(plan: StepPlan, active: ActiveBlocks) -> Tensor:
     size, device = active.size, plan.slots_R.device
     num_places = len(active.starts_B) * size
     place_R = plan.slots_R - active.starts_B[plan.sequence_R]
-    # Rows of no block all go to one place behind the others, which is cut off.
+    # Rows of no block go to one more place, which is cut off.
     target_R = torch.where(block_rows(plan, active), plan.sequence_R * size + place_R, num_places)
     rows_X = torch.full((num_places + 1,), PassView.NOT_FED, dtype=torch.int64, device=device)
     rows_X.scatter_(0, target_R, torch.arange(len(target_R), device=device))
     return rows_X[:-1].view(-1, size)
+
+
+def by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: int) -> Tensor:
+    """For each row the value [R] of its position in its active block; `other` for all other rows."""
+    # Positions without a row go to one more row, which is cut off.
+    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
+    values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
+    return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]

@@ -116,7 +116,9 @@ class ActiveBlocks:
 
     A pass may feed none, some or all of the block's rows. `is_maskable_BW` (bool): masks that this pass may
     decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
-    of the `num_steps_B` that its quota allows; some strategies need fewer.
+    of the `num_steps_B` that its quota allows; some strategies need fewer. `num_scheduled_B`: tokens of each
+    sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
+    are fed. `max_scheduled`: upper bound of their sum; None: the host knows none.
     """
 
     starts_B: Tensor
@@ -124,6 +126,8 @@ class ActiveBlocks:
     num_passes_B: Tensor
     num_steps_B: Tensor
     size: int
+    num_scheduled_B: Tensor | None = None
+    max_scheduled: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

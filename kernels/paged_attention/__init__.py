@@ -1,9 +1,9 @@
 """Attention of packed ragged rows over a paged KV cache; contract and mathematics in README.md."""
 
 from idlm.kernels.paged_attention.backends import BACKENDS, Plan, paged_attention, plan_attention, problems
-from idlm.kernels.paged_attention.op import AttentionPlan
-from idlm.kernels.paged_attention.reference import paged_attention_reference
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.op import AttentionPlan, sparse_attention
+from idlm.kernels.paged_attention.reference import paged_attention_reference, sparse_attention_reference
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape, SlotLists
 
 __all__ = [
     "BACKENDS",
@@ -11,8 +11,11 @@ __all__ = [
     "AttentionRows",
     "HeadShape",
     "Plan",
+    "SlotLists",
     "paged_attention",
     "paged_attention_reference",
     "plan_attention",
     "problems",
+    "sparse_attention",
+    "sparse_attention_reference",
 ]

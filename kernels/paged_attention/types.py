@@ -1,6 +1,7 @@
 """Input of attention in one pass: which rows belong to which sequence and which slots each row sees.
 
-B sequences, R rows fed this pass, P KV pages of the longest sequence, N query heads, K KV heads, H head dim.
+B sequences, R rows fed this pass, P KV pages of the longest sequence, N query heads, K KV heads, H head dim,
+W positions of a block, C listed slots.
 """
 
 from __future__ import annotations
@@ -29,6 +30,25 @@ class AttentionRows:
     """Largest number of rows of one sequence."""
     max_slots: int
     """Largest visible logical slot of any row, plus one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLists:
+    """What `sparse_attention` shows the rows of one block per sequence. int64 on one device; slots are
+    LOGICAL.
+
+    The row at position w of the block sees, per KV head, the listed slots and the block's own slots
+    `[starts_B, limits_BW)`, of which there is at least one.
+    """
+
+    slots_BKC: torch.Tensor
+    """[B, K, C] slots below the block's first one, each at most once, in any order; -1 lists nothing."""
+    block_table: torch.Tensor
+    """[B, P] page ids."""
+    page_size: int
+    starts_B: torch.Tensor
+    """First slot of the block."""
+    limits_BW: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

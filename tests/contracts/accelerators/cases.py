@@ -34,7 +34,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 PARAMS = [SamplingParams(seed=seed, ignore_eos=True, **setting) for seed, setting in enumerate(SETTINGS)]
 STRATEGY = {"strategy": "low_confidence_static", "steps": 6}
 TOGETHER = {"max_num_batched_tokens": 256, "max_length": 96}
-"""Everybody is seated in the first pass: lanes are numbered like prompts."""
+"""All prompts are admitted in the first pass, so lanes are numbered like prompts."""
 THIN: dict[str, dict[str, Any]] = {"mage": {"k": 5}, "quest": {"k": 6, "page": 4}, "sparsed": {"k": 5}}
 RULES: dict[str, Any] = {
     "mage": lambda: SlowMage(k=5),

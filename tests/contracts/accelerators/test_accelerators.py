@@ -1,4 +1,4 @@
-"""Accelerators through the registries: every decoder with every stack, at full budget and thinned; what they
+"""Accelerators through the registries: every decoder with every stack, at full budget and sparse; what they
 keep against slow references, pass by pass; state that ends with its block.
 """
 
@@ -156,7 +156,7 @@ def test_answers_do_not_depend_on_company(
 
 
 ABORTS = {3: 0, 7: 2, 20: 4}
-"""After so many steps, who."""
+"""Number of the request aborted, by number of steps."""
 
 
 def _fail(schedule: object) -> None:
@@ -164,7 +164,7 @@ def _fail(schedule: object) -> None:
 
 
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
-def test_no_stack_depends_on_company_or_on_who_sat_there_before(
+def test_no_stack_depends_on_company_or_on_earlier_sequences(
     toys: dict[str, Path], stack: tuple[str, ...]
 ) -> None:
     expected = tokens(engine_of(toys, accelerators=thinly(stack)).generate(PROMPTS, PARAMS))
@@ -194,7 +194,7 @@ def test_no_stack_depends_on_company_or_on_who_sat_there_before(
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSY if KINDS[name].shards])
-def test_ranks_thin_their_own_heads(toys: dict[str, Path], name: str) -> None:
+def test_ranks_list_slots_for_their_own_heads(toys: dict[str, Path], name: str) -> None:
     settings: dict[str, Any] = {**TOGETHER, **STRATEGY, "accelerators": thinly((name,)), "num_pages": 30}
     expected = tokens(engine_of(toys, **settings).generate(PROMPTS, PARAMS))
     with group_of_threads(2) as group:
@@ -251,7 +251,7 @@ def test_exact_goes_with_graphs(toys: dict[str, Path]) -> None:
     assert tokens(found) == tokens(engine_of(toys).generate(PROMPTS[:3], PARAMS[:3]))
 
 
-def test_a_lane_seated_again_knows_nothing(toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_used_again_has_no_state(toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of one length on one lane, the first aborted in its block: its sets must not be used."""
 
     def first_lists(invalidate: bool) -> list[list[int]] | None:

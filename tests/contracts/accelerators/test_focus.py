@@ -207,7 +207,7 @@ def test_at_full_budget_it_is_exact(toys: dict[bool, Path], shifted: bool, optio
 
 
 @pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
-def test_who_loses_its_pages_begins_its_block_anew(
+def test_a_sequence_that_loses_its_pages_begins_its_block_again(
     toys: dict[bool, Path],
     monkeypatch: pytest.MonkeyPatch,
     shifted: bool,
@@ -334,7 +334,6 @@ def test_a_frozen_token_that_is_edited_is_computed_again(
     [
         ({"alpha": 0.5}, {}, "alpha"),
         ({}, {"sub_block_size": 4, "dual_cache": True}, "dual_cache"),
-        ({}, {"graphs": "on"}, "graphs=on"),
     ],
     ids=str,
 )

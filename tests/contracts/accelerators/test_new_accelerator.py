@@ -42,7 +42,7 @@ class SinkConfig:
 
 class SinkPass(KVPass):
     def select_kv(self, layer, q_RNH):
-        starts_B1 = self.view.work.starts_B[:, None]
+        starts_B1 = self.view.active.starts_B[:, None]
         slots_BS = torch.arange(int(starts_B1.max())).expand(len(starts_B1), -1)
         seen = (slots_BS < starts_B1) & ((slots_BS < 2) | (slots_BS >= starts_B1 - 3))
         return torch.where(seen, slots_BS, -1)[:, None].expand(-1, self.view.cache.keys.shape[2], -1)
@@ -88,5 +88,6 @@ def test_a_toy_takes_one_file(toys: dict[str, Path], sink: str) -> None:
     assert found[0].exactness == "lossy"
     with pytest.raises(UserError, match="sink and mage are both of the kv side"):
         engine_of(toys, accelerators=("sink", "mage"))
-    with pytest.raises(UserError, match=r"accelerator\.sink\.sinks is no option of it; did you mean 'sink'"):
+    message = r"accelerator\.sink\.sinks is not one of its options; did you mean 'sink'"
+    with pytest.raises(UserError, match=message):
         engine_of(toys, accelerators={"sink": {"sinks": 3}})

@@ -1,12 +1,13 @@
-"""Index sets, bounds and thinned attention of 500 random blocks against the papers' equations, in fp64.
+"""Index sets, bounds and sparse attention of 500 random blocks against the papers' equations, in fp64.
 
-Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; whatever nobody
-has stored is NaN. B sequences, R rows, W places of a block, K KV heads, H head dim.
+Blocks lie anywhere on shuffled pages, beside prompt rows and clean blocks of the same pass; slots that were
+never stored are NaN. B sequences, R rows, W places of a block, K KV heads, H head dim.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -15,12 +16,17 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
-from idlm.infer.sparse.attention import SlotLists, sparse_attention
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.paged_attention import AttentionRows, plan_attention
+from idlm.kernels.paged_attention import (
+    AttentionRows,
+    SlotLists,
+    plan_attention,
+    sparse_attention,
+    sparse_attention_reference,
+)
 from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
@@ -170,7 +176,7 @@ def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: li
     kv = SparseKV(
         plan, view, plan.slots_R, kv=made, rows=None, make_plan=lambda narrow: make_plan(world, narrow)
     )
-    thinned = set()
+    sparse = set()
     for b in view.is_working_B.nonzero()[:, 0].tolist():
         rules[b].begin(
             int(active.starts_B[b]) // SIZE, int(active.num_passes_B[b]), int(active.num_steps_B[b])
@@ -188,13 +194,13 @@ def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: li
             if bool(is_mine_R.any()):
                 lists = rules[b].lists(layer, q_RNH[rows][is_mine_R], world.keys(b, layer, start))
             if lists is not None:
-                thinned.add(b)
+                sparse.add(b)
             expected.append(attention(world, b, layer, plan.limits_R[rows], q_RNH[rows], start, lists))
         torch.testing.assert_close(o_RNH, torch.cat(expected), atol=1e-10, rtol=1e-10)
     kv.finish()
     for b in range(NUM_SEQUENCES):
         world.stored[b] = max(world.stored[b], int(active.starts_B[b]))
-    return len(thinned)
+    return len(sparse)
 
 
 def attention(
@@ -251,7 +257,7 @@ CASES: list[tuple[int, str, dict[str, Any], Any]] = [
 )
 def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make_rule: Any) -> None:
     """500 of each accelerator, and some of other settings."""
-    num_thinned = 0
+    num_sparse = 0
     for seed in range(num_worlds):
         world, rules = World(seed), [make_rule() for _ in range(NUM_SEQUENCES)]
         accelerator = accelerator_of(name, **options)
@@ -269,30 +275,44 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
                     fed = [places if b % 3 else [] for b, places in enumerate(fed)]
                     run_pass(world, accelerator, world.view(starts, [0] * NUM_SEQUENCES, late), rules)
                 view = world.view(starts, [step] * NUM_SEQUENCES, fed)
-                num_thinned += run_pass(world, accelerator, view, rules)
+                num_sparse += run_pass(world, accelerator, view, rules)
             starts = [start + SIZE for start in starts]
-    assert num_thinned >= num_worlds * 2 * NUM_SEQUENCES
+    assert num_sparse >= num_worlds * 2 * NUM_SEQUENCES
 
 
-def test_slots_that_no_row_sees_may_hold_no_numbers() -> None:
+def test_attention_over_lists_equals_its_definition() -> None:
+    """Ragged lists of blocks anywhere on shuffled pages; slots that no row sees hold NaN."""
     generator = torch.Generator().manual_seed(0)
-    q_bWNH = torch.randn(1, 2, 2, 4, generator=generator)
-    keys_SKH, values_SKH = torch.randn(2, 6, 1, 4, generator=generator)
-    lists = SlotLists(
-        listed_bKC=torch.tensor([[[0, 1, 2]]]),
-        is_listed_bKC=torch.tensor([[[True, True, False]]]),
-        own_bW=torch.tensor([[3, 4]]),
-        sees_own_bWW=torch.tensor([[[True, False], [True, False]]]),
-    )
-    expected = sparse_attention(q_bWNH, (keys_SKH, None), (values_SKH, None), lists, scale=0.5)
-    seen_SKH = torch.stack((keys_SKH, values_SKH))[:, [0, 1, 3]]
-    weights = (torch.einsum("wnh,xh->nwx", q_bWNH[0], seen_SKH[0, :, 0]) * 0.5).softmax(-1)
-    right = torch.einsum("nwx,xh->wnh", weights, seen_SKH[1, :, 0])
-    torch.testing.assert_close(expected[0], right)
-    for cache_SKH in (keys_SKH, values_SKH):
-        cache_SKH[[2, 4, 5]] = torch.nan
-    found = sparse_attention(q_bWNH, (keys_SKH, None), (values_SKH, None), lists, scale=0.5)
-    assert torch.equal(found, expected)
+    for number in range(40):
+        dtype, group, num_kv_heads = (
+            (torch.float64, torch.float32)[number % 2],
+            1 + number % 3,
+            1 + number % 2,
+        )
+        starts_B = torch.randint(0, 30, (3,), generator=generator)
+        slots_BKC = torch.stack(
+            [torch.randperm(30, generator=generator)[:7] for _ in range(3 * num_kv_heads)]
+        ).view(3, num_kv_heads, 7)
+        lists = SlotLists(
+            slots_BKC=torch.where(slots_BKC < starts_B[:, None, None], slots_BKC, -1),
+            block_table=torch.randperm(27, generator=generator).view(3, 9),
+            page_size=4,
+            starts_B=starts_B,
+            limits_BW=starts_B[:, None] + torch.randint(1, 5, (3, 4), generator=generator),
+        )
+        q_BWNH = torch.randn(3, 4, group * num_kv_heads, 8, generator=generator, dtype=dtype)
+        cache_2SKH = torch.randn(2, 108, num_kv_heads, 8, generator=generator, dtype=dtype)
+        right_BWNH = sparse_attention_reference(q_BWNH, *cache_2SKH, lists=lists, scale=0.4)
+        assert torch.isfinite(right_BWNH).all()
+        seen = torch.zeros(108, num_kv_heads, dtype=torch.bool)
+        for b, head in itertools.product(range(3), range(num_kv_heads)):
+            own = range(int(starts_B[b]), int(lists.limits_BW[b].max()))
+            for slot in [*lists.slots_BKC[b, head].tolist(), *own]:
+                if slot >= 0:
+                    seen[int(lists.block_table[b, slot // 4]) * 4 + slot % 4, head] = True
+        cache_2SKH[:, ~seen] = torch.nan
+        found_BWNH = sparse_attention(q_BWNH, *cache_2SKH, lists, scale=0.4)
+        torch.testing.assert_close(found_BWNH, right_BWNH)
 
 
 def test_bounds_of_copied_pages() -> None:

@@ -143,7 +143,7 @@ def test_help_explains_the_options_of_plug_ins() -> None:
     told = describe_accelerators() + describe_decoders()
     for words in (
         "`k`: slots before the block",
-        "`alpha`: as many masks",
+        "`alpha`: the number of masks",
         "`strategy`: which masks",
         "`stride`",
     ):
