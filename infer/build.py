@@ -352,7 +352,7 @@ def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
 
 
 def _prefix_cache(settings: EngineSettings, model: LoadedModel, policy: KVWritePolicy) -> PrefixCache | None:
-    """The prefix cache of this engine; None if it is off, if nothing is stored, or if pages end inside a block.
+    """The prefix cache of this engine; None if it is off, if nothing is stored, or if pages split blocks.
 
     KV of a block depends on tokens after the end of such a page; `_page_size` warns about it.
     """

@@ -110,7 +110,7 @@ def layouts(theme: Theme) -> Figure:
     """Cold, tree and branch at stride 3: the rows of a pass, and which other rows each of them sees."""
     figure, axes = canvas(920, 545)
     cell = 21.0
-    stocks = {
+    buffers = {
         "cold": (DraftBuffer(2), DraftBuffer(0)),
         "tree": (DraftBuffer(2), DraftBuffer(2, True)),
         "branch": (DraftBuffer(2), DraftBuffer(2)),
@@ -120,7 +120,7 @@ def layouts(theme: Theme) -> Figure:
         "tree": "keep drafts from the\nrejected pass, masks beside",
         "branch": "masks after every\npossible rejection",
     }
-    for column, (name, pair) in enumerate(stocks.items()):
+    for column, (name, pair) in enumerate(buffers.items()):
         left = 135 + 270 * column
         axes.text(left - 62, 525, name, fontsize=13, weight="bold", va="center")
         axes.text(left - 62, 511, notes[name], fontsize=9.5, va="top", color=theme.muted, linespacing=1.3)

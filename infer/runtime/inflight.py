@@ -20,8 +20,9 @@ POLLS_PER_CHECK = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested. `waited`:
-    the request found no room in the pass, which decided nothing for it (`RowSelection`).
+    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
+
+    `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`).
     """
 
     nonfinite: int

@@ -37,8 +37,8 @@ class StepResult:
     """The result of a pass that the host reads, still on the device.
 
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for room (1: nothing was decided),
-    the numbers of emitted tokens, accepted drafts and tested drafts, then the token ids. With logprobs (else None): those of the emitted tokens, and ids and
-    logprobs of the most likely tokens.
+    the numbers of emitted tokens, accepted drafts and tested drafts, then the token ids. With logprobs (else
+    None): those of the emitted tokens, and ids and logprobs of the most likely tokens.
     """
 
     counts_BJ: Tensor

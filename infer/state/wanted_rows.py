@@ -49,9 +49,9 @@ class DroppedRows:
 class WantedRows:
     """Wanted row x is row `rows_X[x]` of `hidden_RD` (after the final norm).
 
-    `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in the model's dtype. `num_chunks(X,
-    b)`: slices that the memory plan allows X rows, of which the decoder takes b bytes each beside the logits;
-    None: one slice.
+    `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
+    the model's dtype. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder
+    takes b bytes each beside the logits; None: one slice.
     """
 
     def __init__(

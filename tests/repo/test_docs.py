@@ -122,11 +122,11 @@ def test_figures_are_fresh() -> None:
             assert kept == text, f"{name} is stale: python -m docs.figures"
 
 
-def test_every_picture_has_a_dark_and_a_light_side() -> None:
+def test_every_figure_has_a_dark_and_a_light_side() -> None:
     for path in PAGES:
-        for picture in re.findall(r"<picture>(.*?)</picture>", text_of(path), re.DOTALL):
-            dark, light = (re.search(rf"([\w/-]+)-{side}\.svg", picture) for side in ("dark", "light"))
-            assert dark and light and dark[1] == light[1] and 'alt="' in picture, name_of(path)
+        for figure in re.findall(r"<picture>(.*?)</picture>", text_of(path), re.DOTALL):
+            dark, light = (re.search(rf"([\w/-]+)-{side}\.svg", figure) for side in ("dark", "light"))
+            assert dark and light and dark[1] == light[1] and 'alt="' in figure, name_of(path)
 
 
 def test_legends_are_read() -> None:

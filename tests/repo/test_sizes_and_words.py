@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("idlm", "train", "infer", "kernels", "benchmarks", "conf", "docs", "tests")
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 400, 60, 150
+CENTRAL, MAX_CENTRAL = ("infer/engine.py", "infer/build.py", "train/step.py"), 600
+"""Files that read alone from top to bottom."""
 FORBIDDEN_NAMES = {"NotImplementedError", "NotImplemented", "eval", "exec", "pickle", "dill", "cloudpickle"}
 SAFE_VALUES = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}
 WORK_MARKS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b")
@@ -80,9 +82,8 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_file_and_function_sizes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= MAX_FILE, (
-        f"{relative(path)} has {text.count(chr(10))} lines, at most {MAX_FILE}"
-    )
+    num_lines, most = text.count("\n"), MAX_CENTRAL if relative(path) in CENTRAL else MAX_FILE
+    assert num_lines <= most, f"{relative(path)} has {num_lines} lines, at most {most}"
     limit = MAX_KERNEL if is_kernel(path) else MAX_FUNCTION
     too_long = [(name, lines) for name, lines in sizes(ast.parse(text)) if lines > limit]
     assert not too_long, f"functions above {limit} lines: {too_long}"

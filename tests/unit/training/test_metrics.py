@@ -28,7 +28,7 @@ def step_of(seed: int) -> StepLosses:
     )
 
 
-def begun(folder: Path, saved: dict[str, Any], rank: int) -> MetricsWindow:
+def resumed(folder: Path, saved: dict[str, Any], rank: int) -> MetricsWindow:
     """The window of a rank that resumes at step 9."""
     progress: Any = Progress(folder / "metrics.jsonl", console=SimpleNamespace(is_terminal=False))
     args = SimpleNamespace(device=torch.device("cpu"), process_index=rank)
@@ -48,7 +48,7 @@ def test_a_resumed_window_adds_up_to_the_same(tmp_path: Path, world_size: int) -
     for seed in (0, 1):
         progress._window.add(step_of(seed))
     progress.gather()
-    found = [begun(tmp_path, progress.state(), rank) for rank in range(world_size)]
+    found = [resumed(tmp_path, progress.state(), rank) for rank in range(world_size)]
     for one in found:
         assert one.step == 7 and torch.equal(one.counts, torch.tensor([80, 120]))
     for name in ("sums", "fed"):
@@ -60,5 +60,5 @@ def test_a_resumed_window_adds_up_to_the_same(tmp_path: Path, world_size: int) -
 def test_an_empty_window_starts_after_the_checkpoint(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "metrics.jsonl", console=None)
     progress.gather()
-    found = begun(tmp_path, progress.state(), 0)
+    found = resumed(tmp_path, progress.state(), 0)
     assert found.step == 9 and found.counts is None
