@@ -1,7 +1,7 @@
 """One standard term per idea: private words stay out of code, options, errors and documentation.
 
-Names are looked up among the tokens of the code, prose in all text. "Law" is mathematics: the sampling law, and
-the folders and commands that test it.
+Names are looked up among the tokens of the code, prose in all text. "Law" is mathematics: the sampling law,
+and the folders and commands that test it.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ STANDARD_NAMES = {
 }
 CONSTANTS = re.compile(r"(LEAST|MOST)_[A-Z_]+|[A-Z]+_(TO|FOR)_A_[A-Z]+")
 PROSE = re.compile(
-    r"(?<!<)(?<!</)\b(pictures?|in flight|lawless|grains?|seated|seats|sits down|sat down|whoever|nobody|hires?|hired"
-    r"|obeys?|thinned"
+    r"(?<!<)(?<!</)\b(pictures?|in flight|lawless|grains?|seated|seats|sits down|sat down|whoever|nobody"
+    r"|hires?|hired|obeys?|thinned"
     r"|max_prompt_rows|run_ahead|on_rejection)\b(?!>)",
     re.IGNORECASE,
 )
@@ -137,9 +137,8 @@ def private_words(name: str, text: str) -> list[str]:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             is_constant = CONSTANTS.fullmatch(token.string) is not None
             if token.type == tokenize.NAME and (token.string in STANDARD_NAMES or is_constant):
-                found.append(
-                    f"{name}:{token.start[0]}: {token.string} -> {STANDARD_NAMES.get(token.string, 'MIN, MAX')}"
-                )
+                new = STANDARD_NAMES.get(token.string, "MIN, MAX")
+                found.append(f"{name}:{token.start[0]}: {token.string} -> {new}")
     for number, line in enumerate(text.splitlines(), start=1):
         found += [f"{name}:{number}: {word[0]}" for word in PROSE.finditer(line) if word[0] not in allowed]
     return found
