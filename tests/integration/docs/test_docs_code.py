@@ -29,8 +29,8 @@ from idlm.registry import Registry
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS
 from idlm.text.tokenizer import load_tokenizer
+from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.data.settings import DataConfig
 from idlm.train.objectives.base import OBJECTIVES, Head, ObjectiveArgs
 from tests.tiny_training import VOCAB, batch_of, random_sample, stage_of
 from tests.toy import write_toy_checkpoint
