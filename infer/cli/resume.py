@@ -16,7 +16,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.fingerprint import RunConfig, difference
 from idlm.infer.cli.prompts import PromptLine
 
-RECORD_KEYS = frozenset({"request_id", "index", "prompt", "run_config"})
+RECORD_KEYS = frozenset({"request_id", "index", "prompt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,8 @@ def _records(source: Path, broken: list[int]) -> Iterator[tuple[int, dict[str, A
             except ValueError:
                 record = None
             if isinstance(record, dict) and record.keys() >= RECORD_KEYS:
-                yield number, record
+                # A record that does not say its settings was made with others: it is refused, never dropped.
+                yield number, {"run_config": {}, **record}
             elif raw.strip():
                 broken.append(number)
 

@@ -171,9 +171,13 @@ def test_modules_exist_and_know_their_arguments(command: Command) -> None:
     if module == "pytest":
         assert all((ROOT / word).exists() for word in arguments if "/" in word)
         return
-    base = ROOT / module.replace(".", "/")
-    file = next(path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file())
-    text = file.read_text(encoding="utf-8")
+    parts = module.split(".")
+    # `benchmarks` finds its modules in every folder inside it.
+    found = [ROOT.joinpath(*parts[:-1]), *ROOT.joinpath(*parts[:-1]).glob("*/")]
+    files = [
+        path for folder in found for path in (folder / f"{parts[-1]}.py", folder / parts[-1] / "__main__.py")
+    ]
+    text = next(path for path in files if path.is_file()).read_text(encoding="utf-8")
     assert all(f'"{word.partition("=")[0]}"' in text for word in arguments)
 
 

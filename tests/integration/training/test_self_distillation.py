@@ -119,7 +119,7 @@ def test_an_interrupted_generation_goes_on_where_it_stopped(
         interrupt_after(patch, 20)
         with pytest.raises(KeyboardInterrupt):
             generate([*command, f"output={output}"])
-    assert "give resume=true to go on" in capsys.readouterr().err
+    assert "give resume=true to continue" in capsys.readouterr().err
     partial = tmp_path / "out.partial"
     before = partial.read_text()
     num_before = len(before.splitlines())
