@@ -17,7 +17,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # folder of the working directory must never shadow a library (transformers imports a package called `kernels`).
 export OMP_WAIT_POLICY := passive
 export PYTHONSAFEPATH := 1
-export PYTHONPATH := $(CURDIR)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

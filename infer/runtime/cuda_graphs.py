@@ -7,6 +7,9 @@ store no KV. On a CPU the padded pass runs without a graph, which is how it is t
 from __future__ import annotations
 
 import bisect
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -130,9 +133,21 @@ class StaticStep:
                 self._step(self._batch(shape, columns_3B))
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with _without_garbage_collection(), torch.cuda.graph(graph, pool=self._memory):
             result = self._step(self._batch(shape, columns_3B))
         return _Graph(graph=graph, columns_3B=columns_3B, result=result)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """An engine that is collected resets its graphs, which would invalidate a capture in progress."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(slots=True, kw_only=True)

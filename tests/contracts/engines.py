@@ -16,7 +16,7 @@ from torch import Tensor
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block import BlockDecoder
 from idlm.infer.engine import Engine
-from idlm.infer.state.wanted_rows import WantedRows
+from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
 from idlm.semantics import Semantics
 from tests.margins import MARGIN, NearTie, assert_gap
 from tests.toy import write_toy_checkpoint
@@ -117,7 +117,11 @@ def assert_idle(engine: Engine) -> None:
 def wanted_of(logits_XV: Tensor, has_logits_X: Tensor | None = None) -> WantedRows:
     """Wanted rows with these logits."""
     rows_X = torch.arange(len(logits_XV), device=logits_XV.device)
-    return WantedRows(logits_XV, rows_X, lambda hidden_XV: hidden_XV, has_logits_X=has_logits_X)
+    dropped = None
+    if has_logits_X is not None:
+        waits_B = torch.zeros(0, dtype=torch.bool, device=logits_XV.device)
+        dropped = DroppedRows(has_logits_X=has_logits_X, waits_B=waits_B)
+    return WantedRows(logits_XV, rows_X, lambda hidden_XV: hidden_XV, dropped=dropped)
 
 
 def clear_answers(
