@@ -88,6 +88,6 @@ def test_a_toy_takes_one_file(toys: dict[str, Path], sink: str) -> None:
     assert found[0].exactness == "lossy"
     with pytest.raises(UserError, match="sink and mage are both of the kv side"):
         engine_of(toys, accelerators=("sink", "mage"))
-    message = r"accelerator\.sink\.sinks is not one of its options; did you mean 'sink'"
+    message = r"accelerators\.sink\.sinks is not one of its options; did you mean 'sink'"
     with pytest.raises(UserError, match=message):
         engine_of(toys, accelerators={"sink": {"sinks": 3}})

@@ -146,7 +146,7 @@ def test_a_failed_allocation_is_reported(checkpoint: Path, monkeypatch: pytest.M
     def runs_out(*_: Any, **__: Any) -> None:
         torch.empty(2**61, dtype=torch.float32)
 
-    monkeypatch.setattr("idlm.infer.build.KVCache", runs_out)
+    monkeypatch.setattr("idlm.infer.state.kv_cache.KVCache.__init__", runs_out)
     assert _refusal(checkpoint).code == "IDLM-0405"
     with pytest.raises(RuntimeError, match="something else"), translate_memory_errors(torch.device("cpu")):
         raise RuntimeError("something else")
