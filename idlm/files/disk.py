@@ -70,8 +70,7 @@ def lock_file(path: Path) -> int | None:
     process holds it or if the folder does not exist. The lock ends when the descriptor is closed or the
     process dies.
 
-    Raises OSError with an errno of NO_LOCKS on file systems without locks. filelock would truncate the file,
-    in which idlm-train names the owner, before it has the lock.
+    Raises OSError with an errno of NO_LOCKS on file systems without locks.
     """
     while True:
         try:

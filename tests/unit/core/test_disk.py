@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.files import disk
-from idlm.files.disk import translate_disk_errors
+from idlm.files.disk import lock_file, translate_disk_errors
 
 NO_SPACE = "No space left on device"
 
@@ -81,3 +82,23 @@ def test_a_stream_that_torch_writes_names_its_own_cause(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
+
+
+def test_the_lock_is_that_of_the_file_at_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last owner removes the file after it was opened here, and a third run makes it anew."""
+    path, calls = tmp_path / "lock", []
+    flock = fcntl.flock
+
+    def locking(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        calls.append(descriptor)
+        if len(calls) == 1:
+            path.unlink()
+            path.touch()
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    lock = lock_file(path)
+    assert lock is not None and len(calls) == 2
+    assert os.path.samestat(os.fstat(lock), path.stat())
+    assert lock_file(path) is None
+    os.close(lock)
