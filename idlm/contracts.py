@@ -57,9 +57,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain_value(getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         if isinstance(self.decoder_options, dict):
-            object.__setattr__(self, "decoder_options", dict(self.decoder_options))
+            options = {name: plain_value(value) for name, value in self.decoder_options.items()}
+            object.__setattr__(self, "decoder_options", options)
         problems = [
             f"{name}={getattr(self, name)!r} must be {allowed}"
             for name, is_allowed, allowed in self._checks()
@@ -103,10 +106,15 @@ class SamplingParams:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """The items of a list or tuple, () for None, and one value as a tuple of itself."""
-    if isinstance(value, list | tuple):
-        return tuple(value)
+    """The items of a list, tuple or set, () for None, and one value as a tuple of itself."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(plain_value, value))
     return () if value is None else (value,)
+
+
+def plain_value(value: Any) -> Any:
+    """Convert scalars and arrays of numpy and torch to Python; leave anything else unchanged."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else value
 
 
 def is_number(value: object, least: float = -LARGEST_NUMBER, most: float = LARGEST_NUMBER) -> bool:

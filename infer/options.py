@@ -13,6 +13,7 @@ import torch
 
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean, renamed
+from idlm.contracts import plain_value
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder
 from idlm.infer.memory.base import MEMORY_MANAGERS
@@ -47,6 +48,7 @@ def check_options(decoder: str | None, keywords: Mapping[str, Any]) -> EngineOpt
     settings, IDLM-0416 for decoder options, IDLM-0461 for accelerator options.
     """
     names = schema.fields_of(EngineSettings)
+    keywords = {key: plain_value(value) for key, value in keywords.items()}
     settings = _engine_settings({key: value for key, value in keywords.items() if key in names})
     decoder_options = {key: value for key, value in keywords.items() if key not in names}
     MEMORY_MANAGERS.get(settings.memory)

@@ -119,8 +119,10 @@ class RowsPass:
 
 
 class Accelerator:
-    """Base class: each accelerator is one file and registers itself in `ACCELERATORS`. `Config` is a frozen
-    dataclass of its options, filled from `accelerator.NAME.*`. Subclass `KVAccelerator` or `RowsAccelerator`.
+    """Base class: each accelerator is one file and registers itself in `ACCELERATORS`.
+
+    `Config` is a frozen dataclass of its options, filled from `accelerators.NAME.*`. Subclass `KVAccelerator`
+    or `RowsAccelerator`.
     """
 
     name: ClassVar[str]

@@ -10,13 +10,18 @@ from idlm.infer.settings import EngineSettings
 
 
 def refuse_empty(config: EngineSettings) -> None:
-    """Raise UserError IDLM-0464 for an empty path, such as that of an unset shell variable."""
+    """Raise UserError IDLM-0464 for an empty path, such as that of an unset shell variable, and IDLM-0439 for
+    options of an output file that is not given.
+    """
     for name in ("model", "base", "input", "output"):
         value = getattr(config, name, None)
         if value is not None and not value.strip():
             raise UserError(
                 "IDLM-0464", f"{name}={value!r} is empty", fix=f"give a path, or leave {name}= out"
             )
+    for name in ("overwrite", "carry_keys"):
+        if getattr(config, name, False) and getattr(config, "output", None) is None:
+            raise UserError("IDLM-0439", f"{name}=true needs output=, which is not given", fix="leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

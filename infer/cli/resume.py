@@ -118,11 +118,16 @@ def _records(source: Path, broken: list[int]) -> Iterator[tuple[int, dict[str, A
                 record = json.loads(raw) if raw.endswith(b"\n") else None
             except ValueError:
                 record = None
-            if isinstance(record, dict) and record.keys() >= RECORD_KEYS:
+            if isinstance(record, dict) and record.keys() >= RECORD_KEYS and _has_types(record):
                 # A record that does not say its settings was made with others: it is refused, never dropped.
                 yield number, {"run_config": {}, **record}
             elif raw.strip():
                 broken.append(number)
+
+
+def _has_types(record: dict[str, Any]) -> bool:
+    types = {"request_id": str, "index": int, "run_config": dict}
+    return all(isinstance(record.get(key, kind()), kind) for key, kind in types.items())
 
 
 def _hash(prompt: Any) -> int:

@@ -23,6 +23,10 @@ from idlm.train.distributed.collectives import from_rank_zero
 log = logging.getLogger(__name__)
 
 
+_HELD: set[int] = set()
+"""Descriptors of the locks of this process."""
+
+
 @contextlib.contextmanager
 def exclusive_output(output_dir: str) -> Iterator[None]:
     """Inside, no other run may use `output_dir`; UserError IDLM-0525 on all ranks while one does. Collective.
@@ -31,14 +35,27 @@ def exclusive_output(output_dir: str) -> Iterator[None]:
     """
     path = lock_path(output_dir)
     held = from_rank_zero(lambda: _lock(path, output_dir))
+    if rank() == 0 and held is not None:
+        _HELD.add(held)
     try:
         yield
     finally:
         if rank() == 0 and held is not None:
+            _HELD.discard(held)
             # Before the lock is released: afterwards another run may own the file.
             with contextlib.suppress(OSError):
                 path.unlink()
             os.close(held)
+
+
+def _close_in_child() -> None:
+    for descriptor in _HELD:
+        os.close(descriptor)
+    _HELD.clear()
+
+
+# A forked child (a worker that loads data) shares the lock: without this it would outlive a killed run.
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_path(output_dir: str) -> Path:

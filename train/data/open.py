@@ -126,7 +126,7 @@ def _while_others_wait(work: Callable[[], None] | None) -> None:
         thread.join(timeout=SECONDS_BETWEEN_SIGNS if work is not None else 0.0)
         is_working = work is not None and thread.is_alive()
         before, heard = heard, highest(1 + progress_count() if is_working else 0)
-        if work is None and heard > before:
+        if not is_working and heard > before:
             # Progress of the rank that this one waits for counts as progress here: it is no hang.
             note_progress()
     unexpected = [error for error in failures if not isinstance(error, UserError)]

@@ -250,7 +250,7 @@ def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, s
     boundaries = [a["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
     for title, name, lines, unit in plots:
         # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
-        is_log = name == LOSS_PLOT and all(value > 0 for _, values in lines.values() for value in values)
+        is_log = name == LOSS_PLOT and any(value > 0 for _, values in lines.values() for value in values)
         _plot(folder / name, lines, title=title, unit=unit, boundaries=boundaries, is_log=is_log)
     return [(title, name) for title, name, _, _ in plots]
 
@@ -280,7 +280,7 @@ def _plot(
         ylabel=unit,
     )
     if is_log:
-        axes.set_yscale("log")
+        axes.set_yscale("log", nonpositive="mask")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

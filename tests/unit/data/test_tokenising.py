@@ -280,3 +280,10 @@ def test_progress_of_this_process_is_sent_to_the_other_ranks() -> None:
     note_progress()
     watchdog._exchange()
     assert watchdog.seen[0].heartbeat.progress_count == before + 1
+
+
+def test_a_rank_whose_own_work_is_done_counts_the_progress_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, before = iter([5, 6, 7, 0]), progress_count()
+    monkeypatch.setattr(opening, "highest", lambda value: next(counts))
+    opening._while_others_wait(lambda: None)
+    assert progress_count() - before == 3

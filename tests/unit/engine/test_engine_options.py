@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from idlm.cli.command import split_plugin_options
@@ -131,3 +132,11 @@ def test_a_pool_too_small_names_what_is_needed(checkpoint: Path) -> None:
     assert error.code == "IDLM-0413"
     assert "8" in error.message
     assert "num_pages" in error.fix
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    ids, options = np.array([1, 2]), {"steps": np.int64(2)}
+    params = SamplingParams(max_tokens=np.int64(5), stop_token_ids=ids, decoder_options=options)  # type: ignore[arg-type]
+    assert (params.max_tokens, params.stop_token_ids, params.decoder_options) == (5, (1, 2), {"steps": 2})
+    checked = check_options("isd", {"num_pages": np.int64(20), "stride": np.uint8(3)})
+    assert (checked.settings.num_pages, checked.decoder_options["stride"]) == (20, 3)

@@ -47,7 +47,7 @@ class JsonlReader:
                         yield Row(file=file, place=place, value=_record(value, f"{name}:{place}"))
                         num_bytes = sum(sizes[:file]) + raw.tell()
                         self.share_read = num_bytes / max(1, sum(sizes))
-                except (*DAMAGE, json.JSONDecodeError) as error:
+                except (*DAMAGE, json.JSONDecodeError, RecursionError) as error:
                     raise damaged(name, error) from error
 
 
