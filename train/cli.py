@@ -154,8 +154,7 @@ def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
     """Prompts, and a judge `(place, answer) -> verdict`, None where nothing can judge."""
-    from idlm.train.data.base import JudgedSource, has_splits, make_encoder
-    from idlm.train.data.open import open_source
+    from idlm.train.data.base import JudgedSource, has_splits, make_encoder, open_source
 
     data = config.data
     if has_splits(data.source):

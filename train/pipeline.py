@@ -36,7 +36,6 @@ from idlm.train.config.trainer_arguments import (
     training_arguments,
 )
 from idlm.train.data.checks import inspect_data
-from idlm.train.data.open import remember_base, remember_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, zero_stage
 from idlm.train.loop.signals import StopOnSignal
@@ -44,7 +43,7 @@ from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.memory_advice import explain_out_of_memory
 from idlm.train.planning.state import check_disk
-from idlm.train.prepare import Prepared, prepare
+from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from idlm.checkpoint import read_json
 from idlm.errors import UserError
+from idlm.files.disk import replace_text
 from idlm.lora import AdapterSpec, base_identity
-from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids
-from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig
+from idlm.text.tokenizer import check_vocabulary, load_tokenizer, num_token_ids, stop_token_ids
+from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, make_curriculum
+from idlm.train.data.base import Encoder, Source, has_splits, make_encoder, open_source
+from idlm.train.data.cache import CachedSource
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.prepare import make_objective, prepare_data
+from idlm.train.data.open import open_source_on_all_ranks
+from idlm.train.distributed.collectives import is_distributed
 from idlm.train.distributed.deepspeed import gathering_forward, zero_stage
 from idlm.train.model.attention import choose_attention
 from idlm.train.model.checks import (
@@ -28,12 +35,16 @@ from idlm.train.model.checks import (
 from idlm.train.model.compile import compile_layers, compiles
 from idlm.train.model.gated_lora import add_adapter, choose_mask
 from idlm.train.model.load import create_base, load_base
-from idlm.train.objectives.base import OBJECTIVES, Objective
+from idlm.train.objectives.base import OBJECTIVES, Objective, ObjectiveArgs
 from idlm.train.objectives.curriculum import Curriculum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from idlm.train.config.data import DataConfig
+    from idlm.train.config.monitoring import EvalConfig
+
+DATA_FILE, BASE_FILE = "data.json", "base.json"
 VOCABULARY_MULTIPLE = 64
 
 
@@ -162,3 +173,145 @@ def _identity_of_base(adapter: AdapterSpec | None) -> str | None:
     if adapter is None or adapter.base_path is None:
         return None
     return base_identity(Path(adapter.base_path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What a run trains on and is evaluated on; `held_out` is None without `eval.every`."""
+
+    dataset: PackedDataset
+    curriculum: Curriculum
+    held_out: PackedDataset | None
+
+
+def make_objective(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, mask_token_id: int | None
+) -> Objective:
+    """Return the objective of a run; `mask_token_id` is None where it places no masks."""
+    generation = model.generation_config
+    return OBJECTIVES.get(config.objective).create(
+        ObjectiveArgs(
+            mask_token_id=mask_token_id,
+            mask_region=config.mask_region,
+            max_stride=max((stage.stride for stage in config.train.stages), default=1),
+            stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
+        )
+    )
+
+
+def prepare_data(
+    config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
+) -> RunData:
+    """Return the packed datasets and the curriculum, whose steps follow from the rows where `epochs` is set.
+
+    Collective.
+    """
+    loop = config.train
+    encoder = make_encoder(config.data, tokenizer, mask_token_id)
+    source = _open(config.data, encoder, output_dir=config.output_dir)
+    is_held_out = held_out_flags(config.eval, source, seed=config.data.seed)
+
+    def packed(source: Source, left_out: np.ndarray | None) -> PackedDataset:
+        pad_token_id = tokenizer.pad_token_id
+        return PackedDataset(
+            source,
+            objective,
+            max_length=loop.max_length,
+            row_length=loop.row_length or objective.default_row_length(loop.max_length),
+            overlong=loop.overlong,
+            pad_token_id=tokenizer.eos_token_id if pad_token_id is None else pad_token_id,
+            seed=config.data.seed,
+            left_out=left_out,
+        )
+
+    dataset = packed(source, is_held_out)
+    curriculum = make_curriculum(config, world_size=world_size, rows_per_epoch=dataset.rows_per_epoch())
+    dataset.start(curriculum)
+    held_out = None
+    if is_held_out is not None:
+        held_out = packed(source, ~is_held_out)
+    elif config.eval.every is not None:
+        held_out = packed(_separate_source(config, encoder), None)
+    return RunData(dataset=dataset, curriculum=curriculum, held_out=held_out)
+
+
+def held_out_flags(config: EvalConfig, source: Source, *, seed: int) -> np.ndarray | None:
+    """Return which samples of a file are held out, bool [num_samples]; None where none are.
+
+    Whole records are held out, so that turns of one conversation stay together. Raises UserError IDLM-0552
+    where no sample is left to train on.
+    """
+    if config.every is None or config.path is not None or source.num_samples is None:
+        return None
+    records = source.records() if isinstance(source, CachedSource) else np.arange(source.num_samples)
+    chance = np.random.default_rng([seed, source.num_samples]).random(source.num_samples)
+    is_held_out = chance < config.holdout
+    is_held_out[chance[: records.max() + 1].argmin()] = True
+    flags = is_held_out[records]
+    if flags.all():
+        raise UserError(
+            "IDLM-0552",
+            f"eval.holdout={config.holdout} of {source.num_samples} samples leaves nothing to train on",
+            fix="give eval.path with held-out data, or eval.every=null",
+        )
+    return flags
+
+
+def _open(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
+    """Return the source of `data`, the same on each rank. Collective."""
+    opened = open_source_on_all_ranks if is_distributed() else open_source
+    return opened(data, encoder, output_dir=output_dir)
+
+
+def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
+    """Open `eval.path` (of an hf dataset its validation split), or the validation split of a task."""
+    if config.eval.path is None and not has_splits(config.data.source):
+        raise UserError(
+            "IDLM-0552",
+            f"the endless source {config.data.source} has no samples to hold out",
+            fix="give eval.path with held-out data, or eval.every=null",
+        )
+    data = replace(config.data, path=config.eval.path, split="validation")
+    return _open(data, encoder, output_dir=config.output_dir)
+
+
+def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
+    """Store the identity of a run's data in its folder `run`; UserError IDLM-0235 where a resumed run has
+    other data.
+
+    Item k of a run is a pure function of its data: with other data, a resumed run would see some samples
+    twice and others never.
+    """
+    if isinstance(source, CachedSource):
+        now = {"digest": source.digest(), "num_samples": source.num_samples}
+        before = _remembered(run / DATA_FILE, now, is_continued=is_continued)
+        if before != now:
+            raise UserError(
+                "IDLM-0235",
+                f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
+                f"{now['num_samples']} of its data now",
+                fix="restore the data files, or start a new run: another output_dir, or resume=never",
+            )
+
+
+def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
+    """Store which base an adapter is trained on in `run`; UserError IDLM-0518 where a resumed run has
+    another.
+
+    A checkpoint of such a run holds the adapter only; the frozen base is read again from model.path.
+    """
+    now = {"base_identity": identity}
+    if identity is not None and _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
+        raise UserError(
+            "IDLM-0518",
+            f"the weights in model.path are not those that the adapter in {run} was started on",
+            fix="restore them, or start a new run: another output_dir, or resume=never",
+        )
+
+
+def _remembered(path: Path, now: dict[str, Any], *, is_continued: bool) -> dict[str, Any]:
+    """Return what the run was started with according to `path`; a new run writes `now` there."""
+    if is_continued and path.is_file():
+        return read_json(path)
+    replace_text(path, json.dumps(now))
+    return now

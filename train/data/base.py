@@ -6,9 +6,11 @@ knows the objective. A new source is one new file in `train/data/sources` that r
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +25,7 @@ from idlm.train.data.layout import Sample
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
 
+CACHE_FOLDER = "data_cache"
 CORRECT = "correct"
 THINKING = ("keep", "strip", "off")
 TURNS = ("all", "last", "each")
@@ -80,6 +83,12 @@ def is_endless(source: str) -> bool:
 def has_splits(source: str) -> bool:
     """Return whether the source has a validation split of its own, without `eval.path`."""
     return bool(getattr(SOURCES.get(source), "has_splits", False))
+
+
+def open_source(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
+    """Return the source of `data`; this process tokenises it where it is not cached."""
+    folder = data.cache_dir or str(Path(output_dir).absolute().parent / CACHE_FOLDER)
+    return SOURCES.get(data.source)(dataclasses.replace(data, cache_dir=folder), encoder)
 
 
 def make_encoder(config: DataConfig, tokenizer: Any, mask_token_id: int | None) -> Encoder:

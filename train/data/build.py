@@ -2,7 +2,7 @@
 processes.
 
 A bad record ends the run with an error that names it, or is skipped and counted (`data.on_bad_record`). The
-cache depends neither on the number of processes nor on how often the build was stopped: finished shards are
+cache depends neither on the number of processes nor on how often the build was stopped: finished parts are
 kept.
 """
 
@@ -14,22 +14,31 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from idlm.checkpoint import publish
+import numpy as np
+
 from idlm.errors import UserError
 from idlm.files.disk import DISK_CODE
 from idlm.train.config.data import MAX_DEFAULT_WORKERS
 from idlm.train.data.base import Encoder
-from idlm.train.data.cache import CachedSource, CacheWriter, cache_key, open_cache, pack
+from idlm.train.data.cache import (
+    CachedSource,
+    Counts,
+    Encoded,
+    cache_key,
+    intact_parts,
+    open_cache,
+    pack,
+    part_folder,
+    write_part,
+)
 from idlm.train.data.files import Reader, reading
 from idlm.train.data.shapes import KEYS, SHAPES, check_same_shape, detect_shape, samples_of
-from idlm.train.data.shards import Encoded, Shards
 from idlm.train.loop.liveness import note_progress
 
 if TYPE_CHECKING:
@@ -38,30 +47,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ON_BAD_RECORD = ("error", "skip")
 DEFAULT_CACHE = "outputs/data_cache"
+PART_TOKENS = 1 << 24
+"""64 MiB of packed tokens, about a minute of one process: what a killed build loses at most."""
 BATCH_RECORDS = 64
-RECORDS_ALONE = 2048
-"""Without `data.workers` this process encodes so many records first: starting others for fewer is slower."""
+BYTES_ALONE = 1 << 21
+"""Bytes of packed tokens that this process makes first without `data.workers`: starting others for less is
+slower.
+"""
 SECONDS_BETWEEN_LINES = 10.0
-NUM_EXAMPLES = 5
 
 Task = tuple[int, int, str, dict[str, Any], str]
 """File, place, origin, record and shape of one record to encode."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts of a build."""
-
-    shapes: Counter[str] = field(default_factory=Counter)
-    num_records: int = 0
-    num_skipped: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def skip(self, error: UserError) -> None:
-        """Count a bad record."""
-        self.num_skipped += 1
-        if len(self.examples) < NUM_EXAMPLES:
-            self.examples.append(f"{error.code}: {error.message}")
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -76,103 +72,85 @@ def cached_source(reader: Reader, config: DataConfig, encoder: Encoder) -> Cache
     sample; the mask token is not part of it, so UserError IDLM-0206 is raised here where the data contains
     it.
     """
-    settings = [config.source, config.shape, config.on_bad_record, encoder.use_chat_template]
+    settings = [config.source, config.shape, config.on_bad_record, encoder.use_chat_template, PART_TOKENS]
     key = cache_key([reader.identity(), encoder.fingerprint(), *settings])
     directory = cache_folder(config) / key[:32]
     source = None
     with reading(directory):
         try:
-            source = open_cache(directory, key)
+            source = open_cache(directory)
         except ValueError as error:
             log.warning("the data cache %s is damaged (%s) and is built again", directory, error)
-            shutil.rmtree(directory)
     if source is None:
-        build_cache(reader, config, encoder, directory=directory, key=key)
-        source = open_cache(directory, key)
-        assert source is not None, f"{directory=} was published a moment ago"
+        build_cache(reader, config, encoder, directory=directory)
+        source = open_cache(directory)
+        assert source is not None, f"{directory=} was completed a moment ago"
     if encoder.mask_token_id is not None:
         source.refuse_token(encoder.mask_token_id)
     return source
 
 
-def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directory: Path, key: str) -> None:
-    """Encode all records and publish the cache; raises the UserError of the first bad record, or skips it.
-
-    Shards that an earlier build of the same cache finished are not encoded again.
-    """
-    tally, shards = Tally(), Shards(directory.with_name(f"{directory.name}.shards"))
+def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directory: Path) -> None:
+    """Encode all records that no intact part in `directory` has; the first bad one raises its UserError."""
+    with reading(directory):
+        parts = intact_parts(directory)
+    if parts and parts[-1]["is_last"]:
+        return
     try:
-        with publish(directory) as staging, CacheWriter(staging) as writer:
-            _write_samples(writer, reader, config, encoder, tally, shards)
-            if not writer.num_samples:
-                raise _no_samples(config, tally)
-            writer.finish(
-                {
-                    "key": key,
-                    "names": list(reader.names),
-                    "shapes": dict(tally.shapes.most_common()),
-                    "num_records": tally.num_records,
-                    "num_skipped": tally.num_skipped,
-                    "skipped_examples": tally.examples,
-                }
-            )
+        _write_parts(reader, config, encoder, directory, parts)
     except UserError as error:
         if error.code != DISK_CODE:
-            # Corrected data has another key, so that these shards would never be used or removed.
-            shards.remove()
+            # Corrected data has another key, so that these parts would never be used or removed.
+            shutil.rmtree(directory, ignore_errors=True)
         raise
-    shards.remove()
-    if tally.num_skipped:
-        log.warning("%d of %d records are bad and were skipped", tally.num_skipped, tally.num_records)
 
 
-def _write_samples(
-    writer: CacheWriter, reader: Reader, config: DataConfig, encoder: Encoder, tally: Tally, shards: Shards
+def _write_parts(
+    reader: Reader, config: DataConfig, encoder: Encoder, directory: Path, parts: list[dict[str, Any]]
 ) -> None:
-    """Write the samples of all records in order, from shards or from the encoder."""
-    start = logged = time.monotonic()
-    for done in _from_shards_or_encoded(_tasks(reader, config, tally), encoder, config.workers, shards):
+    """Write the parts after `parts`, which are headers of finished ones."""
+    counts, num_parts = Counts(), len(parts)
+    if parts:
+        counts = Counts(**{name: parts[-1][name] for name in Counts.__dataclass_fields__})
+        log.info("tokenising continues after %s records in %s", f"{counts.num_records:,}", directory)
+    tasks = _tasks(reader, config)
+    for _ in itertools.islice(tasks, counts.num_records):
         note_progress()
-        if done.error is not None:
+    waiting: list[Encoded] = []
+    start = logged = time.monotonic()
+    num_written = counts.num_tokens
+    for done in _encoded(tasks, encoder, config.workers):
+        note_progress()
+        if done.error is not None and config.on_bad_record == "error":
             code, message, fix = done.error
-            _bad(UserError(code, message, fix=fix), config, tally)
-        for packed in done.samples:
-            writer.append(packed, file=done.file, place=done.place, origin=done.origin)
+            raise UserError(code, message, fix=fix)
+        counts.add(done)
+        waiting.append(done)
+        if counts.num_tokens - num_written >= PART_TOKENS:
+            part = part_folder(directory, num_parts)
+            write_part(part, waiting, counts, names=reader.names, is_last=False)
+            num_parts, num_written, waiting = num_parts + 1, counts.num_tokens, []
         if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
             logged = time.monotonic()
             log.info(
                 "tokenising %s: %.0f %%, %s records, %s tokens, %.0f s",
                 config.path,
                 100 * reader.share_read,
-                f"{tally.num_records:,}",
-                f"{writer.num_tokens:,}",
+                f"{counts.num_records:,}",
+                f"{counts.num_tokens:,}",
                 logged - start,
             )
+    if not counts.num_samples:
+        raise _no_samples(config, counts)
+    write_part(part_folder(directory, num_parts), waiting, counts, names=reader.names, is_last=True)
+    if counts.num_skipped:
+        log.warning("%d of %d records are bad and were skipped", counts.num_skipped, counts.num_records)
 
 
-def _from_shards_or_encoded(
-    tasks: Iterator[Task], encoder: Encoder, workers: int | None, shards: Shards
-) -> Iterator[Encoded]:
-    """Yield the result of each task, in order; new results are added to `shards`."""
-    num_kept = 0
-    for kept in shards.kept():
-        # Read the task although it is done: reading counts records and finds bad ones.
-        file, place, *_ = next(tasks)
-        assert (file, place) == (kept.file, kept.place), f"{shards.directory=} {file=} {place=} {kept=}"
-        num_kept += 1
-        yield kept
-    if num_kept:
-        log.info("tokenising continues after %s records in %s", f"{num_kept:,}", shards.directory)
-    for done in _encoded(tasks, encoder, workers):
-        yield done
-        shards.add(done)
-
-
-def _tasks(reader: Reader, config: DataConfig, tally: Tally) -> Iterator[Task]:
-    """Yield what is to be encoded; a record that does not have the shape of the source is a bad one."""
+def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:
+    """Yield what is to be encoded of each record, or its error where it lacks the shape of the source."""
     shape = first = ""
     for row in reader.rows():
-        tally.num_records += 1
         origin = f"{reader.names[row.file]}:{row.place}"
         try:
             if isinstance(row.value, UserError):
@@ -181,21 +159,16 @@ def _tasks(reader: Reader, config: DataConfig, tally: Tally) -> Iterator[Task]:
                 shape, first = detect_shape(row.value, config.shape, origin=origin), origin
             check_same_shape(row.value, shape, origin=origin, first=first)
         except UserError as error:
-            _bad(error, config, tally)
-            continue
-        tally.shapes[shape] += 1
-        record = {name: value for name, value in row.value.items() if name in KEYS}
-        yield row.file, row.place, origin, record, shape
+            failure = (error.code, error.message, error.fix)
+            yield Encoded(file=row.file, place=row.place, origin=origin, error=failure)
+        else:
+            record = {name: value for name, value in row.value.items() if name in KEYS}
+            yield row.file, row.place, origin, record, shape
 
 
-def _bad(error: UserError, config: DataConfig, tally: Tally) -> None:
-    if config.on_bad_record == "error":
-        raise error
-    tally.skip(error)
-
-
-def _no_samples(config: DataConfig, tally: Tally) -> UserError:
-    example = f"; the first of {tally.num_skipped} bad records: {tally.examples[0]}" if tally.examples else ""
+def _no_samples(config: DataConfig, counts: Counts) -> UserError:
+    bad = counts.skipped_examples
+    example = f"; the first of {counts.num_skipped} bad records: {bad[0]}" if bad else ""
     return UserError(
         "IDLM-0208",
         f"{config.path} has no samples{example}",
@@ -208,18 +181,22 @@ def default_workers() -> int:
     return min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
 
 
-def _encoded(tasks: Iterator[Task], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
+def _encoded(tasks: Iterator[Task | Encoded], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
     """Yield the result of each task, in order."""
     num_workers = default_workers() if workers is None else workers
-    alone = RECORDS_ALONE if workers is None else 0
-    for task in tasks if num_workers <= 1 else itertools.islice(tasks, alone):
-        yield encode(encoder, task)
-    first = next(tasks, None)
-    if first is not None:
-        yield from _encoded_by_workers(itertools.chain([first], tasks), encoder, num_workers)
+    num_alone = BYTES_ALONE if workers is None else 0
+    for task in tasks:
+        if num_workers > 1 and num_alone <= 0:
+            yield from _encoded_by_workers(itertools.chain([task], tasks), encoder, num_workers)
+            return
+        done = encode(encoder, task)
+        num_alone -= sum(packed.nbytes for packed in done.samples)
+        yield done
 
 
-def _encoded_by_workers(tasks: Iterator[Task], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
+def _encoded_by_workers(
+    tasks: Iterator[Task | Encoded], encoder: Encoder, num_workers: int
+) -> Iterator[Encoded]:
     # A fork would copy this process with its threads and GPU context. The fork server is a fresh process that
     # imports what workers need once for all of them.
     context = multiprocessing.get_context("forkserver")
@@ -246,20 +223,24 @@ def _start_worker(encoder: Encoder) -> None:
     _WORKER[:] = [encoder]
 
 
-def _encode_batch(tasks: Sequence[Task]) -> list[Encoded]:
+def _encode_batch(tasks: Sequence[Task | Encoded]) -> list[Encoded]:
     return [encode(_WORKER[0], task) for task in tasks]
 
 
-def encode(encoder: Encoder, task: Task) -> Encoded:
+def encode(encoder: Encoder, task: Task | Encoded) -> Encoded:
     """Return the packed samples of one record, or its UserError, which names the record."""
+    if isinstance(task, Encoded):
+        return task
     file, place, origin, record, shape = task
+    samples: tuple[np.ndarray, ...] = ()
+    failure = None
     try:
         samples = tuple(pack(sample) for sample in samples_of(record, shape, encoder, origin=origin))
     except UserError as error:
         message = error.message if origin in error.message else f"{origin}: {error.message}"
-        return Encoded(file=file, place=place, origin=origin, error=(error.code, message, error.fix))
+        failure = error.code, message, error.fix
     except (TypeError, UnicodeEncodeError) as error:
         # Half of a surrogate pair is valid in JSON and invalid as text.
         message = f"{origin} has text that the tokenizer refuses, such as half of a surrogate pair: {error}"
-        return Encoded(file=file, place=place, origin=origin, error=("IDLM-0202", message, "write UTF-8"))
-    return Encoded(file=file, place=place, origin=origin, samples=samples)
+        failure = "IDLM-0202", message, "write UTF-8"
+    return Encoded(file=file, place=place, origin=origin, shape=shape, samples=samples, error=failure)

@@ -1,13 +1,12 @@
-"""Tokenised samples on disk: written once, verified when opened, read through a memory map.
+"""Tokenised samples on disk: parts that are written whole, verified, and read through a memory map.
 
-A cache is a folder published by `idlm.checkpoint.publish`, and may be deleted at any time:
+A cache is a folder of parts 000000, 000001, ..., of which the last says so. `idlm.checkpoint.publish` writes
+a part whole or not at all, so that a build that was stopped continues after its last part. Content follows
+from the key of the cache alone: processes that build the same cache write the same parts. Any part may be
+deleted at any time. The files of a part are
     tokens.bin    uint32: token id; the highest bit marks supervised tokens
-    offsets.bin   int64 [num_samples + 1]
-    targets.bin   int32 [num_samples]: supervised tokens after the first token
-    places.bin    int64 [num_samples, 2]: file and line
-    used_ids.bin  int32, sorted: token ids that occur
-    blocks.bin    sha256 of each block of tokens.bin
-    data.json     counts and names
+    samples.bin   int64 [samples, 4]: file, line, tokens, supervised tokens after the first token
+    data.json     `Counts` up to the end of the part, ids that occur in it, sha256 of each block of its tokens
 All files but `tokens.bin` are hashed when the cache is opened, and its blocks when they are first read: a
 large cache opens quickly and a damaged one is never trained on.
 """
@@ -16,83 +15,74 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from idlm.checkpoint import MANIFEST, read_json
+from idlm.checkpoint import MANIFEST, publish, read_json, verify
 from idlm.errors import UserError
 from idlm.train.data.layout import Sample
 from idlm.train.loop.liveness import note_progress
 
-FORMAT = "idlm-data-2"
-HEADER = "data.json"
-TOKENS, OFFSETS, TARGETS, PLACES, USED_IDS, BLOCKS = (
-    f"{name}.bin" for name in ("tokens", "offsets", "targets", "places", "used_ids", "blocks")
-)
+log = logging.getLogger(__name__)
+FORMAT = "idlm-data-3"
+TOKENS, SAMPLES, HEADER = "tokens.bin", "samples.bin", "data.json"
+DTYPES = {TOKENS: np.uint32, SAMPLES: np.int64}
+FILE, PLACE, LENGTH, NUM_TARGETS = 0, 1, 2, 3
+"""Columns of samples.bin."""
 BLOCK_TOKENS = 1 << 14
-DIGEST_BYTES = 32
 SUPERVISED_BIT = np.uint32(1 << 31)
-SCANNED_TOKENS = 1 << 24
+NUM_EXAMPLES = 5
 
 
-class CacheWriter:
-    """Appends samples to the files of a cache, in constant memory. A context manager."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """The packed samples (see `pack`) of one record, or the code, message and fix of its UserError.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.num_samples = self.num_tokens = self.num_supervised = 0
-        self.endings: dict[int, list[Any]] = {}
-        self._used = np.zeros(1 << 18, dtype=bool)
-        self._files: dict[str, IO[bytes]] = {}
+    `place` is the line in file number `file`; `shape` is "" where the record has none.
+    """
 
-    def __enter__(self) -> CacheWriter:
-        self._files = {
-            name: (self.directory / name).open("wb") for name in (TOKENS, OFFSETS, TARGETS, PLACES)
-        }
-        self._files[OFFSETS].write(np.zeros(1, dtype=np.int64).tobytes())
-        return self
+    file: int
+    place: int
+    origin: str
+    shape: str = ""
+    samples: tuple[np.ndarray, ...] = ()
+    error: tuple[str, str, str] | None = None
 
-    def __exit__(self, *exception: object) -> None:
-        for file in self._files.values():
-            file.close()
 
-    def append(self, packed: np.ndarray, *, file: int, place: int, origin: str) -> None:
-        """Add the sample `packed` (see `pack`) of line `place` in file number `file`."""
-        supervised = packed >= SUPERVISED_BIT
-        token_ids = packed & ~SUPERVISED_BIT
-        if token_ids.max() >= len(self._used):
-            self._used = np.concatenate([self._used, np.zeros(int(token_ids.max()), dtype=bool)])
-        self._used[token_ids] = True
-        self.num_samples += 1
-        self.num_tokens += len(packed)
-        self.num_supervised += int(supervised.sum())
-        self._files[TOKENS].write(packed.tobytes())
-        self._files[OFFSETS].write(np.int64(self.num_tokens).tobytes())
-        self._files[TARGETS].write(np.int32(supervised[1:].sum()).tobytes())
-        self._files[PLACES].write(np.array([file, place], dtype=np.int64).tobytes())
-        last = int(token_ids[np.flatnonzero(supervised)[-1]])
-        self.endings.setdefault(last, [0, origin])[0] += 1
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What is counted from the first record on; `endings` has (count, example) of last supervised tokens."""
 
-    def finish(self, header: dict[str, Any]) -> None:
-        """Write the header and the hashes, which are known only at the end."""
-        used_ids = np.flatnonzero(self._used).astype(np.int32)
-        (self.directory / USED_IDS).write_bytes(used_ids.tobytes())
-        self._files[TOKENS].flush()
-        with (self.directory / TOKENS).open("rb") as tokens, (self.directory / BLOCKS).open("wb") as blocks:
-            while block := tokens.read(4 * BLOCK_TOKENS):
-                note_progress()
-                blocks.write(hashlib.sha256(block).digest())
-        counted = {
-            "num_samples": self.num_samples,
-            "num_tokens": self.num_tokens,
-            "num_supervised": self.num_supervised,
-            "endings": {str(token_id): ending for token_id, ending in self.endings.items()},
-        }
-        text = json.dumps({"format": FORMAT, **header, **counted}, indent=1)
-        (self.directory / HEADER).write_text(text, encoding="utf-8")
+    num_records: int = 0
+    num_skipped: int = 0
+    skipped_examples: list[str] = field(default_factory=list)
+    shapes: dict[str, int] = field(default_factory=dict)
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_supervised: int = 0
+    endings: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, done: Encoded) -> None:
+        """Count the next record."""
+        self.num_records += 1
+        if done.shape:
+            self.shapes[done.shape] = self.shapes.get(done.shape, 0) + 1
+        if done.error is not None:
+            self.num_skipped += 1
+            self.skipped_examples += [": ".join(done.error[:2])][: NUM_EXAMPLES - len(self.skipped_examples)]
+        for packed in done.samples:
+            supervised = packed >= SUPERVISED_BIT
+            self.num_samples += 1
+            self.num_tokens += len(packed)
+            self.num_supervised += int(supervised.sum())
+            last = int(packed[supervised][-1] & ~SUPERVISED_BIT)
+            self.endings.setdefault(str(last), [0, done.origin])[0] += 1
 
 
 def pack(sample: Sample) -> np.ndarray:
@@ -100,128 +90,178 @@ def pack(sample: Sample) -> np.ndarray:
     return sample.token_ids.astype(np.uint32) | np.where(sample.supervised, SUPERVISED_BIT, np.uint32(0))
 
 
-class CachedSource:
-    """The samples of a cache; `header` is its `data.json`. Tokens stay on disk, lengths are in memory."""
+def cache_key(facts: Iterable[Any]) -> str:
+    """Return the sha256 of plain data."""
+    return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
 
-    def __init__(self, directory: Path, header: dict[str, Any]) -> None:
-        self.directory, self.header = directory, header
-        self.num_samples: int | None = int(header["num_samples"])
-        self.names: list[str] = header["names"]
-        self.offsets = np.fromfile(directory / OFFSETS, dtype=np.int64)
-        self.lengths = np.diff(self.offsets)
-        self.num_targets = np.fromfile(directory / TARGETS, dtype=np.int32)
-        self._tokens: np.ndarray | None = None
-        self._places: np.ndarray | None = None
-        self._block_digests = (directory / BLOCKS).read_bytes()
-        self._is_checked = np.zeros(len(self._block_digests) // DIGEST_BYTES, dtype=bool)
+
+def part_folder(directory: Path, index: int) -> Path:
+    """Return the folder of part `index` of the cache in `directory`."""
+    return directory / f"{index:06d}"
+
+
+def write_part(
+    part: Path, results: Sequence[Encoded], counts: Counts, *, names: Sequence[str], is_last: bool
+) -> None:
+    """Publish the part of consecutive records; `counts` go up to its end, `names` are those of the files."""
+    rows = [
+        (done.file, done.place, len(packed), (packed[1:] >= SUPERVISED_BIT).sum())
+        for done in results
+        for packed in done.samples
+    ]
+    packed = [np.zeros(0, dtype=np.uint32), *(packed for done in results for packed in done.samples)]
+    tokens = np.concatenate(packed)
+    ids = tokens & ~SUPERVISED_BIT
+    is_used = np.zeros(int(ids.max(initial=0)) + 1, dtype=bool)
+    is_used[ids] = True
+    blocks = (tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS))
+    header = {
+        **asdict(counts),
+        "names": list(names),
+        "is_last": is_last,
+        "used_ids": np.flatnonzero(is_used).tolist(),
+        "blocks": [hashlib.sha256(block).hexdigest() for block in blocks],
+    }
+    with publish(part) as staging:
+        (staging / TOKENS).write_bytes(tokens.data)
+        (staging / SAMPLES).write_bytes(np.asarray(rows, dtype=np.int64).tobytes())
+        (staging / HEADER).write_text(json.dumps(header), encoding="utf-8")
+
+
+def intact_parts(directory: Path) -> list[dict[str, Any]]:
+    """Return the headers of the parts before the first that is missing or damaged, which is removed.
+
+    Reads and verifies all of their content.
+    """
+    headers: list[dict[str, Any]] = []
+    while (part := part_folder(directory, len(headers))).is_dir():
+        try:
+            verify(part, sealed=True)
+        except UserError as error:
+            log.warning("a part of the data cache is damaged and is tokenised again: %s", error.message)
+            shutil.rmtree(part)
+            break
+        note_progress()
+        headers.append(read_json(part / HEADER))
+    return headers
+
+
+class CachedSource:
+    """The samples of a cache; `header` is that of its last part. Tokens stay on disk, lengths in memory."""
+
+    def __init__(self, directory: Path, headers: Sequence[dict[str, Any]]) -> None:
+        self.directory, self.header = directory, headers[-1]
+        self.num_samples: int | None = int(self.header["num_samples"])
+        self._used_ids = [header["used_ids"] for header in headers]
+        self._blocks = [header["blocks"] for header in headers]
+        self._checked: set[tuple[int, int]] = set()
+        self._maps: dict[tuple[int, str], np.ndarray] = {}
+        tables = [self._table(part) for part in range(len(headers))]
+        self.lengths = np.concatenate([table[:, LENGTH] for table in tables])
+        self.num_targets = np.concatenate([table[:, NUM_TARGETS] for table in tables])
+        self._offsets = np.concatenate([np.zeros(1, dtype=np.int64), self.lengths.cumsum()])
+        self._first = np.cumsum([0, *map(len, tables)])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the memory maps: another process opens the files itself."""
-        return self.__dict__ | {"_tokens": None, "_places": None}
+        return self.__dict__ | {"_maps": {}}
 
     def sample(self, index: int) -> Sample:
         """Read sample `index`; UserError IDLM-0236 where the file is damaged there."""
-        if self._tokens is None:
-            self._tokens = np.memmap(self.directory / TOKENS, dtype=np.uint32, mode="r")
-        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
-        self._check_blocks(self._tokens, start, stop)
-        packed = np.array(self._tokens[start:stop])
+        part, _ = self._find(index)
+        start = int(self._offsets[index] - self._offsets[self._first[part]])
+        packed = self._read(part, start, start + int(self.lengths[index]))
         return Sample(
             token_ids=(packed & ~SUPERVISED_BIT).astype(np.int64),
             supervised=packed >= SUPERVISED_BIT,
             origin=f"sample {index} ({self.origin(index)})",
         )
 
-    def _check_blocks(self, tokens: np.ndarray, start: int, stop: int) -> None:
-        """Hash the blocks of tokens [start, stop) that this process has not read before."""
-        for block in range(start // BLOCK_TOKENS, (stop - 1) // BLOCK_TOKENS + 1):
-            if self._is_checked[block]:
-                continue
-            content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
-            known = self._block_digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-            if hashlib.sha256(content).digest() != known:
-                raise UserError(
-                    "IDLM-0236",
-                    f"the data cache is damaged: {self.directory / TOKENS}, block {block} of "
-                    f"{BLOCK_TOKENS} tokens, differs from its hash",
-                    fix=f"delete the folder {self.directory}; the next start builds it again from the data",
-                )
-            self._is_checked[block] = True
+    def origin(self, index: int) -> str:
+        """Return `file:line` of a sample."""
+        part, place = self._find(index)
+        row = self._table(part)[place]
+        return f"{self.header['names'][row[FILE]]}:{row[PLACE]}"
 
     def records(self) -> np.ndarray:
         """Return the number of each sample's record, [num_samples]: turns of a conversation share one."""
-        return np.unique(self._where(), axis=0, return_inverse=True)[1].reshape(-1)
-
-    def _where(self) -> np.ndarray:
-        """Return file and line of all samples, int64 [num_samples, 2]."""
-        if self._places is None:
-            self._places = np.memmap(self.directory / PLACES, dtype=np.int64, mode="r").reshape(-1, 2)
-        return self._places
-
-    def origin(self, index: int) -> str:
-        """Return `file:line` of a sample."""
-        file, place = self._where()[index]
-        return f"{self.names[file]}:{place}"
+        places = [self._table(part)[:, : PLACE + 1] for part in range(len(self._blocks))]
+        return np.unique(np.concatenate(places), axis=0, return_inverse=True)[1].reshape(-1)
 
     def digest(self) -> str:
-        """Return the sha256 of all tokens and flags, from the manifest."""
-        files: dict[str, Any] = read_json(self.directory / MANIFEST)["files"]
-        return str(files[TOKENS]["sha256"])
+        """Return the sha256 of all tokens and flags, from the manifests; of several parts that of theirs."""
+        parts = [part_folder(self.directory, index) for index in range(len(self._blocks))]
+        found = [str(read_json(part / MANIFEST)["files"][TOKENS]["sha256"]) for part in parts]
+        return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
 
     def refuse_token(self, token_id: int) -> None:
         """Raise UserError IDLM-0206, naming the record, where `token_id` occurs."""
-        used = np.fromfile(self.directory / USED_IDS, dtype=np.int32)
-        if token_id not in used:
-            return
-        tokens = np.memmap(self.directory / TOKENS, dtype=np.uint32, mode="r")
-        for start in range(0, len(tokens), SCANNED_TOKENS):
-            hits = np.flatnonzero((tokens[start : start + SCANNED_TOKENS] & ~SUPERVISED_BIT) == token_id)
-            if len(hits):
-                index = int(np.searchsorted(self.offsets, start + hits[0], side="right")) - 1
+        for part, used in enumerate(self._used_ids):
+            if token_id in used:
+                hits = np.flatnonzero((self._map(part, TOKENS) & ~SUPERVISED_BIT) == token_id)
+                place = self._offsets[self._first[part]] + hits[0]
                 raise UserError(
                     "IDLM-0206",
-                    f"{self.origin(index)} contains the mask token (id {token_id})",
+                    f"{self.origin(int(np.searchsorted(self._offsets, place, side='right')) - 1)} contains "
+                    f"the mask token (id {token_id})",
                     fix="remove the mask token's text from the data, or choose another model.mask_token_id",
                 )
-        raise AssertionError(f"{token_id=} is in {USED_IDS} but nowhere in {TOKENS}")
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return the part of a sample and its place there."""
+        part = int(np.searchsorted(self._first, index, side="right")) - 1
+        return part, index - int(self._first[part])
+
+    def _map(self, part: int, name: str) -> np.ndarray:
+        if (part, name) not in self._maps:
+            path, dtype = part_folder(self.directory, part) / name, DTYPES[name]
+            # An empty file cannot be mapped.
+            is_empty = not path.stat().st_size
+            self._maps[part, name] = np.zeros(0, dtype) if is_empty else np.memmap(path, dtype, mode="r")
+        return self._maps[part, name]
+
+    def _table(self, part: int) -> np.ndarray:
+        return self._map(part, SAMPLES).reshape(-1, 4)
+
+    def _read(self, part: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens [start, stop) of a part; hash their blocks that this process has not read before."""
+        tokens = self._map(part, TOKENS)
+        for block in range(start // BLOCK_TOKENS, (stop - 1) // BLOCK_TOKENS + 1):
+            if (part, block) in self._checked:
+                continue
+            content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+            if hashlib.sha256(content).hexdigest() != self._blocks[part][block]:
+                folder = part_folder(self.directory, part)
+                raise UserError(
+                    "IDLM-0236",
+                    f"the data cache is damaged: {folder / TOKENS}, block {block} of {BLOCK_TOKENS} tokens, "
+                    "differs from its hash",
+                    fix=f"delete the folder {folder}; the next start builds it again from the data",
+                )
+            self._checked.add((part, block))
+        return np.array(tokens[start:stop])
 
 
-def open_cache(directory: Path, key: str) -> CachedSource | None:
-    """Return the cache in `directory`, None where there is none; ValueError says what is damaged."""
-    if not directory.is_dir():
-        return None
-    try:
-        files: dict[str, Any] = read_json(directory / MANIFEST)["files"]
-        header = read_json(directory / HEADER)
-        for name, entry in files.items():
-            _check_file(
-                directory / name, size=entry["size"], sha256=None if name == TOKENS else entry["sha256"]
-            )
-        num_tokens, num_samples = header["num_tokens"], header["num_samples"]
-        expected = {
-            TOKENS: 4 * num_tokens,
-            BLOCKS: DIGEST_BYTES * -(-num_tokens // BLOCK_TOKENS),
-            OFFSETS: 8 * (num_samples + 1),
-            TARGETS: 4 * num_samples,
-            PLACES: 16 * num_samples,
-        }
-        wrong = [name for name, size in expected.items() if files[name]["size"] != size]
-        if wrong or header["format"] != FORMAT or header["key"] != key:
-            raise ValueError(f"{HEADER} does not describe {', '.join(wrong) or 'this data'}")
-        return CachedSource(directory, header)
-    except (KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+def open_cache(directory: Path) -> CachedSource | None:
+    """Return the cache in `directory`, None where it is not complete; ValueError says what is damaged."""
+    headers: list[dict[str, Any]] = []
+    while not headers or not headers[-1]["is_last"]:
+        part = part_folder(directory, len(headers))
+        if not part.is_dir():
+            return None
+        try:
+            for name, entry in read_json(part / MANIFEST)["files"].items():
+                _check_file(part / name, size=entry["size"], sha256=entry["sha256"])
+            headers.append(read_json(part / HEADER))
+        except (KeyError, TypeError, OSError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+    return CachedSource(directory, headers)
 
 
-def cache_key(facts: Iterable[Any]) -> str:
-    """Return the sha256 of plain data."""
-    return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()
-
-
-def _check_file(path: Path, *, size: int, sha256: str | None) -> None:
+def _check_file(path: Path, *, size: int, sha256: str) -> None:
     if path.stat().st_size != size:
         raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
-    if sha256 is not None:
+    if path.name != TOKENS:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise ValueError(f"the sha256 of {path.name} differs from the manifest")

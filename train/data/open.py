@@ -1,4 +1,4 @@
-"""Opens the source of a run: where its cache is, and which rank builds it while the others wait.
+"""Opens the source of a run of several ranks: which one builds the cache while the others wait.
 
 Rank 0 builds first; then one rank of each node, which finds that cache on a shared file system and else
 builds its own; then the rest. Each rank plans rows from its own data, so digests of the data are compared.
@@ -6,42 +6,26 @@ builds its own; then the rest. Each rank plans rows from its own data, so digest
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from idlm.checkpoint import read_json
 from idlm.errors import UserError
-from idlm.files.disk import replace_text
 from idlm.log import rank
-from idlm.train.data.base import SOURCES, Encoder, Source
+from idlm.train.data.base import Encoder, Source, open_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.distributed.collectives import gather_objects, highest, is_distributed
+from idlm.train.distributed.collectives import gather_objects, highest
 from idlm.train.loop.liveness import note_progress, progress_count
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
 
-CACHE_FOLDER = "data_cache"
-DATA_FILE = "data.json"
-BASE_FILE = "base.json"
 SECONDS_BETWEEN_SIGNS = 5.0
-
-
-def open_source(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
-    """Return the source of `data`; this process tokenises it where it is not cached."""
-    folder = data.cache_dir or str(Path(output_dir).absolute().parent / CACHE_FOLDER)
-    return SOURCES.get(data.source)(dataclasses.replace(data, cache_dir=folder), encoder)
 
 
 def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: str) -> Source:
     """Return the same source on each rank; a UserError of one rank is raised on all. Collective."""
-    if not is_distributed():
-        return open_source(data, encoder, output_dir=output_dir)
     is_first_of_node = int(os.environ.get("LOCAL_RANK", rank())) == 0
     sources: list[Source] = []
 
@@ -60,48 +44,6 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
             fix="give every node the same files, tokenizer and template, or a data.cache_dir that they share",
         )
     return source
-
-
-def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
-    """Store the identity of a run's data in its folder `run`; UserError IDLM-0235 where a resumed run has
-    other data.
-
-    Item k of a run is a pure function of its data: with other data, a resumed run would see some samples
-    twice and others never.
-    """
-    if isinstance(source, CachedSource):
-        now = {"digest": source.digest(), "num_samples": source.num_samples}
-        before = _remembered(run / DATA_FILE, now, is_continued=is_continued)
-        if before != now:
-            raise UserError(
-                "IDLM-0235",
-                f"the run in {run} was started on {before.get('num_samples')} samples that are not the "
-                f"{now['num_samples']} of its data now",
-                fix="restore the data files, or start a new run: another output_dir, or resume=never",
-            )
-
-
-def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
-    """Store which base an adapter is trained on in `run`; UserError IDLM-0518 where a resumed run has
-    another.
-
-    A checkpoint of such a run holds the adapter only; the frozen base is read again from model.path.
-    """
-    now = {"base_identity": identity}
-    if identity is not None and _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:
-        raise UserError(
-            "IDLM-0518",
-            f"the weights in model.path are not those that the adapter in {run} was started on",
-            fix="restore them, or start a new run: another output_dir, or resume=never",
-        )
-
-
-def _remembered(path: Path, now: dict[str, Any], *, is_continued: bool) -> dict[str, Any]:
-    """Return what the run was started with according to `path`; a new run writes `now` there."""
-    if is_continued and path.is_file():
-        return read_json(path)
-    replace_text(path, json.dumps(now))
-    return now
 
 
 def _while_others_wait(work: Callable[[], None] | None) -> None:

@@ -23,7 +23,6 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
-from idlm.train.data.prepare import make_objective, prepare_data
 from idlm.train.model.checks import mask_token
 from idlm.train.model.files import embedding_norm, is_renamed, read_generation_config, weight_problems
 from idlm.train.model.load import check_base_config, create_base
@@ -33,7 +32,7 @@ from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.preview import LEGEND, coloured, pieces_of, plain
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.planning.time import span
-from idlm.train.prepare import prepare_adapter, prepare_model, prepare_tokenizer
+from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
-from idlm.train.data.prepare import held_out_flags
 from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
 from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
+from idlm.train.prepare import held_out_flags
 from tests.integration.training.stopped_runs import failing_after
 from tests.integration.training.test_train_tiny import arguments
 from tests.tiny_training import tiny_config
@@ -174,9 +174,8 @@ def test_the_report_compares_with_the_plan(watched: tuple[Path, Service]) -> Non
 def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: Path) -> None:
     from idlm.config.compose import compose
     from idlm.train.config.schema import TrainConfig
-    from idlm.train.data.prepare import prepare_data
     from idlm.train.objectives.idlm import IntrospectiveConsistency
-    from idlm.train.prepare import prepare_tokenizer
+    from idlm.train.prepare import prepare_data, prepare_tokenizer
 
     path = tmp_path / "data.jsonl"
     lines = [json.dumps({"prompt": f"Sam has {n}", "response": f"{n} and {n * n}"}) for n in range(40)]

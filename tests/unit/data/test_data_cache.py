@@ -28,10 +28,9 @@ from idlm.train.data.cache import CachedSource
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import Sample
-from idlm.train.data.open import remember_data
 from idlm.train.data.packing import split
-from idlm.train.data.prepare import held_out_flags
 from idlm.train.objectives.idlm import IntrospectiveConsistency
+from idlm.train.prepare import held_out_flags, remember_data
 
 MASK = 190
 
@@ -75,9 +74,9 @@ def test_a_cache_is_found_again_until_something_changes(tmp_path: Path, tokenize
     built: list[str] = []
     original = build.build_cache
 
-    def counting(reader, config, encoder, *, directory, key):
-        built.append(key)
-        original(reader, config, encoder, directory=directory, key=key)
+    def counting(reader, config, encoder, *, directory):
+        built.append(directory.name)
+        original(reader, config, encoder, directory=directory)
 
     monkeypatch.setattr(build, "build_cache", counting)
     first = read(config_of(path), encoder_of(tokenizer))
@@ -106,8 +105,8 @@ def test_a_damaged_cache_is_built_again_with_a_warning(
 ) -> None:
     config = config_of(write(tmp_path / "a.jsonl", 20))
     source = read(config, encoder_of(tokenizer))
-    expected, files = contents(source), sorted(source.directory.iterdir())
-    assert len(files) == 8
+    expected, files = contents(source), sorted(source.directory.glob("*/*"))
+    assert len(files) == 4
     for file in files:
         for damage in ("cut", "flip", "gone"):
             # Tokens are hashed when they are read: the next test.
@@ -132,7 +131,7 @@ def test_damaged_tokens_are_never_trained_on(tmp_path: Path, tokenizer, monkeypa
     config = config_of(write(tmp_path / "a.jsonl", 20))
     source = read(config, encoder_of(tokenizer))
     expected = contents(source)
-    tokens = source.directory / "tokens.bin"
+    tokens = source.directory / "000000" / "tokens.bin"
     whole = tokens.read_bytes()
     for place in (0, len(whole) // 2, len(whole) - 1):
         tokens.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -156,7 +155,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, tokenizer) -> 
     path.write_text(whole + "\n{")
     with pytest.raises(UserError, match=r"IDLM-0201.*a\.jsonl:21"):
         read(config_of(path), encoder_of(tokenizer))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list(tmp_path.rglob("cache/*")) == []
     path.write_text(whole)
     assert read(config_of(path), encoder_of(tokenizer)).num_samples == 20
 
@@ -171,8 +170,9 @@ def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> No
         config = config_of(path, workers=workers, on_bad_record="skip")
         config.cache_dir = str(tmp_path / f"cache{workers}")
         sources.append(read(config, encoder_of(tokenizer)))
-    for name in ("tokens.bin", "offsets.bin", "targets.bin", "places.bin", "data.json"):
-        assert (sources[0].directory / name).read_bytes() == (sources[1].directory / name).read_bytes(), name
+    for name in ("tokens.bin", "samples.bin", "data.json"):
+        one, other = (source.directory / "000000" / name for source in sources)
+        assert one.read_bytes() == other.read_bytes(), name
     assert sources[0].digest() == sources[1].digest()
     with pytest.raises(UserError, match=r"IDLM-0204.*a\.jsonl:34"):
         read(config_of(path, workers=2), encoder_of(tokenizer))
@@ -181,7 +181,7 @@ def test_several_processes_write_the_same_cache(tmp_path: Path, tokenizer) -> No
 def test_a_copy_for_another_process_holds_no_tokens(tmp_path: Path, tokenizer) -> None:
     source = read(config_of(write(tmp_path / "a.jsonl", 5)), encoder_of(tokenizer))
     expected = contents(source)
-    assert source.__getstate__()["_tokens"] is None
+    assert source.__getstate__()["_maps"] == {}
     assert contents(copy.deepcopy(source)) == expected
 
 

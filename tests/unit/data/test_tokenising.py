@@ -1,4 +1,4 @@
-"""Tokenising for hours (issue 13, line 4): the watchdog sees its progress, and finished shards are kept."""
+"""Tokenising for hours (issue 13, line 4): the watchdog sees its progress, and finished parts are kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.check import data_problems
 from idlm.train.config.data import DataConfig
 from idlm.train.config.schema import LoopConfig
-from idlm.train.data import build, shards
+from idlm.train.data import build, cache
 from idlm.train.data import open as opening
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.cache import CachedSource, pack
@@ -70,8 +71,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, *, fails_at: int | None = None, er
 
 @pytest.fixture
 def stopped(tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
-    """A build with shards of about 8 records that Ctrl-C ended at line 50."""
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
+    """A build with parts of about 8 records that Ctrl-C ended at line 50."""
+    monkeypatch.setattr(build, "PART_TOKENS", 200)
     config = config_of(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         counting(patch, fails_at=50, error=KeyboardInterrupt)
@@ -79,24 +80,25 @@ def stopped(tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -
     return config
 
 
-def shard_folders(config: DataConfig) -> list[Path]:
-    return sorted(Path(str(config.cache_dir)).glob("*.shards/*"))
+def part_folders(config: DataConfig) -> list[Path]:
+    return sorted(Path(str(config.cache_dir)).glob("*/0*"))
 
 
 def assert_same_cache(found: CachedSource, config: DataConfig, encoder: Encoder, folder: Path) -> None:
     whole = read(dataclasses.replace(config, cache_dir=str(folder)), encoder)
-    for path in whole.directory.iterdir():
-        assert path.read_bytes() == (found.directory / path.name).read_bytes(), path.name
+    for path in whole.directory.rglob("*.*"):
+        name = path.relative_to(whole.directory)
+        assert path.read_bytes() == (found.directory / name).read_bytes(), name
 
 
-def last_line_of(shard: Path) -> int:
-    return json.loads((shard / shards.RECORDS).read_text())["records"][-1][1]
+def last_line_of(part: Path) -> int:
+    return json.loads((part / cache.HEADER).read_text())["num_records"]
 
 
-def test_a_killed_build_continues_after_its_last_finished_shard(
+def test_a_killed_build_continues_after_its_last_finished_part(
     stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = shard_folders(stopped)
+    kept = part_folders(stopped)
     assert len(kept) >= 3
     last_line = last_line_of(kept[-1])
     with monkeypatch.context() as patch:
@@ -109,12 +111,12 @@ def test_a_killed_build_continues_after_its_last_finished_shard(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_a_damaged_shard_and_later_ones_are_tokenised_again(
+def test_a_damaged_part_and_later_ones_are_tokenised_again(
     damage: str, stopped: DataConfig, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, *_ = shard_folders(stopped)
+    first, second, *_ = part_folders(stopped)
     last_line = last_line_of(first)
-    tokens = second / shards.TOKENS
+    tokens = second / cache.TOKENS
     content = bytearray(tokens.read_bytes())
     content[40] ^= 1
     if damage == "gone":
@@ -128,47 +130,55 @@ def test_a_damaged_shard_and_later_ones_are_tokenised_again(
     assert_same_cache(source, stopped, encoder, tmp_path / "whole")
 
 
-def test_a_half_written_shard_is_never_used(
+def test_a_half_written_part_is_never_used(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process dies while the second shard is written: it does not exist under its name."""
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
-    config, written = config_of(tmp_path), []
+    """The process dies while the second part is written: it does not exist under its name."""
+    monkeypatch.setattr(build, "PART_TOKENS", 200)
+    config = config_of(tmp_path)
 
-    def write(results: Any, directory: Path) -> None:
-        if written:
-            (directory / shards.TOKENS).write_bytes(b"half")
-            raise KeyboardInterrupt
-        written.append(directory)
-        original(results, directory)
+    @contextmanager
+    def publish(part: Path) -> Iterator[Path]:
+        with original(part) as staging:
+            yield staging
+            if part.name == "000001":
+                (staging / cache.TOKENS).write_bytes(b"half")
+                raise KeyboardInterrupt
 
-    original = shards._write
+    original = cache.publish
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "_write", write)
+        patch.setattr(cache, "publish", publish)
         read(config, encoder)
-    assert [path.name for path in shard_folders(config)] == ["000000"]
+    assert [path.name for path in part_folders(config)] == ["000000"]
     assert_same_cache(read(config, encoder), config, encoder, tmp_path / "whole")
 
 
-def test_shards_outlive_a_full_disk_and_not_refused_data(
+def test_parts_outlive_a_full_disk_and_not_refused_data(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 200)
+    monkeypatch.setattr(build, "PART_TOKENS", 200)
     config = config_of(tmp_path)
+    original = Path.write_text
+
+    def write_text(path: Path, *args: Any, **settings: Any) -> int:
+        if path.name == cache.HEADER and len(part_folders(config)) == 3:
+            raise OSError(28, "No space left on device")
+        return original(path, *args, **settings)
+
     with monkeypatch.context() as patch, pytest.raises(UserError, match="IDLM-0301"):
-        counting(patch, fails_at=50, error=OSError(28, "No space left on device"))
+        patch.setattr(Path, "write_text", write_text)
         read(config, encoder)
-    assert shard_folders(config)
+    assert len(part_folders(config)) == 3
     with pytest.raises(UserError, match="IDLM-0204"):
         read(config_of(tmp_path, on_bad_record="error", cache_dir=str(tmp_path / "other")), encoder)
-    assert list((tmp_path / "other").iterdir()) == []
+    assert list(tmp_path.rglob("other/*")) == []
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (64, 8)])
 def test_tokenising_takes_up_to_eight_cores_by_default(
     cores: int, expected: int, tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few records are encoded without starting processes."""
+    """Records of few bytes are encoded without starting processes, whatever their number."""
     started: list[int] = []
 
     def by_workers(tasks: Any, encoder: Encoder, num_workers: int) -> Iterator[build.Encoded]:
@@ -181,7 +191,7 @@ def test_tokenising_takes_up_to_eight_cores_by_default(
     assert config.workers is None and data_problems(config, None) == []
     whole = read(config, encoder)
     assert started == []
-    monkeypatch.setattr(build, "RECORDS_ALONE", 7)
+    monkeypatch.setattr(build, "BYTES_ALONE", 400)
     config.cache_dir = str(tmp_path / "again")
     assert read(config, encoder).digest() == whole.digest()
     assert started == ([expected] if expected > 1 else [])
