@@ -79,7 +79,7 @@ def batch_of(
     samples: list[Sample], objective: Objective, stage: Stage, *, padding: int = 0
 ) -> dict[str, torch.Tensor]:
     """A collated micro-batch of one packed row."""
-    total = sum(objective.num_rows(sample) for sample in samples) + padding
+    total = sum(objective.num_rows(len(sample), sample.num_targets) for sample in samples) + padding
     row = pack_rows([objective.rows(sample, stage) for sample in samples], total, pad_token_id=0)
     item = row | {"item_id": 0, "stage": 0}
     return collate([item])

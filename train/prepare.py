@@ -32,10 +32,9 @@ from idlm.train.model.checks import (
     prepare_mask_row,
     window_problem,
 )
-from idlm.train.model.compile import compile_layers, compiles
 from idlm.train.model.gated_lora import add_adapter, choose_mask
-from idlm.train.model.load import create_base, load_base
-from idlm.train.objectives.base import OBJECTIVES, Objective, ObjectiveArgs
+from idlm.train.model.load import compile_layers, compiles, create_base, load_base
+from idlm.train.objectives.base import OBJECTIVES, Objective
 from idlm.train.objectives.curriculum import Curriculum
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
         held_out=data.held_out,
         attention=attention,
         adapter=adapter,
-        base_identity=_identity_of_base(adapter),
+        base_identity=base_identity(Path(adapter.base_path)) if adapter and adapter.base_path else None,
     )
 
 
@@ -139,8 +138,8 @@ def prepare_mask(
 ) -> tuple[int | None, torch.Tensor | None]:
     """The mask token's id, whose embedding row is usable afterwards; None for objectives without masks.
 
-    Grows the vocabulary only when it has no spare row. An adapter does not change the base: where it needs an
-    embedding for the mask token, its start [D] is returned.
+    An adapter does not change the base: where it needs an embedding for the mask token, its start [D] is
+    returned.
     """
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None
@@ -169,12 +168,6 @@ def prepare_adapter(
     return spec
 
 
-def _identity_of_base(adapter: AdapterSpec | None) -> str | None:
-    if adapter is None or adapter.base_path is None:
-        return None
-    return base_identity(Path(adapter.base_path))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
     """What a run trains on and is evaluated on; `held_out` is None without `eval.every`."""
@@ -189,13 +182,11 @@ def make_objective(
 ) -> Objective:
     """Return the objective of a run; `mask_token_id` is None where it places no masks."""
     generation = model.generation_config
-    return OBJECTIVES.get(config.objective).create(
-        ObjectiveArgs(
-            mask_token_id=mask_token_id,
-            mask_region=config.mask_region,
-            max_stride=max((stage.stride for stage in config.train.stages), default=1),
-            stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
-        )
+    return OBJECTIVES.get(config.objective)(
+        mask_token_id=mask_token_id,
+        mask_region=config.mask_region,
+        max_stride=max((stage.stride for stage in config.train.stages), default=1),
+        stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
     )
 
 
@@ -276,11 +267,8 @@ def _separate_source(config: TrainConfig, encoder: Encoder) -> Source:
 
 
 def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
-    """Store the identity of a run's data in its folder `run`; UserError IDLM-0235 where a resumed run has
-    other data.
-
-    Item k of a run is a pure function of its data: with other data, a resumed run would see some samples
-    twice and others never.
+    """Store which data a run has in its folder; UserError IDLM-0235 where a resumed run has other data, with
+    which it would see some samples twice and others never.
     """
     if isinstance(source, CachedSource):
         now = {"digest": source.digest(), "num_samples": source.num_samples}
@@ -295,10 +283,8 @@ def remember_data(run: Path, source: Source, *, is_continued: bool) -> None:
 
 
 def remember_base(run: Path, identity: str | None, *, is_continued: bool) -> None:
-    """Store which base an adapter is trained on in `run`; UserError IDLM-0518 where a resumed run has
-    another.
-
-    A checkpoint of such a run holds the adapter only; the frozen base is read again from model.path.
+    """Store which base an adapter is trained on in the folder of its run; UserError IDLM-0518 where a resumed
+    run has another: checkpoints hold the adapter only, and the base is read again from model.path.
     """
     now = {"base_identity": identity}
     if identity is not None and _remembered(run / BASE_FILE, now, is_continued=is_continued) != now:

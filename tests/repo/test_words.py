@@ -76,7 +76,7 @@ STANDARD_NAMES = {
     "explaining_memory": "explain_out_of_memory",
     "check_room": "check_memory",
     "relieve": "free_cached_memory",
-    "Given": "ObjectiveArgs",
+    "Given": "Objective",
     "Fed": "TokenCounts",
     "Seen": "PeerStatus",
     "Beat": "Heartbeat",

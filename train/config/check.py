@@ -25,7 +25,7 @@ from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.shapes import SHAPE_CHOICES
 from idlm.train.distributed.deepspeed import deepspeed_problems, uses_deepspeed
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
-from idlm.train.model.compile import CHOICES as COMPILE_CHOICES
+from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, BALANCES
 

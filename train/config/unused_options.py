@@ -50,7 +50,7 @@ RULES = (
     ),
     Rule(("data.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits"),
     Rule(
-        ("data.thinking",),
+        ("data.thinking", "data.turns", "data.chat_template"),
         lambda c: c.data.shape == "text",
         "records of data.shape=text are trained on as they are",
     ),

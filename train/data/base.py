@@ -42,21 +42,6 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class MeasuredSource(Protocol):
-    """A finite source that knows the sizes of its samples without reading them.
-
-    `lengths` [num_samples] counts tokens, `num_targets` [num_samples] supervised tokens after the first
-    token.
-    """
-
-    num_samples: int | None
-    lengths: np.ndarray
-    num_targets: np.ndarray
-
-    def sample(self, index: int) -> Sample: ...
-
-
-@runtime_checkable
 class JudgedSource(Protocol):
     """A source that checks a model's answers to its prompts."""
 
@@ -202,7 +187,8 @@ class Encoder:
             return [self._checked(Sample.from_pair(prompt_ids, token_ids, origin=origin))]
         sample = self._rendered_answer(prompt, answer["text"], origin)
         if answer["finish_reason"] != "stop":
-            sample = self._without_end(sample)
+            # The end of the turn, its last supervised token, would teach to stop in mid-sentence.
+            sample = self._checked(sample.piece(0, int(np.flatnonzero(sample.supervised)[-1])))
         return [sample]
 
     def _rendered_answer(self, prompt: Any, text: str, origin: str) -> Sample:
@@ -250,11 +236,6 @@ class Encoder:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*token_ids, self.tokenizer.eos_token_id]
 
-    def _without_end(self, sample: Sample) -> Sample:
-        """Cut the sample before its last supervised token, which would teach to stop in mid-sentence."""
-        end = int(np.flatnonzero(sample.supervised)[-1])
-        return self._checked(sample.truncated(end))
-
     def _checked(self, sample: Sample) -> Sample:
         if self.mask_token_id is not None and (sample.token_ids == self.mask_token_id).any():
             raise UserError(
@@ -269,7 +250,7 @@ class Encoder:
                 f"{sample.origin} begins with two bos tokens (id {bos})",
                 fix="remove the bos token's text from the data: it is added where the model expects it",
             )
-        if len(sample) < 2 or not sample.supervised[1:].any():
+        if not sample.num_targets:
             raise _nothing_to_predict(sample.origin, f"{len(sample)} tokens")
         return sample
 

@@ -38,7 +38,7 @@ from idlm.train.data.cache import (
     write_part,
 )
 from idlm.train.data.files import Reader, reading
-from idlm.train.data.shapes import KEYS, SHAPES, check_same_shape, detect_shape, samples_of
+from idlm.train.data.shapes import SHAPES, check_same_shape, detect_shape, known_keys, samples_of
 from idlm.train.loop.liveness import note_progress
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:
             failure = (error.code, error.message, error.fix)
             yield Encoded(file=row.file, place=row.place, origin=origin, error=failure)
         else:
-            record = {name: value for name, value in row.value.items() if name in KEYS}
+            record = {name: value for name, value in row.value.items() if name in known_keys()}
             yield row.file, row.place, origin, record, shape
 
 
@@ -176,14 +176,10 @@ def _no_samples(config: DataConfig, counts: Counts) -> UserError:
     )
 
 
-def default_workers() -> int:
-    """Return the number of processes that tokenise without `data.workers`: one per core of this process."""
-    return min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
-
-
 def _encoded(tasks: Iterator[Task | Encoded], encoder: Encoder, workers: int | None) -> Iterator[Encoded]:
     """Yield the result of each task, in order."""
-    num_workers = default_workers() if workers is None else workers
+    default = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
+    num_workers = default if workers is None else workers
     num_alone = BYTES_ALONE if workers is None else 0
     for task in tasks:
         if num_workers > 1 and num_alone <= 0:

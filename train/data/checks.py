@@ -6,7 +6,6 @@ Checks of a single record are in `base.Encoder`, where the record's file and lin
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.train.data.base import Source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.packing import FileRows, measure
+from idlm.train.data.packing import FileRows
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from idlm.train.data.layout import Sample
 
 NUM_COUNTED = 64
-"""Samples of an endless source that are counted."""
+"""Samples that are counted where no cache counted them."""
 MIN_SUPERVISED = 0.02
 MAX_LOST = 0.05
 
@@ -99,10 +97,17 @@ def inspect_data(
 
     Raises UserError IDLM-0234 when no sample ends in a token that stops the model.
     """
-    file = dataset.rows if isinstance(dataset.rows, FileRows) else None
-    source = dataset.source if file is not None else _First(dataset.source)
+    file, source = dataset.rows if isinstance(dataset.rows, FileRows) else None, dataset.source
     header: dict[str, Any] = source.header if isinstance(source, CachedSource) else {}
-    lengths, num_targets = (file.lengths, file.num_targets) if file is not None else measure(source)
+    num_read = 0 if header else min(source.num_samples or NUM_COUNTED, NUM_COUNTED)
+    samples = [source.sample(index) for index in range(num_read)]
+    if file is not None:
+        lengths, num_supervised = file.lengths, int(file.num_targets.sum())
+        longest = source.sample(int(lengths.argmax()))
+    else:
+        lengths = np.asarray([len(sample) for sample in samples])
+        num_supervised = sum(sample.num_targets for sample in samples)
+        longest = samples[int(lengths.argmax())]
     is_chat = tuple(header.get("shapes", ())) != ("text",)
     num_overlong = {}
     if file is not None:
@@ -114,37 +119,27 @@ def inspect_data(
         uses_template=is_chat and config.chat_template and bool(tokenizer.chat_template),
         num_samples=dataset.source.num_samples,
         lengths=lengths,
-        num_supervised=header.get("num_supervised", int(num_targets.sum())),
-        longest_origin=source.sample(int(lengths.argmax())).origin,
+        num_supervised=header.get("num_supervised", num_supervised),
+        longest_origin=longest.origin,
         num_overlong=num_overlong,
-        open_ends=_open_ends(source, header, {int(tokenizer.eos_token_id), *stop_token_ids}),
+        open_ends=_open_ends(header, samples, {int(tokenizer.eos_token_id), *stop_token_ids}),
         rows_per_epoch=dataset.rows_per_epoch(),
         padding_share=0.0 if file is None else file.padding_share,
     )
     return replace(report, warnings=tuple(_warnings(report, tokenizer)))
 
 
-class _First:
-    """The first samples of an endless source, made once."""
-
-    def __init__(self, source: Source) -> None:
-        self.num_samples: int | None = NUM_COUNTED
-        self._samples = [source.sample(index) for index in range(NUM_COUNTED)]
-
-    def sample(self, index: int) -> Sample:
-        return self._samples[index]
-
-
-def _open_ends(source: Source, header: dict[str, Any], stops: set[int]) -> dict[int, tuple[int, str]]:
+def _open_ends(
+    header: dict[str, Any], samples: Sequence[Sample], stops: set[int]
+) -> dict[int, tuple[int, str]]:
     """(count, example) of the last supervised tokens that do not stop the model, by token id."""
-    if header:
-        endings = {int(token_id): tuple(ending) for token_id, ending in header["endings"].items()}
-    else:
-        samples = [source.sample(index) for index in range(min(source.num_samples or 0, NUM_COUNTED))]
-        last = [int(sample.token_ids[np.flatnonzero(sample.supervised)[-1]]) for sample in samples]
-        endings = {
-            token_id: (num, samples[last.index(token_id)].origin) for token_id, num in Counter(last).items()
-        }
+    endings: dict[int, tuple[int, str]] = {}
+    for token_id, (num, example) in header.get("endings", {}).items():
+        endings[int(token_id)] = num, example
+    for sample in samples:
+        last = int(sample.token_ids[sample.supervised][-1])
+        num, example = endings.get(last, (0, sample.origin))
+        endings[last] = num + 1, example
     found = {token_id: ending for token_id, ending in endings.items() if token_id not in stops}
     # Answers that a limit cut off are the model's own text, which need not be unlearnt: a warning is enough.
     if len(found) == len(endings) and "answers" not in header.get("shapes", ()):

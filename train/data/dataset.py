@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from idlm.masks import PADDING_DOC
 from idlm.train.data.base import Source
-from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, Sample, pack_rows
+from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, pack_rows
 from idlm.train.data.packing import FileRows, LengthLimits, StreamRows
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.curriculum import Curriculum
@@ -25,8 +25,10 @@ from idlm.train.planning.time import count_fed
 class PackedDataset(Dataset[dict[str, Any]]):
     """`len` counts the items of the whole run.
 
-    `left_out`, bool [num_samples], marks samples that are not used.
+    `left_out`, bool [num_samples], marks samples that are not used. Call `start` before items are read.
     """
+
+    curriculum: Curriculum
 
     def __init__(
         self,
@@ -42,7 +44,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self.source, self.objective, self.row_length = source, objective, row_length
         self.pad_token_id, self.seed = pad_token_id, seed
-        self._curriculum: Curriculum | None = None
         limits = LengthLimits(
             objective=objective, max_length=max_length, row_length=row_length, overlong=overlong
         )
@@ -50,14 +51,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if source.num_samples is not None:
             self.rows = FileRows(source, limits, seed=seed, left_out=left_out)
 
-    @property
-    def curriculum(self) -> Curriculum:
-        assert self._curriculum is not None, "start() gives the curriculum"
-        return self._curriculum
-
     def start(self, curriculum: Curriculum) -> None:
         """Set the curriculum, whose length in epochs may depend on how many rows the data packs into."""
-        self._curriculum = curriculum
+        self.curriculum = curriculum
 
     def __len__(self) -> int:
         return self.curriculum.num_items
@@ -67,23 +63,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         stage = self.curriculum.stage_of_item(item)
         documents = [
             self.objective.rows(sample, stage, (self.seed, item, place))
-            for place, sample in enumerate(self.samples(item))
+            for place, sample in enumerate(self.rows.row(item))
         ]
         packed: dict[str, Any] = pack_rows(documents, self.row_length, pad_token_id=self.pad_token_id)
         return packed | {"item_id": item, "stage": stage.index}
-
-    def members(self, item: int) -> list[int]:
-        """Sample indices of the packed row `item`; a sample that was split may occur several times."""
-        return self.rows.members(item)
-
-    def samples(self, item: int) -> list[Sample]:
-        """The samples in the packed row `item`, cut to `max_length`."""
-        return self.rows.row(item)
-
-    @property
-    def num_dropped(self) -> int:
-        """Samples of a file that are dropped because they are too long; 0 for endless sources."""
-        return self.rows.num_dropped
 
     def rows_per_epoch(self) -> int | None:
         """Packed rows of an epoch; None for an endless source."""

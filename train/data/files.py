@@ -34,7 +34,7 @@ class Row:
 
 
 class Reader(Protocol):
-    """Records of one source in a fixed order. `share_read` (0 to 1) grows while `rows` is consumed."""
+    """Records of one source in a fixed order; `share_read` (0 to 1) grows while `rows` is consumed."""
 
     names: tuple[str, ...]
     share_read: float
@@ -44,6 +44,18 @@ class Reader(Protocol):
 
     def rows(self) -> Iterator[Row]:
         """All records, in order; a damaged file raises UserError IDLM-0231."""
+
+
+class FileReader:
+    """Base of readers of files, in the order of their names."""
+
+    def __init__(self, path: str | None, suffixes: Sequence[str]) -> None:
+        self.paths = find_files(path, suffixes)
+        self.names = tuple(shown(name) for name in self.paths)
+        self.share_read = 0.0
+
+    def identity(self) -> list[Any]:
+        return identity_of(self.paths)
 
 
 @contextmanager

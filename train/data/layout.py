@@ -53,6 +53,11 @@ class Sample:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens after the first token, which nothing predicts."""
+        return int(self.supervised[1:].sum())
+
     @staticmethod
     def from_pair(prompt_ids: Sequence[int], response_ids: Sequence[int], *, origin: str = "") -> Sample:
         """Prompt tokens are context, response tokens (with the final eos) are targets."""
@@ -65,10 +70,6 @@ class Sample:
         """Return tokens [start, stop)."""
         span = slice(start, stop)
         return Sample(token_ids=self.token_ids[span], supervised=self.supervised[span], origin=self.origin)
-
-    def truncated(self, limit: int) -> Sample:
-        """Return the first `limit` tokens."""
-        return self.piece(0, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+
+_EMPTY = np.zeros(0, dtype=np.int64)
+NO_ROWS = Rows(input_ids=_EMPTY, positions=_EMPTY, block_starts=_EMPTY, labels=_EMPTY)
+"""The noisy half of objectives without masks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +146,6 @@ def noisy_rows(sample: Sample, *, mask_region: str, stride: int, mask_token_id: 
         block_starts=block_starts,
         labels=sample.token_ids[positions + 1],
     )
-
-
-def no_rows() -> Rows:
-    """Return the empty noisy half, for objectives without masks."""
-    empty = np.zeros(0, dtype=np.int64)
-    return Rows(input_ids=empty, positions=empty, block_starts=empty, labels=empty)
 
 
 def pack_rows(documents: Sequence[SampleRows], num_rows: int, *, pad_token_id: int) -> dict[str, np.ndarray]:

@@ -18,7 +18,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.train.data.base import MeasuredSource, Source
+from idlm.train.data.base import Source
+from idlm.train.data.cache import CachedSource
 from idlm.train.data.layout import Sample
 from idlm.train.objectives.base import Objective
 
@@ -53,15 +54,12 @@ class LengthLimits:
     row_length: int
     overlong: str
 
-    def __post_init__(self) -> None:
-        assert self.overlong in OVERLONG_POLICIES, f"{self.overlong=}"
-
     def fits(self, sample: Sample) -> bool:
         """Return whether the sample is used whole."""
-        return len(sample) <= self.max_length and self.fits_row(sample)
+        return len(sample) <= self.max_length and self.num_rows(sample) <= self.row_length
 
-    def fits_row(self, sample: Sample) -> bool:
-        return self.objective.num_rows(sample) <= self.row_length
+    def num_rows(self, sample: Sample) -> int:
+        return self.objective.num_rows(len(sample), sample.num_targets)
 
     def parts(self, sample: Sample) -> list[tuple[int, int]]:
         """(start, stop) of what is trained on of a sample that does not fit; UserError IDLM-0205 for `error`.
@@ -72,12 +70,12 @@ class LengthLimits:
             raise self._error(sample)
         if self.overlong == "drop":
             return []
-        parts = split(sample, self.fits_row, max_length=self.max_length)
+        parts = split(sample, self.fits, max_length=self.max_length)
         parts = parts[:1] if self.overlong == "truncate" else parts
-        return [(start, stop) for start, stop in parts if sample.piece(start, stop).supervised[1:].any()]
+        return [(start, stop) for start, stop in parts if sample.piece(start, stop).num_targets]
 
     def _error(self, sample: Sample) -> UserError:
-        length, num_rows = len(sample), self.objective.num_rows(sample)
+        length, num_rows = len(sample), self.num_rows(sample)
         limits = (
             ("train.max_length", length, self.max_length),
             ("train.row_length", num_rows, self.row_length),
@@ -137,23 +135,11 @@ def best_fit_decreasing(
     return bins
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlan:
-    """Rows of a file: row k holds the indices `members[offsets[k] : offsets[k + 1]]`, all int64."""
+def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample.
 
-    members: np.ndarray
-    offsets: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def row(self, index: int) -> list[int]:
-        found: list[int] = self.members[self.offsets[index] : self.offsets[index + 1]].tolist()
-        return found
-
-
-def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
-    """Shuffle a file and pack it pool by pool in O(n log n); `costs` int64 [n]: rows of each sample."""
+    Returns int64 arrays: row k holds the indices `members[offsets[k] : offsets[k + 1]]` into `costs`.
+    """
     order = np.random.default_rng(seed).permutation(len(costs))
     members, sizes = [], []
     for start in range(0, len(order), POOL_SAMPLES):
@@ -162,12 +148,7 @@ def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> FilePlan:
         members.append(pool[np.concatenate([np.asarray(places) for places in bins])])
         sizes.append(np.asarray([len(places) for places in bins]))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), *sizes]).cumsum()
-    return FilePlan(members=np.concatenate(members), offsets=offsets)
-
-
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch visits the rows, int64 [num_rows]."""
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+    return np.concatenate(members), offsets
 
 
 class FileRows:
@@ -183,7 +164,7 @@ class FileRows:
     ) -> None:
         self.source, self.limits, self.seed = source, limits, seed
         self.lengths, self.num_targets = measure(source)
-        costs = limits.objective.num_rows_of(self.lengths, self.num_targets)
+        costs = limits.objective.num_rows(self.lengths, self.num_targets)
         is_wanted = np.ones(len(costs), dtype=bool) if left_out is None else ~left_out
         is_overlong = is_wanted & ((self.lengths > limits.max_length) | (costs > limits.row_length))
         fitting = np.flatnonzero(is_wanted & ~is_overlong)
@@ -202,16 +183,16 @@ class FileRows:
                 f"train.row_length={limits.row_length} rows",
                 fix="raise train.max_length and train.row_length, or set train.overlong=truncate",
             )
-        self.plan = plan_file(self.costs, limits.row_length, seed=seed)
+        self._members, self._offsets = plan_file(self.costs, limits.row_length, seed=seed)
         self._orders: Recent[np.ndarray] = Recent(2)
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self._offsets) - 1
 
     @property
     def padding_share(self) -> float:
         """Share of an epoch's rows that is padding."""
-        return 1 - float(self.costs.sum()) / (len(self.plan) * self.limits.row_length)
+        return 1 - float(self.costs.sum()) / (len(self) * self.limits.row_length)
 
     def members(self, item: int) -> list[int]:
         """Sample indices of the packed row `item` of the run; a split sample may occur several times."""
@@ -225,9 +206,14 @@ class FileRows:
         ]
 
     def _units(self, item: int) -> list[int]:
-        epoch, place = divmod(item, len(self.plan))
-        order = self._orders.get(epoch, lambda n: epoch_order(len(self.plan), seed=self.seed, epoch=n))
-        return self.plan.row(int(order[place]))
+        epoch, place = divmod(item, len(self))
+        row = self._orders.get(epoch, self._order)[place]
+        found: list[int] = self._members[self._offsets[row] : self._offsets[row + 1]].tolist()
+        return found
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return the order in which an epoch visits the rows, int64 [rows]."""
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self))
 
     def _parts(self, overlong: np.ndarray) -> np.ndarray:
         """Int64 [num_parts, 4]: sample, start, stop and rows of what is used of samples that are too long."""
@@ -236,7 +222,7 @@ class FileRows:
         for index in [] if self.limits.overlong == "drop" else overlong.tolist():
             sample = self.source.sample(index)
             for start, stop in self.limits.parts(sample):
-                parts.append((index, start, stop, self.limits.objective.num_rows(sample.piece(start, stop))))
+                parts.append((index, start, stop, self.limits.num_rows(sample.piece(start, stop))))
         return np.asarray(parts, dtype=np.int64).reshape(-1, 4)
 
 
@@ -246,8 +232,6 @@ class StreamRows:
     Pool p owns as many sample indices as it has token rows, so that no two pools share one. Samples are drawn
     in order until they fill the pool's rows by volume; the few that then fit no row are dropped.
     """
-
-    num_dropped = 0
 
     def __init__(self, source: Source, limits: LengthLimits) -> None:
         self.source, self.limits = source, limits
@@ -284,7 +268,7 @@ class StreamRows:
             sample = self._samples.get(index, self._used)
             if sample is not None:
                 members.append(index)
-                costs.append(self.limits.objective.num_rows(sample))
+                costs.append(self.limits.num_rows(sample))
                 total += costs[-1]
                 if total >= volume:
                     break
@@ -301,10 +285,10 @@ class StreamRows:
 
 
 def measure(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, supervised tokens after the first) of all samples, read where the source has no counts."""
-    if isinstance(source, MeasuredSource):
+    """Tokens and targets of all samples, int64 [num_samples], read where they are not cached."""
+    if isinstance(source, CachedSource):
         return source.lengths, source.num_targets
     assert source.num_samples is not None, "an endless source has no lengths"
     samples = [source.sample(index) for index in range(source.num_samples)]
     lengths = np.asarray([len(sample) for sample in samples], dtype=np.int64)
-    return lengths, np.asarray([sample.supervised[1:].sum() for sample in samples], dtype=np.int64)
+    return lengths, np.asarray([sample.num_targets for sample in samples], dtype=np.int64)

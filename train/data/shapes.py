@@ -7,6 +7,7 @@ All records of one source have one shape: a file of several shapes is a mistake 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,16 +158,18 @@ SHAPES: dict[str, Shape] = {
     "text": Shape((("text",),), '{"text": str}', _text),
 }
 SHAPE_CHOICES = (AUTO, *SHAPES)
-KEYS = frozenset(
-    {key for shape in SHAPES.values() for keys in shape.keys for key in keys}
-    | {"input", "num_prompt_tokens", *UNSUPPORTED}
-)
-"""All keys that are read; other columns of a table need not be loaded."""
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """Return all keys that are read; other columns of a table need not be loaded."""
+    keys = {key for shape in SHAPES.values() for keys in shape.keys for key in keys}
+    return frozenset(keys | {"input", "num_prompt_tokens", *UNSUPPORTED})
 
 
 def wanted_columns(names: Sequence[str]) -> list[str]:
     """Return the columns that a shape may have; all where there are none, so that an error can name them."""
-    return [name for name in names if name in KEYS] or list(names)
+    return [name for name in names if name in known_keys()] or list(names)
 
 
 def without_nulls(record: Record) -> dict[str, Any]:

@@ -1,15 +1,20 @@
-"""The model that training starts from: new, or read from a checkpoint directory, completely or not at all.
+"""The model that training starts from: new, or read from a checkpoint directory, and how it is compiled.
 
-transformers fills tensors that a checkpoint lacks with random numbers; here that is an error.
+transformers fills tensors that a checkpoint lacks with random numbers; here that is an error. Decoder layers
+are compiled one by one: they share their code, so one compilation serves all of them; the rest (wrappers,
+hooks on the head, gathering of rows) stays eager, because compiled code of the whole model would depend on
+the number of documents and supervised rows.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from idlm.checkpoint import read_json, verify
 from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
@@ -21,7 +26,10 @@ from idlm.train.model.files import num_tensors, savable, some_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
 MAX_NAMED = 8
+COMPILE_CHOICES = ("auto", "on", "off")
+WEIGHT_SHARDING_STAGE = 3
 
 
 def load_base(path: str, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -138,3 +146,37 @@ def create_base(
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
         raise UserError("IDLM-0502", f"model.config: {error}", fix="correct model.config") from error
+
+
+def compiles(choice: str, device: torch.device, *, zero_stage: int | None) -> bool:
+    """Whether to compile the layers for `model.compile` = `choice`; `auto`: on a GPU, except under ZeRO-3.
+
+    ZeRO-3 gathers and frees the weights of every layer in hooks, which compiled code would not see.
+    UserError IDLM-0540 for choice "on" under ZeRO-3.
+    """
+    moves_weights = zero_stage == WEIGHT_SHARDING_STAGE
+    if choice == "on" and moves_weights:
+        raise UserError(
+            "IDLM-0540",
+            "model.compile=on does not go with train.zero_stage=3, which moves weights in and out of layers",
+            fix="set model.compile=auto (eager layers under ZeRO-3), or train.zero_stage=2",
+        )
+    return choice == "on" or (choice == "auto" and device.type == "cuda" and not moves_weights)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The model's decoder layers: the outermost module list of their number, whatever its name."""
+    wanted = model.config.get_text_config().num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    found = next((module for module in lists if len(module) == wanted), None)
+    assert found is not None, f"no list of {wanted} layers in {type(model).__name__}"
+    return found
+
+
+def compile_layers(model: PreTrainedModel) -> int:
+    """Compile every decoder layer in place, for static shapes, at its first use; returns how many."""
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.compile(dynamic=False)
+    log.info("compiling %d decoder layers", len(layers))
+    return len(layers)

@@ -10,42 +10,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from idlm.semantics import Semantics
-from idlm.train.data.layout import Sample, SampleRows, clean_rows, no_rows
-from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, OneTerm, Terms, one_term
+from idlm.train.data.layout import NO_ROWS, Sample, SampleRows, clean_rows
+from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Terms, one_term
 from idlm.train.objectives.curriculum import Stage
 
 
 @OBJECTIVES.register("ar")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Autoregressive(OneTerm):
+class Autoregressive(Objective):
     """The one term is `clean`: response tokens with `mask_region=response`, all tokens with `all`."""
 
-    mask_token_id: int | None
-    mask_region: str
     places_masks: ClassVar[bool] = False
     predicts_next: ClassVar[bool] = True
-    term_names: tuple[str, ...] = ("clean",)
-
-    @classmethod
-    def create(cls, given: ObjectiveArgs) -> Autoregressive:
-        return cls(mask_token_id=given.mask_token_id, mask_region=given.mask_region)
+    term_names: ClassVar[tuple[str, ...]] = ("clean",)
 
     def default_row_length(self, max_length: int) -> int:
         return max_length
 
-    def num_rows(self, sample: Sample) -> int:
-        return len(sample)
-
-    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
-        return lengths.astype(np.int64)
+    def num_rows(self, length: Count, num_targets: Count) -> Count:
+        return length
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
-        return SampleRows(noisy=no_rows(), clean=clean_rows(sample, self.mask_region))
+        return SampleRows(noisy=NO_ROWS, clean=clean_rows(sample, self.mask_region))
 
     def semantics(self, stride: int) -> Semantics:
         return Semantics(mask_region=self.mask_region)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from idlm.train.data.layout import Sample, SampleRows
 from idlm.train.objectives.curriculum import Stage
 
 Batch = dict[str, Tensor]
+Count = TypeVar("Count", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,35 +76,36 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveArgs:
-    """What a run gives its objective. `mask_token_id` is None where no masks are placed; `max_stride` is the
-    largest stride of all stages; `stop_token_ids` end an answer.
+class Objective:
+    """Base of all objectives. It has no state: each result follows from the arguments.
+
+    `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
+    `stop_token_ids` end an answer. `term_names` name the summed losses, in the order of `Terms.sums`.
     """
+
+    places_masks: ClassVar[bool]
+    """Whether it needs a mask token and stages with strides."""
+    predicts_next: ClassVar[bool]
+    """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to weigh
+    and no gated adapter, which keeps the clean rows of the base.
+    """
+    term_names: ClassVar[tuple[str, ...]]
 
     mask_token_id: int | None
     mask_region: str
     max_stride: int = 1
     stop_token_ids: tuple[int, ...] = ()
 
-
-class Objective(Protocol):
-    """One training objective. It has no state: each result follows from the arguments."""
-
-    @property
-    def term_names(self) -> tuple[str, ...]:
-        """Names of the summed losses, in the order of `Terms.sums`."""
-
     def default_row_length(self, max_length: int) -> int:
         """Return how many rows the longest allowed sample needs."""
+        raise NotImplementedError
 
-    def num_rows(self, sample: Sample) -> int:
-        """Return how many rows the sample needs at most, over all stages."""
+    def num_rows(self, length: Count, num_targets: Count) -> Count:
+        """Return how many rows a sample needs at most, over all stages: numbers, or int64 [samples] of many.
 
-    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
-        """Return `num_rows` of many samples, int64 [samples], without reading them.
-
-        `lengths` [samples] counts tokens, `num_targets` [samples] supervised tokens after the first token.
+        `length` counts its tokens, `num_targets` its supervised tokens after the first token.
         """
+        raise NotImplementedError
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         """Return the rows of a sample at a stage of the curriculum.
@@ -111,12 +113,15 @@ class Objective(Protocol):
         Everything random follows from `seed`, which differs for each visit of a sample, so that a resumed run
         draws the same.
         """
+        raise NotImplementedError
 
     def semantics(self, stride: int) -> Semantics:
         """Return how to decode a checkpoint that was trained up to a stage of this stride."""
+        raise NotImplementedError
 
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
+        raise NotImplementedError
 
     def terms(
         self,
@@ -134,25 +139,16 @@ class Objective(Protocol):
         `want_overlap`: this step is logged, so also compute what is only reported. Must not wait for the
         device.
         """
+        raise NotImplementedError
 
     def needs_means(self, stage: Stage) -> bool:
         """Return whether `weights` depends on the step's own losses, which then need a forward pass first."""
-
-    def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
-        """Return the weight of each term, float32 [num_terms]; `means` [num_terms], sums / counts over all
-        ranks, are given where `needs_means`.
-        """
-
-
-class OneTerm:
-    """Base of objectives with one term, whose weight is 1 at all stages."""
-
-    __slots__ = ()
-
-    def needs_means(self, stage: Stage) -> bool:
         return False
 
     def weights(self, stage: Stage, means: Tensor | None) -> Tensor:
+        """Return the weight of each term, float32 [num_terms]; `means` [num_terms], sums / counts over all
+        ranks, are given where `needs_means`. The weight of a single term is 1.
+        """
         return torch.ones(1)
 
 
@@ -178,21 +174,4 @@ def one_term(
     return Terms(sums=(weights_M * nll_M).sum().reshape(1), loss=loss)
 
 
-class ObjectiveFactory(Protocol):
-    """The class of an objective; its flags decide which options a configuration may set."""
-
-    @property
-    def places_masks(self) -> bool:
-        """Whether it needs a mask token and stages with strides."""
-
-    @property
-    def predicts_next(self) -> bool:
-        """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to
-        weigh and no gated adapter, which keeps the clean rows of the base.
-        """
-
-    def create(self, given: ObjectiveArgs) -> Objective:
-        """Return the objective of a run."""
-
-
-OBJECTIVES: Registry[ObjectiveFactory] = Registry("objective", "idlm.train.objectives")
+OBJECTIVES: Registry[type[Objective]] = Registry("objective", "idlm.train.objectives")

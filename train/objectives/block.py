@@ -22,7 +22,7 @@ from torch import Tensor
 
 from idlm.semantics import Semantics
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, OneTerm, Terms, one_term
+from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Terms, one_term
 from idlm.train.objectives.curriculum import Stage
 
 LOWEST_RATE = CERTAIN // 1000
@@ -31,26 +31,12 @@ LOWEST_RATE = CERTAIN // 1000
 
 @OBJECTIVES.register("block")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockDiffusion(OneTerm):
+class BlockDiffusion(Objective):
     """The one term is `mask`, in nats per target: an estimate of the NELBO."""
 
-    mask_token_id: int
-    mask_region: str
-    max_stride: int
-    stop_token_ids: tuple[int, ...] = ()
     places_masks: ClassVar[bool] = True
     predicts_next: ClassVar[bool] = False
-    term_names: tuple[str, ...] = ("mask",)
-
-    @classmethod
-    def create(cls, given: ObjectiveArgs) -> BlockDiffusion:
-        assert given.mask_token_id is not None
-        return cls(
-            mask_token_id=given.mask_token_id,
-            mask_region=given.mask_region,
-            max_stride=given.max_stride,
-            stop_token_ids=given.stop_token_ids,
-        )
+    term_names: ClassVar[tuple[str, ...]] = ("mask",)
 
     def semantics(self, stride: int) -> Semantics:
         return Semantics(
@@ -65,11 +51,8 @@ class BlockDiffusion(OneTerm):
     def default_row_length(self, max_length: int) -> int:
         return 2 * max_length + self.max_stride - 1
 
-    def num_rows(self, sample: Sample) -> int:
-        return self.default_row_length(len(sample))
-
-    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
-        return 2 * lengths.astype(np.int64) + self.max_stride - 1
+    def num_rows(self, length: Count, num_targets: Count) -> Count:
+        return 2 * length + (self.max_stride - 1)
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         random = np.random.default_rng([*seed])
@@ -94,6 +77,7 @@ class BlockDiffusion(OneTerm):
         """Return the rows of blocks with a target; tokens of `is_masked` become masks, drawn at `rates` (in
         parts of `CERTAIN`). All arguments are [L].
         """
+        assert self.mask_token_id is not None
         positions = np.arange(len(token_ids), dtype=np.int64)
         block = positions // block_size
         kept = (np.bincount(block, weights=is_target) > 0)[block]

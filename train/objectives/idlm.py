@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from idlm.semantics import Semantics
-from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Head, ObjectiveArgs, Overlap, Terms
+from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows
+from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Overlap, Terms
 from idlm.train.objectives.curriculum import Stage
 
 SMALLEST_LOSS = 1e-8
@@ -32,28 +31,18 @@ SMALLEST_LOSS = 1e-8
 
 @OBJECTIVES.register("idlm")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IntrospectiveConsistency:
+class IntrospectiveConsistency(Objective):
     """The terms are (mask, clean). Each supervised clean row has one noisy row with the same label."""
 
-    mask_token_id: int | None
-    mask_region: str
     places_masks: ClassVar[bool] = True
     predicts_next: ClassVar[bool] = True
-    term_names: tuple[str, ...] = ("mask", "clean")
-
-    @classmethod
-    def create(cls, given: ObjectiveArgs) -> IntrospectiveConsistency:
-        return cls(mask_token_id=given.mask_token_id, mask_region=given.mask_region)
+    term_names: ClassVar[tuple[str, ...]] = ("mask", "clean")
 
     def default_row_length(self, max_length: int) -> int:
         return 2 * max_length
 
-    def num_rows(self, sample: Sample) -> int:
-        return len(sample) + int(target_flags(sample, self.mask_region).sum())
-
-    def num_rows_of(self, lengths: np.ndarray, num_targets: np.ndarray) -> np.ndarray:
-        masks = lengths - 1 if self.mask_region == "all" else num_targets
-        return lengths.astype(np.int64) + masks
+    def num_rows(self, length: Count, num_targets: Count) -> Count:
+        return length + (length - 1 if self.mask_region == "all" else num_targets)
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         assert self.mask_token_id is not None

@@ -14,7 +14,7 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.config.trainer_arguments import num_processes
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, uses_deepspeed, zero_stage
-from idlm.train.model.compile import compiles
+from idlm.train.model.load import compiles
 from idlm.train.objectives.curriculum import Curriculum
 from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
 from idlm.train.planning.state import GIB, RunSetup, state_setup

@@ -31,7 +31,7 @@ from idlm.tasks import TASKS
 from idlm.text.tokenizer import load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data.base import SOURCES, Encoder
-from idlm.train.objectives.base import OBJECTIVES, Head, ObjectiveArgs
+from idlm.train.objectives.base import OBJECTIVES, Head
 from tests.tiny_training import VOCAB, batch_of, random_sample, stage_of
 from tests.toy import write_toy_checkpoint
 
@@ -137,10 +137,8 @@ def test_the_memory_manager(install: Install, tmp_path: Path) -> None:
 
 
 def test_the_objective(install: Install) -> None:
-    made = (
-        install("objective").get("ar_late").create(ObjectiveArgs(mask_token_id=None, mask_region="response"))
-    )
-    plain = OBJECTIVES.get("ar").create(ObjectiveArgs(mask_token_id=None, mask_region="response"))
+    made = install("objective").get("ar_late")(mask_token_id=None, mask_region="response")
+    plain = OBJECTIVES.get("ar")(mask_token_id=None, mask_region="response")
     stage, sample = stage_of(1), random_sample(3, prompt=4, response=9)
     torch.manual_seed(0)
     batch, head = batch_of([sample], plain, stage), Head(weight_VD=torch.randn(VOCAB, 16))

@@ -187,11 +187,13 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     flags = held_out_flags(config.eval, data.dataset.source, seed=config.data.seed)
     assert flags is not None and 1 <= flags.sum() < 20
     assert data.held_out is not None
-    trained = {i for row in range(data.dataset.rows_per_epoch() or 0) for i in data.dataset.members(row)}
-    held_out = {i for row in range(data.held_out.rows_per_epoch() or 0) for i in data.held_out.members(row)}
+    trained = {i for row in range(data.dataset.rows_per_epoch() or 0) for i in data.dataset.rows.members(row)}
+    held_out = {
+        i for row in range(data.held_out.rows_per_epoch() or 0) for i in data.held_out.rows.members(row)
+    }
     assert not trained & held_out
     assert trained | held_out == set(range(40))
-    assert data.dataset.num_dropped == data.held_out.num_dropped == 0
+    assert data.dataset.rows.num_dropped == data.held_out.rows.num_dropped == 0
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.tmp", "report.tmp"])

@@ -54,6 +54,8 @@ UNUSED = (
     ("data.source=hf", "+data.task_args.steps=3"),
     ("data.source=jsonl", "data.split=test"),
     ("data.shape=text", "data.thinking=strip"),
+    ("data.shape=text", "data.turns=last"),
+    ("data.shape=text", "data.chat_template=false"),
     ("eval.every=null", "eval.num_items=3"),
     ("eval.every=null", "eval.path=/e.jsonl"),
     ("eval.every=null", "eval.holdout=0.5"),

@@ -22,7 +22,7 @@ def packed_meta(
     objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=mask_region)
     stage = Stage(index=0, stride=stride, num_steps=1, clean_weight=0.2)
     samples = [Sample.from_pair(range(prompt), range(response)) for prompt, response in lengths]
-    total = sum(objective.num_rows(sample) for sample in samples)
+    total = sum(objective.num_rows(len(sample), sample.num_targets) for sample in samples)
     row = pack_rows([objective.rows(s, stage) for s in samples], total + padding, pad_token_id=0)
     return RowMeta(
         doc_ids=torch.from_numpy(row["doc_ids"]),

@@ -210,20 +210,20 @@ def test_rows_are_a_pure_function_and_every_epoch_uses_every_sample_once(tmp_pat
     datasets = [dataset_of(source) for _ in range(2)]
     rows = len(datasets[0].rows)
     items = np.random.default_rng(0).permutation(3 * rows)
-    backward = {int(item): datasets[0].members(int(item)) for item in items}
-    assert backward == {item: datasets[1].members(item) for item in range(3 * rows)}
+    backward = {int(item): datasets[0].rows.members(int(item)) for item in items}
+    assert backward == {item: datasets[1].rows.members(item) for item in range(3 * rows)}
     fitting = {index for index in range(300) if len(source.sample(index)) <= 40}
     epochs = [[i for item in range(e * rows, (e + 1) * rows) for i in backward[item]] for e in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(fitting)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert datasets[0].num_dropped == 300 - len(fitting) > 0
+    assert datasets[0].rows.num_dropped == 300 - len(fitting) > 0
     costs = [
-        sum(datasets[0].objective.num_rows(s) for s in datasets[0].samples(item)) for item in range(rows)
+        sum(datasets[0].rows.limits.num_rows(s) for s in datasets[0].rows.row(item)) for item in range(rows)
     ]
     assert max(costs) <= 100
     assert datasets[0].rows.padding_share == pytest.approx(1 - sum(costs) / (100 * rows))
-    assert backward != {item: dataset_of(source, seed=2).members(item) for item in range(3 * rows)}
+    assert backward != {item: dataset_of(source, seed=2).rows.members(item) for item in range(3 * rows)}
 
 
 @given(
@@ -237,15 +237,19 @@ def test_pieces_predict_every_token_but_the_first_once(
 ) -> None:
     sample = Sample(token_ids=np.arange(len(flags)), supervised=np.asarray(flags))
     objective = IntrospectiveConsistency(mask_token_id=MASK, mask_region=region)
-    pieces = split(sample, lambda piece: objective.num_rows(piece) <= row_length, max_length=max_length)
+
+    def rows_of(piece: Sample) -> int:
+        return objective.num_rows(len(piece), piece.num_targets)
+
+    pieces = split(sample, lambda piece: rows_of(piece) <= row_length, max_length=max_length)
     predicted = [place for start, stop in pieces for place in range(start + 1, stop)]
     assert predicted == list(range(1, len(flags)))
     for start, stop in pieces:
         assert stop - start <= max_length
-        assert objective.num_rows(sample.piece(start, stop)) <= row_length
+        assert rows_of(sample.piece(start, stop)) <= row_length
     for start, stop in pieces[:-1]:
         is_longest = stop - start == max_length
-        assert is_longest or objective.num_rows(sample.piece(start, stop + 1)) > row_length
+        assert is_longest or rows_of(sample.piece(start, stop + 1)) > row_length
 
 
 def test_a_split_corpus_is_trained_whole(tmp_path: Path, tokenizer) -> None:
@@ -256,7 +260,7 @@ def test_a_split_corpus_is_trained_whole(tmp_path: Path, tokenizer) -> None:
     targets = [int((dataset[item]["labels"] >= 0).sum()) for item in range(rows)]
     # bos and eos come with each text; every token but bos is predicted on both halves.
     assert sum(targets) == 2 * sum(num + 1 for num in (300, 20, 95))
-    assert dataset.num_dropped == 0
+    assert dataset.rows.num_dropped == 0
     report = inspect_data(config_of(path), dataset, tokenizer)
     assert report.num_overlong == {"dropped": 0, "split": 2}
 

@@ -65,7 +65,7 @@ def test_packing_keeps_documents_apart_and_pads_silently(region: str) -> None:
     documents = [objective.rows(sample, stage) for sample in samples]
     used = sum(map(len, documents))
     row = pack_rows(documents, used + 5, pad_token_id=9)
-    assert sum(objective.num_rows(sample) for sample in samples) == used
+    assert sum(objective.num_rows(len(sample), sample.num_targets) for sample in samples) == used
     assert (row["labels"][used:] == IGNORE_LABEL).all()
     assert (row["doc_ids"][used:] == -1).all()
     assert (row["input_ids"][used:] == 9).all()

@@ -251,9 +251,9 @@ def test_properties_of_the_rows(block_size: int, region: str) -> None:
         assert int(noisy.positions[-1]) + 1 == (-(-num // block_size) * block_size if ends_on_stop else num)
         assert np.array_equal(clean.input_ids, sample.token_ids)
         assert (clean.labels == IGNORE_LABEL).all()
-        assert len(rows) <= objective.num_rows(sample)
-        bound = objective.num_rows_of(np.array([num]), np.array([flags[1:].sum()]))
-        assert bound.tolist() == [objective.num_rows(sample)]
+        assert len(rows) <= objective.num_rows(len(sample), sample.num_targets)
+        bound = objective.num_rows(np.array([num]), np.array([flags[1:].sum()]))
+        assert bound.tolist() == [objective.num_rows(len(sample), sample.num_targets)]
 
 
 def test_a_micro_batch_may_draw_no_mask() -> None:

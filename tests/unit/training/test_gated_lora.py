@@ -18,7 +18,6 @@ from idlm.lora import MASK_ROW, PROJECTIONS, AdapterSpec, base_identity, tensor_
 from idlm.train.data.dataset import collate
 from idlm.train.data.layout import pack_rows
 from idlm.train.model import gated_lora as gated
-from idlm.train.model.compile import decoder_layers
 from idlm.train.model.gated_lora import (
     GatedLinear,
     GatedProduct,
@@ -28,6 +27,7 @@ from idlm.train.model.gated_lora import (
     is_trained,
     peft_tensors,
 )
+from idlm.train.model.load import decoder_layers
 from tests.tiny_training import (
     FAMILIES,
     MASK,

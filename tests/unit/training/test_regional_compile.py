@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from idlm.errors import UserError
 from idlm.train.model.attention import register_attention
-from idlm.train.model.compile import compile_layers, compiles, decoder_layers
+from idlm.train.model.load import compile_layers, compiles, decoder_layers
 from tests.tiny_training import HiddenStates
 
 ROWS = 24

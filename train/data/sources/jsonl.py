@@ -16,7 +16,7 @@ from idlm.files.json_lines import DAMAGE, unpacked
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import SUFFIXES, Row, damaged, find_files, identity_of, reading, shown
+from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged, reading
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig
@@ -25,16 +25,8 @@ BOM = b"\xef\xbb\xbf"
 PEEKED_BYTES = 4096
 
 
-class JsonlReader:
-    """Records of JSON files, in the order of the files' names; `place` is a line, or an item of an array."""
-
-    def __init__(self, path: str | None) -> None:
-        self.paths = find_files(path, SUFFIXES["jsonl"])
-        self.names = tuple(shown(name) for name in self.paths)
-        self.share_read = 0.0
-
-    def identity(self) -> list[Any]:
-        return identity_of(self.paths)
+class JsonlReader(FileReader):
+    """Records of JSON files; `place` is a line, or an item of an array."""
 
     def rows(self) -> Iterator[Row]:
         sizes = [path.stat().st_size for path in self.paths]
@@ -78,4 +70,4 @@ def _record(value: Any, origin: str) -> dict[str, Any] | UserError:
 @SOURCES.register("jsonl")
 def jsonl_source(config: DataConfig, encoder: Encoder) -> CachedSource:
     """Read `data.path`."""
-    return cached_source(JsonlReader(config.path), config, encoder)
+    return cached_source(JsonlReader(config.path, SUFFIXES["jsonl"]), config, encoder)

@@ -6,12 +6,12 @@ Only columns of the shapes are read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.files import SUFFIXES, Row, damaged, find_files, identity_of, shown
+from idlm.train.data.files import SUFFIXES, FileReader, Row, damaged
 from idlm.train.data.shapes import wanted_columns, without_nulls
 
 if TYPE_CHECKING:
@@ -20,16 +20,8 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256
 
 
-class ParquetReader:
-    """Rows of Parquet files, in the order of the files' names; `place` is the 1-based row of its file."""
-
-    def __init__(self, path: str | None) -> None:
-        self.paths = find_files(path, SUFFIXES["parquet"])
-        self.names = tuple(shown(name) for name in self.paths)
-        self.share_read = 0.0
-
-    def identity(self) -> list[Any]:
-        return identity_of(self.paths)
+class ParquetReader(FileReader):
+    """Rows of Parquet files; `place` is the 1-based row of its file."""
 
     def rows(self) -> Iterator[Row]:
         import pyarrow
@@ -52,4 +44,4 @@ class ParquetReader:
 @SOURCES.register("parquet")
 def parquet_source(config: DataConfig, encoder: Encoder) -> CachedSource:
     """Read `data.path`."""
-    return cached_source(ParquetReader(config.path), config, encoder)
+    return cached_source(ParquetReader(config.path, SUFFIXES["parquet"]), config, encoder)
