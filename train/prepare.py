@@ -119,9 +119,7 @@ def prepare_tokenizer(config: TrainConfig) -> Any:
 def prepare_model(
     config: TrainConfig, tokenizer: Any, attention: str, device: torch.device
 ) -> PreTrainedModel:
-    """The base: loaded from `model.path`, or new with a vocabulary that leaves a spare row for the mask
-    token.
-    """
+    """The base: loaded from `model.path`, or new with a spare row of the vocabulary for the mask token."""
     dtype = getattr(torch, config.model.dtype)
     if config.model.path is not None:
         return load_base(config.model.path, attention=attention, dtype=dtype)
@@ -138,8 +136,7 @@ def prepare_mask(
 ) -> tuple[int | None, torch.Tensor | None]:
     """The mask token's id, whose embedding row is usable afterwards; None for objectives without masks.
 
-    An adapter does not change the base: where it needs an embedding for the mask token, its start [D] is
-    returned.
+    An adapter does not change the base: the start [D] of an embedding that it needs is returned.
     """
     if not OBJECTIVES.get(config.objective).places_masks:
         return None, None
@@ -193,10 +190,7 @@ def make_objective(
 def prepare_data(
     config: TrainConfig, tokenizer: Any, objective: Objective, mask_token_id: int | None, world_size: int
 ) -> RunData:
-    """Return the packed datasets and the curriculum, whose steps follow from the rows where `epochs` is set.
-
-    Collective.
-    """
+    """The packed datasets, and the curriculum, whose steps follow from the rows with `epochs`. Collective."""
     loop = config.train
     encoder = make_encoder(config.data, tokenizer, mask_token_id)
     source = _open(config.data, encoder, output_dir=config.output_dir)

@@ -92,8 +92,7 @@ class DataReport:
 def inspect_data(
     config: DataConfig, dataset: PackedDataset, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()
 ) -> DataReport:
-    """Report on the data of a prepared run; `stop_token_ids` stop the model in addition to the tokenizer's
-    eos.
+    """Report on the data of a run; `stop_token_ids` stop the model in addition to the tokenizer's eos.
 
     Raises UserError IDLM-0234 when no sample ends in a token that stops the model.
     """

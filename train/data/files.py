@@ -1,6 +1,4 @@
-"""Files of records: which ones a path means, what identifies their content, and what a reader of them
-provides.
-"""
+"""Files of records: which ones a path means, what identifies their content, and how they are read."""
 
 from __future__ import annotations
 
@@ -23,10 +21,7 @@ SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json", ".json.gz"), "parquet": ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record, or the error that it gave.
-
-    `file` is an index into `Reader.names`, `place` a 1-based number.
-    """
+    """One record, or the error it gave; `file` is an index into `Reader.names`, `place` counts from 1."""
 
     file: int
     place: int

@@ -37,9 +37,7 @@ Rates are integers, because trainers cast floats to 16 bits on their way to the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`token_ids` int64 [L]; `supervised` bool [L], true where the token is a target; `origin` is for
-    messages.
-    """
+    """Tokens int64 [L] and flags bool [L], true where a token is a target; `origin` is for messages."""
 
     token_ids: np.ndarray
     supervised: np.ndarray

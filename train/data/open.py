@@ -47,10 +47,9 @@ def open_source_on_all_ranks(data: DataConfig, encoder: Encoder, *, output_dir: 
 
 
 def _while_others_wait(work: Callable[[], None] | None) -> None:
-    """Do `work` (None: wait for ranks that have some), in step with all ranks.
+    """Do `work` (None: wait for ranks that have some); UserErrors are raised on all ranks.
 
-    Collective calls at short intervals keep the process group from timing out. UserErrors are raised on all
-    ranks.
+    Collective calls at short intervals keep the process group from timing out.
     """
     failures: list[Exception] = []
 

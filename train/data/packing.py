@@ -62,10 +62,7 @@ class LengthLimits:
         return self.objective.num_rows(len(sample), sample.num_targets)
 
     def parts(self, sample: Sample) -> list[tuple[int, int]]:
-        """(start, stop) of what is trained on of a sample that does not fit; UserError IDLM-0205 for `error`.
-
-        Parts without a target are left out.
-        """
+        """(start, stop) of parts with a target of a sample that does not fit; IDLM-0205 for `error`."""
         if self.overlong == "error":
             raise self._error(sample)
         if self.overlong == "drop":
@@ -113,9 +110,7 @@ def split(sample: Sample, fits: Callable[[Sample], bool], *, max_length: int) ->
 def best_fit_decreasing(
     costs: Sequence[int], capacity: int, *, max_bins: int | None = None
 ) -> list[list[int]]:
-    """Bins of indices into `costs`, each of total cost <= capacity; what fits no bin of `max_bins` is left
-    out.
-    """
+    """Bins of indices into `costs`, each of total cost <= capacity; what fits no bin is left out."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []
@@ -152,11 +147,11 @@ def plan_file(costs: np.ndarray, capacity: int, *, seed: int) -> tuple[np.ndarra
 
 
 class FileRows:
-    """Packed rows of a finite source, `len` per epoch, planned before data workers start, so that they share
-    it.
+    """Packed rows of a finite source, `len` per epoch, planned before data workers start, which share it.
 
-    A unit is what is packed: a whole sample or a part of one. `left_out`, bool [num_samples], marks samples
-    that are not used; raises UserError IDLM-0205 where no sample fits.
+    A unit is what is packed, a whole sample or a part of one: `units`, int64 [units, 4], has its sample,
+    start, stop and rows. `left_out`, bool [num_samples], marks samples that are not used; raises UserError
+    IDLM-0205 where no sample fits.
     """
 
     def __init__(
@@ -169,13 +164,11 @@ class FileRows:
         is_overlong = is_wanted & ((self.lengths > limits.max_length) | (costs > limits.row_length))
         fitting = np.flatnonzero(is_wanted & ~is_overlong)
         parts = self._parts(np.flatnonzero(is_overlong))
-        self.samples = np.concatenate([fitting, parts[:, 0]])
-        self.starts = np.concatenate([np.zeros_like(fitting), parts[:, 1]])
-        self.stops = np.concatenate([self.lengths[fitting], parts[:, 2]])
-        self.costs = np.concatenate([costs[fitting], parts[:, 3]])
+        whole = np.stack([fitting, np.zeros_like(fitting), self.lengths[fitting], costs[fitting]], axis=1)
+        self.units = np.concatenate([whole, parts])
         self.num_cut = len(np.unique(parts[:, 0]))
         self.num_dropped = int(is_wanted.sum()) - len(fitting) - self.num_cut
-        if not len(self.samples):
+        if not len(self.units):
             raise UserError(
                 "IDLM-0205",
                 f"all {is_wanted.sum()} samples{'' if left_out is None else ' of this part (eval.holdout)'} "
@@ -183,7 +176,7 @@ class FileRows:
                 f"train.row_length={limits.row_length} rows",
                 fix="raise train.max_length and train.row_length, or set train.overlong=truncate",
             )
-        self._members, self._offsets = plan_file(self.costs, limits.row_length, seed=seed)
+        self._members, self._offsets = plan_file(self.units[:, 3], limits.row_length, seed=seed)
         self._orders: Recent[np.ndarray] = Recent(2)
 
     def __len__(self) -> int:
@@ -192,31 +185,28 @@ class FileRows:
     @property
     def padding_share(self) -> float:
         """Share of an epoch's rows that is padding."""
-        return 1 - float(self.costs.sum()) / (len(self) * self.limits.row_length)
+        return 1 - float(self.units[:, 3].sum()) / (len(self) * self.limits.row_length)
 
     def members(self, item: int) -> list[int]:
         """Sample indices of the packed row `item` of the run; a split sample may occur several times."""
-        return [int(self.samples[unit]) for unit in self._units(item)]
+        return self._units(item)[:, 0].tolist()
 
     def row(self, item: int) -> list[Sample]:
         """The samples, or parts of samples, in the packed row `item` of the run."""
-        return [
-            self.source.sample(int(self.samples[unit])).piece(int(self.starts[unit]), int(self.stops[unit]))
-            for unit in self._units(item)
-        ]
+        units = self._units(item).tolist()
+        return [self.source.sample(index).piece(start, stop) for index, start, stop, _ in units]
 
-    def _units(self, item: int) -> list[int]:
+    def _units(self, item: int) -> np.ndarray:
         epoch, place = divmod(item, len(self))
         row = self._orders.get(epoch, self._order)[place]
-        found: list[int] = self._members[self._offsets[row] : self._offsets[row + 1]].tolist()
-        return found
+        return self.units[self._members[self._offsets[row] : self._offsets[row + 1]]]
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the order in which an epoch visits the rows, int64 [rows]."""
         return np.random.default_rng([self.seed, epoch]).permutation(len(self))
 
     def _parts(self, overlong: np.ndarray) -> np.ndarray:
-        """Int64 [num_parts, 4]: sample, start, stop and rows of what is used of samples that are too long."""
+        """Return the units of samples that are too long."""
         parts = []
         # Samples that are dropped need not be read.
         for index in [] if self.limits.overlong == "drop" else overlong.tolist():

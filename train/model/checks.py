@@ -38,8 +38,7 @@ def num_vocabulary_rows(model: PreTrainedModel) -> int:
 def mask_token(tokenizer: Any, num_rows: int, explicit: int | None) -> tuple[int, bool]:
     """(mask token id, whether the embedding of `num_rows` rows has a row for it).
 
-    The id is `explicit`, else the tokenizer's mask token, else the first spare row. UserError: see
-    `resolve_mask_token_id`.
+    The id is `explicit`, else the tokenizer's mask token, else the first spare row. Raises UserError.
     """
     first_spare = num_token_ids(tokenizer)
     if explicit is None and tokenizer.mask_token_id is None and first_spare >= num_rows:
@@ -57,8 +56,7 @@ def grow_vocabulary(model: PreTrainedModel, mask_token_id: int) -> None:
 
 def is_usable(row_D: Tensor) -> bool:
     """Whether an embedding is finite and not zero. Waits for the device."""
-    norm = row_D.float().norm()
-    return bool(torch.isfinite(norm)) and float(norm) > 0.0
+    return 0.0 < float(row_D.float().norm()) < float("inf")
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def num_tensors(directory: Path) -> int | None:
     """How many tensors the weight files hold; None where there are none or one cannot be read."""
     try:
         return sum(len(_shapes(path)) for path in weight_files(directory)) or None
-    except (OSError, SafetensorError):
+    except (OSError, ValueError, SafetensorError):
         return None
 
 

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-GATE = "mask_gate"
-"""Attribute of an adapted model that holds its gate; `idlm.train.step.BodyAndHead` sets its rows."""
-
-
 class Gate:
     """The MASK rows of the current batch, shared by all adapted modules of one model.
 
@@ -167,7 +163,7 @@ def add_adapter(
     gate, generator = Gate(), torch.Generator().manual_seed(seed)
     for name, linear in linears.items():
         if name.rpartition(".")[2] in spec.targets:
-            _replace(model, name, GatedLinear(linear, gate, spec, generator))
+            model.set_submodule(name, GatedLinear(linear, gate, spec, generator))
     if mask_row_D is not None:
         embedding = model.get_input_embeddings()
         if type(embedding) is not nn.Embedding:
@@ -179,20 +175,20 @@ def add_adapter(
             )
         model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_row_D))
     model.register_load_state_dict_post_hook(_expect_trained_only)
-    setattr(model, GATE, gate)
+    # `idlm.train.step.BodyAndHead` sets its rows.
+    model.mask_gate = gate
     return gate
 
 
 def gate_of(model: nn.Module) -> Gate | None:
     """The gate of an adapted model; None for any other."""
-    gate: Gate | None = getattr(model, GATE, None)
+    gate: Gate | None = getattr(model, "mask_gate", None)
     return gate
 
 
 @torch.no_grad()
 def choose_mask(model: PreTrainedModel, tokenizer: Any, explicit: int | None) -> tuple[int, Tensor | None]:
-    """(mask token id, start of a trained embedding [D] or None) for an adapter on `model`, which stays as it
-    is.
+    """(mask token id, start of a trained embedding [D] or None) for an adapter; `model` stays as it is.
 
     Without a spare row the id is the first after the tokenizer's, and no row is added for it. A row that is
     missing, zero or not finite is replaced by a vector of the adapter that starts at the mean embedding.
@@ -233,8 +229,3 @@ def save_trained(model: nn.Module, directory: Path) -> None:
 def _expect_trained_only(model: nn.Module, incompatible: Any) -> None:
     """Do not report frozen weights as missing: checkpoints of an adapter hold none."""
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if is_trained(name)]
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

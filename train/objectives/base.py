@@ -161,9 +161,7 @@ def one_term(
     weights_M: Tensor | float = 1.0,
     coefficients: Tensor | None,
 ) -> Terms:
-    """Return the terms of an objective with one: weight * nll, summed over rows `index_M` of the flattened
-    batch.
-    """
+    """Return the terms of an objective with one: weight * nll, summed over rows `index_M` of the batch."""
     labels_M = batch["labels"].flatten()[index_M]
     hidden_MD = hidden_BTD.flatten(0, 1).index_select(0, index_M)
     loss = None

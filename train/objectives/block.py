@@ -92,9 +92,7 @@ class BlockDiffusion(Objective):
         )
 
     def _filled(self, sample: Sample, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and target flags up to the last target, and up to the end of its block if it ends an
-        answer.
-        """
+        """Return tokens and target flags up to the last target; fills the block in which an answer ends."""
         is_target = np.zeros(len(sample), dtype=bool)
         # As in all objectives, the first token of a document is context.
         is_target[1:] = target_flags(sample, self.mask_region)[:-1]

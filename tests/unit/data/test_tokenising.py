@@ -153,6 +153,29 @@ def test_a_half_written_part_is_never_used(
     assert_same_cache(read(config, encoder), config, encoder, tmp_path / "whole")
 
 
+def test_parts_of_any_size_hold_the_same_samples(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each record that has samples fills a part, so that the last part is empty."""
+    whole = read(config_of(tmp_path), encoder)
+    monkeypatch.setattr(build, "PART_TOKENS", 1)
+    config = config_of(tmp_path, cache_dir=str(tmp_path / "small"))
+    small = read(config, encoder)
+    assert len(part_folders(config)) == NUM_RECORDS
+    for index in range(NUM_RECORDS - 1):
+        one, other = whole.sample(index), small.sample(index)
+        assert one.origin == other.origin
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.supervised.tolist() == other.supervised.tolist()
+    for name in ("lengths", "num_targets"):
+        assert getattr(whole, name).tolist() == getattr(small, name).tolist()
+    assert whole.records().tolist() == small.records().tolist()
+    (new,) = set(whole.sample(2).token_ids) - set(whole.sample(1).token_ids) - set(whole.sample(0).token_ids)
+    for source in (whole, small):
+        with pytest.raises(UserError, match=r"IDLM-0206.*a\.jsonl:3 "):
+            source.refuse_token(int(new))
+
+
 def test_parts_outlive_a_full_disk_and_not_refused_data(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

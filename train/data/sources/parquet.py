@@ -1,7 +1,4 @@
-"""Parquet files as a data source: one file, a folder of shards or a pattern.
-
-Only columns of the shapes are read.
-"""
+"""Parquet files as a data source. Only columns of the shapes are read."""
 
 from __future__ import annotations
 
