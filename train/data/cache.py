@@ -120,7 +120,7 @@ def write_part(
         "names": list(names),
         "is_last": is_last,
         "used_ids": np.flatnonzero(is_used).tolist(),
-        "blocks": [hashlib.sha256(block).hexdigest() for block in blocks],
+        "blocks": [hashlib.sha256(block.data).hexdigest() for block in blocks],
     }
     with publish(part) as staging:
         (staging / TOKENS).write_bytes(tokens.data)
@@ -230,7 +230,7 @@ class CachedSource:
             if (part, block) in self._checked:
                 continue
             content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-            if hashlib.sha256(content).hexdigest() != self._blocks[part][block]:
+            if hashlib.sha256(content.data).hexdigest() != self._blocks[part][block]:
                 folder = part_folder(self.directory, part)
                 raise UserError(
                     "IDLM-0236",
