@@ -15,7 +15,7 @@ from idlm.infer.cli.fingerprint import RunConfig, of_request
 from idlm.infer.cli.progress import AnswerProgress
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
-from idlm.text.chat import encode_messages
+from idlm.text.tokenizer import encode_messages
 
 QUEUE_FACTOR = 4
 """Unfinished samples per lane, so that no lane waits for a line to be read."""

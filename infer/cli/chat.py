@@ -12,7 +12,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
 from idlm.infer.cli.prompts import PromptLine, check_text
-from idlm.text.chat import encode_messages
+from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine

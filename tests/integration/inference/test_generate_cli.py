@@ -18,7 +18,7 @@ from idlm.infer.cli.prompts import RECORD_KEYS
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.state.batch import Schedule
-from idlm.text.chat import encode_messages
+from idlm.text.tokenizer import encode_messages
 from tests.integration.inference.command_lines import (
     AR,
     BASE,
