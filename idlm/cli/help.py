@@ -62,7 +62,7 @@ def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:
     """Return the first sentence of the comment at the start of a recipe."""
     lines = (conf_dir / RECIPE / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment: list[str] = []
-    for line in lines[1:]:
+    for line in lines:
         if not line.startswith("# "):
             break
         comment.append(line.removeprefix("# ").strip())
