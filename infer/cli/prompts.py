@@ -14,8 +14,7 @@ from typing import Any
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.files.json_lines import DAMAGE, unpacked
-from idlm.files.paths import translate_path_errors
+from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
 from idlm.infer.cli.config import check_text
 
 SHAPES = ("prompt", "prompt_ids", "messages")

@@ -154,27 +154,21 @@ class TensorParallelGroup:
         try:
             yield
         except BaseException as error:
-            failure = self._cause_of(error)
-            if failure is not None:
-                raise failure from error
+            if isinstance(error, Exception) and not isinstance(error, UserError):
+                self._await_failure()
             fix = OUT_OF_MEMORY_FIX if is_out_of_memory(error) else ""
             self._fail("IDLM-0428", f"the ranks were ended after an error on rank 0: {error!r}", fix)
             if is_out_of_memory(error):
                 self.check()
             raise
 
-    def _cause_of(self, error: BaseException) -> UserError | None:
-        if isinstance(error, UserError) or not isinstance(error, Exception):
-            return None
+    def _await_failure(self) -> None:
+        """Raise the failure of another rank if it comes soon: it may have caused an error here."""
         deadline = time.monotonic() + FAILURE_REASON_TIMEOUT
-        try:
+        self.check()
+        while (seconds := deadline - time.monotonic()) > 0:
+            wait(self._connections, seconds)
             self.check()
-            while (seconds := deadline - time.monotonic()) > 0:
-                wait(self._connections, seconds)
-                self.check()
-        except UserError as failure:
-            return failure
-        return None
 
     def close(self) -> None:
         """End all ranks; later calls raise UserError IDLM-0428."""
