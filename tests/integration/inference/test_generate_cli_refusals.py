@@ -49,8 +49,6 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("IDLM-0432", '{"prompt": "x"', "JSON"),
         ("IDLM-0432", "[" * 100_000, "JSON"),
-        ("IDLM-0432", '{"prompt": "a", "prompt": "b"}', "'prompt'"),
-        ("IDLM-0432", '{"prompt": "a", "sampling": {"seed": 1, "seed": 2}}', "'seed'"),
         ("IDLM-0433", "[]", "exactly one"),
         ("IDLM-0433", {"prompt": "x", "prompt_ids": [1]}, "exactly one"),
         ("IDLM-0433", {"id": 3}, "exactly one"),
