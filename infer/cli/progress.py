@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from idlm.cli.progress import Clock, Progress
+from idlm.cli.progress import Progress
 from idlm.contracts import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -19,11 +17,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def loading(
-    *, is_shown: bool = True, console: Console | None = None, clock: Clock = time.monotonic
-) -> Iterator[None]:
-    """Show how much of the weights of models loaded inside is copied."""
-    with Progress("loading", counts=False, is_shown=is_shown, console=console, clock=clock) as shown:
+def loading(**options: Any) -> Iterator[None]:
+    """Show how much of the weights of models loaded inside is copied. `options` are those of `Progress`."""
+    with Progress("loading", counts=False, **options) as shown:
         # Importing torch takes seconds, so the bar is shown first.
         from idlm.infer.models.weights import WATCHER
 
@@ -95,35 +91,15 @@ class Tally:
         )
 
 
-class AnswerProgress:
+class AnswerProgress(Progress):
     """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
 
     Tokens are counted when they are emitted; `tally` holds the figures of finished answers.
     """
 
-    def __init__(
-        self,
-        title: str,
-        *,
-        total: int,
-        is_shown: bool = True,
-        console: Console | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._shown = Progress(title, total=total, is_shown=is_shown, console=console, clock=clock)
+    def __init__(self, title: str, *, total: int, **options: Any) -> None:
+        super().__init__(title, total=total, **options)
         self.tally, self._num_tokens = Tally(), 0
-
-    def __enter__(self) -> AnswerProgress:
-        self._shown.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._shown.__exit__(*error)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return self._shown.seconds
 
     def see(self, events: Iterable[StreamEvent]) -> None:
         """Count the events of one pass."""
@@ -131,11 +107,7 @@ class AnswerProgress:
             self._num_tokens += len(event.token_ids)
             if event.completion is not None:
                 self.tally.add(event.completion)
-        self._shown.update(self.tally.num_answers, self._figures)
-
-    def hidden(self) -> AbstractContextManager[None]:
-        """Remove the bar while an answer is printed to the terminal."""
-        return self._shown.hidden()
+        self.update(self.tally.num_answers, self._figures)
 
     def _figures(self) -> str:
         tally = self.tally
