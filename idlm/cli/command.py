@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from idlm.config.compose import parse_value
 from idlm.errors import UserError
@@ -62,14 +62,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _print_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Print only warnings for the user, without the position in the code."""
     if issubclass(category, UserWarning):
         print(f"warning: {message}", file=sys.stderr)

@@ -48,9 +48,9 @@ def main() -> int:
 def run_evaluation(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     if command.asks_for_help(arguments):
-        from idlm.infer.cli.help import print_evaluate_help
+        from idlm.infer.cli.help import EVALUATE, print_command_help
 
-        return print_evaluate_help(arguments)
+        return print_command_help(EVALUATE, EvaluateConfig, arguments)
     config, engine_arguments = read_arguments("eval", EvaluateConfig, arguments)
     with exclusive_output(config.output, overwrite=config.overwrite):
         return _run(config, engine_arguments)

@@ -24,9 +24,9 @@ def generate(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     texts, arguments = take_prompts(arguments)
     if command.asks_for_help(arguments):
-        from idlm.infer.cli.help import print_generate_help
+        from idlm.infer.cli.help import GENERATE, print_command_help
 
-        return print_generate_help(arguments)
+        return print_command_help(GENERATE, GenerateConfig, arguments)
     config, engine_arguments = read_arguments("generate", GenerateConfig, arguments)
     config = dataclasses.replace(config, prompt=[*texts, *config.prompt])
     if config.describe:

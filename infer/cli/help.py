@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from idlm.cli.help import CommandHelp, print_help
 from idlm.config.schema import show_default
-from idlm.infer.cli.config import EngineArguments, EvaluateConfig, GenerateConfig
+from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.registry import Registry
 
 PLUGIN_FLAGS = {
@@ -53,14 +53,9 @@ EVALUATE = CommandHelp(
 )
 
 
-def print_generate_help(arguments: Sequence[str]) -> int:
-    """Print help or version of `idlm-generate`; returns the exit status."""
-    return print_help(GENERATE, GenerateConfig, arguments, plugins=describe_plugins())
-
-
-def print_evaluate_help(arguments: Sequence[str]) -> int:
-    """Print help or version of `idlm-eval`; returns the exit status."""
-    return print_help(EVALUATE, EvaluateConfig, arguments, plugins=describe_plugins())
+def print_command_help(command: CommandHelp, schema: type, arguments: Sequence[str]) -> int:
+    """Print help, with all plug-ins, or version of a command; returns the exit status."""
+    return print_help(command, schema, arguments, plugins=describe_plugins())
 
 
 class PluginHelp(NamedTuple):
