@@ -135,8 +135,11 @@ def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError("IDLM-0104", f"there is no {kind} file {path}", fix="check the path")
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        text = path.read_text(encoding="utf-8")
+        # OmegaConf reads 1e-5 as a number, as users mean it; PyYAML, which wrote configurations, as text.
+        is_recipe = kind == RECIPE
+        content: Any = OmegaConf.to_container(OmegaConf.create(text)) if is_recipe else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError("IDLM-0105", f"{path} is not YAML: {error}", fix="correct the file") from error
     if not isinstance(content, dict):
         raise UserError("IDLM-0105", f"{path} does not hold a mapping", fix="write key: value lines")
