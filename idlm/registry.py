@@ -29,7 +29,6 @@ class Registry(Generic[T]):
         self.package = package
         self._members: dict[str, T] = {}
         self._is_scanned = False
-        self._scan_error: Exception | None = None
         self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -68,8 +67,6 @@ class Registry(Generic[T]):
 
     def _scan(self) -> None:
         with self._lock:
-            if self._scan_error is not None:
-                raise self._scan_error
             if self._is_scanned:
                 return
             # Set first: a module of the package may look up another member while it is being imported.
@@ -79,9 +76,8 @@ class Registry(Generic[T]):
                     for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
                         importlib.import_module(f"{self.package}.{module.name}")
                 self._load_entry_points()
-            except Exception as error:
-                # Python imports a module once, so a second scan would collide with the members of the first.
-                self._scan_error = error
+            except Exception:
+                self._is_scanned = False
                 raise
 
     def _load_entry_points(self) -> None:

@@ -39,9 +39,8 @@ from idlm.infer.stop_strings import IncrementalDetokenizer
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
-from idlm.text.chat import encode_prompt
 from idlm.text.detokenizer import Detokenizer, answer_text
-from idlm.text.tokenizer import check_vocabulary, load_tokenizer
+from idlm.text.tokenizer import check_vocabulary, encode_prompt, load_tokenizer
 
 PAGE_SIZE = 16
 MIN_LANE_BYTES = 256

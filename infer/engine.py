@@ -19,9 +19,9 @@ from typing import Any, cast
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.admission import Admission, Prompt
-from idlm.infer.build import EngineParts
-from idlm.infer.distributed.launcher import create_worker
+from idlm.infer.build import EngineParts, build
 from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_logits, out_of_memory
+from idlm.infer.options import check_options
 from idlm.infer.request import Request, fresh_ids, strip_stop_id
 from idlm.infer.runtime.inflight import Emission, InflightStep
 from idlm.infer.runtime.worker import Worker
@@ -71,7 +71,12 @@ class Engine:
         names, or options by name: {"mage": {"k": 256}}. With `tensor_parallel=n` the engine starts n-1 more
         processes, which end with `close` or with this process. Raises UserError for any unusable option.
         """
-        worker = create_worker(Path(path), decoder, options)
+        checked = check_options(decoder, options)
+        if checked.settings.tensor_parallel == 1:
+            return cls(build(path, checked))
+        from idlm.infer.distributed.launcher import create_worker
+
+        worker = create_worker(path, checked)
         return cls(worker.parts, worker)
 
     def close(self) -> None:

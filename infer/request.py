@@ -117,7 +117,7 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
             "IDLM-0421",
             f"request {request_id!r}: a prompt is text or a list of token ids, not {reprlib.repr(prompt)}",
             fix="give a string, or ids from the checkpoint's tokenizer; render a conversation with "
-            "idlm.text.chat.encode_messages(engine.tokenizer, messages)",
+            "idlm.text.tokenizer.encode_messages(engine.tokenizer, messages)",
         )
     outside = [token_id for token_id in token_ids if not 0 <= token_id < num_rows]
     if outside:

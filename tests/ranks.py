@@ -24,6 +24,7 @@ from idlm.infer.distributed.messages import receive, send
 from idlm.infer.distributed.rank import describe
 from idlm.infer.engine import Engine
 from idlm.infer.models.shards import Shards
+from idlm.infer.options import check_options
 from idlm.infer.runtime.worker import worker_loop
 
 LONGEST_WAIT = timedelta(seconds=60)
@@ -82,5 +83,5 @@ def group_engine(group: TensorParallelGroup, directory: Path, decoder: str, **op
     plain = SMALL | options | {"tensor_parallel": group.shards.size}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        worker = create_worker(directory, decoder, plain, group)
+        worker = create_worker(directory, check_options(decoder, plain), group)
         return Engine(worker.parts, worker)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, answers_flags
+from idlm.cli.help import CommandHelp, print_help
 from idlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.log import get_logger, rank
     from idlm.train.config.schema import TrainConfig, missing_keys, refuse_problems
 
-    if answers_flags(HELP, TrainConfig, argv):
-        return 0
+    if command.asks_for_help(argv):
+        return print_help(HELP, TrainConfig, argv)
     get_logger()
     config = compose("train", TrainConfig, argv)
     if not config.dry_run:

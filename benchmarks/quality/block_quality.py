@@ -30,8 +30,7 @@ from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
-from idlm.text.chat import encode_prompt
-from idlm.text.tokenizer import load_tokenizer
+from idlm.text.tokenizer import encode_prompt, load_tokenizer
 from tests.block_reference import Rules, Sampling, SlowBlocks
 
 COMMAND = "python -m benchmarks.block_quality"

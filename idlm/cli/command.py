@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from idlm.config.compose import parse_value
 from idlm.errors import UserError
@@ -17,6 +17,7 @@ from idlm.errors import UserError
 # Set before torch is loaded: a spinning OpenMP pool is four times slower next to a busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+HELP_FLAGS = frozenset({"-h", "--help", "--version"})
 USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS, TERMINATED_STATUS = 130, 143
 
@@ -52,32 +53,30 @@ def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> i
         return 0
 
 
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether `arguments` ask for what `idlm.cli.help.print_help` prints."""
+    return not HELP_FLAGS.isdisjoint(arguments)
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _print_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """Print only warnings for the user, without the position in the code."""
     if issubclass(category, UserWarning):
         print(f"warning: {message}", file=sys.stderr)
 
 
 def split_plugin_options(
-    arguments: Sequence[str], *, plugin: str, default: str | None
+    arguments: Sequence[str], *, plugin: str
 ) -> tuple[str | None, dict[str, Any], list[str]]:
     """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
 
-    Plug-ins own their options (a dataclass in their file), so no schema elsewhere names them. Returns the
-    name (or `default`), the options with values in the grammar of all overrides, and the remaining arguments.
+    Returns the name or None, the options with values in the grammar of all overrides, and the remaining
+    arguments.
     """
-    name, options, rest = default, {}, []
+    name, options, rest = None, {}, []
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
         if equals and key == plugin:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from idlm import __version__
 from idlm.config.compose import CONF_DIR, RECIPE, describe, recipes
 
-HELP_FLAGS = ("-h", "--help")
-VERSION_FLAG = "--version"
 PARENTHESIS = re.compile(r"\s*\([^()]*\)")
 SENTENCE_END = re.compile(r"(?<=[.;])\s")
 
@@ -34,17 +32,11 @@ class CommandHelp:
     has_recipes: bool = False
 
 
-def answers_flags(
-    command: CommandHelp, schema: type, arguments: Sequence[str], *, plugins: Callable[[], str] = str
-) -> bool:
-    """Print the help or the version if `arguments` ask for it; return whether they do."""
-    if set(HELP_FLAGS) & set(arguments):
-        print(help_text(command, schema, plugins=plugins()))
-        return True
-    if VERSION_FLAG in arguments:
-        print(f"idlm {__version__}")
-        return True
-    return False
+def print_help(command: CommandHelp, schema: type, arguments: Sequence[str], *, plugins: str = "") -> int:
+    """Print the version if `arguments` ask for that alone, else the help; returns the exit status 0."""
+    is_version = "-h" not in arguments and "--help" not in arguments
+    print(f"idlm {__version__}" if is_version else help_text(command, schema, plugins=plugins))
+    return 0
 
 
 def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
@@ -52,7 +44,7 @@ def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
 
     `plugins` describes the options of plug-ins, which no schema names; it comes last.
     """
-    flags = {**command.flags, "-h, --help": "print this text", VERSION_FLAG: "print the version"}
+    flags = {**command.flags, "-h, --help": "print this text", "--version": "print the version"}
     sections = [f"usage: {command.name} {command.usage}", command.summary]
     if command.has_recipes:
         sections.append("Recipes:\n" + _columns({name: recipe_summary(name) for name in recipes()}))
@@ -70,7 +62,7 @@ def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:
     """Return the first sentence of the comment at the start of a recipe."""
     lines = (conf_dir / RECIPE / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment: list[str] = []
-    for line in lines[1:]:
+    for line in lines:
         if not line.startswith("# "):
             break
         comment.append(line.removeprefix("# ").strip())

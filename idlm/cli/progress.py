@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -64,7 +64,7 @@ class Progress:
         self._task: Any = None
         self._start = self._last = clock()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._start = self._last = self._clock()
         if self._has_bar:
             # Standard output is not redirected, because it may be a file; see `hidden`.

@@ -1,17 +1,13 @@
 """The configuration of a command: conf/<name>.yaml, a recipe and `key=value` overrides, as a typed dataclass.
 
-This is the only file that imports hydra and omegaconf. They merge files, read the override grammar and
-resolve interpolations; the schema decides what is allowed, because Hydra alone accepts `+typo=1` as a new
-key.
+This is the only file that imports hydra and omegaconf. Hydra reads the override grammar, OmegaConf merges
+files and resolves interpolations, and the schema decides what is allowed.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +22,7 @@ CONF_DIR = Path(__file__).parents[1] / "conf"
 RECIPE = "recipe"
 ASSETS = "recipes/assets/"
 FROZEN = "config"
+SELF = "_self_"
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-/@]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
 
@@ -55,11 +52,13 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     if len(chosen) == 2:
         problems.append(f"{FROZEN}={chosen[FROZEN]} is a whole configuration; {RECIPE} cannot be added")
     if FROZEN in chosen:
-        given = _read_yaml(Path(chosen[FROZEN]).expanduser(), kind="configuration")
+        layers = [_read_yaml(Path(chosen[FROZEN]).expanduser(), kind="configuration")]
     else:
-        given = _read_files(config_name, chosen.get(RECIPE, ""), conf_dir)
+        layers = [_read_yaml(conf_dir / f"{config_name}.yaml", kind="configuration")]
+        if chosen.get(RECIPE):
+            layers += _recipe_layers(_recipe_path(chosen[RECIPE], conf_dir), conf_dir)
     try:
-        data = OmegaConf.merge(schemas.defaults_of(schema), given)
+        data = OmegaConf.merge(schemas.defaults_of(schema), *layers)
         for override in values:
             _apply(data, override, schema, problems)
         resolved: Any = OmegaConf.to_container(data, resolve=True)
@@ -127,43 +126,57 @@ def _written(given: str, schema: type) -> str:
 
 
 def _read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
-    """Return the mapping in a file; UserError IDLM-0104 without the file, IDLM-0105 for other content."""
+    """Return the mapping in a file, with interpolations left as they are.
+
+    UserError IDLM-0104 without the file, IDLM-0105 for other content.
+    """
+    from omegaconf import OmegaConf
+
     if not path.is_file():
         raise UserError("IDLM-0104", f"there is no {kind} file {path}", fix="check the path")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        # OmegaConf reads 1e-5 as a number, as users mean it; PyYAML, which wrote configurations, as text.
+        is_recipe = kind == RECIPE
+        content: Any = OmegaConf.to_container(OmegaConf.create(text)) if is_recipe else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError("IDLM-0105", f"{path} is not YAML: {error}", fix="correct the file") from error
     if not isinstance(content, dict):
         raise UserError("IDLM-0105", f"{path} does not hold a mapping", fix="write key: value lines")
     return content
 
 
-def _read_files(config_name: str, recipe: str, conf_dir: Path) -> dict[str, Any]:
-    """Return what conf/<config_name>.yaml and a recipe set, with interpolations left as they are."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def _recipe_path(recipe: str, conf_dir: Path) -> Path:
+    """Return the file of a recipe that is given by name or by path."""
+    if "/" in recipe or recipe.endswith((".yaml", ".yml")):
+        return Path(recipe).expanduser()
+    if recipe not in (names := recipes(conf_dir)):
+        raise UserError(
+            "IDLM-0104",
+            f"unknown {RECIPE} {recipe!r}{did_you_mean(recipe, names)}",
+            fix=f"choose one of: {', '.join(names)}, or give the path of a .yaml file",
+        )
+    return conf_dir / RECIPE / f"{recipe}.yaml"
 
-    # A caller may be a Hydra application itself.
-    previous = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with (
-            _recipe_overrides(recipe, conf_dir) as choices,
-            initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"),
-        ):
-            container = OmegaConf.to_container(hydra_compose(config_name, overrides=choices))
-    except (yaml.YAMLError, HydraException, OmegaConfBaseException) as error:
-        fix = "correct the file; recipes start with `# @package _global_`"
-        raise UserError("IDLM-0105", f"the configuration cannot be composed: {error}", fix=fix) from error
-    finally:
-        GlobalHydra.instance().hydra = previous
-    assert isinstance(container, dict), f"{config_name=} must be a mapping"
-    return {str(key): _located(value, conf_dir) for key, value in container.items()}
+
+def _recipe_layers(path: Path, conf_dir: Path) -> list[dict[str, Any]]:
+    """Return the contents to merge: a recipe, and the recipes next to it or bundled that its list `defaults`
+    names. Later ones win; the recipe itself stands where the list says `_self_`, else at the end.
+    """
+    content = _read_yaml(path, kind=RECIPE)
+    names, layers = content.pop("defaults", None) or [], []
+    for name in names if SELF in names else [*names, SELF]:
+        if name == SELF:
+            layers.append(_located(content, conf_dir))
+            continue
+        places = [folder / f"{name}.yaml" for folder in (path.parent, conf_dir / RECIPE)]
+        found = next((place for place in places if place.is_file() and place != path), None)
+        if found is None:
+            raise UserError(
+                "IDLM-0105", f"{path}: `defaults` names {name!r}, which is no recipe", fix="correct the file"
+            )
+        layers += _recipe_layers(found, conf_dir)
+    return layers
 
 
 def _located(value: Any, conf_dir: Path) -> Any:
@@ -174,32 +187,6 @@ def _located(value: Any, conf_dir: Path) -> Any:
         bundled = conf_dir / RECIPE / "assets" / value.removeprefix(ASSETS)
         return str(bundled.resolve()) if bundled.exists() else value
     return value
-
-
-@contextmanager
-def _recipe_overrides(recipe: str, conf_dir: Path) -> Iterator[list[str]]:
-    """Yield the Hydra overrides that choose `recipe`; one given by path is copied to a folder that Hydra
-    searches.
-    """
-    if "/" not in recipe and not recipe.endswith((".yaml", ".yml")):
-        if recipe and recipe not in (names := recipes(conf_dir)):
-            raise UserError(
-                "IDLM-0104",
-                f"unknown {RECIPE} {recipe!r}{did_you_mean(recipe, names)}",
-                fix=f"choose one of: {', '.join(names)}, or give the path of a .yaml file",
-            )
-        yield [f"+{RECIPE}={recipe}"] if recipe else []
-        return
-    path = Path(recipe).expanduser()
-    _read_yaml(path, kind=RECIPE)
-    with tempfile.TemporaryDirectory(prefix="idlm-recipe-") as directory:
-        folder = Path(directory) / RECIPE
-        folder.mkdir()
-        for sibling in path.parent.glob("*.yaml"):
-            shutil.copy(sibling, folder)
-        shutil.copy(path, folder / "given_by_path.yaml")
-        # The package puts the content of a file without a header at the top, not under a key `recipe`.
-        yield [f"+{RECIPE}@_global_=given_by_path", f"hydra.searchpath=[file://{directory}]"]
 
 
 def _apply(data: Any, override: Override, schema: type, problems: list[str]) -> None:
@@ -225,7 +212,7 @@ def _apply(data: Any, override: Override, schema: type, problems: list[str]) -> 
 
 
 def _parse(override: Override, annotation: Any) -> Any:
-    """Return the value of an override. Text and paths are taken as typed, so that no path needs quotes."""
+    """Return the value of an override. Text is taken as typed, so that no path needs quotes."""
     text = override.text
     if not schemas.is_text(annotation):
         return parse_value(override.key, text)

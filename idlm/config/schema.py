@@ -1,34 +1,25 @@
 """Configuration schemas as dataclasses: their dotted keys, and typed values from plain YAML data.
 
-Supported annotations: dataclass, Optional and other unions, list, tuple, dict, Literal, Enum, Path, Any, int,
-float, str, bool. Every problem is collected, so that a user corrects a file once. pydantic would not make
-this shorter (its errors need translating to keys and words) and doubles the CPU time of `-h` (0.2 s) when
-imported.
+Supported annotations: dataclass, Optional and other unions, list, tuple of any length, dict, Literal, Any,
+int, float, str, bool. Every problem is collected, so that a user corrects a file once. pydantic would not
+make this shorter (its errors need translating to keys and words) and doubles the CPU time of `-h` (0.2 s)
+when imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING
-from pathlib import Path
 from typing import Any, Literal
 
 from idlm.config.suggest import ALIASES, nearest, renamed
 from idlm.errors import UserError
 
 ITEM = "*"
-_NAMES = {
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    Path: "a path",
-    type(None): "null",
-}
+_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
 
 
@@ -133,11 +124,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in fields_of(type(value))}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def build(
@@ -177,20 +164,16 @@ def _convert(value: Any, annotation: Any, key: str, problems: list[str], root: t
             item = arguments[1] if arguments else Any
             return {name: _convert(one, item, f"{key}.{name}", problems, root) for name, one in value.items()}
         if origin in (list, tuple):
-            is_fixed = origin is tuple and arguments[-1] is not Ellipsis
-            # One value may stand for a list of any length: `stop=x` means `stop=[x]`.
-            is_single = not is_fixed and any(_fits(value, one) for one in members(arguments[0]))
+            # One value may stand for a list: `stop=x` means `stop=[x]`.
+            is_single = any(_fits(value, one) for one in members(arguments[0]))
             if not isinstance(value, list) and not is_single:
                 continue
             items = value if isinstance(value, list) else [value]
-            if is_fixed and len(items) != len(arguments):
-                problems.append(f"{key}: got {len(items)} items, expected {describe_type(annotation)}")
-                return None
-            kinds = arguments if is_fixed else [arguments[0]] * len(items)
-            named = [(f"{key}.{idx}", item, kind) for idx, (item, kind) in enumerate(zip(items, kinds))]
-            return origin(_convert(item, kind, name, problems, root) for name, item, kind in named)
+            return origin(
+                _convert(item, arguments[0], f"{key}.{idx}", problems, root) for idx, item in enumerate(items)
+            )
         if _fits(value, member):
-            return _cast(value, member)
+            return float(value) if member is float else value
     given = "null" if value is None else f"{value!r} ({_GIVEN.get(type(value), type(value).__name__)})"
     problems.append(f"{key}: got {given}, expected {describe_type(annotation)}")
     return None
@@ -201,18 +184,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         return True
     if typing.get_origin(annotation) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(annotation))
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return any(value in (choice.value, choice.name) for choice in annotation)
-    # JSON and YAML have no paths, and a whole number is a number too.
-    return type(value) is annotation or (annotation, type(value)) in ((Path, str), (float, int))
-
-
-def _cast(value: Any, annotation: Any) -> Any:
-    if annotation in (float, Path):
-        return annotation(value)
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return next(choice for choice in annotation if value in (choice.value, choice.name))
-    return value
+    # A whole number is a number too.
+    return type(value) is annotation or (annotation, type(value)) == (float, int)
 
 
 def describe_type(annotation: Any) -> str:
@@ -222,10 +195,6 @@ def describe_type(annotation: Any) -> str:
         return " or ".join(describe_type(member) for member in members(annotation))
     if origin is Literal:
         return f"one of: {', '.join(map(str, arguments))}"
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return f"one of: {', '.join(str(choice.value) for choice in annotation)}"
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"a list [{', '.join(describe_type(argument) for argument in arguments)}]"
     if origin in (list, tuple):
         return f"a list of {describe_type(arguments[0]).removeprefix('an ').removeprefix('a ')} items"
     if is_schema(annotation):
@@ -243,8 +212,8 @@ def is_leaf(annotation: Any) -> bool:
 
 
 def is_text(annotation: Any) -> bool:
-    """Return whether only text, a path or null fits, so that a value needs no parsing."""
-    return set(members(annotation)) - {type(None)} in ({str}, {Path})
+    """Return whether only text or null fits, so that a value needs no parsing."""
+    return set(members(annotation)) - {type(None)} == {str}
 
 
 def allows_null(annotation: Any) -> bool:

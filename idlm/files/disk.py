@@ -17,17 +17,6 @@ from idlm.errors import UserError
 DISK_CODE = "IDLM-0301"
 """Code of the UserError for a disk that refuses a file."""
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-# safetensors and tokenizers report a full disk through their own exception types, with the text of the OS
-# error; torch's file writer does not give the cause.
-DISK_TEXTS = {
-    "No space left on device": errno.ENOSPC,
-    "os error 28": errno.ENOSPC,
-    "Disk quota exceeded": errno.EDQUOT,
-    "os error 122": errno.EDQUOT,
-    "File too large": errno.EFBIG,
-    "os error 27": errno.EFBIG,
-    "Read-only file system": errno.EROFS,
-}
 TORCH_TEXTS = ("PytorchStreamWriter failed writing", "inline_container.cc")
 FULL_BYTES = 1 << 20
 """A disk with less free than that right after a failed write is full."""
@@ -118,10 +107,12 @@ def _disk_reason(error: Exception, target: Path) -> str | None:
     """Return why the disk refused, or None if the error is not about the disk."""
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         return os.strerror(error.errno)
+    # safetensors and tokenizers have their own exception types with the text or the number of the OS error;
+    # torch's file writer does not give the cause.
     message = str(error)
-    code = next((code for text, code in DISK_TEXTS.items() if text in message), None)
-    if code is not None:
-        return os.strerror(code)
+    for code in DISK_ERRNOS:
+        if os.strerror(code) in message or f"os error {code}" in message:
+            return os.strerror(code)
     if not any(text in message for text in TORCH_TEXTS):
         return None
     if isinstance(error.__context__, OSError) and error.__context__.errno is not None:

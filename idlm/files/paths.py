@@ -1,14 +1,18 @@
-"""Paths that a caller gives: UserError for what cannot be a path and for what the system refuses to open."""
+"""Files that a caller names: UserError for what the system refuses to open; lines that may be packed."""
 
 from __future__ import annotations
 
-import os
+import gzip
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, cast
 
 from idlm.errors import UserError
+
+DAMAGE = (EOFError, OSError, zlib.error, UnicodeDecodeError)
+"""What reading a damaged or truncated file raises."""
 
 
 @contextmanager
@@ -21,8 +25,6 @@ def translate_path_errors(code: str, path: str | Path, *, fix: str) -> Iterator[
         raise UserError(code, f"cannot open {failed!r}: {error.strerror}", fix=fix) from error
 
 
-def given_path(code: str, path: Any, *, fix: str) -> Path:
-    """Return `path` as a Path; UserError `code` if it is of another type."""
-    if not isinstance(path, str | os.PathLike):
-        raise UserError(code, f"{path!r} is not a valid path", fix=fix)
-    return Path(path)
+def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
+    """Return the content of an open file: decompressed where `path` ends in `.gz`, else the file itself."""
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file

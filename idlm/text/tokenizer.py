@@ -1,5 +1,4 @@
-"""Text to token ids: tokenizer files, special ids, the mask token and stop ids. Prompts and chats are in
-chat.py.
+"""Text to token ids: tokenizer files, special and stop ids, and prompts through the chat template.
 
 This is the only module that loads transformers' tokenizers; it does so lazily, offline and without remote
 code. A checkpoint without tokenizer files is valid everywhere: its tokenizer is None and callers use token
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from idlm.errors import UserError
 
@@ -30,6 +29,10 @@ TOKENIZER_FILES = (
 )
 """All files of a tokenizer and its template; one of the shorter list above must exist."""
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+MAX_CHARS_PER_TOKEN = 256
+"""Largest average number of characters per token of a prompt, unless the vocabulary has longer tokens."""
+
+Message = Mapping[str, str]
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -98,58 +101,6 @@ def check_vocabulary(tokenizer: Any, num_rows: int) -> None:
         )
 
 
-def resolve_mask_token_id(tokenizer: Any, num_rows: int, explicit: int | None) -> int:
-    """Return the mask token's id: `explicit`, else the tokenizer's own, else the first spare embedding row.
-
-    `num_rows` is the number of embedding rows; `tokenizer` may be None, then the id must be explicit. Raises
-    `UserError` IDLM-0210 (nothing to use), IDLM-0211 (id outside the embedding) or IDLM-0212 (id of a token
-    that text contains).
-    """
-    if explicit is not None:
-        _check_mask_token_id(tokenizer, num_rows, explicit, source="the given mask_token_id")
-        return explicit
-    if tokenizer is None:
-        raise UserError(
-            "IDLM-0210",
-            "the checkpoint has no tokenizer files, so its mask token is unknown",
-            fix=f"give mask_token_id, an unused id from 0 to {num_rows - 1}",
-        )
-    if tokenizer.mask_token_id is not None:
-        _check_mask_token_id(
-            tokenizer, num_rows, tokenizer.mask_token_id, source="the tokenizer's mask token"
-        )
-        return int(tokenizer.mask_token_id)
-    num_ids = num_token_ids(tokenizer)
-    if num_ids >= num_rows:
-        raise UserError(
-            "IDLM-0210",
-            f"there is no mask token: the tokenizer has none and its {num_ids} ids leave no spare row in the "
-            f"embedding of {num_rows}",
-            fix="add a row to the embedding, or give the mask_token_id of an unused special token",
-        )
-    return num_ids
-
-
-def _check_mask_token_id(tokenizer: Any, num_rows: int, mask_token_id: int, *, source: str) -> None:
-    if not 0 <= mask_token_id < num_rows:
-        raise UserError(
-            "IDLM-0211",
-            f"{source} is {mask_token_id}, but the embedding has rows 0 to {num_rows - 1}",
-            fix="give an id inside this range",
-        )
-    token = None if tokenizer is None else tokenizer.convert_ids_to_tokens(mask_token_id)
-    if token is None:
-        return
-    is_boundary = mask_token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    if is_boundary or mask_token_id not in special_token_ids(tokenizer):
-        what = "begins or ends every text" if is_boundary else "is an ordinary token"
-        raise UserError(
-            "IDLM-0212",
-            f"{source} is {mask_token_id}, the id of {token!r}, which {what}",
-            fix="give the id of an unused special token or of a row after the tokenizer's last id",
-        )
-
-
 def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of the ids, special tokens included, with spaces unchanged."""
     text: str = tokenizer.decode(
@@ -177,3 +128,101 @@ def stop_token_ids(
         )
     own = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return tuple(sorted({*listed, *own}))
+
+
+def encode_prompt(
+    tokenizer: Any,
+    prompt: str,
+    *,
+    template: Literal["auto", "none"] = "auto",
+    enable_thinking: bool | None = None,
+    max_tokens: int | None = None,
+) -> list[int]:
+    """Return the ids of `prompt`.
+
+    `template`: "auto" renders it as one user message of the chat template, if the tokenizer has one; "none"
+    encodes the bare text with the special tokens that the tokenizer itself adds. The template gets
+    `enable_thinking` unless it is None. Raises UserError IDLM-0218 for an empty prompt and IDLM-0412 for one
+    that cannot fit into `max_tokens`.
+    """
+    if not prompt:
+        raise UserError("IDLM-0218", "the prompt is empty", fix="give at least one character")
+    if template == "auto" and tokenizer.chat_template:
+        return encode_messages(
+            tokenizer,
+            [{"role": "user", "content": prompt}],
+            enable_thinking=enable_thinking,
+            max_tokens=max_tokens,
+        )
+    check_size(tokenizer, prompt, max_tokens)
+    return encode_text(tokenizer, prompt, add_special_tokens=True)
+
+
+def encode_messages(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    enable_thinking: bool | None = None,
+    max_tokens: int | None = None,
+) -> list[int]:
+    """Return the ids of a conversation that the assistant is to continue.
+
+    Errors are those of `render`; `max_tokens` as in `encode_prompt`.
+    """
+    text = render(tokenizer, messages, open_turn=True, enable_thinking=enable_thinking)
+    check_size(tokenizer, text, max_tokens)
+    return encode_text(tokenizer, text)
+
+
+def check_size(tokenizer: Any, text: str, max_tokens: int | None) -> None:
+    """Raise UserError IDLM-0412, before encoding, for a text that `max_tokens` tokens cannot hold; None
+    allows any.
+
+    Encoding a text of 100 MB takes minutes and gigabytes. No token holds more characters than the longest of
+    the vocabulary, except that a tokenizer may merge a run of unknown characters or of spaces into one token:
+    such tokens may hold `MAX_CHARS_PER_TOKEN` on average.
+    """
+    if max_tokens is None or len(text) <= max_tokens * MAX_CHARS_PER_TOKEN:
+        return
+    longest = max(MAX_CHARS_PER_TOKEN, *map(len, tokenizer.get_vocab()))
+    if len(text) > max_tokens * longest:
+        raise UserError(
+            "IDLM-0412",
+            f"the prompt has {len(text)} characters, more than {max_tokens} tokens can hold",
+            fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
+        )
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Message], *, open_turn: bool, enable_thinking: bool | None
+) -> str:
+    """Return the text of a conversation; with `open_turn` it ends where the assistant's turn begins.
+
+    Raises UserError IDLM-0215 without a chat template, IDLM-0217 if the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            "IDLM-0215",
+            "the tokenizer has no chat template, so messages cannot be rendered",
+            fix="give plain text, or add chat_template to tokenizer_config.json",
+        )
+    if not messages:
+        return ""
+    extra = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn, **extra
+        )
+    # Templates are user data: they raise jinja2's errors, and others for messages they do not expect.
+    except Exception as error:
+        raise UserError(
+            "IDLM-0217",
+            f"the chat template refuses {[message.get('role') for message in messages]}: {error}",
+            fix="give messages with the roles and fields that this model's template knows",
+        ) from error
+    return text
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Return the ids of a text as it is."""
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))

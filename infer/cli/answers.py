@@ -6,16 +6,16 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from idlm.contracts import Completion
 from idlm.errors import UserError
+from idlm.infer.cli.config import require_tokenizer
 from idlm.infer.cli.fingerprint import RunConfig, of_request
 from idlm.infer.cli.progress import AnswerProgress
 from idlm.infer.cli.prompts import PromptLine
 from idlm.infer.engine import Engine
-from idlm.text.chat import encode_messages
+from idlm.text.tokenizer import encode_messages
 
 QUEUE_FACTOR = 4
 """Unfinished samples per lane, so that no lane waits for a line to be read."""
@@ -24,51 +24,12 @@ Key = tuple[str, int]
 Answer = tuple[PromptLine, Completion]
 
 
-@dataclass(slots=True)
-class Tally:
-    """Figures over finished answers."""
-
-    num_answers: int = 0
-    num_tokens: int = 0
-    num_forwards: int = 0
-    num_tested: int = 0
-    num_accepted: int = 0
-    num_failed: int = 0
-    exactness: str = "exact"
-
-    def add(self, done: Completion) -> None:
-        """Count one more."""
-        self.num_answers += 1
-        self.num_tokens += len(done.token_ids)
-        self.num_forwards += done.num_forwards
-        self.num_tested += sum(done.tested_by_position)
-        self.num_accepted += sum(done.accepted_by_position)
-        self.num_failed += done.error is not None
-        if done.exactness != "exact":
-            self.exactness = done.exactness
-
-    def line(self, decoder: str, seconds: float) -> str:
-        """One line of text; empty without answers."""
-        if not self.num_forwards:
-            return ""
-        acceptance = f", acceptance {self.num_accepted / self.num_tested:.3f}" if self.num_tested else ""
-        return (
-            f"[{decoder}, {self.exactness}] {self.num_tokens} tokens, "
-            f"{self.num_tokens / self.num_forwards:.2f} per forward{acceptance}, "
-            f"{self.num_tokens / seconds:.0f} tokens/s"
-        )
-
-
-def engine_name(engine: Engine) -> str:
-    """Decoder and accelerators, joined by +."""
-    return "+".join((engine.decoder.name, *engine.settings.accelerator_options))
-
-
 class AnswerRun:
     """Iterating yields every sample of every line, in order, as soon as it and all before it are finished.
 
     `check_lines` finds lines that the engine refuses. If one is met here all the same, all lines before it
-    are answered and then its UserError is raised. `finished` returns what an interrupted run still holds.
+    are answered and then its UserError is raised. An interrupted run aborts its requests; `finished` returns
+    the answers that it still holds.
     """
 
     def __init__(
@@ -82,18 +43,19 @@ class AnswerRun:
         self._is_read = False
 
     def __iter__(self) -> Iterator[Answer]:
-        while True:
-            self._fill()
-            if not self._order:
-                break
-            events = self._engine.step()
-            for event in events:
-                if event.completion is not None:
-                    self._done[event.request_id, event.index] = event.completion
-            if self._progress is not None:
-                self._progress.see(events)
-            while self._order and self._order[0][1] in self._done:
-                yield self._take(*self._order.popleft())
+        try:
+            while self._fill():
+                events = self._engine.step()
+                for event in events:
+                    if event.completion is not None:
+                        self._done[event.request_id, event.index] = event.completion
+                if self._progress is not None:
+                    self._progress.see(events)
+                while self._order and self._order[0][1] in self._done:
+                    yield self._take(*self._order.popleft())
+        finally:
+            for _, (request_id, _) in self._order:
+                self._engine.abort(request_id)
         if self._refusal is not None:
             raise self._refusal
 
@@ -105,17 +67,19 @@ class AnswerRun:
     def _take(self, line: PromptLine, key: Key) -> Answer:
         return line, dataclasses.replace(self._done.pop(key), request_id=line.request_id)
 
-    def _fill(self) -> None:
+    def _fill(self) -> bool:
+        """Queue more lines; returns whether an answer is missing."""
         most = QUEUE_FACTOR * self._engine.settings.max_num_seqs
         while not self._is_read and len(self._order) - len(self._done) < most:
             try:
                 line = next(self._lines, None)
                 if line is None:
                     self._is_read = True
-                    return
-                self._add(line)
+                else:
+                    self._add(line)
             except UserError as refusal:
                 self._refusal, self._is_read = refusal, True
+        return bool(self._order)
 
     def _add(self, line: PromptLine) -> None:
         request_id = f"{self._num_lines}:{line.request_id}"
@@ -149,12 +113,8 @@ def encode_line(engine: Engine, line: PromptLine) -> str | list[int]:
     """The prompt as the engine takes it: the tokenizer's chat template renders a conversation."""
     prompt: Any = line.prompt
     are_messages = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    if engine.tokenizer is None and (are_messages or isinstance(prompt, str)):
-        raise UserError(
-            "IDLM-0414",
-            f"{'messages need' if are_messages else 'text needs'} a tokenizer, and the checkpoint has none",
-            fix='give token ids: input=FILE with lines like {"prompt_ids": [1, 2, 3]}',
-        )
+    if are_messages or isinstance(prompt, str):
+        require_tokenizer(engine.tokenizer, "a conversation" if are_messages else "text")
     if not are_messages:
         return prompt
     return encode_messages(engine.tokenizer, prompt, max_tokens=engine.settings.max_length)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig
-from idlm.infer.cli.prompts import PromptLine, check_text
-from idlm.text.chat import encode_messages
+from idlm.infer.cli.config import GenerateConfig, check_text, require_tokenizer
+from idlm.infer.cli.progress import print_stream
+from idlm.infer.cli.prompts import PromptLine
+from idlm.text.tokenizer import encode_messages
 
 if TYPE_CHECKING:
     from idlm.infer.engine import Engine
@@ -42,9 +41,8 @@ def _with_system(line: PromptLine, system: str) -> PromptLine:
     return line if has_own else dataclasses.replace(line, prompt=[first, *messages])
 
 
-def check_system(engine: Engine, config: GenerateConfig) -> None:
+def check_system(tokenizer: Any, system: str | None) -> None:
     """UserError IDLM-0458 if the tokenizer cannot render the system prompt or leaves it out."""
-    system, tokenizer = config.system, engine.tokenizer
     if system is None:
         return
     if tokenizer is None or not tokenizer.chat_template:
@@ -69,8 +67,7 @@ def check_system(engine: Engine, config: GenerateConfig) -> None:
 
 def chat(engine: Engine, config: GenerateConfig) -> int:
     """Read turns from the terminal until end of file."""
-    if engine.tokenizer is None:
-        raise UserError("IDLM-0414", "a chat needs a tokenizer", fix="give prompt_ids through input=")
+    require_tokenizer(engine.tokenizer, "a chat")
     print("chat: one line is one turn, an empty line starts over, Ctrl-D ends", file=sys.stderr)
     beginning = [] if config.system is None else [{"role": "system", "content": config.system}]
     messages = list(beginning)
@@ -86,29 +83,9 @@ def chat(engine: Engine, config: GenerateConfig) -> int:
         try:
             check_text("this turn", text)
             prompt = encode_messages(engine.tokenizer, messages) if engine.tokenizer.chat_template else text
-            completion = stream(engine, prompt, config.sampling, stats=config.stats)
+            completion = print_stream(engine, prompt, config.sampling, has_stats=config.stats)
         except UserError as error:
             print(f"error {error}\n  an empty line starts over", file=sys.stderr)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": completion.text})
-
-
-def stream(engine: Engine, prompt: str | list[int], params: SamplingParams, *, stats: bool) -> Completion:
-    """Print one answer while it is generated, and return it."""
-    from idlm.infer.cli.answers import Tally, engine_name
-
-    start = time.perf_counter()
-    completion = None
-    for event in engine.stream(prompt, params):
-        if engine.tokenizer is None:
-            print(*event.token_ids, end=" ", flush=True)
-        print(event.text, end="", flush=True)
-        completion = event.completion
-    print()
-    assert completion is not None
-    if stats:
-        tally = Tally()
-        tally.add(completion)
-        print(tally.line(engine_name(engine), time.perf_counter() - start), file=sys.stderr)
-    return completion

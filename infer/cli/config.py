@@ -1,27 +1,29 @@
-"""Typed configuration of `idlm-generate` and `idlm-eval`; decoders and accelerators own their options."""
+"""Arguments of `idlm-generate` and `idlm-eval`: their typed configuration, and the engine that they ask for.
+
+Decoders and accelerators own their options, so no schema here names them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from idlm.cli.command import split_plugin_options
+from idlm.config.compose import compose
 from idlm.contracts import SamplingParams, option
 from idlm.errors import UserError
-from idlm.infer.settings import EngineSettings
+from idlm.infer.cli.progress import loading
+from idlm.infer.settings import EngineSettings, as_options
 
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine
 
-def refuse_empty(config: EngineSettings) -> None:
-    """Raise UserError IDLM-0464 for an empty path, such as that of an unset shell variable, and IDLM-0439 for
-    options of an output file that is not given.
-    """
-    for name in ("model", "base", "input", "output"):
-        value = getattr(config, name, None)
-        if value is not None and not value.strip():
-            raise UserError(
-                "IDLM-0464", f"{name}={value!r} is empty", fix=f"give a path, or leave {name}= out"
-            )
-    for name in ("overwrite", "carry_keys"):
-        if getattr(config, name, False) and getattr(config, "output", None) is None:
-            raise UserError("IDLM-0439", f"{name}=true needs output=, which is not given", fix="leave it out")
+NEEDED_FILES = (
+    *(("overwrite", "output"), ("carry_keys", "output")),
+    *(("carry_keys", "input"), ("drop_last_turn", "input")),
+)
+"""Options, and the file that each of them needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +58,6 @@ class GenerateConfig(EngineSettings):
     stats: bool = option("show progress, tokens per forward, acceptance and speed on stderr", True)
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
-    def input_options(self) -> dict[str, bool]:
-        """How the lines of `input=` are read. Raises UserError IDLM-0439 for an option without that file."""
-        options = {"drop_last_turn": self.drop_last_turn, "carry_keys": self.carry_keys}
-        idle = [name for name, is_on in options.items() if is_on]
-        if idle and not self.input:
-            raise UserError(
-                "IDLM-0439", f"{idle[0]}=true needs input=, which is not given", fix="leave it out"
-            )
-        return options
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EngineSettings):
@@ -84,3 +76,129 @@ class EvaluateConfig(EngineSettings):
     output: str | None = option("JSON lines with every completion and whether it is correct", None)
     overwrite: bool = option("replace an existing output file", False)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+AnyConfig = TypeVar("AnyConfig", GenerateConfig, EvaluateConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """Arguments of `Engine.from_pretrained`: a checkpoint, the decoder (None: the one that it is made for),
+    engine settings, and options of the decoder.
+    """
+
+    model: str
+    decoder: str | None
+    settings: dict[str, Any]
+    options: dict[str, Any]
+
+    def load(self, *, is_shown: bool = True) -> Engine:
+        """The engine; with `is_shown`, a progress bar shows the weights that are read."""
+        with loading(is_shown=is_shown):
+            from idlm.infer.engine import Engine
+
+            return Engine.from_pretrained(self.model, self.decoder, **self.settings, **self.options)
+
+
+def read_arguments(
+    name: str, schema: type[AnyConfig], arguments: Sequence[str]
+) -> tuple[AnyConfig, EngineArguments]:
+    """Return what the arguments of a command say. UserError for mistakes that need no model to be found."""
+    decoder, options, rest = split_plugin_options(arguments, plugin="decoder")
+    accelerator_options, rest = take_accelerator_options(rest)
+    config = compose(name, schema, rest)
+    check_paths(config)
+    settings = with_options(config.options(), accelerator_options)
+    misplaced = sorted(settings.keys() & options.keys())
+    if misplaced:
+        raise UserError(
+            "IDLM-0441", f"decoder.{misplaced[0]} is not a decoder option", fix=f"write {misplaced[0]}=VALUE"
+        )
+    return config, EngineArguments(
+        model=str(config.model), decoder=decoder, settings=settings, options=options
+    )
+
+
+def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Split `accelerators.NAME.OPTION=VALUE` off: options by name, and the other arguments."""
+    names, flat, rest = split_plugin_options(arguments, plugin="accelerators")
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        name, dot, option = key.partition(".")
+        if not dot:
+            raise UserError(
+                "IDLM-0461",
+                f"accelerators.{key} does not name an accelerator and an option",
+                fix="write accelerators.NAME.OPTION=VALUE, for example accelerators.mage.k=512",
+            )
+        options.setdefault(name, {})[option] = value
+    if names is not None and names != "null" and not names.startswith("["):
+        as_options(names)
+    return options, rest if names is None else [*rest, f"accelerators={names}"]
+
+
+def with_options(settings: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Engine keywords with the options of accelerators; UserError IDLM-0461 for options of one not chosen."""
+    if not options:
+        return settings
+    from idlm.infer.accelerators.base import ACCELERATORS
+
+    chosen: dict[str, dict[str, Any]] = settings["accelerators"]
+    sides = {name: ACCELERATORS.get(name).side for name in (*chosen, *options)}
+    idle = [name for name in options if name not in chosen]
+    if idle:
+        kept = [name for name in chosen if sides[name] not in {sides[other] for other in idle}]
+        lost = [name for name in chosen if name not in kept]
+        written = f"accelerators=[{','.join([*kept, *idle])}]"
+        raise UserError(
+            "IDLM-0461",
+            f"options of {', '.join(idle)} are given, and accelerators=[{','.join(chosen)}]",
+            fix=(
+                f"write {written} in place of {', '.join(lost)} (one of each side is allowed)"
+                if lost
+                else f"write {written}"
+            )
+            + ", or leave the options out",
+        )
+    return settings | {"accelerators": {name: options.get(name, {}) for name in chosen}}
+
+
+def check_paths(config: GenerateConfig | EvaluateConfig) -> None:
+    """Raise UserError IDLM-0438 without model=, IDLM-0464 for an empty path, such as that of an unset shell
+    variable, and IDLM-0439 for an option of a file that is not given.
+    """
+    for name in ("model", "base", "input", "output"):
+        value = getattr(config, name, None)
+        if value is not None and not value.strip():
+            raise UserError(
+                "IDLM-0464", f"{name}={value!r} is empty", fix=f"give a path, or leave {name}= out"
+            )
+    for name, file in NEEDED_FILES:
+        if getattr(config, name, False) and getattr(config, file) is None:
+            raise UserError("IDLM-0439", f"{name}=true needs {file}=, which is not given", fix="leave it out")
+    if config.model is None:
+        raise UserError("IDLM-0438", "no model given", fix="give model=PATH, a checkpoint directory")
+
+
+def check_text(place: str, text: str) -> None:
+    """Raise UserError IDLM-0436 for an empty prompt, and for unpaired surrogates, which neither a tokenizer
+    nor a file accepts.
+    """
+    if not text:
+        raise UserError("IDLM-0436", f"{place}: prompt is empty", fix="give at least one token")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            "IDLM-0436", f"{place}: not valid text at {text[error.start : error.end]!r}", fix="give UTF-8"
+        ) from error
+
+
+def require_tokenizer(tokenizer: Any, what: str) -> None:
+    """Raise UserError IDLM-0414 if a checkpoint has no tokenizer (None), which `what` needs."""
+    if tokenizer is None:
+        raise UserError(
+            "IDLM-0414",
+            f"{what} needs a tokenizer, and the checkpoint has none",
+            fix='give token ids: input=FILE with lines like {"prompt_ids": [1, 2, 3]}',
+        )

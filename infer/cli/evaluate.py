@@ -11,52 +11,25 @@ import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.cli import command
-from idlm.cli.help import CommandHelp, answers_flags
-from idlm.config.compose import compose
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import EvaluateConfig, refuse_empty
-from idlm.infer.cli.generate import (
-    describe_plugins,
-    load_engine,
-    require_model,
-    take_accelerator_options,
-    with_options,
-)
+from idlm.infer.cli.config import EngineArguments, EvaluateConfig, read_arguments
 from idlm.infer.cli.output import answer_file, exclusive_output
+from idlm.infer.cli.progress import AnswerProgress, engine_name
+from idlm.infer.cli.prompts import PromptLine
 from idlm.semantics import Semantics
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.progress import AnswerProgress
     from idlm.infer.engine import Engine
     from idlm.tasks import Task, TaskSample, Verdict
 
 AUTO = "auto"
 NUM_SEEDS = 2**63
-HELP = CommandHelp(
-    name="idlm-eval",
-    usage="model=PATH [key=value ...]",
-    summary="Decodes the prompts of a task whose answers a program can check, and prints exact match,\n"
-    "acceptance and tokens per forward (TPF), next to those of a baseline (one token per pass).",
-    examples=(
-        "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
-        "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
-    ),
-    keys=(
-        *("model", "task", "num", "baseline", "output"),
-        *("sampling.temperature", "sampling.max_tokens", "device"),
-    ),
-    flags={
-        "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
-        "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
-    },
-)
 
 
 class Baseline(NamedTuple):
@@ -67,23 +40,23 @@ class Baseline(NamedTuple):
     options: dict[str, Any]
 
 
+def main() -> int:
+    """Console entry point."""
+    return command.run(run_evaluation)
+
+
 def run_evaluation(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
-    if answers_flags(HELP, EvaluateConfig, arguments, plugins=describe_plugins):
-        return 0
-    decoder, options, rest = command.split_plugin_options(arguments, plugin="decoder", default=None)
-    accelerator_options, rest = take_accelerator_options(rest)
-    config = compose("eval", EvaluateConfig, rest)
-    refuse_empty(config)
-    require_model(config.model)
-    settings = with_options(config.options(), accelerator_options)
+    if command.asks_for_help(arguments):
+        from idlm.infer.cli.help import EVALUATE, print_command_help
+
+        return print_command_help(EVALUATE, EvaluateConfig, arguments)
+    config, engine_arguments = read_arguments("eval", EvaluateConfig, arguments)
     with exclusive_output(config.output, overwrite=config.overwrite):
-        return _run(config, decoder, settings, options)
+        return _run(config, engine_arguments)
 
 
-def _run(
-    config: EvaluateConfig, decoder: str | None, settings: dict[str, Any], options: dict[str, Any]
-) -> int:
+def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     """Evaluate, print the table, write the records. Returns status 1 when answers failed; their records say
     why.
     """
@@ -92,18 +65,21 @@ def _run(
     task = TASKS.get(config.task)(level=config.level)
     samples = _check(config, task)
     params = config.sampling
-    load = partial(load_engine, config.model, decoder, settings, options)
-    name, evaluation, baseline = _evaluate(load, task, samples, params, baseline=config.baseline)
+    name, evaluation, baseline = _evaluate(arguments, task, samples, params, baseline=config.baseline)
     results = {name: evaluation}
     if baseline is not None and (
-        baseline.name == name or (baseline.decoder, baseline.options) == (name, options)
+        baseline.name == name or (baseline.decoder, baseline.options) == (name, arguments.options)
     ):
         print(f"baseline={baseline.name} is the decoder itself, so there is no comparison", file=sys.stderr)
     elif baseline is not None:
         params = dataclasses.replace(params, decoder_options={}, tau=0.0)
-        plain = settings | {"accelerators": {}}
-        load = partial(load_engine, config.model, baseline.decoder, plain, baseline.options)
-        results = {baseline.name: _evaluate(load, task, samples, params)[1], **results}
+        plain = EngineArguments(
+            model=arguments.model,
+            decoder=baseline.decoder,
+            settings=arguments.settings | {"accelerators": {}},
+            options=baseline.options,
+        )
+        results = {baseline.name: _evaluate(plain, task, samples, params)[1], **results}
     print(table(results))
     if config.output is not None:
         _write(config.output, samples, config.sampling.n, results)
@@ -122,7 +98,7 @@ def _check(config: EvaluateConfig, task: Task) -> list[TaskSample]:
 
 
 def _evaluate(
-    load: Callable[[], Engine],
+    arguments: EngineArguments,
     task: Task,
     samples: Sequence[TaskSample],
     params: SamplingParams,
@@ -135,11 +111,7 @@ def _evaluate(
     """
     import torch
 
-    from idlm.infer.cli.answers import engine_name
-    from idlm.infer.cli.progress import AnswerProgress, loading
-
-    with loading():
-        engine = load()
+    engine = arguments.load()
     try:
         chosen, name = choose_baseline(baseline, engine.semantics), engine_name(engine)
         with AnswerProgress(name, total=len(samples) * params.n) as progress:
@@ -183,12 +155,13 @@ def table(results: dict[str, Evaluation]) -> str:
     """Plain text, one line per decoder."""
     width = max(10, *map(len, results))
     lines = [
-        f"{'decoder':<{width}} {'law':<6} {'exact-match':>11} {'acceptance':>10} {'TPF':>6} {'tokens/s':>9}"
+        f"{'decoder':<{width}} {'exactness':<9} {'exact-match':>11} {'acceptance':>10} {'TPF':>6} "
+        f"{'tokens/s':>9}"
     ]
     for name, result in results.items():
         acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.3f}"
         lines.append(
-            f"{name:<{width}} {result.exactness:<6} {result.exact_match:>11.3f} {acceptance:>10} "
+            f"{name:<{width}} {result.exactness:<9} {result.exact_match:>11.3f} {acceptance:>10} "
             f"{result.tokens_per_forward:>6.2f} {result.tokens_per_second:>9.0f}"
         )
     return "\n".join(lines)
@@ -282,12 +255,20 @@ def evaluate(
 
     Warns about failed answers. UserError for a prompt that the engine refuses, before anything is decoded.
     """
-    settings = [
-        params if params.seed is None else params.with_seed((params.seed + i) % NUM_SEEDS)
-        for i in range(len(samples))
+    from idlm.infer.cli.answers import AnswerRun, check_lines
+
+    lines = [
+        PromptLine(
+            place=f"prompt {i + 1}",
+            request_id=str(i),
+            prompt=sample.prompt,
+            params=params if params.seed is None else params.with_seed((params.seed + i) % NUM_SEEDS),
+        )
+        for i, sample in enumerate(samples)
     ]
+    check_lines(engine, lines)
     start = time.perf_counter()
-    completions = _answers(engine, samples, settings, progress)
+    completions = [done for _, done in AnswerRun(engine, iter(lines), progress=progress)]
     seconds = time.perf_counter() - start
     prompts = [sample.prompt for sample in samples for _ in range(params.n)]
     verdicts = [_verdict(task, prompt, done) for prompt, done in zip(prompts, completions, strict=True)]
@@ -311,32 +292,6 @@ def evaluate(
     )
 
 
-def _answers(
-    engine: Engine,
-    samples: Sequence[TaskSample],
-    settings: Sequence[SamplingParams],
-    progress: AnswerProgress | None,
-) -> list[Completion]:
-    """Completions in order, also those of failed requests."""
-    keys = [(f"e{i}", k) for i, params in enumerate(settings) for k in range(params.n)]
-    done: dict[tuple[str, int], Completion] = {}
-    try:
-        for i, (sample, params) in enumerate(zip(samples, settings, strict=True)):
-            engine.add_request(f"e{i}", sample.prompt, params)
-        while len(done) < len(keys):
-            events = engine.step()
-            for event in events:
-                if event.completion is not None:
-                    done[event.request_id, event.index] = event.completion
-            if progress is not None:
-                progress.see(events)
-    except BaseException:
-        for request_id, _ in keys:
-            engine.abort(request_id)
-        raise
-    return [done[key] for key in keys]
-
-
 def _verdict(task: Task, prompt: str, done: Completion) -> Verdict:
     verdict = task.check(prompt, done.text)
     if done.error is None:
@@ -350,4 +305,4 @@ def _sum_columns(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(run_evaluation))
+    sys.exit(main())

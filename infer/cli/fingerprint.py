@@ -16,6 +16,7 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.files.paths import translate_path_errors
+from idlm.infer.cli.config import EngineArguments
 from idlm.infer.models.loader import checkpoint_directory
 from idlm.infer.models.weights import locate
 from idlm.infer.settings import EngineSettings
@@ -41,23 +42,15 @@ MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 RunConfig = Mapping[str, Any]
 
 
-def run_config(
-    config: EngineSettings,
-    model: str,
-    *,
-    decoder: str | None,
-    options: Mapping[str, Any],
-    accelerators: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """What all answers of a run have in common. `decoder` is None for the one that the checkpoint was made
-    for; `options` are the decoder's. UserErrors of a path that is not a checkpoint.
-    """
+def run_config(config: EngineSettings, arguments: EngineArguments) -> dict[str, Any]:
+    """What all answers of a run have in common. UserErrors of a path that is not a checkpoint."""
     changed = _changed(config, EngineSettings(), skip=(*SPEED_ONLY_KEYS, *EXCLUDED_KEYS))
+    decoder, accelerators = arguments.decoder, arguments.settings["accelerators"]
     values = {
-        PATH: str(Path(model).resolve()),
-        DIGEST: model_digest(model, base=config.base),
+        PATH: str(Path(arguments.model).resolve()),
+        DIGEST: model_digest(arguments.model, base=config.base),
         **({"decoder": decoder} if decoder else {}),
-        **{f"decoder.{name}": value for name, value in options.items()},
+        **{f"decoder.{name}": value for name, value in arguments.options.items()},
         **({"accelerators": accelerators} if accelerators else {}),
         **changed,
     }

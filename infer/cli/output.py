@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from filelock import FileLock, Timeout
-
 from idlm.errors import UserError
-from idlm.files.disk import NO_LOCKS
+from idlm.files.disk import NO_LOCKS, lock_file
 from idlm.files.paths import translate_path_errors
 
 if TYPE_CHECKING:
@@ -80,8 +78,8 @@ def exclusive_output(output: str | None, *, overwrite: bool, resume: bool = Fals
         yield
         return
     _check_output(output, overwrite=overwrite, resume=resume)
-    lock = FileLock(f"{partial_path(output)}.lock", timeout=0)
-    _acquire(lock, output)
+    path = Path(f"{partial_path(output)}.lock")
+    held = _lock(path, output)
     try:
         # The run that had the lock may have finished after the first check.
         _check_output(output, overwrite=overwrite, resume=resume)
@@ -89,27 +87,31 @@ def exclusive_output(output: str | None, *, overwrite: bool, resume: bool = Fals
     finally:
         # Unlink before the release: after it, the file may be the lock of another run.
         with contextlib.suppress(OSError):
-            Path(lock.lock_file).unlink()
-        lock.release()
+            path.unlink()
+        if held is not None:
+            os.close(held)
 
 
-def _acquire(lock: FileLock, output: str) -> None:
+def _lock(path: Path, output: str) -> int | None:
+    """A descriptor that holds the lock; None, with a warning, on a file system without locks."""
     try:
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(
-            "IDLM-0462",
-            f"another run is writing output={output!r}",
-            fix="wait until it ends, or give another output=",
-        ) from error
+        held = lock_file(path)
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise _cannot_write(Path(lock.lock_file), error) from error
+            raise _cannot_write(path, error) from error
         warnings.warn(
             f"the file system of output={output!r} has no locks ({error.strerror}): make sure that no other "
             "run writes it",
             stacklevel=5,
         )
+        return None
+    if held is None:
+        raise UserError(
+            "IDLM-0462",
+            f"another run is writing output={output!r}",
+            fix="wait until it ends, or give another output=",
+        )
+    return held
 
 
 def _check_output(output: str, *, overwrite: bool, resume: bool) -> None:

@@ -1,26 +1,25 @@
-"""Progress bars of `idlm-generate` and `idlm-eval` while they load and decode; see idlm.cli.progress."""
+"""What `idlm-generate` and `idlm-eval` show while they work: progress, a streamed answer, and figures."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from idlm.cli.progress import Clock, Progress
+from idlm.cli.progress import Progress
+from idlm.contracts import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from idlm.infer.engine import StreamEvent
+    from idlm.infer.engine import Engine, StreamEvent
 
 
 @contextmanager
-def loading(
-    *, is_shown: bool = True, console: Console | None = None, clock: Clock = time.monotonic
-) -> Iterator[None]:
-    """Show how much of the weights of models loaded inside is copied."""
-    with Progress("loading", counts=False, is_shown=is_shown, console=console, clock=clock) as shown:
+def loading(**options: Any) -> Iterator[None]:
+    """Show how much of the weights of models loaded inside is copied. `options` are those of `Progress`."""
+    with Progress("loading", counts=False, **options) as shown:
         # Importing torch takes seconds, so the bar is shown first.
         from idlm.infer.models.weights import WATCHER
 
@@ -35,50 +34,84 @@ def loading(
             WATCHER.reset(token)
 
 
-class AnswerProgress:
+def engine_name(engine: Engine) -> str:
+    """Decoder and accelerators, joined by +."""
+    return "+".join((engine.decoder.name, *engine.settings.accelerator_options))
+
+
+def print_stream(
+    engine: Engine, prompt: str | list[int], params: SamplingParams, *, has_stats: bool
+) -> Completion:
+    """Print one answer while it is generated, then with `has_stats` its figures; return it."""
+    start, tally = time.perf_counter(), Tally()
+    for event in engine.stream(prompt, params):
+        print(event.text, end="", flush=True)
+        completion = event.completion
+    print()
+    assert completion is not None
+    if has_stats:
+        tally.add(completion)
+        tally.report(engine, time.perf_counter() - start)
+    return completion
+
+
+@dataclass(slots=True)
+class Tally:
+    """Figures over finished answers."""
+
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_forwards: int = 0
+    num_tested: int = 0
+    num_accepted: int = 0
+    num_failed: int = 0
+    exactness: str = "exact"
+
+    def add(self, done: Completion) -> None:
+        """Count one more."""
+        self.num_answers += 1
+        self.num_tokens += len(done.token_ids)
+        self.num_forwards += done.num_forwards
+        self.num_tested += sum(done.tested_by_position)
+        self.num_accepted += sum(done.accepted_by_position)
+        self.num_failed += done.error is not None
+        if done.exactness != "exact":
+            self.exactness = done.exactness
+
+    def report(self, engine: Engine, seconds: float) -> None:
+        """Print one line to standard error; nothing without answers."""
+        if not self.num_forwards:
+            return
+        acceptance = f", acceptance {self.num_accepted / self.num_tested:.3f}" if self.num_tested else ""
+        print(
+            f"[{engine_name(engine)}, {self.exactness}] {self.num_tokens} tokens, "
+            f"{self.num_tokens / self.num_forwards:.2f} per forward{acceptance}, "
+            f"{self.num_tokens / seconds:.0f} tokens/s",
+            file=sys.stderr,
+        )
+
+
+class AnswerProgress(Progress):
     """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
 
-    Tokens are counted when they are emitted; TPF is computed over finished answers.
+    Tokens are counted when they are emitted; `tally` holds the figures of finished answers.
     """
 
-    def __init__(
-        self,
-        title: str,
-        *,
-        total: int,
-        is_shown: bool = True,
-        console: Console | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._shown = Progress(title, total=total, is_shown=is_shown, console=console, clock=clock)
-        self.num_answers = self.num_tokens = self._num_failed = 0
-        self._num_finished_tokens = self._num_forwards = 0
-
-    def __enter__(self) -> AnswerProgress:
-        self._shown.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._shown.__exit__(*error)
+    def __init__(self, title: str, *, total: int, **options: Any) -> None:
+        super().__init__(title, total=total, **options)
+        self.tally, self._num_tokens = Tally(), 0
 
     def see(self, events: Iterable[StreamEvent]) -> None:
         """Count the events of one pass."""
         for event in events:
-            self.num_tokens += len(event.token_ids)
+            self._num_tokens += len(event.token_ids)
             if event.completion is not None:
-                self.num_answers += 1
-                self._num_failed += event.completion.error is not None
-                self._num_finished_tokens += len(event.completion.token_ids)
-                self._num_forwards += event.completion.num_forwards
-        self._shown.update(self.num_answers, self._figures)
-
-    def hidden(self) -> AbstractContextManager[None]:
-        """Remove the bar while an answer is printed to the terminal."""
-        return self._shown.hidden()
+                self.tally.add(event.completion)
+        self.update(self.tally.num_answers, self._figures)
 
     def _figures(self) -> str:
-        rate = self.num_tokens / max(self._shown.seconds, 1e-9)
-        forwards = self._num_forwards
-        per_forward = f"{self._num_finished_tokens / forwards:.2f}" if forwards else "-"
-        failed = f"  {self._num_failed} failed" if self._num_failed else ""
-        return f"{self.num_tokens:,} tokens  {rate:,.0f} tokens/s  TPF {per_forward}{failed}"
+        tally = self.tally
+        rate = self._num_tokens / max(self.seconds, 1e-9)
+        per_forward = f"{tally.num_tokens / tally.num_forwards:.2f}" if tally.num_forwards else "-"
+        failed = f"  {tally.num_failed} failed" if tally.num_failed else ""
+        return f"{self._num_tokens:,} tokens  {rate:,.0f} tokens/s  TPF {per_forward}{failed}"

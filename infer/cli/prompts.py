@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from idlm.config.suggest import did_you_mean
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.files.json_lines import DAMAGE, unpacked
-from idlm.files.paths import translate_path_errors
+from idlm.files.paths import DAMAGE, translate_path_errors, unpacked
+from idlm.infer.cli.config import check_text
 
 SHAPES = ("prompt", "prompt_ids", "messages")
 KEYS = (*SHAPES, "id", "sampling")
@@ -41,15 +41,12 @@ class PromptLine:
     carried: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, place: str) -> list[PromptLine]:
-    """Requests of plain texts with the ids 0, 1, 2, ..."""
-    lines = []
+def text_prompts(texts: Sequence[str], sampling: SamplingParams, *, place: str) -> Iterator[PromptLine]:
+    """Yield requests of plain texts with the ids 0, 1, 2, ..."""
     for number, text in enumerate(texts):
         where = place if len(texts) == 1 else f"{place} {number + 1}"
         check_text(where, text)
-        _check_prompt(where, "prompt", text)
-        lines.append(PromptLine(place=where, request_id=str(number), prompt=text, params=sampling))
-    return lines
+        yield PromptLine(place=where, request_id=str(number), prompt=text, params=sampling)
 
 
 def read_prompts(
@@ -89,15 +86,14 @@ def read_prompts(
             ) from error
 
 
-def check_prompts(
-    path: str, sampling: SamplingParams, *, drop_last_turn: bool = False, carry_keys: bool = False
-) -> None:
-    """Read a whole file, to find a mistake in its last line before a model is loaded.
+def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> None:
+    """Read all requests, to find a mistake in the last line of a file before a model is loaded.
 
-    UserError IDLM-0465 for two lines with one id; the id of a line without one is its number.
+    UserError IDLM-0430 if the file `source` has none, IDLM-0465 for two lines with one id; the id of a line
+    without one is its number.
     """
     places: dict[str, str] = {}
-    for line in read_prompts(path, sampling, drop_last_turn=drop_last_turn, carry_keys=carry_keys):
+    for line in lines:
         first = places.setdefault(line.request_id, line.place)
         if first != line.place:
             raise UserError(
@@ -106,12 +102,12 @@ def check_prompts(
                 fix="give every line its own id; the id of a line without one is its number",
             )
     if not places:
-        raise UserError("IDLM-0430", f"input={path!r} has no lines", fix="give a file of JSON lines")
+        raise UserError("IDLM-0430", f"input={source!r} has no lines", fix="give a file of JSON lines")
 
 
 def _record(place: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+        record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(
             "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line, in UTF-8"
@@ -120,16 +116,6 @@ def _record(place: str, line: bytes) -> dict[str, Any]:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
     check_text(place, json.dumps(record, ensure_ascii=False))
     return record
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; ValueError for a key that it has twice, because readers disagree on which one counts."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
-        found[key] = value
-    return found
 
 
 def _carried(place: str, record: dict[str, Any], *, carry_keys: bool) -> dict[str, Any]:
@@ -223,13 +209,3 @@ def _params(place: str, changes: Any, sampling: SamplingParams) -> SamplingParam
         return dataclasses.replace(sampling, **changes)
     except UserError as error:
         raise UserError(error.code, f"{place}: {error.message}", fix=error.fix) from error
-
-
-def check_text(place: str, text: str) -> None:
-    """UserError IDLM-0436 for unpaired surrogates, which neither a tokenizer nor a file accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            "IDLM-0436", f"{place}: not valid text at {text[error.start : error.end]!r}", fix="give UTF-8"
-        ) from error

@@ -101,8 +101,10 @@ def _check_record(source: Path, record: dict[str, Any], line: _Expected | None, 
             fix="continue with the same input= and system=, or keep that file under another name",
         )
     # A failed answer is generated again, so its settings do not matter.
-    change = None if has_failed else difference(record["run_config"], line.run_config)
+    made = record["run_config"]
+    change = None if has_failed else difference(made, line.run_config)
     if change is not None:
+        change = change if made else "made by an older version, which did not record its settings"
         raise UserError(
             "IDLM-0463",
             f"{line.place}: its answer in {str(source)!r} was {change}",

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ from idlm.infer.build import EngineParts, build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
-from idlm.infer.options import check_options
+from idlm.infer.options import EngineOptions
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
@@ -155,27 +154,21 @@ class TensorParallelGroup:
         try:
             yield
         except BaseException as error:
-            failure = self._cause_of(error)
-            if failure is not None:
-                raise failure from error
+            if isinstance(error, Exception) and not isinstance(error, UserError):
+                self._await_failure()
             fix = OUT_OF_MEMORY_FIX if is_out_of_memory(error) else ""
             self._fail("IDLM-0428", f"the ranks were ended after an error on rank 0: {error!r}", fix)
             if is_out_of_memory(error):
                 self.check()
             raise
 
-    def _cause_of(self, error: BaseException) -> UserError | None:
-        if isinstance(error, UserError) or not isinstance(error, Exception):
-            return None
+    def _await_failure(self) -> None:
+        """Raise the failure of another rank if it comes soon: it may have caused an error here."""
         deadline = time.monotonic() + FAILURE_REASON_TIMEOUT
-        try:
+        self.check()
+        while (seconds := deadline - time.monotonic()) > 0:
+            wait(self._connections, seconds)
             self.check()
-            while (seconds := deadline - time.monotonic()) > 0:
-                wait(self._connections, seconds)
-                self.check()
-        except UserError as failure:
-            return failure
-        return None
 
     def close(self) -> None:
         """End all ranks; later calls raise UserError IDLM-0428."""
@@ -254,13 +247,10 @@ class DriverWorker(Worker):
 
 
 def create_worker(
-    path: str | Path, decoder: str | None, options: dict[str, Any], group: TensorParallelGroup | None = None
-) -> Worker:
+    path: str | Path, checked: EngineOptions, group: TensorParallelGroup | None = None
+) -> DriverWorker:
     """Build an engine's worker with the ranks of `group`, or with `tensor_parallel` new ones."""
-    checked = check_options(decoder, options)
     settings = checked.settings
-    if settings.tensor_parallel == 1:
-        return Worker(build(path, checked))
     owns_group = group is None
     group = group or TensorParallelGroup.start(settings.tensor_parallel, resolve_device(settings.device))
     number = group.next_number()
@@ -270,7 +260,7 @@ def create_worker(
                 "do": "build",
                 "engine": number,
                 "path": str(path),
-                "decoder": decoder,
+                "decoder": checked.decoder,
                 "options": checked.plain(),
             }
         )

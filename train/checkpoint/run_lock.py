@@ -2,7 +2,7 @@
 
 The lock file lies next to output_dir, because publishing replaces output_dir itself. The kernel releases the
 lock when the process ends, also by a crash; a file that a dead process left blocks no run. It holds the name
-of its owner, which filelock would truncate.
+of its owner.
 """
 
 from __future__ import annotations

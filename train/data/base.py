@@ -17,9 +17,9 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.registry import Registry
-from idlm.text.chat import Message, encode_messages, encode_prompt, render_conversation
+from idlm.text.chat import render_conversation
 from idlm.text.detokenizer import answer_text
-from idlm.text.tokenizer import num_token_ids
+from idlm.text.tokenizer import Message, encode_messages, encode_prompt, num_token_ids
 from idlm.train.data.layout import Sample
 
 if TYPE_CHECKING:

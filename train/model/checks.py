@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from idlm.errors import UserError
 from idlm.masks import RowMeta
-from idlm.text.tokenizer import num_token_ids, resolve_mask_token_id
+from idlm.text.mask_token import resolve_mask_token_id
+from idlm.text.tokenizer import num_token_ids
 from idlm.train.distributed.deepspeed import gathered, whole_shape
 from idlm.train.model.attention import mask_arguments
 

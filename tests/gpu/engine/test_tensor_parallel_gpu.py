@@ -23,6 +23,7 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.distributed.launcher import DriverWorker, TensorParallelGroup, create_worker
 from idlm.infer.engine import Engine
+from idlm.infer.options import check_options
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
 from tests.contracts.engines import CYCLE, MASK_ID, acceptance_of, assert_idle, greedy, prompts_of
@@ -82,9 +83,8 @@ def _one(path: Path, decoder: str, **options: Any) -> Engine:
 
 
 def _several(group: TensorParallelGroup, path: Path, decoder: str, **options: Any) -> Engine:
-    worker = create_worker(
-        path, decoder, {**SETTINGS, **options, "tensor_parallel": group.shards.size}, group
-    )
+    checked = check_options(decoder, {**SETTINGS, **options, "tensor_parallel": group.shards.size})
+    worker = create_worker(path, checked, group)
     return Engine(worker.parts, worker)
 
 

@@ -12,7 +12,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.engine import Engine
-from idlm.text.chat import encode_messages
+from idlm.text.tokenizer import encode_messages
 from tests.integration.inference.command_lines import (
     BASE,
     PROMPTS,

@@ -35,7 +35,7 @@ BASE = [*MODEL, "sampling.temperature=0", "sampling.max_tokens=100", "num=3"]
 def _rows(out: str) -> dict[str, list[str]]:
     """The printed table by decoder."""
     head, *lines = [line.split() for line in out.splitlines()]
-    assert head == ["decoder", "law", "exact-match", "acceptance", "TPF", "tokens/s"]
+    assert head == ["decoder", "exactness", "exact-match", "acceptance", "TPF", "tokens/s"]
     return {line[0]: line[1:] for line in lines}
 
 

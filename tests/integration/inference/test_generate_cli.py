@@ -18,7 +18,7 @@ from idlm.infer.cli.prompts import RECORD_KEYS
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker
 from idlm.infer.state.batch import Schedule
-from idlm.text.chat import encode_messages
+from idlm.text.tokenizer import encode_messages
 from tests.integration.inference.command_lines import (
     AR,
     BASE,
@@ -310,8 +310,8 @@ def test_the_command_ends_with_status_2_and_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("entry", "arguments"),
     [
-        ("idlm.infer.cli.__main__:generate", ["model=nowhere", "-p", "x"]),
-        ("idlm.infer.cli.__main__:evaluate", ["model=nowhere"]),
+        ("idlm.infer.cli.generate:main", ["model=nowhere", "-p", "x"]),
+        ("idlm.infer.cli.evaluate:main", ["model=nowhere"]),
         ("idlm.train.cli:main", ["recipe=tiny"]),
     ],
 )

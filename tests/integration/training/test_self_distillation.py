@@ -16,8 +16,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.generate import generate
 from idlm.infer.cli.output import answer_file, partial_path
 from idlm.tasks import TASKS
-from idlm.text.chat import encode_messages
-from idlm.text.tokenizer import load_tokenizer
+from idlm.text.tokenizer import encode_messages, load_tokenizer
 from idlm.train import cli
 from idlm.train.config.schema import DataConfig
 from idlm.train.data.base import SOURCES, Encoder

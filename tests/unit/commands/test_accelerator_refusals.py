@@ -12,8 +12,8 @@ import torch
 from idlm.errors import UserError
 from idlm.infer import build
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec
-from idlm.infer.cli.generate import take_accelerator_options, with_options
-from idlm.infer.cli.plugin_help import describe_accelerators, describe_decoders
+from idlm.infer.cli.config import take_accelerator_options, with_options
+from idlm.infer.cli.help import describe_plugins
 from idlm.infer.settings import EngineSettings, as_options
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
 
@@ -103,7 +103,7 @@ def test_command_lines_set_options_of_accelerators() -> None:
     assert take_accelerator_options(["accelerators=null"]) == ({}, ["accelerators=null"])
     with pytest.raises(UserError, match="names mage twice"):
         as_options(["mage", "mage"])
-    assert all(f"accelerators=[{name}]" in describe_accelerators() for name in ACCELERATORS.names())
+    assert all(f"accelerators=[{name}]" in describe_plugins() for name in ACCELERATORS.names())
 
 
 def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_none_means_no_accelerators() -> None:
 
 
 def test_help_explains_the_options_of_plug_ins() -> None:
-    told = describe_accelerators() + describe_decoders()
+    told = describe_plugins()
     for words in (
         "`k`: slots before the block",
         "`alpha`: the number of masks",

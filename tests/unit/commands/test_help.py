@@ -22,7 +22,7 @@ from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.cli.config import EvaluateConfig, GenerateConfig
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
-from idlm.infer.cli.plugin_help import from_registry, from_sources, plugins_of
+from idlm.infer.cli.help import from_registry, from_sources, plugins_of
 from idlm.infer.decoders.base import DECODERS
 from idlm.train.cli import main as train
 from idlm.train.config.schema import TrainConfig
@@ -31,11 +31,11 @@ ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "transformers", "numpy", "datasets", "deepspeed")
 PROBE = f"""
 import json, sys
-from idlm.infer.cli.__main__ import evaluate, generate
+from idlm.infer.cli import evaluate, generate
 from idlm.train.cli import main
 for name, arguments in json.loads(sys.argv[1]):
     sys.argv = [name, *arguments]
-    status = {{"idlm-generate": generate, "idlm-eval": evaluate, "idlm-train": main}}[name]()
+    status = {{"idlm-generate": generate.main, "idlm-eval": evaluate.main, "idlm-train": main}}[name]()
     loaded = [module for module in {HEAVY} if module in sys.modules]
     assert not loaded, (name, arguments, loaded)
     assert status == (0 if arguments[0][0] == "-" else 2), (name, arguments, status)
@@ -155,5 +155,5 @@ def test_help_on_plugins_from_their_source_is_that_of_the_plugins(
 def test_help_knows_plugins_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no source in our folders, so all are imported."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
-    monkeypatch.setattr("idlm.infer.cli.plugin_help.from_registry", lambda registry: [registry])
-    assert plugins_of("decoder", "idlm.infer.decoders", "DECODERS") == [DECODERS]
+    monkeypatch.setattr("idlm.infer.cli.help.from_registry", lambda registry: {"decoders": registry})
+    assert plugins_of("decoder") == {"decoders": DECODERS}

@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from idlm.contracts import Completion, TokenLogprob
 from idlm.errors import UserError
+from idlm.files.disk import lock_file
 from idlm.infer.cli.answers import figures
 from idlm.infer.cli.output import answer_file, exclusive_output
 
@@ -95,13 +94,13 @@ def test_a_file_that_was_finished_before_the_lock_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run ends between this one's first check and its lock."""
-    output, acquire = tmp_path / "out", FileLock.acquire
+    output = tmp_path / "out"
 
-    def acquiring(lock: FileLock) -> Any:
+    def locking(path: Path) -> int | None:
         output.write_text("theirs")
-        return acquire(lock)
+        return lock_file(path)
 
-    monkeypatch.setattr(FileLock, "acquire", acquiring)
+    monkeypatch.setattr("idlm.infer.cli.output.lock_file", locking)
     with pytest.raises(UserError, match="IDLM-0431"), exclusive_output(str(output), overwrite=False):
         pytest.fail("it is lost")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -12,7 +12,7 @@ import pytest
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig
+from idlm.infer.cli.config import GenerateConfig, check_paths
 from idlm.infer.cli.prompts import check_prompts, read_prompts
 
 
@@ -27,19 +27,19 @@ def _written(path: Path, ids: list[Any]) -> str:
     [[None, "02"], [None, None, "٢"], [None, "1" * 5_000], [None, "0"], [None, "-1"], [None, 3]],
 )
 def test_ids_that_differ_from_the_numbers_of_lines_without_one(tmp_path: Path, ids: list[Any]) -> None:
-    check_prompts(_written(tmp_path / "in", ids), SamplingParams())
+    check_prompts(read_prompts(_written(tmp_path / "in", ids), SamplingParams()))
 
 
 @pytest.mark.parametrize(("ids", "place"), [([2, None], 2), ([None, "1"], 2), (["a", None, None, 3], 4)])
 def test_ids_that_are_the_number_of_a_line_without_one(tmp_path: Path, ids: list[Any], place: int) -> None:
     source = _written(tmp_path / "in", ids)
     with pytest.raises(UserError, match=f"IDLM-0465: {source}:{place}: "):
-        check_prompts(source, SamplingParams())
+        check_prompts(read_prompts(source, SamplingParams()))
 
 
 def _read(path: Path, *lines: Any, **options: bool) -> list[Any]:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    check_prompts(str(path), SamplingParams(), **options)
+    check_prompts(read_prompts(str(path), SamplingParams(), **options))
     return list(read_prompts(str(path), SamplingParams(), **options))
 
 
@@ -56,7 +56,7 @@ USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content"
 def test_line_13_two_lines_of_one_id_are_refused_and_both_named(tmp_path: Path, ids: list[Any]) -> None:
     source = _written(tmp_path / "in", ids)
     with pytest.raises(UserError, match=f"IDLM-0465: {source}:3: id '[a37]' is also the id of {source}:1"):
-        check_prompts(source, SamplingParams())
+        check_prompts(read_prompts(source, SamplingParams()))
 
 
 def test_line_13_messages_that_are_answered_already_are_refused(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_line_13_gz_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     for damaged in (packed[:-9], b"no gzip", packed[:40] + b"\0" * 40 + packed[80:]):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"IDLM-0430: input=.*in\.jsonl\.gz' is incomplete or damaged"):
-            check_prompts(str(path), SamplingParams())
+            check_prompts(read_prompts(str(path), SamplingParams()))
 
 
 @pytest.mark.parametrize("option", ["drop_last_turn", "carry_keys"])
 def test_line_13_options_without_a_file_are_refused(option: str) -> None:
     with pytest.raises(UserError, match=f"IDLM-0439: {option}=true"):
-        GenerateConfig(**{option: True}).input_options()
-    assert GenerateConfig(input="x", **{option: True}).input_options()[option]
+        check_paths(GenerateConfig(model="m", output="y", **{option: True}))
+    check_paths(GenerateConfig(model="m", input="x", output="y", **{option: True}))

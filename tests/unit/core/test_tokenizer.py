@@ -16,6 +16,7 @@ from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import CHAT_TEMPLATE, TaskEncoder, num_embedding_rows, save_tokenizer, vocabulary
 from idlm.text import chat
 from idlm.text import tokenizer as tokens
+from idlm.text.mask_token import resolve_mask_token_id
 from tests.small_tokenizers import CHATML, save_byte_level
 
 ROOT = Path(__file__).parents[3]
@@ -65,7 +66,7 @@ def test_task_texts_survive_whatever_the_model_is_called(tmp_path, model_type):
             if index >= 20:
                 continue
             prompt_ids, response_ids = encoder.encode_sample(sample)
-            assert chat.encode_prompt(tokenizer, sample.prompt) == prompt_ids
+            assert tokens.encode_prompt(tokenizer, sample.prompt) == prompt_ids
             turns = [
                 {"role": "user", "content": sample.prompt},
                 {"role": "assistant", "content": sample.response},
@@ -93,20 +94,20 @@ def test_task_vocabulary_covers_what_is_never_drawn_often(task_tokenizer):
 
 def test_mask_token_is_the_first_spare_row(task_tokenizer):
     num_rows = num_embedding_rows(len(task_tokenizer))
-    assert tokens.resolve_mask_token_id(task_tokenizer, num_rows, None) == len(task_tokenizer) < num_rows
+    assert resolve_mask_token_id(task_tokenizer, num_rows, None) == len(task_tokenizer) < num_rows
     assert task_tokenizer.convert_ids_to_tokens(len(task_tokenizer)) is None
     assert [num_embedding_rows(num) for num in (31, 32, 33)] == [32, 64, 64]
     if QWEN3.is_dir():
-        assert tokens.resolve_mask_token_id(tokens.load_tokenizer(QWEN3), 151_936, None) == 151_669
+        assert resolve_mask_token_id(tokens.load_tokenizer(QWEN3), 151_936, None) == 151_669
 
 
 def test_mask_token_order_of_preference(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     spare = len(tokenizer)
     tokenizer.mask_token = "<|endoftext|>"
-    assert tokens.resolve_mask_token_id(tokenizer, spare + 5, None) == tokenizer.mask_token_id < spare
-    assert tokens.resolve_mask_token_id(tokenizer, spare + 5, spare + 2) == spare + 2
-    assert tokens.resolve_mask_token_id(None, 10, 9) == 9
+    assert resolve_mask_token_id(tokenizer, spare + 5, None) == tokenizer.mask_token_id < spare
+    assert resolve_mask_token_id(tokenizer, spare + 5, spare + 2) == spare + 2
+    assert resolve_mask_token_id(None, 10, 9) == 9
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_unusable_mask_tokens_are_refused(task_tokenizer, has_tokenizer, spare_r
         explicit = getattr(task_tokenizer, f"{explicit}_token_id")
     with pytest.raises(UserError) as caught:
         tokenizer = task_tokenizer if has_tokenizer else None
-        tokens.resolve_mask_token_id(tokenizer, len(task_tokenizer) + spare_rows, explicit)
+        resolve_mask_token_id(tokenizer, len(task_tokenizer) + spare_rows, explicit)
     assert caught.value.code == code
 
 
@@ -144,7 +145,7 @@ def test_gaps_in_the_ids_count_as_rows(tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     tokenizer = tokens.load_tokenizer(tmp_path)
     assert len(tokenizer) < tokens.num_token_ids(tokenizer) == 10
-    assert tokens.resolve_mask_token_id(tokenizer, 12, None) == 10
+    assert resolve_mask_token_id(tokenizer, 12, None) == 10
 
 
 def test_directory_without_tokenizer_is_none_and_broken_ones_are_named(tmp_path, task_dir):
@@ -174,15 +175,15 @@ def test_directory_without_tokenizer_is_none_and_broken_ones_are_named(tmp_path,
 
 
 def test_prompt_encoding_follows_the_template(byte_level, task_tokenizer):
-    templated = chat.encode_prompt(byte_level, "Hi")
+    templated = tokens.encode_prompt(byte_level, "Hi")
     assert byte_level.decode(templated) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert byte_level.decode(chat.encode_prompt(byte_level, "Hi", template="none")) == "Hi"
-    thinking = chat.encode_prompt(byte_level, "Hi", enable_thinking=False)
+    assert byte_level.decode(tokens.encode_prompt(byte_level, "Hi", template="none")) == "Hi"
+    thinking = tokens.encode_prompt(byte_level, "Hi", enable_thinking=False)
     assert byte_level.decode(thinking).endswith("assistant\n<think></think>")
-    bare = chat.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
+    bare = tokens.encode_prompt(task_tokenizer, "Lea has 9.", template="none")
     assert task_tokenizer.decode(bare) == "<bos>Lea has 9."
     with pytest.raises(UserError, match="IDLM-0218"):
-        chat.encode_prompt(byte_level, "")
+        tokens.encode_prompt(byte_level, "")
 
 
 TURNS = [
@@ -202,7 +203,7 @@ def test_every_assistant_turn_and_nothing_else_is_supervised(byte_level):
     target = byte_level.decode([idx for idx, flag in zip(token_ids, supervised, strict=True) if flag])
     assert target == "1 café<|im_end|>2 日本\n<|im_end|>"
     for num_turns in (2, 4):
-        prompt_ids = chat.encode_messages(byte_level, TURNS[:num_turns])
+        prompt_ids = tokens.encode_messages(byte_level, TURNS[:num_turns])
         assert token_ids[: len(prompt_ids)] == prompt_ids and supervised[len(prompt_ids)]
         assert not supervised[len(prompt_ids) - 1]
     assert not any(chat.render_conversation(byte_level, TURNS[:2])[1])
@@ -235,12 +236,12 @@ def test_missing_and_refusing_templates_are_named(byte_level_dir):
     tokenizer = tokens.load_tokenizer(byte_level_dir)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match="roles must alternate") as caught:
-        chat.encode_prompt(tokenizer, "Hi")
+        tokens.encode_prompt(tokenizer, "Hi")
     assert caught.value.code == "IDLM-0217"
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="IDLM-0215"):
         chat.render_conversation(tokenizer, TURNS)
-    assert tokenizer.decode(chat.encode_prompt(tokenizer, "Hi")) == "Hi"
+    assert tokenizer.decode(tokens.encode_prompt(tokenizer, "Hi")) == "Hi"
 
 
 def test_stop_token_ids(task_tokenizer):
@@ -267,4 +268,4 @@ def test_nothing_heavy_is_imported():
 
 def test_template_separator_is_one_token(task_tokenizer):
     assert task_tokenizer.chat_template == CHAT_TEMPLATE
-    assert task_tokenizer.decode(chat.encode_prompt(task_tokenizer, "Lea has 9.")[-1:]) == "\n\n"
+    assert task_tokenizer.decode(tokens.encode_prompt(task_tokenizer, "Lea has 9.")[-1:]) == "\n\n"

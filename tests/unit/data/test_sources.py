@@ -16,8 +16,7 @@ import pytest
 from idlm.errors import UserError
 from idlm.tasks import TASKS
 from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
-from idlm.text.chat import encode_messages, encode_prompt
-from idlm.text.tokenizer import load_tokenizer
+from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder

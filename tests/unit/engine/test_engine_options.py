@@ -15,7 +15,7 @@ from idlm.config.suggest import RENAMED
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import GenerateConfig
-from idlm.infer.cli.plugin_help import describe_decoders
+from idlm.infer.cli.help import describe_plugins
 from idlm.infer.engine import Engine
 from idlm.infer.options import check_options
 from idlm.semantics import Semantics
@@ -45,7 +45,7 @@ def test_old_names_are_refused_with_the_new_one(old: str) -> None:
     error = _refusal(check_options, "isd", {old: 1})
     assert (error.code, f"{old!r}; it is now called {RENAMED[old]!r}" in error.message) == ("IDLM-0416", True)
     if RENAMED[old] == "rejection_strategy":
-        _, options, _ = split_plugin_options([f"decoder.{old}=cold"], plugin="decoder", default=None)
+        _, options, _ = split_plugin_options([f"decoder.{old}=cold"], plugin="decoder")
         assert RENAMED[old] in _refusal(check_options, "isd", options).message
         return
     for key in (old, f"{old}.mage.k") if old == "accelerator" else (old,):
@@ -54,7 +54,7 @@ def test_old_names_are_refused_with_the_new_one(old: str) -> None:
 
 
 def test_help_says_that_a_seed_does_not_reproduce_an_adaptive_stride() -> None:
-    assert "a seed does not reproduce a sampled answer" in " ".join(describe_decoders().split())
+    assert "a seed does not reproduce a sampled answer" in " ".join(describe_plugins().split())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idlm.errors import UserError
-from idlm.files.json_lines import DAMAGE, unpacked
+from idlm.files.paths import DAMAGE, unpacked
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.build import cached_source
 from idlm.train.data.cache import CachedSource

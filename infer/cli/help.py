@@ -1,0 +1,170 @@
+"""What `-h` and `describe=true` of `idlm-generate` and `idlm-eval` print, with all decoder options."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from idlm.cli.help import CommandHelp, print_help
+from idlm.config.schema import show_default
+from idlm.infer.cli.config import EngineArguments, GenerateConfig
+from idlm.registry import Registry
+
+PLUGIN_FLAGS = {
+    "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
+    "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
+}
+GENERATE = CommandHelp(
+    name="idlm-generate",
+    usage='model=PATH [-p "..."] [key=value ...]',
+    summary="Answers prompts with an AR, I-DLM or block diffusion checkpoint. Prompts come from -p, from a\n"
+    "file of JSON lines (input=), or from standard input; on a terminal without any of them, a chat begins.",
+    examples=(
+        'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
+        "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",
+        'idlm-generate model=outputs/qwen3_8b system="You are brief."     # a chat',
+    ),
+    keys=(
+        *("model", "input", "output", "resume", "system"),
+        *("sampling.temperature", "sampling.max_tokens", "sampling.seed", "max_num_seqs", "device"),
+    ),
+    flags={"-p TEXT, --prompt TEXT": "a prompt; as often as you like", **PLUGIN_FLAGS},
+)
+EVALUATE = CommandHelp(
+    name="idlm-eval",
+    usage="model=PATH [key=value ...]",
+    summary="Decodes the prompts of a task whose answers a program can check, and prints exact match,\n"
+    "acceptance and tokens per forward (TPF), next to those of a baseline (one token per pass).",
+    examples=(
+        "idlm-eval model=outputs/tiny task=ledger decoder=isd decoder.stride=4 sampling.temperature=0",
+        "idlm-eval model=outputs/tiny_block decoder=block num=40 baseline=null sampling.temperature=0",
+    ),
+    keys=(
+        *("model", "task", "num", "baseline", "output"),
+        *("sampling.temperature", "sampling.max_tokens", "device"),
+    ),
+    flags=PLUGIN_FLAGS,
+)
+
+
+def print_command_help(command: CommandHelp, schema: type, arguments: Sequence[str]) -> int:
+    """Print help, with all plug-ins, or version of a command; returns the exit status."""
+    return print_help(command, schema, arguments, plugins=describe_plugins())
+
+
+class PluginHelp(NamedTuple):
+    """The docstring of a plug-in's Config, and its options with their defaults."""
+
+    text: str
+    defaults: dict[str, Any]
+
+
+def describe_plugins() -> str:
+    """Help on every decoder and accelerator, and their options."""
+    lines = ["Decoders and accelerators:"]
+    for name, plugin in plugins_of("decoder").items():
+        lines += _described(plugin, f"decoder={name}", "decoder.")
+    for name, plugin in plugins_of("accelerator").items():
+        lines += _described(plugin, f"accelerators=[{name}]", f"accelerators.{name}.")
+    return "\n".join(lines)
+
+
+def _described(plugin: PluginHelp, choice: str, prefix: str) -> list[str]:
+    options = [f"{prefix}{name}={show_default(value)}" for name, value in plugin.defaults.items()]
+    details = [", ".join(options) or "no options", *(plugin.text.splitlines() if options else [])]
+    return [choice, *(f"    {line}".rstrip() for line in details)]
+
+
+def plugins_of(kind: str) -> dict[str, PluginHelp]:
+    """Every decoder or accelerator, by name.
+
+    Plug-ins import torch, which takes seconds, so their options are read from their source. They are imported
+    only if a source has another form than usual, or if another package adds plug-ins.
+    """
+    package, registry = f"idlm.infer.{kind}s", f"{kind.upper()}S"
+    if not importlib.metadata.entry_points(group=f"idlm.{kind}s"):
+        try:
+            return from_sources(package, registry)
+        except (LookupError, ValueError):
+            pass
+    return from_registry(getattr(importlib.import_module(f"{package}.base"), registry))
+
+
+def from_registry(registry: Registry[Any]) -> dict[str, PluginHelp]:
+    """Import every plug-in and read its Config."""
+    configs = {name: registry.get(name).Config for name in registry.names()}
+    return {
+        name: PluginHelp(
+            inspect.getdoc(config) or "", {field.name: field.default for field in dataclasses.fields(config)}
+        )
+        for name, config in configs.items()
+    }
+
+
+def from_sources(package: str, registry: str) -> dict[str, PluginHelp]:
+    """Read every plug-in from the source of its file, without importing it.
+
+    The usual form is `@REGISTRY.register("name")` on a class with `Config: ... = SomeConfig`, a dataclass of
+    the same package with literal defaults. ValueError or LookupError for any other form.
+    """
+    [folder] = importlib.import_module(package).__path__
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.py")]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {}
+    for plugin in classes.values():
+        for decorator in plugin.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"{registry}.register":
+                chosen = {name: ast.unparse(value) for name, value in _assigned(plugin).items() if value}
+                found[ast.literal_eval(decorator.args[0])] = _from_node(classes[chosen["Config"]])
+    return dict(sorted(found.items()))
+
+
+def _from_node(config: ast.ClassDef) -> PluginHelp:
+    if config.bases:
+        raise LookupError(f"{config.name} inherits options")
+    defaults = {
+        name: dataclasses.MISSING if value is None else ast.literal_eval(value)
+        for name, value in _assigned(config).items()
+    }
+    return PluginHelp(ast.get_docstring(config) or "", defaults)
+
+
+def _assigned(node: ast.ClassDef) -> dict[str, ast.expr | None]:
+    """The annotated names of a class and their values."""
+    return {ast.unparse(item.target): item.value for item in node.body if isinstance(item, ast.AnnAssign)}
+
+
+def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
+    """What `describe=true` prints. Finds every mistake that can be found without weights."""
+    from idlm.infer.decoders.base import choose_decoder
+    from idlm.infer.models.describe import description
+    from idlm.infer.models.loader import read_outline
+    from idlm.infer.options import check_options, decoder_config
+
+    checked = check_options(arguments.decoder, arguments.settings | arguments.options)
+    outline = read_outline(
+        arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
+    )
+    kind = choose_decoder(arguments.decoder, outline.semantics)
+    decoding = checked.decoder_config or decoder_config(kind, checked.decoder_options)
+    if arguments.decoder or arguments.options:
+        kind(decoding, outline.semantics)
+    accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
+    return "\n".join(
+        [
+            *description(outline),
+            f"decoder     {kind.name}{_values(decoding)}",
+            f"accelerator {accelerators or 'none'}",
+        ]
+    )
+
+
+def _values(config: Any) -> str:
+    given = [f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config)]
+    return f"({', '.join(given)})" if given else ""
