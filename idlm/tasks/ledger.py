@@ -8,16 +8,16 @@ answers and must not import this file.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
+from idlm.tasks.base import TaskSample, Verdict, check_rules
 from idlm.tasks.ledger_check import check_ledger
-from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
+from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
 ITEMS = (
@@ -201,18 +201,6 @@ def _draw_event(random: Callable[[], float], config: Config, amounts: list[int])
         return Event(kind, actor, operand, other)
 
 
-def draw_story(rng: Random, config: Config) -> Story:
-    """Draw a problem's structure: numbers of entities and steps and starts uniform, then legal events."""
-    random = rng.random
-    num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
-    num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
-    starts = tuple(1 + int(random() * config.start_max) for _ in range(num_entities))
-    amounts = list(starts)
-    events = tuple(_draw_event(random, config, amounts) for _ in range(num_steps))
-    total = config.question == "total" or (config.question == "any" and random() < 0.5)
-    return Story(starts, events, _TOTAL if total else int(random() * num_entities))
-
-
 def render_prompt(story: Story, names: Sequence[str], item: str, verbs: Sequence[str]) -> str:
     """Write the problem; `verbs` has one verb per event."""
     parts = [f"{names[idx]} has {start} {item}." for idx, start in enumerate(story.starts)]
@@ -254,52 +242,46 @@ def render_response(
     return f"{' '.join(parts)}\n#### {answer}"
 
 
-def _canonical_prompt(story: Story) -> str:
-    names = [canonical_entity(idx) for idx in range(len(story.starts))]
-    return render_prompt(story, names, ITEMS[0], [VERBS[event.kind][0] for event in story.events])
-
-
 @TASKS.register("ledger")
-class Ledger:
-    """The task object; see `Config` for its knobs and `LEVELS` for presets."""
+class Ledger(GeneratedTask[Story]):
+    """See `Config` for the knobs and `LEVELS` for presets."""
 
     name: ClassVar[str] = "ledger"
-    LEVELS: ClassVar[MappingProxyType[str, Config]] = LEVELS
+    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
+    LEXICON: ClassVar[Lexicon] = LEXICON
 
-    def __init__(self, *, level: str = "tiny", **knobs: Any) -> None:
-        config = resolve_config("ledger", LEVELS, level, knobs)
-        self.config = config
-        self._fingerprint = f"ledger|{config!r}"
-
-    def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` of `split`: pure in (config, split, index); errors as in `draw_in_split`."""
+    def draw(self, rng: Random) -> Story:
+        """Draw numbers of entities and steps and starts uniformly, then legal events."""
         config = self.config
-        story, rng = draw_in_split(
-            self._fingerprint,
-            index,
-            split,
-            draw=lambda stream: draw_story(stream, config),
-            skeleton_of=_canonical_prompt,
-        )
         random = rng.random
-        pool, names = list(NAMES), []
-        for _ in story.starts:
-            names.append(pool.pop(int(random() * len(pool))))
+        num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
+        num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
+        starts = tuple(1 + int(random() * config.start_max) for _ in range(num_entities))
+        amounts = list(starts)
+        events = tuple(_draw_event(random, config, amounts) for _ in range(num_steps))
+        total = config.question == "total" or (config.question == "any" and random() < 0.5)
+        return Story(starts, events, _TOTAL if total else int(random() * num_entities))
+
+    @staticmethod
+    def canonical_prompt(problem: Story) -> str:
+        """Return the prompt with the first item, and the first verb of each kind."""
+        names = [canonical_entity(idx) for idx in range(len(problem.starts))]
+        return render_prompt(problem, names, ITEMS[0], [VERBS[event.kind][0] for event in problem.events])
+
+    def write(self, problem: Story, random: Callable[[], float]) -> TaskSample:
+        """Choose names, item, verbs and forms."""
+        names = draw_names(NAMES, len(problem.starts), random)
         item = ITEMS[int(random() * len(ITEMS))]
-        verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in story.events]
-        forms = [int(random() * config.paraphrases) for _ in story.events]
+        verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in problem.events]
+        forms = [int(random() * self.config.paraphrases) for _ in problem.events]
         return TaskSample(
-            prompt=render_prompt(story, names, item, verbs),
-            response=render_response(story, names, item, forms=forms, restate=config.restate),
+            prompt=render_prompt(problem, names, item, verbs),
+            response=render_response(problem, names, item, forms=forms, restate=self.config.restate),
         )
 
     def check(self, prompt: str, response: str) -> Verdict:
         """Judge a response by re-executing the prompt's text."""
         return check_ledger(prompt, response)
-
-    def split_of(self, prompt: str) -> Split:
-        """Return the split of a prompt, whatever names, items and verbs it uses."""
-        return split_of_skeleton(skeleton(prompt, LEXICON))
 
     @staticmethod
     def surface_texts() -> Iterator[str]:
