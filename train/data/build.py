@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.files.disk import DISK_CODE
+from idlm.publish import publish
 from idlm.train.config.data import MAX_DEFAULT_WORKERS
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import CachedSource, CacheWriter, cache_key, open_cache, pack

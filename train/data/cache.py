@@ -1,6 +1,6 @@
 """Tokenised samples on disk: written once, verified when opened, read through a memory map.
 
-A cache is a folder published by `idlm.checkpoint.publish`, and may be deleted at any time:
+A cache is a folder published by `idlm.publish.publish`, and may be deleted at any time:
     tokens.bin    uint32: token id; the highest bit marks supervised tokens
     offsets.bin   int64 [num_samples + 1]
     targets.bin   int32 [num_samples]: supervised tokens after the first token

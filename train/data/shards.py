@@ -1,6 +1,6 @@
 """Finished parts of a build of the data cache, from which an interrupted build continues.
 
-A shard holds the results (`Encoded`) of consecutive records. `idlm.checkpoint.publish` writes it whole or not
+A shard holds the results (`Encoded`) of consecutive records. `idlm.publish.publish` writes it whole or not
 at all, and its manifest is verified before use, so that half-written or damaged shards are never used. Its
 content follows from the key of the cache alone: two processes that build the same cache may write the same
 shards.
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from idlm.checkpoint import publish, read_json, verify
+from idlm.checkpoint import read_json, verify
 from idlm.errors import UserError
+from idlm.publish import publish
 
 log = logging.getLogger(__name__)
 SHARD_TOKENS = 1 << 25

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import load_model
 from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.model.gated_lora import add_adapter, gate_of
