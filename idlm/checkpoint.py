@@ -21,6 +21,7 @@ from idlm.files.disk import MANIFEST
 
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def recover(target: Path) -> None:
@@ -70,6 +71,11 @@ def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> N
     for name, digest in zip(files, sha256_of([directory / name for name in files]), strict=True):
         if digest != files[name]["sha256"]:
             raise _mismatch(directory / name, "its sha256 differs from the manifest")
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory holds an adapter and no whole model."""
+    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
 def read_json(path: Path) -> dict[str, Any]:
