@@ -7,7 +7,6 @@ either place makes generated samples fail their own check. Names and items are t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from idlm.tasks.base import UnreadablePromptError, Verdict, judge
 
@@ -19,8 +18,10 @@ _HALVING = re.compile(r"([A-Z][a-z]+) halves them\.")
 _ASK_ONE = re.compile(r"How many ([a-z]+) does ([A-Z][a-z]+) have\?")
 _ASK_ALL = re.compile(r"How many ([a-z]+) do they have together\?")
 
-_UP = ("wins", "finds", "gets", "buys", "earns", "picks")
-_DOWN = ("sells", "loses", "drops", "spends", "uses", "breaks")
+_SIGNS = {
+    **dict.fromkeys(("wins", "finds", "gets", "buys", "earns", "picks"), "+"),
+    **dict.fromkeys(("sells", "loses", "drops", "spends", "uses", "breaks"), "-"),
+}
 
 
 def check_ledger(prompt: str, response: str) -> Verdict:
@@ -77,19 +78,14 @@ def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> t
         holdings[receiver] = before[1] + number
         return _handover_forms(giver, receiver, number, before, item), _after(prompt, match)
     if (match := _PRODUCT.match(prompt, position)) is not None:
-        number = int(match.group(2))
-        return _apply(match, holdings, item, "*", number, lambda had: had * number), _after(prompt, match)
-    if (match := _HALVING.match(prompt, position)) is not None:
-        if _owned(holdings, match.group(1)) % 2:
-            raise UnreadablePromptError(f"{match.group()!r} halves an odd amount")
-        return _apply(match, holdings, item, "/", 2, lambda had: had // 2), _after(prompt, match)
-    if (match := _CHANGE.match(prompt, position)) is not None:
-        verb, number = match.group(2), int(match.group(3))
-        if verb in _UP:
-            return _apply(match, holdings, item, "+", number, lambda had: had + number), _after(prompt, match)
-        if verb in _DOWN:
-            return _apply(match, holdings, item, "-", number, lambda had: had - number), _after(prompt, match)
-    raise UnreadablePromptError(f"cannot read {prompt[position : position + 60]!r}")
+        sign, number = "*", int(match.group(2))
+    elif (match := _HALVING.match(prompt, position)) is not None:
+        sign, number = "/", 2
+    elif (match := _CHANGE.match(prompt, position)) is not None and match.group(2) in _SIGNS:
+        sign, number = _SIGNS[match.group(2)], int(match.group(3))
+    else:
+        raise UnreadablePromptError(f"cannot read {prompt[position : position + 60]!r}")
+    return _apply(match, holdings, item, sign, number), _after(prompt, match)
 
 
 def _owned(holdings: dict[str, int], name: str) -> int:
@@ -104,17 +100,13 @@ def _whole(amount: int, match: re.Match[str]) -> int:
     return amount
 
 
-def _apply(
-    match: re.Match[str],
-    holdings: dict[str, int],
-    item: str,
-    sign: str,
-    number: int,
-    rule: Callable[[int], int],
-) -> list[str]:
+def _apply(match: re.Match[str], holdings: dict[str, int], item: str, sign: str, number: int) -> list[str]:
     name = match.group(1)
     had = _owned(holdings, name)
-    holdings[name] = now = _whole(rule(had), match)
+    if sign == "/" and had % 2:
+        raise UnreadablePromptError(f"{match.group()!r} halves an odd amount")
+    values = {"+": had + number, "-": had - number, "*": had * number, "/": had // 2}
+    holdings[name] = now = _whole(values[sign], match)
     arithmetic = f"{had}{sign}{number}={now}"
     state = f"{name} has {now}."
     then, does, change, path = {
