@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
@@ -24,73 +23,65 @@ ITEMS = (
     "shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens", "stones", "beads",
     "nuts", "keys",
 )  # fmt: skip
-VERBS = MappingProxyType(
-    {
-        "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
-        "lose": ("sells", "loses", "drops", "spends", "uses", "breaks"),
-        "give": ("gives", "hands", "sends"),
-        "times": ("multiplies", "scales"),
-        "half": ("halves",),
-    }
-)
+VERBS = {
+    "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
+    "lose": ("sells", "loses", "drops", "spends", "uses", "breaks"),
+    "give": ("gives", "hands", "sends"),
+    "times": ("multiplies", "scales"),
+    "half": ("halves",),
+}
 MAX_PARAPHRASES = 4
 QUESTIONS = ("one", "total", "any")
 
 _TOTAL = -1
-_SIGN = MappingProxyType({"gain": "+", "lose": "-", "times": "*", "half": "/"})
-_CHANGE = MappingProxyType(
-    {
-        "gain": operator.add,
-        "lose": operator.sub,
-        "give": operator.sub,
-        "times": operator.mul,
-        "half": operator.floordiv,
-    }
-)
-_EVENT = MappingProxyType(
-    {
-        "gain": "{n} {v} {k}.",
-        "lose": "{n} {v} {k}.",
-        "give": "{n} {v} {k} to {o}.",
-        "times": "{n} {v} them by {k}.",
-        "half": "{n} {v} them.",
-    }
-)
+_SIGN = {"gain": "+", "lose": "-", "times": "*", "half": "/"}
+_CHANGE = {
+    "gain": operator.add,
+    "lose": operator.sub,
+    "give": operator.sub,
+    "times": operator.mul,
+    "half": operator.floordiv,
+}
+_EVENT = {
+    "gain": "{n} {v} {k}.",
+    "lose": "{n} {v} {k}.",
+    "give": "{n} {v} {k} to {o}.",
+    "times": "{n} {v} them by {k}.",
+    "half": "{n} {v} them.",
+}
 # n, o: actor and receiver; s, t: their amounts before; e, f: their sums written out; r, u: their amounts now.
-_RESTATED = MappingProxyType(
-    {
-        "gain": (
-            "{n} has {s}, then plus {k} gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} adds {k}: {e}. {n} has {r}.",
-            "Before it was {s}; {k} more makes {e}. {n} has {r}.",
-            "From {s} we go up by {k}, so {e}. {n} has {r}.",
-        ),
-        "lose": (
-            "{n} has {s}, then minus {k} gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} removes {k}: {e}. {n} has {r}.",
-            "Before it was {s}; {k} less makes {e}. {n} has {r}.",
-            "From {s} we go down by {k}, so {e}. {n} has {r}.",
-        ),
-        "times": (
-            "{n} has {s}, then times {k} gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} multiplies by {k}: {e}. {n} has {r}.",
-            "Before it was {s}; {k} times that makes {e}. {n} has {r}.",
-            "From {s} we scale by {k}, so {e}. {n} has {r}.",
-        ),
-        "half": (
-            "{n} has {s}, then half of that gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} divides by {k}: {e}. {n} has {r}.",
-            "Before it was {s}; half of it makes {e}. {n} has {r}.",
-            "From {s} we take half, so {e}. {n} has {r}.",
-        ),
-        "give": (
-            "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
-            "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",
-            "Before it was {s} and {t}; moving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
-            "From {s} and {t} we move {k}, so {e} and {f}. {n} has {r} and {o} has {u}.",
-        ),
-    }
-)
+_RESTATED = {
+    "gain": (
+        "{n} has {s}, then plus {k} gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} adds {k}: {e}. {n} has {r}.",
+        "Before it was {s}; {k} more makes {e}. {n} has {r}.",
+        "From {s} we go up by {k}, so {e}. {n} has {r}.",
+    ),
+    "lose": (
+        "{n} has {s}, then minus {k} gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} removes {k}: {e}. {n} has {r}.",
+        "Before it was {s}; {k} less makes {e}. {n} has {r}.",
+        "From {s} we go down by {k}, so {e}. {n} has {r}.",
+    ),
+    "times": (
+        "{n} has {s}, then times {k} gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} multiplies by {k}: {e}. {n} has {r}.",
+        "Before it was {s}; {k} times that makes {e}. {n} has {r}.",
+        "From {s} we scale by {k}, so {e}. {n} has {r}.",
+    ),
+    "half": (
+        "{n} has {s}, then half of that gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} divides by {k}: {e}. {n} has {r}.",
+        "Before it was {s}; half of it makes {e}. {n} has {r}.",
+        "From {s} we take half, so {e}. {n} has {r}.",
+    ),
+    "give": (
+        "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
+        "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",
+        "Before it was {s} and {t}; moving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
+        "From {s} and {t} we move {k}, so {e} and {f}. {n} has {r} and {o} has {u}.",
+    ),
+}
 _PLAIN_ONE = ("{n}: {e}.", "Now {n} has {e}.", "So {e} for {n}.", "That makes {e} for {n}.")
 _PLAIN_GIVE = (
     "{n}: {e}, {o}: {f}.",
@@ -150,22 +141,20 @@ class Config:
         check_rules("ledger", self, rules)
 
 
-LEVELS = MappingProxyType(
-    {
-        "tiny": Config(),
-        "p4": Config(paraphrases=4, start_max=50, cap=99),
-        "multi": Config(
-            min_entities=2,
-            max_entities=3,
-            min_steps=5,
-            max_steps=9,
-            cap=99,
-            operations=("gain", "lose", "give", "times", "half"),
-            restate=False,
-            question="any",
-        ),
-    }
-)
+LEVELS = {
+    "tiny": Config(),
+    "p4": Config(paraphrases=4, start_max=50, cap=99),
+    "multi": Config(
+        min_entities=2,
+        max_entities=3,
+        min_steps=5,
+        max_steps=9,
+        cap=99,
+        operations=("gain", "lose", "give", "times", "half"),
+        restate=False,
+        question="any",
+    ),
+}
 
 
 LEXICON = Lexicon(

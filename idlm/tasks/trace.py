@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
@@ -69,13 +68,11 @@ class Config:
         check_rules("trace", self, rules)
 
 
-LEVELS = MappingProxyType(
-    {
-        "short": Config(),
-        "long": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14),
-        "p4": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14, paraphrases=4),
-    }
-)
+LEVELS = {
+    "short": Config(),
+    "long": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14),
+    "p4": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14, paraphrases=4),
+}
 
 
 def _apply(left: int, sign: str, right: int) -> int:
