@@ -194,8 +194,8 @@ def _rope(
     if not isinstance(parameters, dict):
         problems.append(f"rope_parameters={parameters!r} (must be an object)")
         return (), 1.0
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = parameters.get("rope_theta", config.get("rope_theta", default_theta))
+    kind: Any = parameters.get("rope_type", parameters.get("type", "default"))
+    theta: Any = parameters.get("rope_theta", config.get("rope_theta", default_theta))
     found = _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None)
     if found:
         problems += found
