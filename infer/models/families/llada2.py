@@ -101,9 +101,10 @@ def _rotary_dim(reader: ConfigReader) -> int | None:
     """Rotated dimensions, from a factor or a width; both must agree. None: the whole head rotates."""
     config, head_dim = reader.config, reader.integer("head_dim")
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    factor: Any = {**config, **(rope if isinstance(rope, dict) else {})}.get("partial_rotary_factor")
+    factor = {**config, **(rope if isinstance(rope, dict) else {})}.get("partial_rotary_factor")
     width = config.get("rotary_dim")
-    widths = {value * unit for value, unit in ((factor, head_dim), (width, 1)) if is_number(value)}
+    given: list[tuple[Any, int]] = [(factor, head_dim), (width, 1)]
+    widths = {value * unit for value, unit in given if is_number(value)}
     told = f"partial_rotary_factor={factor!r}, rotary_dim={width!r} of head_dim={head_dim}"
     if len(widths) != 1:
         reader.problems.append(f"{told} (give one, or two that agree)")
