@@ -20,12 +20,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from idlm.checkpoint import read_json
+from idlm.checkpoint import ADAPTER_CONFIG, read_json
 from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MASK_ROW = "idlm.mask_embedding"
 """Name of the input embedding [D] of MASK rows, stored with the LoRA tensors if the base has no usable row
@@ -72,12 +71,12 @@ class AdapterSpec:
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
-        (Path(directory) / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (Path(directory) / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> AdapterSpec:
         """Read `adapter_config.json`; UserError IDLM-0610 names every field that is not of a plain LoRA."""
-        path = Path(directory) / CONFIG_FILE
+        path = Path(directory) / ADAPTER_CONFIG
         content = read_json(path)
         rank, alpha, targets = (content.get(name) for name in ("r", "lora_alpha", "target_modules"))
         problems = [f"{name}={content[name]!r}" for name in MUST_BE_OFF if content.get(name)]
@@ -110,11 +109,6 @@ class AdapterSpec:
 def tensor_name(module: str, matrix: str) -> str:
     """Return PEFT's name of matrix "A" [r, D] or "B" [E, r] of the projection at `module` of the base."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
-
-
-def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter and no whole model."""
-    return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def low_rank(x_MD: Tensor, a_rD: Tensor, b_Er: Tensor, scaling: float) -> Tensor:

@@ -1,5 +1,4 @@
-"""What a checkpoint MEANS: causality, logit shift, block, mask id, stride and stop ids, in
-`idlm_config.json`.
+"""What a checkpoint MEANS: causality, shift, block, mask id, stride and stop ids, in `idlm_config.json`.
 
 The weights do not tell: an I-DLM and an SDAR checkpoint share architecture strings and tensor names. The
 trainer of a model therefore writes this file next to `config.json`.
@@ -49,33 +48,26 @@ class Semantics:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.causality not in CAUSALITIES:
-            problems.append(f"causality={self.causality!r} is not one of {CAUSALITIES}")
-        if self.mask_region not in MASK_REGIONS:
-            problems.append(f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}")
-        if not isinstance(self.logit_shift, bool):
-            problems.append(f"logit_shift={self.logit_shift!r} is not true or false")
-        if not _is_int(self.stride) or not 1 <= self.stride <= MAX_STRIDE:
-            problems.append(f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]")
-        elif self.stride > 1 and self.mask_token_id is None:
-            problems.append(f"stride={self.stride} needs a mask_token_id")
-        if self.mask_token_id is not None and (not _is_int(self.mask_token_id) or self.mask_token_id < 0):
-            problems.append(f"mask_token_id={self.mask_token_id!r} is not a token id")
-        if not isinstance(self.gated, bool):
-            problems.append(f"gated={self.gated!r} is not true or false")
-        if self.gated and not isinstance(self.base_identity, str):
-            problems.append(f"gated=true needs the base_identity of the base, not {self.base_identity!r}")
-        if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 1):
-            problems.append(f"block_size={self.block_size!r} is not an integer above 0")
-        if self.causality == "block" and self.block_size is None:
-            problems.append("causality='block' needs a block_size")
-        if self.mask_token_id is not None and self.mask_token_id in self.stop_token_ids:
-            problems.append(
-                f"mask_token_id={self.mask_token_id} is one of stop_token_ids: it is another model's"
-            )
-        if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
-            problems.append(f"stop_token_ids={self.stop_token_ids!r} are not token ids")
+        mask, stops = self.mask_token_id, self.stop_token_ids
+        checks = {
+            f"causality={self.causality!r} is not one of {CAUSALITIES}": self.causality in CAUSALITIES,
+            f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}": self.mask_region
+            in MASK_REGIONS,
+            f"logit_shift={self.logit_shift!r} is not true or false": isinstance(self.logit_shift, bool),
+            f"gated={self.gated!r} is not true or false": isinstance(self.gated, bool),
+            f"stride={self.stride!r} is not an integer in [1, {MAX_STRIDE}]": _is_int(self.stride, 1)
+            and self.stride <= MAX_STRIDE,
+            f"stride={self.stride} needs a mask_token_id": mask is not None or not _is_int(self.stride, 2),
+            f"mask_token_id={mask!r} is not a token id": mask is None or _is_int(mask, 0),
+            f"gated=true needs the base_identity of the base, not {self.base_identity!r}": not self.gated
+            or isinstance(self.base_identity, str),
+            f"block_size={self.block_size!r} is not an integer above 0": self.block_size is None
+            or _is_int(self.block_size, 1),
+            "causality='block' needs a block_size": self.causality != "block" or self.block_size is not None,
+            f"mask_token_id={mask} is one of stop_token_ids: it is another model's": mask not in stops,
+            f"stop_token_ids={stops!r} are not token ids": all(_is_int(token, 0) for token in stops),
+        }
+        problems = [text for text, holds in checks.items() if not holds]
         if problems:
             raise UserError(
                 "IDLM-0304", "; ".join(problems), fix=f"correct {FILE_NAME} or the arguments given"
@@ -113,5 +105,5 @@ class Semantics:
         return cls(**{**payload, "stop_token_ids": tuple(stops)})
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -225,7 +225,7 @@ def _wrap_writers(counter: _Counter) -> None:
     import torch
     from transformers import modeling_utils
 
-    from idlm import checkpoint
+    import idlm.publish as publishing
 
     def torn(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(value: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ def _wrap_writers(counter: _Counter) -> None:
 
     torch.save = torn("torch.save", torch.save)
     modeling_utils.safe_save_file = torn("safetensors", modeling_utils.safe_save_file)
-    plain_exchange = checkpoint._exchange
+    plain_exchange = publishing._exchange
 
     def exchanged(a: Path, b: Path) -> bool:
         counter.point("before exchange", a)
@@ -248,7 +248,7 @@ def _wrap_writers(counter: _Counter) -> None:
         counter.point("after exchange", a)
         return done
 
-    checkpoint._exchange = exchanged
+    publishing._exchange = exchanged
 
 
 def _free_port() -> int:

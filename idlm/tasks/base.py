@@ -6,14 +6,15 @@ the prompt again, so it finds mistakes of a model and of the generator alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
-from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 
 Split = Literal["train", "validation", "test"]
+MAX_QUOTED = 80
+"""Characters of a response that a verdict quotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +39,39 @@ class Verdict:
     """Empty when correct."""
 
 
+class UnreadablePromptError(Exception):
+    """A prompt is not a problem with an answer; raised by the `execute` of `judge`."""
+
+
+def judge(
+    prompt: str, response: str, execute: Callable[[str], tuple[Sequence[Sequence[str]], str]]
+) -> Verdict:
+    """Compare `response` with a run of `prompt`: in every step any accepted form, then the ending.
+
+    `execute` returns the accepted forms of every step and the ending, whose last line is `#### answer`.
+    """
+    try:
+        steps, ending = execute(prompt)
+    except UnreadablePromptError as error:
+        return Verdict(reason=f"prompt: {error}")
+    final_ok, position = response.endswith(ending.lstrip()), 0
+    for idx, forms in enumerate(steps):
+        matched = next((form for form in forms if response.startswith(form, position)), None)
+        if matched is None:
+            found = response[position : position + MAX_QUOTED]
+            reason = f"step {idx}: found {found!r}, expected for example {forms[0]!r}"
+            return Verdict(final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
+        position += len(matched)
+    if response[position:] != ending:
+        reason = f"ending: found {response[position : position + MAX_QUOTED]!r}, expected {ending!r}"
+        return Verdict(final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
+    return Verdict(correct=True, final_answer_correct=True)
+
+
 class Task(Protocol):
     """A generated task. Implementations register a class in `TASKS` and are built from a level and knobs."""
 
-    name: str
+    name: ClassVar[str]
 
     def sample(self, index: int, split: str) -> TaskSample:
         """Return sample `index` (>= 0) of `split`, a pure function of (task configuration, split, index)."""
@@ -61,36 +91,7 @@ class Task(Protocol):
         ...
 
 
-ConfigT = TypeVar("ConfigT")
-
-
-def resolve_config(name: str, levels: Mapping[str, ConfigT], level: str, knobs: Mapping[str, Any]) -> ConfigT:
-    """Return the preset `level` of task `name` with some knobs replaced.
-
-    Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration class
-    itself raises IDLM-0222 for values that cannot work.
-    """
-    if level not in levels:
-        raise UserError(
-            "IDLM-0220",
-            f"task {name!r} has no level {level!r}{did_you_mean(level, levels)}",
-            fix=f"choose one of: {', '.join(sorted(levels))}",
-        )
-    preset: Any = levels[level]
-    known = [field.name for field in fields(preset)]
-    for knob in knobs:
-        if knob not in known:
-            raise UserError(
-                "IDLM-0221",
-                f"task {name!r} has no knob {knob!r}{did_you_mean(knob, known)}",
-                fix=f"use some of: {', '.join(known)}",
-            )
-    changes = {knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}
-    changed: ConfigT = replace(preset, **changes)
-    return changed
-
-
-def check_rules(name: str, config: Any, rules: Mapping[str, bool]) -> None:
+def check_rules(name: str, config: object, rules: Mapping[str, bool]) -> None:
     """Raise `UserError` IDLM-0222 naming the rules of task `name` that a configuration breaks."""
     if broken := [text for text, holds in rules.items() if not holds]:
         raise UserError(

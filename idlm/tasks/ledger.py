@@ -8,89 +8,80 @@ answers and must not import this file.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
+from idlm.tasks.base import TaskSample, Verdict, check_rules
 from idlm.tasks.ledger_check import check_ledger
-from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
+from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
 
 NAMES = ("Lea", "Tom", "Mia", "Ben", "Ana", "Max", "Zoe", "Sam", "Ida", "Leo", "Eva", "Jan")
 ITEMS = (
     "shells", "coins", "stamps", "marbles", "apples", "books", "cards", "pens", "stones", "beads",
     "nuts", "keys",
 )  # fmt: skip
-VERBS = MappingProxyType(
-    {
-        "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
-        "lose": ("sells", "loses", "drops", "spends", "uses", "breaks"),
-        "give": ("gives", "hands", "sends"),
-        "times": ("multiplies", "scales"),
-        "half": ("halves",),
-    }
-)
+VERBS = {
+    "gain": ("wins", "finds", "gets", "buys", "earns", "picks"),
+    "lose": ("sells", "loses", "drops", "spends", "uses", "breaks"),
+    "give": ("gives", "hands", "sends"),
+    "times": ("multiplies", "scales"),
+    "half": ("halves",),
+}
 MAX_PARAPHRASES = 4
 QUESTIONS = ("one", "total", "any")
 
 _TOTAL = -1
-_SIGN = MappingProxyType({"gain": "+", "lose": "-", "times": "*", "half": "/"})
-_CHANGE = MappingProxyType(
-    {
-        "gain": operator.add,
-        "lose": operator.sub,
-        "give": operator.sub,
-        "times": operator.mul,
-        "half": operator.floordiv,
-    }
-)
-_EVENT = MappingProxyType(
-    {
-        "gain": "{n} {v} {k}.",
-        "lose": "{n} {v} {k}.",
-        "give": "{n} {v} {k} to {o}.",
-        "times": "{n} {v} them by {k}.",
-        "half": "{n} {v} them.",
-    }
-)
+_SIGN = {"gain": "+", "lose": "-", "times": "*", "half": "/"}
+_CHANGE = {
+    "gain": operator.add,
+    "lose": operator.sub,
+    "give": operator.sub,
+    "times": operator.mul,
+    "half": operator.floordiv,
+}
+_EVENT = {
+    "gain": "{n} {v} {k}.",
+    "lose": "{n} {v} {k}.",
+    "give": "{n} {v} {k} to {o}.",
+    "times": "{n} {v} them by {k}.",
+    "half": "{n} {v} them.",
+}
 # n, o: actor and receiver; s, t: their amounts before; e, f: their sums written out; r, u: their amounts now.
-_RESTATED = MappingProxyType(
-    {
-        "gain": (
-            "{n} has {s}, then plus {k} gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} adds {k}: {e}. {n} has {r}.",
-            "Before it was {s}; {k} more makes {e}. {n} has {r}.",
-            "From {s} we go up by {k}, so {e}. {n} has {r}.",
-        ),
-        "lose": (
-            "{n} has {s}, then minus {k} gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} removes {k}: {e}. {n} has {r}.",
-            "Before it was {s}; {k} less makes {e}. {n} has {r}.",
-            "From {s} we go down by {k}, so {e}. {n} has {r}.",
-        ),
-        "times": (
-            "{n} has {s}, then times {k} gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} multiplies by {k}: {e}. {n} has {r}.",
-            "Before it was {s}; {k} times that makes {e}. {n} has {r}.",
-            "From {s} we scale by {k}, so {e}. {n} has {r}.",
-        ),
-        "half": (
-            "{n} has {s}, then half of that gives {e}. {n} has {r}.",
-            "With {s} {i}, {n} divides by {k}: {e}. {n} has {r}.",
-            "Before it was {s}; half of it makes {e}. {n} has {r}.",
-            "From {s} we take half, so {e}. {n} has {r}.",
-        ),
-        "give": (
-            "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
-            "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",
-            "Before it was {s} and {t}; moving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
-            "From {s} and {t} we move {k}, so {e} and {f}. {n} has {r} and {o} has {u}.",
-        ),
-    }
-)
+_RESTATED = {
+    "gain": (
+        "{n} has {s}, then plus {k} gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} adds {k}: {e}. {n} has {r}.",
+        "Before it was {s}; {k} more makes {e}. {n} has {r}.",
+        "From {s} we go up by {k}, so {e}. {n} has {r}.",
+    ),
+    "lose": (
+        "{n} has {s}, then minus {k} gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} removes {k}: {e}. {n} has {r}.",
+        "Before it was {s}; {k} less makes {e}. {n} has {r}.",
+        "From {s} we go down by {k}, so {e}. {n} has {r}.",
+    ),
+    "times": (
+        "{n} has {s}, then times {k} gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} multiplies by {k}: {e}. {n} has {r}.",
+        "Before it was {s}; {k} times that makes {e}. {n} has {r}.",
+        "From {s} we scale by {k}, so {e}. {n} has {r}.",
+    ),
+    "half": (
+        "{n} has {s}, then half of that gives {e}. {n} has {r}.",
+        "With {s} {i}, {n} divides by {k}: {e}. {n} has {r}.",
+        "Before it was {s}; half of it makes {e}. {n} has {r}.",
+        "From {s} we take half, so {e}. {n} has {r}.",
+    ),
+    "give": (
+        "{n} has {s} and {o} has {t}, then giving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
+        "With {s} {i}, {n} passes {k} to {o} with {t}: {e} and {f}. {n} has {r} and {o} has {u}.",
+        "Before it was {s} and {t}; moving {k} makes {e} and {f}. {n} has {r} and {o} has {u}.",
+        "From {s} and {t} we move {k}, so {e} and {f}. {n} has {r} and {o} has {u}.",
+    ),
+}
 _PLAIN_ONE = ("{n}: {e}.", "Now {n} has {e}.", "So {e} for {n}.", "That makes {e} for {n}.")
 _PLAIN_GIVE = (
     "{n}: {e}, {o}: {f}.",
@@ -150,22 +141,20 @@ class Config:
         check_rules("ledger", self, rules)
 
 
-LEVELS = MappingProxyType(
-    {
-        "tiny": Config(),
-        "p4": Config(paraphrases=4, start_max=50, cap=99),
-        "multi": Config(
-            min_entities=2,
-            max_entities=3,
-            min_steps=5,
-            max_steps=9,
-            cap=99,
-            operations=("gain", "lose", "give", "times", "half"),
-            restate=False,
-            question="any",
-        ),
-    }
-)
+LEVELS = {
+    "tiny": Config(),
+    "p4": Config(paraphrases=4, start_max=50, cap=99),
+    "multi": Config(
+        min_entities=2,
+        max_entities=3,
+        min_steps=5,
+        max_steps=9,
+        cap=99,
+        operations=("gain", "lose", "give", "times", "half"),
+        restate=False,
+        question="any",
+    ),
+}
 
 
 LEXICON = Lexicon(
@@ -199,18 +188,6 @@ def _draw_event(random: Callable[[], float], config: Config, amounts: list[int])
         if kind == "give":
             amounts[other] += operand
         return Event(kind, actor, operand, other)
-
-
-def draw_story(rng: Random, config: Config) -> Story:
-    """Draw a problem's structure: numbers of entities and steps and starts uniform, then legal events."""
-    random = rng.random
-    num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
-    num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
-    starts = tuple(1 + int(random() * config.start_max) for _ in range(num_entities))
-    amounts = list(starts)
-    events = tuple(_draw_event(random, config, amounts) for _ in range(num_steps))
-    total = config.question == "total" or (config.question == "any" and random() < 0.5)
-    return Story(starts, events, _TOTAL if total else int(random() * num_entities))
 
 
 def render_prompt(story: Story, names: Sequence[str], item: str, verbs: Sequence[str]) -> str:
@@ -254,52 +231,46 @@ def render_response(
     return f"{' '.join(parts)}\n#### {answer}"
 
 
-def _canonical_prompt(story: Story) -> str:
-    names = [canonical_entity(idx) for idx in range(len(story.starts))]
-    return render_prompt(story, names, ITEMS[0], [VERBS[event.kind][0] for event in story.events])
-
-
 @TASKS.register("ledger")
-class Ledger:
-    """The task object; see `Config` for its knobs and `LEVELS` for presets."""
+class Ledger(GeneratedTask[Story]):
+    """See `Config` for the knobs and `LEVELS` for presets."""
 
     name: ClassVar[str] = "ledger"
-    LEVELS: ClassVar[MappingProxyType[str, Config]] = LEVELS
+    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
+    LEXICON: ClassVar[Lexicon] = LEXICON
 
-    def __init__(self, *, level: str = "tiny", **knobs: Any) -> None:
-        config = resolve_config("ledger", LEVELS, level, knobs)
-        self.config = config
-        self._fingerprint = f"ledger|{config!r}"
-
-    def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` of `split`: pure in (config, split, index); errors as in `draw_in_split`."""
+    def draw(self, rng: Random) -> Story:
+        """Draw numbers of entities and steps and starts uniformly, then legal events."""
         config = self.config
-        story, rng = draw_in_split(
-            self._fingerprint,
-            index,
-            split,
-            draw=lambda stream: draw_story(stream, config),
-            skeleton_of=_canonical_prompt,
-        )
         random = rng.random
-        pool, names = list(NAMES), []
-        for _ in story.starts:
-            names.append(pool.pop(int(random() * len(pool))))
+        num_entities = config.min_entities + int(random() * (config.max_entities - config.min_entities + 1))
+        num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
+        starts = tuple(1 + int(random() * config.start_max) for _ in range(num_entities))
+        amounts = list(starts)
+        events = tuple(_draw_event(random, config, amounts) for _ in range(num_steps))
+        total = config.question == "total" or (config.question == "any" and random() < 0.5)
+        return Story(starts, events, _TOTAL if total else int(random() * num_entities))
+
+    @staticmethod
+    def canonical_prompt(problem: Story) -> str:
+        """Return the prompt with the first item, and the first verb of each kind."""
+        names = [canonical_entity(idx) for idx in range(len(problem.starts))]
+        return render_prompt(problem, names, ITEMS[0], [VERBS[event.kind][0] for event in problem.events])
+
+    def write(self, problem: Story, random: Callable[[], float]) -> TaskSample:
+        """Choose names, item, verbs and forms."""
+        names = draw_names(NAMES, len(problem.starts), random)
         item = ITEMS[int(random() * len(ITEMS))]
-        verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in story.events]
-        forms = [int(random() * config.paraphrases) for _ in story.events]
+        verbs = [VERBS[event.kind][int(random() * len(VERBS[event.kind]))] for event in problem.events]
+        forms = [int(random() * self.config.paraphrases) for _ in problem.events]
         return TaskSample(
-            prompt=render_prompt(story, names, item, verbs),
-            response=render_response(story, names, item, forms=forms, restate=config.restate),
+            prompt=render_prompt(problem, names, item, verbs),
+            response=render_response(problem, names, item, forms=forms, restate=self.config.restate),
         )
 
     def check(self, prompt: str, response: str) -> Verdict:
         """Judge a response by re-executing the prompt's text."""
         return check_ledger(prompt, response)
-
-    def split_of(self, prompt: str) -> Split:
-        """Return the split of a prompt, whatever names, items and verbs it uses."""
-        return split_of_skeleton(skeleton(prompt, LEXICON))
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

@@ -7,9 +7,8 @@ either place makes generated samples fail their own check. Names and items are t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from idlm.tasks.base import Verdict
+from idlm.tasks.base import UnreadablePromptError, Verdict, judge
 
 _HAS = re.compile(r"([A-Z][a-z]+) has (0|[1-9]\d*) ([a-z]+)\.")
 _CHANGE = re.compile(r"([A-Z][a-z]+) ([a-z]+) (0|[1-9]\d*)\.")
@@ -18,72 +17,53 @@ _PRODUCT = re.compile(r"([A-Z][a-z]+) (?:multiplies|scales) them by (0|[1-9]\d*)
 _HALVING = re.compile(r"([A-Z][a-z]+) halves them\.")
 _ASK_ONE = re.compile(r"How many ([a-z]+) does ([A-Z][a-z]+) have\?")
 _ASK_ALL = re.compile(r"How many ([a-z]+) do they have together\?")
-_FINAL = re.compile(r"#### (0|[1-9]\d*)\Z")
 
-_UP = ("wins", "finds", "gets", "buys", "earns", "picks")
-_DOWN = ("sells", "loses", "drops", "spends", "uses", "breaks")
-
-
-class _Unreadable(Exception):
-    """The prompt is not a ledger problem with an answer."""
+_SIGNS = {
+    **dict.fromkeys(("wins", "finds", "gets", "buys", "earns", "picks"), "+"),
+    **dict.fromkeys(("sells", "loses", "drops", "spends", "uses", "breaks"), "-"),
+}
 
 
 def check_ledger(prompt: str, response: str) -> Verdict:
     """Compare `response` with the run of `prompt`, sentence by sentence, any accepted form in any place."""
-    try:
-        steps, answer = _execute(prompt)
-    except _Unreadable as error:
-        return Verdict(reason=f"prompt: {error}")
-    final = _FINAL.search(response)
-    final_ok = final is not None and int(final.group(1)) == answer
-    position = 0
-    for idx, forms in enumerate(steps):
-        lead = " " if idx else ""
-        matched = next((form for form in forms if response.startswith(lead + form, position)), None)
-        if matched is None:
-            found = response[position : position + 80].lstrip()
-            reason = f"step {idx}: found {found!r}, expected for example {forms[0]!r}"
-            return Verdict(final_answer_correct=final_ok, first_bad_step=idx, reason=reason)
-        position += len(lead) + len(matched)
-    if response[position:] != f"\n#### {answer}":
-        reason = f"ending: found {response[position : position + 80]!r}, expected '\\n#### {answer}'"
-        return Verdict(final_answer_correct=final_ok, first_bad_step=len(steps), reason=reason)
-    return Verdict(correct=True, final_answer_correct=True)
+    return judge(prompt, response, _execute)
 
 
-def _execute(prompt: str) -> tuple[list[list[str]], int]:
-    """Return the accepted sentences of every step and the final answer."""
+def _execute(prompt: str) -> tuple[list[list[str]], str]:
+    """Return the accepted sentences of every step, and the ending."""
     holdings: dict[str, int] = {}
     item, position = "", 0
 
     while (match := _HAS.match(prompt, position)) is not None:
         name, amount, noun = match.group(1), int(match.group(2)), match.group(3)
         if name in holdings or (item and noun != item):
-            raise _Unreadable(f"{match.group()!r} contradicts what was said before")
+            raise UnreadablePromptError(f"{match.group()!r} contradicts what was said before")
         holdings[name], item, position = amount, noun, _after(prompt, match)
     if not holdings:
-        raise _Unreadable("there are no amounts at the start")
+        raise UnreadablePromptError("there are no amounts at the start")
 
     steps: list[list[str]] = []
     while not prompt.startswith("How many", position):
         forms, position = _event(prompt, position, holdings, item)
         steps.append(forms)
     if not steps:
-        raise _Unreadable("nothing happens")
+        raise UnreadablePromptError("nothing happens")
 
     one, everyone = _ASK_ONE.fullmatch(prompt, position), _ASK_ALL.fullmatch(prompt, position)
     if one is not None and one.group(1) == item and one.group(2) in holdings:
-        return steps, holdings[one.group(2)]
-    if everyone is not None and everyone.group(1) == item and len(holdings) > 1:
-        total = sum(holdings.values())
-        steps.append(["In total " + "+".join(str(amount) for amount in holdings.values()) + f"={total}."])
-        return steps, total
-    raise _Unreadable(f"no answerable question in {prompt[position:]!r}")
+        answer = holdings[one.group(2)]
+    elif everyone is not None and everyone.group(1) == item and len(holdings) > 1:
+        answer = sum(holdings.values())
+        steps.append([f"In total {'+'.join(map(str, holdings.values()))}={answer}."])
+    else:
+        raise UnreadablePromptError(f"no answerable question in {prompt[position:]!r}")
+    later = [[f" {form}" for form in forms] for forms in steps[1:]]
+    return [steps[0], *later], f"\n#### {answer}"
 
 
 def _after(prompt: str, match: re.Match[str]) -> int:
     if prompt[match.end() : match.end() + 1] != " ":
-        raise _Unreadable(f"no space after {match.group()!r}")
+        raise UnreadablePromptError(f"no space after {match.group()!r}")
     return match.end() + 1
 
 
@@ -92,50 +72,41 @@ def _event(prompt: str, position: int, holdings: dict[str, int], item: str) -> t
     if (match := _HANDOVER.match(prompt, position)) is not None:
         giver, number, receiver = match.group(1), int(match.group(2)), match.group(3)
         if giver == receiver or receiver not in holdings:
-            raise _Unreadable(f"{match.group()!r} has no valid receiver")
+            raise UnreadablePromptError(f"{match.group()!r} has no valid receiver")
         before = _owned(holdings, giver), holdings[receiver]
         holdings[giver] = _whole(before[0] - number, match)
         holdings[receiver] = before[1] + number
         return _handover_forms(giver, receiver, number, before, item), _after(prompt, match)
     if (match := _PRODUCT.match(prompt, position)) is not None:
-        number = int(match.group(2))
-        return _apply(match, holdings, item, "*", number, lambda had: had * number), _after(prompt, match)
-    if (match := _HALVING.match(prompt, position)) is not None:
-        if _owned(holdings, match.group(1)) % 2:
-            raise _Unreadable(f"{match.group()!r} halves an odd amount")
-        return _apply(match, holdings, item, "/", 2, lambda had: had // 2), _after(prompt, match)
-    if (match := _CHANGE.match(prompt, position)) is not None:
-        verb, number = match.group(2), int(match.group(3))
-        if verb in _UP:
-            return _apply(match, holdings, item, "+", number, lambda had: had + number), _after(prompt, match)
-        if verb in _DOWN:
-            return _apply(match, holdings, item, "-", number, lambda had: had - number), _after(prompt, match)
-    raise _Unreadable(f"cannot read {prompt[position : position + 60]!r}")
+        sign, number = "*", int(match.group(2))
+    elif (match := _HALVING.match(prompt, position)) is not None:
+        sign, number = "/", 2
+    elif (match := _CHANGE.match(prompt, position)) is not None and match.group(2) in _SIGNS:
+        sign, number = _SIGNS[match.group(2)], int(match.group(3))
+    else:
+        raise UnreadablePromptError(f"cannot read {prompt[position : position + 60]!r}")
+    return _apply(match, holdings, item, sign, number), _after(prompt, match)
 
 
 def _owned(holdings: dict[str, int], name: str) -> int:
     if name not in holdings:
-        raise _Unreadable(f"{name} was not introduced")
+        raise UnreadablePromptError(f"{name} was not introduced")
     return holdings[name]
 
 
 def _whole(amount: int, match: re.Match[str]) -> int:
     if amount < 0:
-        raise _Unreadable(f"{match.group()!r} takes more than there is")
+        raise UnreadablePromptError(f"{match.group()!r} takes more than there is")
     return amount
 
 
-def _apply(
-    match: re.Match[str],
-    holdings: dict[str, int],
-    item: str,
-    sign: str,
-    number: int,
-    rule: Callable[[int], int],
-) -> list[str]:
+def _apply(match: re.Match[str], holdings: dict[str, int], item: str, sign: str, number: int) -> list[str]:
     name = match.group(1)
     had = _owned(holdings, name)
-    holdings[name] = now = _whole(rule(had), match)
+    if sign == "/" and had % 2:
+        raise UnreadablePromptError(f"{match.group()!r} halves an odd amount")
+    values = {"+": had + number, "-": had - number, "*": had * number, "/": had // 2}
+    holdings[name] = now = _whole(values[sign], match)
     arithmetic = f"{had}{sign}{number}={now}"
     state = f"{name} has {now}."
     then, does, change, path = {

@@ -1,5 +1,4 @@
-"""Train, validation and test splits by a hash of the prompt's skeleton: renaming cannot leak a problem into
-training.
+"""The base of drawn tasks. A hash of a prompt's skeleton decides its split: renaming leaks no problem.
 
 The skeleton is the prompt with entities, items and verbs replaced by canonical words. A sample of a split is
 found by rejection: candidates come from the sample's own random stream until one hashes into the split.
@@ -8,14 +7,16 @@ found by rejection: candidates come from the sample's own random stream until on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from random import Random
-from typing import TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.tasks.base import Split
+from idlm.tasks.base import Split, Task, TaskSample
 
 SPLITS: tuple[str, ...] = get_args(Split)
 TEST_SHARE = 0.01
@@ -25,7 +26,7 @@ _WORD = re.compile(r"[A-Za-z]+")
 _TEST_BOUND = int(TEST_SHARE * 2**64)
 _VALIDATION_BOUND = int((TEST_SHARE + VALIDATION_SHARE) * 2**64)
 
-Draft = TypeVar("Draft")
+Problem = TypeVar("Problem")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,30 +65,83 @@ def split_of_skeleton(text: str) -> Split:
     return "validation" if value < _VALIDATION_BOUND else "train"
 
 
-def draw_in_split(
-    fingerprint: str,
-    index: int,
-    split: str,
-    *,
-    draw: Callable[[Random], Draft],
-    skeleton_of: Callable[[Draft], str],
-) -> tuple[Draft, Random]:
-    """Return the first candidate of stream (fingerprint, split, index) that lies in `split`, and the stream.
+class GeneratedTask(Task, Generic[Problem]):
+    """Base of tasks whose problems are drawn at random: levels, knobs and splits.
 
-    `fingerprint` identifies the task's configuration. About 1 draw is needed for train and 100 for the other
-    splits. Only `Random.random` may be used on the stream, whose values Python keeps stable across versions.
+    About 1 draw is needed for a sample of train and 100 for the other splits.
     """
-    if split not in SPLITS:
-        raise UserError(
-            "IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these"
-        )
-    if index < 0:
-        raise UserError(
-            "IDLM-0224", f"sample index is {index}, it must be 0 or more", fix="start counting at 0"
-        )
-    digest = blake2b(f"{fingerprint}|{split}|{index}".encode(), digest_size=16).digest()
-    rng = Random(int.from_bytes(digest, "big"))
-    while True:
-        candidate = draw(rng)
-        if split_of_skeleton(skeleton_of(candidate)) == split:
-            return candidate, rng
+
+    LEVELS: ClassVar[Mapping[str, Any]]
+    """Presets, dataclasses of all knobs; the first one is the default."""
+    LEXICON: ClassVar[Lexicon]
+
+    def __init__(self, *, level: str | None = None, **knobs: Any) -> None:
+        self.config = self._config(next(iter(self.LEVELS)) if level is None else level, knobs)
+
+    def _config(self, level: str, knobs: Mapping[str, Any]) -> Any:
+        """Return the preset `level` with some knobs replaced.
+
+        Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration
+        class itself raises IDLM-0222 for values that cannot work.
+        """
+        if level not in self.LEVELS:
+            raise UserError(
+                "IDLM-0220",
+                f"task {self.name!r} has no level {level!r}{did_you_mean(level, self.LEVELS)}",
+                fix=f"choose one of: {', '.join(sorted(self.LEVELS))}",
+            )
+        preset = self.LEVELS[level]
+        known = [field.name for field in fields(preset)]
+        for knob in knobs:
+            if knob not in known:
+                raise UserError(
+                    "IDLM-0221",
+                    f"task {self.name!r} has no knob {knob!r}{did_you_mean(knob, known)}",
+                    fix=f"use some of: {', '.join(known)}",
+                )
+        changes = {knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}
+        return replace(preset, **changes)
+
+    def sample(self, index: int, split: str) -> TaskSample:
+        """Return sample `index` of `split`: the first problem of its own random stream that lies there.
+
+        Only `Random.random` may be used on the stream, whose values Python keeps stable across versions.
+        Raises `UserError` IDLM-0223 for an unknown split and IDLM-0224 for a negative index.
+        """
+        if split not in SPLITS:
+            raise UserError(
+                "IDLM-0223", f"split is {split!r}, allowed are {', '.join(SPLITS)}", fix="choose one of these"
+            )
+        if index < 0:
+            raise UserError(
+                "IDLM-0224", f"sample index is {index}, it must be 0 or more", fix="start counting at 0"
+            )
+        key = f"{self.name}|{self.config!r}|{split}|{index}"
+        rng = Random(int.from_bytes(blake2b(key.encode(), digest_size=16).digest(), "big"))
+        while True:
+            problem = self.draw(rng)
+            if split_of_skeleton(self.canonical_prompt(problem)) == split:
+                return self.write(problem, rng.random)
+
+    def split_of(self, prompt: str) -> Split:
+        """Return the split of a prompt, whatever entities, items and verbs it uses."""
+        return split_of_skeleton(skeleton(prompt, self.LEXICON))
+
+    @abstractmethod
+    def draw(self, rng: Random) -> Problem:
+        """Draw a problem's structure, without words."""
+
+    @staticmethod
+    @abstractmethod
+    def canonical_prompt(problem: Problem) -> str:
+        """Return the skeleton of a problem's prompt."""
+
+    @abstractmethod
+    def write(self, problem: Problem, random: Callable[[], float]) -> TaskSample:
+        """Choose words and surface forms with `random` (uniform in [0, 1)) and write the sample."""
+
+
+def draw_names(pool: Sequence[str], num: int, random: Callable[[], float]) -> list[str]:
+    """Draw `num` different names."""
+    left = list(pool)
+    return [left.pop(int(random() * len(left))) for _ in range(num)]

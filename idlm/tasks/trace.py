@@ -7,15 +7,14 @@ import this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from idlm.tasks import TASKS
-from idlm.tasks.base import Split, TaskSample, Verdict, check_rules, resolve_config
-from idlm.tasks.split import Lexicon, canonical_entity, draw_in_split, skeleton, split_of_skeleton
+from idlm.tasks.base import TaskSample, Verdict, check_rules
+from idlm.tasks.split import GeneratedTask, Lexicon, canonical_entity, draw_names
 from idlm.tasks.trace_check import check_trace
 
 VARIABLES = ("a", "b", "c", "d", "m", "n", "p", "q", "x", "y", "z")
@@ -69,39 +68,11 @@ class Config:
         check_rules("trace", self, rules)
 
 
-LEVELS = MappingProxyType(
-    {
-        "short": Config(),
-        "long": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14),
-        "p4": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14, paraphrases=4),
-    }
-)
-
-
-def draw_program(rng: Random, config: Config) -> Program:
-    """Draw a program: sizes and first values uniform, then legal assignments by rejection."""
-    random = rng.random
-    num_variables = config.min_variables + int(random() * (config.max_variables - config.min_variables + 1))
-    num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
-    starts = tuple(1 + int(random() * config.start_max) for _ in range(num_variables))
-    values = list(starts)
-    body: list[Assignment] = []
-    while len(body) < num_steps:
-        target, left = int(random() * num_variables), int(random() * num_variables)
-        sign, constant = "+-*"[int(random() * 3)], random() < 0.5
-        if sign == "*":
-            right, constant = 2 + int(random() * 2), True
-        elif constant:
-            right = 1 + int(random() * config.operand_max)
-        else:
-            right = int(random() * num_variables)
-        operand = right if constant else values[right]
-        value = _apply(values[left], sign, operand)
-        if 0 <= value <= config.cap and operand > 0:
-            values[target] = value
-            body.append(Assignment(target, left, sign, right, constant))
-    assigned = sorted({step.target for step in body})
-    return Program(starts, tuple(body), assigned[int(random() * len(assigned))])
+LEVELS = {
+    "short": Config(),
+    "long": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14),
+    "p4": Config(min_variables=3, max_variables=4, min_steps=8, max_steps=14, paraphrases=4),
+}
 
 
 def _apply(left: int, sign: str, right: int) -> int:
@@ -129,48 +100,58 @@ def render_response(program: Program, names: Sequence[str], *, forms: Sequence[i
     return f"{' '.join(parts)} #### {values[program.printed]}"
 
 
-def _canonical_prompt(program: Program) -> str:
-    return render_prompt(program, [canonical_entity(idx) for idx in range(len(program.starts))])
-
-
 @TASKS.register("trace")
-class Trace:
-    """The task object; see `Config` for its knobs and `LEVELS` for presets."""
+class Trace(GeneratedTask[Program]):
+    """See `Config` for the knobs and `LEVELS` for presets."""
 
     name: ClassVar[str] = "trace"
-    LEVELS: ClassVar[MappingProxyType[str, Config]] = LEVELS
+    LEVELS: ClassVar[Mapping[str, Config]] = LEVELS
+    LEXICON: ClassVar[Lexicon] = LEXICON
 
-    def __init__(self, *, level: str = "short", **knobs: Any) -> None:
-        config = resolve_config("trace", LEVELS, level, knobs)
-        self.config = config
-        self._fingerprint = f"trace|{config!r}"
-
-    def sample(self, index: int, split: str) -> TaskSample:
-        """Return sample `index` of `split`: pure in (config, split, index); errors as in `draw_in_split`."""
+    def draw(self, rng: Random) -> Program:
+        """Draw sizes and first values uniformly, then legal assignments by rejection."""
         config = self.config
-        program, rng = draw_in_split(
-            self._fingerprint,
-            index,
-            split,
-            draw=lambda stream: draw_program(stream, config),
-            skeleton_of=_canonical_prompt,
-        )
         random = rng.random
-        pool, names = list(VARIABLES), []
-        for _ in program.starts:
-            names.append(pool.pop(int(random() * len(pool))))
-        forms = [int(random() * config.paraphrases) for _ in program.body]
+        num_variables = config.min_variables + int(
+            random() * (config.max_variables - config.min_variables + 1)
+        )
+        num_steps = config.min_steps + int(random() * (config.max_steps - config.min_steps + 1))
+        starts = tuple(1 + int(random() * config.start_max) for _ in range(num_variables))
+        values = list(starts)
+        body: list[Assignment] = []
+        while len(body) < num_steps:
+            target, left = int(random() * num_variables), int(random() * num_variables)
+            sign, constant = "+-*"[int(random() * 3)], random() < 0.5
+            if sign == "*":
+                right, constant = 2 + int(random() * 2), True
+            elif constant:
+                right = 1 + int(random() * config.operand_max)
+            else:
+                right = int(random() * num_variables)
+            operand = right if constant else values[right]
+            value = _apply(values[left], sign, operand)
+            if 0 <= value <= config.cap and operand > 0:
+                values[target] = value
+                body.append(Assignment(target, left, sign, right, constant))
+        assigned = sorted({step.target for step in body})
+        return Program(starts, tuple(body), assigned[int(random() * len(assigned))])
+
+    @staticmethod
+    def canonical_prompt(problem: Program) -> str:
+        """Return the prompt with canonical variables."""
+        return render_prompt(problem, [canonical_entity(idx) for idx in range(len(problem.starts))])
+
+    def write(self, problem: Program, random: Callable[[], float]) -> TaskSample:
+        """Choose variables and forms."""
+        names = draw_names(VARIABLES, len(problem.starts), random)
+        forms = [int(random() * self.config.paraphrases) for _ in problem.body]
         return TaskSample(
-            prompt=render_prompt(program, names), response=render_response(program, names, forms=forms)
+            prompt=render_prompt(problem, names), response=render_response(problem, names, forms=forms)
         )
 
     def check(self, prompt: str, response: str) -> Verdict:
         """Judge a response by re-executing the prompt's text."""
         return check_trace(prompt, response)
-
-    def split_of(self, prompt: str) -> Split:
-        """Return the split of a prompt, whatever its variables are called."""
-        return split_of_skeleton(skeleton(prompt, LEXICON))
 
     @staticmethod
     def surface_texts() -> Iterator[str]:

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from idlm.checkpoint import ADAPTER_CONFIG, is_adapter
 from idlm.contracts import SamplingParams
 from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.models.loader import checkpoint_directory
 from idlm.infer.models.weights import locate
 from idlm.infer.settings import EngineSettings
-from idlm.lora import CONFIG_FILE, WEIGHTS_FILE, AdapterSpec, base_identity, is_adapter
+from idlm.lora import WEIGHTS_FILE, AdapterSpec, base_identity
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.text.tokenizer import TOKENIZER_FILES
 
@@ -34,7 +35,7 @@ EXCLUDED_KEYS = ("base", "accelerators")
 recorded with their options."""
 PATH, DIGEST = "model", "model_digest"
 MODEL_FILES = (
-    *("config.json", "generation_config.json", SEMANTICS_FILE, CONFIG_FILE, WEIGHTS_FILE),
+    *("config.json", "generation_config.json", SEMANTICS_FILE, ADAPTER_CONFIG, WEIGHTS_FILE),
     *TOKENIZER_FILES,
 )
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"

@@ -1,7 +1,7 @@
 """Output files of the command lines: JSON lines, written to `<output>.partial` and renamed when complete, by
 one run at a time.
 
-Not for checkpoints: idlm.checkpoint publishes those.
+Not for checkpoints: idlm/publish.py writes those.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from idlm.checkpoint import verify
+from idlm.checkpoint import ADAPTER_CONFIG, verify
 from idlm.errors import UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import TensorNames
 from idlm.infer.models.dense import SUMMED, DenseLayer, DenseTrunk, LowRank, WeightTarget, target_of
 from idlm.infer.models.shards import ALONE
-from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
+from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity, tensor_name
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 
@@ -69,12 +69,12 @@ def open_adapter(directory: Path, *, base: str | Path | None, semantics: Semanti
 def add_adapter(trunk: DenseTrunk, adapter: Adapter, names: TensorNames) -> None:
     """Load `adapter` onto a loaded trunk. Raises UserError IDLM-0613 with every tensor that does not fit."""
     targets = _targets(trunk, adapter, names)
-    problems = weights.misfits(targets, adapter.files, lambda name: False, said_by=CONFIG_FILE)
+    problems = weights.misfits(targets, adapter.files, (), said_by=ADAPTER_CONFIG)
     if problems:
         raise UserError(
             "IDLM-0613",
-            f"the tensors of {adapter.directory} do not fit {CONFIG_FILE} and base; {'; '.join(problems)}",
-            fix=f"restore {CONFIG_FILE} and {WEIGHTS_FILE} from the same export",
+            f"the tensors of {adapter.directory} do not fit {ADAPTER_CONFIG} and base; {'; '.join(problems)}",
+            fix=f"restore {ADAPTER_CONFIG} and {WEIGHTS_FILE} from the same export",
         )
     weights.copy(targets, adapter.files)
     bad = [name for name, target in targets.items() if not bool(target.view.isfinite().all())]

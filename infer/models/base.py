@@ -26,8 +26,10 @@ class MoeSpec:
     num_chosen: int
     ffn_width: int
     """Hidden units of one expert; `ModelSpec.ffn_width` is that of the dense layers."""
-    dense_layers: tuple[int, ...]
-    """Indices of the layers without experts."""
+    dense_layers: Collection[int] = ()
+    """Indices of layers without experts."""
+    layer_step: int = 1
+    """Of the other layers, those whose number, counted from 1, is a multiple of it have experts."""
     score: Literal["softmax", "sigmoid"]
     is_normalised: bool
     """Whether the weights of the chosen experts are divided by their sum."""
@@ -38,6 +40,10 @@ class MoeSpec:
     num_chosen_groups: int = 1
     shared_ffn_width: int = 0
     """Hidden units of an expert that processes every row, without `scaling`; 0: there is none."""
+
+    def is_in(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, has experts."""
+        return layer not in self.dense_layers and (layer + 1) % self.layer_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,10 @@ class TensorNames:
     shared_up: str = "model.layers.{}.mlp.shared_experts.up_proj.weight"
     shared_down: str = "model.layers.{}.mlp.shared_experts.down_proj.weight"
 
+    def kv_scales(self, num_layers: int) -> list[str]:
+        """Names of the key scales of all layers, then of the value scales."""
+        return [name.format(number) for name in (self.k_scale, self.v_scale) for number in range(num_layers)]
+
 
 class KVAccess(Protocol):
     """Access of one step to the KV cache: where its rows are stored, and what they attend to."""
@@ -140,6 +150,13 @@ class Family(ABC):
     """Keys of other models with the same architecture string, and the names of those models."""
     unknown_semantics: ClassVar[str | None] = None
     """Why the architecture string does not tell how a model decodes; None: it does."""
+    causality: ClassVar[str] = "causal"
+    """As in `Semantics`. A conversion may change a causal family; all others keep it and `logit_shift`."""
+    logit_shift: ClassVar[bool] = True
+    """Whether a row predicts the next token rather than the token at its own position."""
+    mask_token_id: ClassVar[int | None] = None
+    """Used if the config has no `mask_token_id`."""
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -152,14 +169,32 @@ class Family(ABC):
         return spec
 
     @classmethod
-    def semantics(cls, config: dict[str, Any]) -> Semantics:
-        """How the model decodes by default; not called for a family with `unknown_semantics`."""
-        return Semantics()
+    def block_size(cls, config: dict[str, Any]) -> int | None:
+        """Tokens of a block; None if the model does not decode in blocks."""
+        return None
 
     @classmethod
-    def contradictions(cls, config: dict[str, Any], meaning: Semantics) -> list[str]:
-        """Messages about settings in `meaning` that cannot be true of this checkpoint."""
-        return []
+    def semantics(cls, config: dict[str, Any]) -> Semantics:
+        """How the model decodes by default; not called for a family with `unknown_semantics`."""
+        given = config.get("mask_token_id")
+        return Semantics(
+            causality=cls.causality,
+            logit_shift=cls.logit_shift,
+            block_size=cls.block_size(config),
+            mask_token_id=cls.mask_token_id if given is None else given,
+            stop_token_ids=cls.stop_token_ids,
+        )
+
+    @classmethod
+    def contradictions(cls, meaning: Semantics) -> list[str]:
+        """Messages about settings in `meaning` that cannot be true of this family."""
+        if cls.causality == "causal":
+            return []
+        return [
+            f"{name}={getattr(meaning, name)!r}, but this architecture is trained with {getattr(cls, name)!r}"
+            for name in ("causality", "logit_shift")
+            if getattr(meaning, name) != getattr(cls, name)
+        ]
 
 
 FAMILIES: Registry[type[Family]] = Registry("family", "idlm.infer.models.families")

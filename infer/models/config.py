@@ -1,15 +1,20 @@
 """Reads a decoder's `config.json` into a `ModelSpec`, and refuses what would silently change the arithmetic.
 
-One error reports all problems of a file. Fields that do not change the forward pass are ignored.
+One error reports all problems of a file. Fields that do not change the forward pass are ignored. Rope types
+must not depend on the length; they are read in the layout of transformers 5 (`rope_parameters`) and in the
+older one (`rope_theta` and `rope_scaling`).
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.infer.models.base import ModelSpec, MoeSpec
-from idlm.infer.models.rope import is_positive, rope_frequencies
 
 MUST_BE_NULL = (
     "attn_logit_softcapping",
@@ -25,6 +30,8 @@ MUST_BE_NULL = (
 )
 MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
+SCALED_TYPES = ("linear", "llama3", "yarn")
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
 
 
 class ConfigReader:
@@ -55,7 +62,7 @@ class ConfigReader:
     def positive_float(self, name: str, default: float) -> float:
         """The field, or `default` if it is absent; 1 (and a problem) if it is unusable."""
         value = self.config.get(name, default)
-        if is_positive(value):
+        if _is_positive(value):
             return float(value)
         self.problems.append(f"{name}={value!r} (must be a finite number above 0)")
         return 1.0
@@ -116,14 +123,9 @@ def dense_spec(
         reader.problems.append(f"head_dim={head_dim} (must be even, up to {MAX_HEAD_DIM})")
     _refuse_unsupported(reader, num_layers)
     max_positions = reader.integer("max_position_embeddings")
-    inv_freq, rope_scaling, rope_problems = rope_frequencies(
-        config,
-        head_dim=min(head_dim, MAX_HEAD_DIM),
-        max_positions=max_positions,
-        default_theta=default_rope_theta,
-        rotary_dim=rotary_dim,
+    inv_freq, rope_scaling = _rope(
+        reader, min(head_dim, MAX_HEAD_DIM), max_positions, default_rope_theta, rotary_dim
     )
-    reader.problems += rope_problems
     spec = ModelSpec(
         num_layers=num_layers,
         width=width,
@@ -172,3 +174,99 @@ def _refuse_unsupported(reader: ConfigReader, num_layers: int) -> None:
             f"use_sliding_window=True with max_window_layers={first_windowed!r} of {num_layers} layers "
             "(supported: no layer with a sliding window)"
         )
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether `value` is a finite number above 0."""
+    return is_number(value) and value > 0
+
+
+def _rope(
+    reader: ConfigReader,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float | None,
+    rotary_dim: int | None,
+) -> tuple[tuple[float, ...], float]:
+    """`ModelSpec.rope_inv_freq` and `rope_scaling`, or nothing and 1 with a problem."""
+    config, problems = reader.config, reader.problems
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        problems.append(f"rope_parameters={parameters!r} (must be an object)")
+        return (), 1.0
+    kind: Any = parameters.get("rope_type", parameters.get("type", "default"))
+    theta: Any = parameters.get("rope_theta", config.get("rope_theta", default_theta))
+    found = _rope_problems(config, parameters, kind, theta, is_partial=rotary_dim is not None)
+    if found:
+        problems += found
+        return (), 1.0
+    scaling: Any = 1.0
+    if kind == "default":
+        rotated = head_dim if rotary_dim is None else rotary_dim
+        inv_freq = 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    else:
+        try:
+            inv_freq, scaling = _scaled(config, parameters, kind, theta, head_dim, max_positions)
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+            problems.append(f"rope_parameters={parameters!r} cannot be used: {type(error).__name__}: {error}")
+            return (), 1.0
+    frequencies = inv_freq.tolist()
+    if not _is_positive(scaling) or not all(map(_is_positive, frequencies)):
+        problems.append(f"rope_parameters={parameters!r} give frequencies or a scale not above 0 and finite")
+        return (), 1.0
+    return (*frequencies, *[0.0] * (head_dim // 2 - len(frequencies))), float(scaling)
+
+
+def _rope_problems(
+    config: dict[str, Any], parameters: dict[str, Any], kind: Any, theta: Any, *, is_partial: bool
+) -> list[str]:
+    problems = []
+    if any(isinstance(value, dict) for value in parameters.values()):
+        problems.append("rope_parameters differs between layer types (supported: one set for all layers)")
+    elif not _is_positive(theta):
+        problems.append(f"rope_theta={theta!r} (must be a finite number above 0, here or in rope_parameters)")
+    supported = ", ".join(("default", *SCALED_TYPES))
+    if kind in LENGTH_DEPENDENT_TYPES:
+        problems.append(
+            f"rope_type={kind!r} depends on the sequence length, which would change keys already cached "
+            f"(supported: {supported})"
+        )
+    elif kind not in ("default", *SCALED_TYPES):
+        problems.append(f"rope_type={kind!r} (supported: {supported})")
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if is_partial and kind != "default":
+        problems.append(f"rope_type={kind!r} for a part of each head (supported: 'default')")
+    elif not is_partial and partial not in (None, 1):
+        problems.append(f"partial_rotary_factor={partial!r} (supported: 1)")
+    return problems
+
+
+def _scaled(
+    config: dict[str, Any],
+    parameters: dict[str, Any],
+    kind: str,
+    theta: float,
+    head_dim: int,
+    max_positions: int,
+) -> tuple[torch.Tensor, float]:
+    """Frequencies and scale by transformers' function of a rope type."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    trained_on = config.get("original_max_position_embeddings")
+    if trained_on is None:
+        trained_on = parameters.get("original_max_position_embeddings", max_positions)
+    view = SimpleNamespace(
+        rope_parameters={
+            **parameters,
+            "rope_type": kind,
+            "rope_theta": theta,
+            "original_max_position_embeddings": trained_on,
+        },
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_positions,
+        standardize_rope_params=lambda: None,
+    )
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](view, device=None)
+    return inv_freq.float(), scaling

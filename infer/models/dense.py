@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.gated_lora import GatedLora
-from idlm.kernels.linear import Linears
+from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 
 SUMMED = ("o", "down")
 """Projections whose input is divided among ranks: their outputs are summed over ranks."""
+Projection = tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]
+"""Of a fused projection: its modules in the checkpoint, their output widths, weight and bias."""
 
 
 class LowRank(nn.Module):
@@ -46,17 +48,9 @@ class LowRank(nn.Module):
         self.a, self.b = self.stacked.data[num_outputs:].split(rank), self.b_Er.data.split(sizes)
         self.sizes, self.scaling = sizes, scaling
 
-    def _gated(self, gate_R: Tensor) -> GatedLora:
+    def gated(self, gate_R: Tensor) -> GatedLora:
+        """The adapter for the rows of the gate."""
         return GatedLora(b_Er=self.b_Er, is_mask_R=gate_R, sizes=self.sizes, scaling=self.scaling)
-
-    def project(self, x_RD: Tensor, gate_R: Tensor, linears: Linears, *, has_bias: bool) -> Tensor:
-        """The projection [R, E], with the adapter's part added to the rows of the gate."""
-        bias_E = self.bias if has_bias else None
-        return linears.linear(x_RD, self.stacked, bias_E=bias_E, lora=self._gated(gate_R))
-
-    def swiglu(self, x_RD: Tensor, gate_R: Tensor, linears: Linears) -> Tensor:
-        """silu(gate) * up [R, F] of a projection with the parts gate and up, with the adapter."""
-        return linears.swiglu(x_RD, self.stacked, bias_E=self.bias, lora=self._gated(gate_R))
 
 
 class Layer(nn.Module, ABC):
@@ -83,10 +77,8 @@ class Layer(nn.Module, ABC):
         self.lora: nn.ModuleDict | None = None
         self.spec = spec
 
-    def projections(
-        self, names: TensorNames
-    ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]]:
-        """By fused projection: its modules in the checkpoint, their output widths, weight and bias."""
+    def projections(self, names: TensorNames) -> dict[str, Projection]:
+        """The fused projections of attention."""
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
@@ -107,22 +99,21 @@ class Layer(nn.Module, ABC):
 
         For `o` and `down` each rank computes a summand, the first rank with the bias.
         """
-        has_bias = self.shards.rank == 0 or name not in SUMMED
-        low = self.adapter(name, gate_R)
-        if low is None or gate_R is None:
-            bias_E = getattr(self, f"{name}_bias") if has_bias else None
-            out_RE = linears.linear(x_RD, getattr(self, name), bias_E=bias_E)
-        else:
-            out_RE = low.project(x_RD, gate_R, linears, has_bias=has_bias)
-        return self.shards.sum(out_RE) if name in SUMMED else out_RE
+        weight_ED, bias_E, lora = self.operands(name, gate_R)
+        if name not in SUMMED:
+            return linears.linear(x_RD, weight_ED, bias_E=bias_E, lora=lora)
+        own_bias_E = bias_E if self.shards.rank == 0 else None
+        return self.shards.sum(linears.linear(x_RD, weight_ED, bias_E=own_bias_E, lora=lora))
 
-    def adapter(self, name: str, gate_R: Tensor | None) -> LowRank | None:
-        """The adapter of a projection; None if there is none or the step has no gate."""
+    def operands(
+        self, name: str, gate_R: Tensor | None
+    ) -> tuple[Tensor | Fp8Weight, Tensor | None, GatedLora | None]:
+        """Weight, bias and adapter of a projection; None for an adapter that is absent or without a gate."""
         if self.lora is None or gate_R is None:
-            return None
+            return getattr(self, name), getattr(self, f"{name}_bias"), None
         low = self.lora[name]
         assert isinstance(low, LowRank), f"{type(low)=}"
-        return low
+        return low.stacked, low.bias, low.gated(gate_R)
 
     def forward(
         self, x_RD: Tensor, residual_RD: Tensor | None, number: int, rows: Rows, kv: KVAccess
@@ -168,9 +159,7 @@ class DenseLayer(Layer):
         self.down = empty(spec.width, spec.ffn_width)
         self.down_bias = empty(spec.width) if spec.mlp_bias else None
 
-    def projections(
-        self, names: TensorNames
-    ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Tensor, Tensor | None]]:
+    def projections(self, names: TensorNames) -> dict[str, Projection]:
         """Projections of attention, then of the SwiGLU."""
         ffn = self.spec.ffn_width
         return super().projections(names) | {
@@ -180,14 +169,9 @@ class DenseLayer(Layer):
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """down(silu(gate) * up) of all rows."""
-        return self.project("down", self._gated(normed_RD, rows), rows.gate_R, rows.linears)
-
-    def _gated(self, normed_RD: Tensor, rows: Rows) -> Tensor:
-        """silu(gate) * up, [R, F]."""
-        low = self.adapter("gate_up", rows.gate_R)
-        if low is None or rows.gate_R is None:
-            return rows.linears.swiglu(normed_RD, self.gate_up, bias_E=self.gate_up_bias)
-        return low.swiglu(normed_RD, rows.gate_R, rows.linears)
+        weight_ED, bias_E, lora = self.operands("gate_up", rows.gate_R)
+        hidden_RF = rows.linears.swiglu(normed_RD, weight_ED, bias_E=bias_E, lora=lora)
+        return self.project("down", hidden_RF, rows.gate_R, rows.linears)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,19 +203,12 @@ class DenseTrunk(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.shards = spec, shards
-        self.embed = nn.Parameter(
-            torch.empty(spec.vocab_size, spec.width, device=device, dtype=dtype), requires_grad=False
-        )
+        empty = partial(empty_weight, device=device, dtype=dtype)
+        self.embed = empty(spec.vocab_size, spec.width)
         self.layers = nn.ModuleList(self._layer(number, device, dtype) for number in range(spec.num_layers))
-        self.final_norm = nn.Parameter(
-            torch.empty(spec.width, device=device, dtype=dtype), requires_grad=False
-        )
-        self._head_rows = shards.part(spec.vocab_size)
-        self.head = (
-            self.embed[self._head_rows]
-            if spec.tie_embeddings
-            else nn.Parameter(torch.empty_like(self.embed[self._head_rows]), requires_grad=False)
-        )
+        self.final_norm = empty(spec.width)
+        own_rows_VD = self.embed[shards.part(spec.vocab_size)]
+        self.head = own_rows_VD if spec.tie_embeddings else empty(*own_rows_VD.shape)
         self.register_buffer("inv_freq", torch.tensor(spec.rope_inv_freq, device=device), persistent=False)
         self.linears = Linears()
         self.is_adapted = False
@@ -308,9 +285,9 @@ def weight_targets(trunk: DenseTrunk, names: TensorNames) -> dict[str, WeightTar
             for part, view in zip(parts, weight.split(sizes), strict=True):
                 targets[f"{part.format(number)}.weight"] = target_of(view, shards, axis)
             if bias is not None:
+                whole = ALONE if fused in SUMMED else shards
                 for part, view in zip(parts, bias.split(sizes), strict=True):
-                    whole = ALONE if fused in SUMMED else shards
-                    targets[f"{part.format(number)}.bias"] = target_of(view, whole, 0)
+                    targets[f"{part.format(number)}.bias"] = target_of(view, whole)
     return targets
 
 

@@ -16,14 +16,15 @@ def description(outline: Outline) -> list[str]:
     directory = outline.directory if outline.adapter is None else outline.adapter.directory
     is_written = (directory / SEMANTICS_FILE).is_file()
     reordered = sorted(name for name, target in outline.targets.items() if target.order is not None)
+    numbers = sum(prod(target.shape) for target in outline.targets.values())
     lines = [
         f"checkpoint  {outline.directory}, {len(set(outline.files.values()))} weight files",
         f"family      {outline.architecture} ({family.__module__.rpartition('.')[2]})",
         f"semantics   from {SEMANTICS_FILE if is_written else 'the family'}, mask_token_id as given or there",
         *(f"  {field.name}={getattr(meaning, field.name)!r}" for field in dataclasses.fields(meaning)),
-        f"shape       dtype={str(outline.dtype).removeprefix('torch.')}, {_shape(spec)}",
-        f"experts     {_experts(spec.moe)}",
-        f"tensors     {len(outline.targets)} read, {_numbers(outline):,} numbers; none missing, none unused",
+        f"shape       dtype={str(outline.dtype).removeprefix('torch.')}, {_fields(spec)}",
+        f"experts     {'none' if spec.moe is None else _fields(spec.moe)}",
+        f"tensors     {len(outline.targets)} read, {numbers:,} numbers; none missing, none unused",
         f"ignored     {', '.join(outline.ignored) or 'nothing'}",
         f"reordered   {_rotation(spec, reordered)}",
     ]
@@ -32,19 +33,9 @@ def description(outline: Outline) -> list[str]:
     return lines
 
 
-def _numbers(outline: Outline) -> int:
-    return sum(prod(target.shape) for target in outline.targets.values())
-
-
-def _shape(spec: ModelSpec) -> str:
-    shown = [field.name for field in dataclasses.fields(spec) if field.name not in ("rope_inv_freq", "moe")]
-    return ", ".join(f"{name}={getattr(spec, name)!r}" for name in shown)
-
-
-def _experts(moe: MoeSpec | None) -> str:
-    if moe is None:
-        return "none"
-    return ", ".join(f"{field.name}={getattr(moe, field.name)!r}" for field in dataclasses.fields(moe))
+def _fields(values: ModelSpec | MoeSpec) -> str:
+    shown = [field.name for field in dataclasses.fields(values) if field.name not in ("rope_inv_freq", "moe")]
+    return ", ".join(f"{name}={getattr(values, name)!r}" for name in shown)
 
 
 def _rotation(spec: ModelSpec, names: list[str]) -> str:

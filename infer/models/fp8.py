@@ -90,25 +90,18 @@ def _replace(module: nn.Module, name: str, weight: Fp8Weight) -> None:
     setattr(module, name, weight)
 
 
-def scale_names(spec: ModelSpec, names: TensorNames) -> list[str]:
-    """Tensor names of the key scales of all layers, then of the value scales."""
-    both = names.k_scale, names.v_scale
-    return [name.format(number) for name in both for number in range(spec.num_layers)]
-
-
 def read_kv_scales(
     files: Mapping[str, Path], spec: ModelSpec, names: TensorNames, shards: Shards, device: torch.device
-) -> Tensor | None:
+) -> Tensor:
     """fp32 scales [2 (keys, values), layers, KV heads of this rank]; an fp8 cache stores value / scale.
 
-    None if the checkpoint has none. Raises UserError IDLM-0614 if some are missing or not positive numbers.
+    Raises UserError IDLM-0614 if some are missing or not positive numbers.
     """
-    wanted = scale_names(spec, names)
-    given = [name for name in wanted if name in files]
-    if not given:
-        return None
-    scales, problems = [], [f"{name} is missing" for name in wanted if name not in files]
-    for name in given:
+    scales, problems = [], []
+    for name in names.kv_scales(spec.num_layers):
+        if name not in files:
+            problems.append(f"{name} is missing")
+            continue
         scale = weights.tensor(files, name).to(torch.float32).flatten()
         if scale.numel() not in (1, spec.num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
             problems.append(f"{name} has {scale.numel()} numbers, the first is {scale[:1].tolist()}")

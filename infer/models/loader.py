@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import read_json, recover, verify
+from idlm.checkpoint import is_adapter, read_json, recover, verify
 from idlm.config.suggest import did_you_mean
 from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
 from idlm.errors import UserError
 from idlm.files.paths import translate_path_errors
-from idlm.infer.models import weights
+from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
 from idlm.infer.models.config import MUST_BE_NULL
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
-from idlm.infer.models.fp8 import read_kv_scales, scale_names
-from idlm.infer.models.moe import make_trunk, refuse
 from idlm.infer.models.shards import ALONE, Shards
-from idlm.lora import is_adapter
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
 from idlm.semantics import Semantics
 
@@ -102,7 +99,9 @@ def load_model(
 def load_outline(outline: Outline, *, device: str | torch.device, shards: Shards = ALONE) -> LoadedModel:
     """Load the weights of a checkpoint that `read_outline` has checked; see `load_model`."""
     spec, names, files = outline.spec, outline.names, outline.files
-    kv_scales = read_kv_scales(files, spec, names, shards, torch.device(device))
+    kv_scales = None
+    if not files.keys().isdisjoint(names.kv_scales(spec.num_layers)):
+        kv_scales = fp8.read_kv_scales(files, spec, names, shards, torch.device(device))
     trunk = make_trunk(spec, device=torch.device(device), dtype=outline.dtype, shards=shards)
     weights.copy(weight_targets(trunk, names), files)
     if outline.adapter is not None:
@@ -136,10 +135,9 @@ def read_outline(
     config = read_json(directory / "config.json")
     architecture, family = _family(config)
     files = weights.locate(directory)
-    refuse_impossible_counts(config, len(files))
-    spec = family.spec(config)
+    spec = _with_possible_counts(family.spec(config), len(files))
     if spec.moe is not None and adapter is not None:
-        refuse("an adapter")
+        moe.refuse("an adapter")
     given = semantics if adapter is None else adapter.semantics
     meaning = _semantics(directory, config, family, mask_token_id, given)
     _check_meaning(meaning, spec, directory, adapter)
@@ -149,13 +147,13 @@ def read_outline(
         # Like transformers, prefer the weights to the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))
     resolved_dtype = _dtype(dtype, config, files, names.embed)
-    known = {*scale_names(spec, names), *([names.head] if spec.tie_embeddings else [])}
+    known = {*names.kv_scales(spec.num_layers), *([names.head] if spec.tie_embeddings else [])}
     ignored = {name for name in files if name in known or name.endswith("rotary_emb.inv_freq")}
     # Check the tensors of all ranks before allocating, so that a wrong config does not run out of memory.
     shards.local(spec)
     empty = make_trunk(spec, device=torch.device("meta"), dtype=resolved_dtype)
     targets = weight_targets(empty, names)
-    weights.check(targets, files, lambda name: name in ignored)
+    weights.check(targets, files, ignored)
     return Outline(
         directory=directory,
         adapter=adapter,
@@ -168,6 +166,23 @@ def read_outline(
         targets=targets,
         ignored=tuple(sorted(ignored)),
     )
+
+
+def make_trunk(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
+) -> DenseTrunk:
+    """An empty trunk for the spec. Raises UserError IDLM-0423 if `shards` cannot divide it."""
+    kind = DenseTrunk if spec.moe is None else moe.MoeTrunk
+    return kind(spec, device=device, dtype=dtype, shards=shards)
+
+
+def _with_possible_counts(spec: ModelSpec, num_tensors: int) -> ModelSpec:
+    """The spec, without `moe` if no layer has experts. Raises UserError IDLM-0603 for impossible counts."""
+    refuse_impossible_counts({"num_hidden_layers": spec.num_layers}, num_tensors)
+    if spec.moe is None or not any(map(spec.moe.is_in, range(spec.num_layers))):
+        return replace(spec, moe=None)
+    refuse_impossible_counts({"num_experts": spec.moe.num_experts}, num_tensors)
+    return spec
 
 
 def _open(path: Path, base: str | Path | None, semantics: Semantics | None) -> tuple[Path, Adapter | None]:
@@ -209,21 +224,16 @@ def checkpoint_directory(path: str | Path) -> Path:
     return directory
 
 
-def _full_diffusion(architecture: Any) -> str:
-    """An addition to the error message for the architectures of full-diffusion models."""
-    name = FULL_DIFFUSION.get(architecture) if isinstance(architecture, str) else None
-    return "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
-
-
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     architectures = config.get("architectures")
-    given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
+    given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     if not isinstance(given, str) or given not in FAMILIES.names():
+        name = FULL_DIFFUSION.get(str(given))
+        what = "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
         raise UserError(
             "IDLM-0601",
-            f"config.json says architectures={architectures!r}{_full_diffusion(given)}; known are "
-            f"{', '.join(FAMILIES.names())}"
-            f"{did_you_mean(given, FAMILIES.names()) if isinstance(given, str) else ''}",
+            f"config.json says architectures={architectures!r}{what}; known are {', '.join(FAMILIES.names())}"
+            f"{did_you_mean(str(given), FAMILIES.names())}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
         )
     family, model_type = FAMILIES.get(given), config.get("model_type")
@@ -266,7 +276,7 @@ def _semantics(
             stacklevel=2,
         )
     meaning = replace(given, mask_token_id=own if mask_token_id is None else mask_token_id)
-    problems = family.contradictions(config, meaning)
+    problems = family.contradictions(meaning)
     if problems:
         raise UserError(
             "IDLM-0616",

@@ -124,16 +124,8 @@ class MoeTrunk(DenseTrunk):
 
     def _layer(self, number: int, device: torch.device, dtype: torch.dtype) -> Layer:
         assert self.spec.moe is not None
-        kind = DenseLayer if number in self.spec.moe.dense_layers else MoeLayer
+        kind = MoeLayer if self.spec.moe.is_in(number) else DenseLayer
         return kind(self.spec, device, dtype, self.shards)
-
-
-def make_trunk(
-    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, shards: Shards = ALONE
-) -> DenseTrunk:
-    """An empty trunk for the spec. Raises UserError IDLM-0423 if `shards` cannot divide it."""
-    kind = DenseTrunk if spec.moe is None else MoeTrunk
-    return kind(spec, device=device, dtype=dtype, shards=shards)
 
 
 def refuse(problem: str) -> NoReturn:

@@ -6,7 +6,7 @@ that the model already owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -78,14 +78,12 @@ def _locate_sharded(directory: Path) -> dict[str, Path]:
     return {name: directory / shard for name, shard in weight_map.items() if name in present[shard]}
 
 
-def check(
-    targets: Mapping[str, WeightTarget], files: Mapping[str, Path], is_ignored: Callable[[str], bool]
-) -> None:
+def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str]) -> None:
     """Compare names, shapes and types; reads headers only, so targets may be on the meta device.
 
     Raises UserError IDLM-0603 with all missing, unused, wrong-shaped and integer tensors.
     """
-    problems = misfits(targets, files, is_ignored, said_by="config.json")
+    problems = misfits(targets, files, ignored, said_by="config.json")
     if problems:
         raise UserError(
             "IDLM-0603",
@@ -97,7 +95,7 @@ def check(
 def misfits(
     targets: Mapping[str, WeightTarget],
     files: Mapping[str, Path],
-    is_ignored: Callable[[str], bool],
+    ignored: Collection[str],
     *,
     said_by: str,
 ) -> list[str]:
@@ -118,7 +116,7 @@ def misfits(
                         f"{name} is {list(shape)}, {said_by} says {list(targets[name].shape)}"
                     )
     missing = sorted(targets.keys() - files.keys())
-    unused = sorted(name for name in files.keys() - targets.keys() if not is_ignored(name))
+    unused = sorted(files.keys() - targets.keys() - set(ignored))
     return [
         f"{len(found)} {what}: {_some(found)}"
         for what, found in (

@@ -269,7 +269,7 @@ def test_no_projection_is_kept_twice(
 
 def test_a_rank_takes_the_scales_of_its_own_heads(tmp_path: Path) -> None:
     toy = write_converted_toy(tmp_path / "toy")
-    names = fp8.scale_names(load_model(toy, device="cpu").spec, dense.TensorNames())
+    names = dense.TensorNames().kv_scales(load_model(toy, device="cpu").spec.num_layers)
     named = {name: torch.tensor([1.0, 2.0]) * (1 + number) for number, name in enumerate(names)}
     _rewrite(toy, lambda _, tensor: tensor, **named)
     scales = load_model(toy, device="cpu", shards=Shards(rank=1, size=2)).kv_scales
@@ -280,7 +280,7 @@ def test_a_rank_takes_the_scales_of_its_own_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [None, 0.0, -1.0, float("nan"), [1.0, 2.0, 3.0]])
 def test_scales_that_are_none_are_refused(tmp_path: Path, bad: Any) -> None:
     toy = write_converted_toy(tmp_path / "toy")
-    names = fp8.scale_names(load_model(toy, device="cpu").spec, dense.TensorNames())
+    names = dense.TensorNames().kv_scales(load_model(toy, device="cpu").spec.num_layers)
     named = {name: torch.tensor(1.0) for name in names[:-1]}
     if bad is not None:
         named[names[-1]] = torch.tensor(bad)

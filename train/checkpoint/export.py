@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from idlm.checkpoint import publish, read_json
+from idlm.checkpoint import read_json
 from idlm.lora import WEIGHTS_FILE, AdapterSpec
+from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.model.gated_lora import peft_tensors
 
@@ -51,7 +52,7 @@ def export(
     """Publish `target` atomically: config, safetensors, tokenizer, generation config and semantics.
 
     `weights` is the whole state dict where the model holds only parts of it (ZeRO-3). `dtype` is that of the
-    files; None keeps the training dtype. The model does not change. Errors as in `idlm.checkpoint.publish`.
+    files; None keeps the training dtype. The model does not change. Errors as in `idlm.publish.publish`.
     """
     weights = _converted(model.state_dict() if weights is None else weights, dtype)
     model.generation_config.eos_token_id = list(semantics.stop_token_ids) or None
@@ -166,7 +167,7 @@ def export_adapter(
 ) -> None:
     """Publish a gated adapter as `target`, atomically: a stock PEFT directory, tokenizer files and semantics.
 
-    `weights`: the adapter's weights by their names in the model. Errors as in `idlm.checkpoint.publish`.
+    `weights`: the adapter's weights by their names in the model. Errors as in `idlm.publish.publish`.
     """
     from safetensors.torch import load_file, save_file
 

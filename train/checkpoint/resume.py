@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from idlm.checkpoint import MANIFEST, clear_stale, read_json, verify
+from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
+from idlm.publish import clear_stale
 from idlm.train.config.schema import TrainConfig
 
 log = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
+from idlm.publish import publish
 from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape
 from idlm.train.distributed.collectives import barrier, from_rank_zero, highest
 from idlm.train.distributed.deepspeed import local_part

@@ -88,7 +88,8 @@ def check_base_config(directory: Path) -> None:
     config, source = read_json(directory / "config.json"), f"{directory}/config.json"
     held = num_tensors(directory)
     if held is not None:
-        refuse_impossible_counts(config, held, keys=("num_hidden_layers",), source=source)
+        layers = {"num_hidden_layers": config.get("num_hidden_layers")}
+        refuse_impossible_counts(layers, held, source=source)
     model_type = config.get("model_type")
     # transformers itself reports a model type that it does not know.
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:

@@ -11,33 +11,17 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from idlm.config_keys import READ
-from idlm.infer.models.base import FAMILIES, ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.blocks import BlockFamily
+from idlm.contracts import is_number
+from idlm.infer.models.base import FAMILIES, Family, ModelSpec, MoeSpec, TensorNames
 from idlm.infer.models.config import MAX_HEAD_DIM, ConfigReader, dense_spec
 
 BLOCK_SIZE = 32
 REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_shared_experts",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    "first_k_dense_replace",
-    "norm_topk_prob",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "use_qkv_bias",
-    "use_bias",
-    "tie_word_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
+    *("use_qkv_bias", "use_bias", "tie_word_embeddings"),
+    *("num_experts", "num_experts_per_tok", "num_shared_experts", "moe_intermediate_size", "n_group"),
+    *("topk_group", "routed_scaling_factor", "first_k_dense_replace", "norm_topk_prob"),
 )
 ATTENTION = "model.layers.{}.attention."
 OF_TRAINING = "only training reads it"
@@ -57,12 +41,13 @@ LLADA22, LLADA20_UNI = (
 
 
 @FAMILIES.register("LLaDA2MoeModelLM")
-class Llada2(BlockFamily):
+class Llada2(Family):
     """2.1 differs from 2.0 only in how it is decoded."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
+    causality: ClassVar[str] = "block"
     logit_shift: ClassVar[bool] = False
-    mask_token_id: ClassVar[int] = 156_895
+    mask_token_id: ClassVar[int | None] = 156_895
     """In the tokenizer of Ling, their AR parent, this id is <|role_end|>, which stops there."""
     stop_token_ids: ClassVar[tuple[int, ...]] = (156_892, 156_900)
     """<|endoftext|> and <|role_end|>."""
@@ -83,7 +68,7 @@ class Llada2(BlockFamily):
 
     @classmethod
     def spec(cls, config: dict[str, Any]) -> ModelSpec:
-        """All fields of `REQUIRED` must be there."""
+        """All required fields must be there."""
         reader = ConfigReader(config)
         reader.require(*REQUIRED)
         reader.allow("score_function", "sigmoid", None)
@@ -115,26 +100,20 @@ class Llada2(BlockFamily):
 def _rotary_dim(reader: ConfigReader) -> int | None:
     """Rotated dimensions, from a factor or a width; both must agree. None: the whole head rotates."""
     config, head_dim = reader.config, reader.integer("head_dim")
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    parameters = parameters if isinstance(parameters, dict) else {}
-    given = {
-        "partial_rotary_factor": parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")),
-        "rotary_dim": config.get("rotary_dim"),
-    }
-    widths = {
-        name: value * head_dim if name == "partial_rotary_factor" else value
-        for name, value in given.items()
-        if isinstance(value, int | float)
-    }
-    told = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    if len(set(widths.values())) != 1:
-        reader.problems.append(f"{told} of head_dim={head_dim} (give one, or two that agree)")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    factor = {**config, **(rope if isinstance(rope, dict) else {})}.get("partial_rotary_factor")
+    width = config.get("rotary_dim")
+    given: list[tuple[Any, int]] = [(factor, head_dim), (width, 1)]
+    widths = {value * unit for value, unit in given if is_number(value)}
+    told = f"partial_rotary_factor={factor!r}, rotary_dim={width!r} of head_dim={head_dim}"
+    if len(widths) != 1:
+        reader.problems.append(f"{told} (give one, or two that agree)")
         return None
-    width = next(iter(widths.values()))
-    if width % 2 or not 0 < width <= min(head_dim, MAX_HEAD_DIM):
-        reader.problems.append(f"{told} of head_dim={head_dim} (must come to an even width up to head_dim)")
+    (size,) = widths
+    if size % 2 or not 0 < size <= min(head_dim, MAX_HEAD_DIM):
+        reader.problems.append(f"{told} (must come to an even width up to head_dim)")
         return None
-    return None if width == head_dim else int(width)
+    return None if size == head_dim else int(size)
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
@@ -146,15 +125,12 @@ def _experts(reader: ConfigReader) -> MoeSpec:
         )
     elif num_experts // num_groups < 2 or num_chosen > num_experts // num_groups * chosen_groups:
         reader.problems.append(f"num_experts_per_tok={num_chosen} from groups of {num_experts // num_groups}")
-    ffn_width, num_dense = (
-        reader.integer("moe_intermediate_size"),
-        reader.integer("first_k_dense_replace", least=0),
-    )
+    ffn_width = reader.integer("moe_intermediate_size")
     return MoeSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
         ffn_width=ffn_width,
-        dense_layers=tuple(range(min(num_dense, reader.integer("num_hidden_layers")))),
+        dense_layers=range(reader.integer("first_k_dense_replace", least=0)),
         score="sigmoid",
         is_normalised=reader.flag("norm_topk_prob"),
         scaling=reader.positive_float("routed_scaling_factor", 1.0),

@@ -35,7 +35,6 @@ class Qwen3Moe(Family):
 
 
 def _experts(reader: ConfigReader) -> MoeSpec:
-    num_layers, every = (reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", 1))
     # transformers 5 writes the field under its second name.
     num_experts = reader.integer("num_experts", reader.config.get("num_local_experts"))
     reader.allow("num_local_experts", num_experts, None)
@@ -50,9 +49,8 @@ def _experts(reader: ConfigReader) -> MoeSpec:
         num_experts=num_experts,
         num_chosen=num_chosen,
         ffn_width=reader.integer("moe_intermediate_size"),
-        dense_layers=tuple(
-            number for number in range(num_layers) if number in only_dense or (number + 1) % every
-        ),
+        dense_layers=tuple(only_dense),
+        layer_step=reader.integer("decoder_sparse_step", 1),
         score="softmax",
         is_normalised=reader.flag("norm_topk_prob"),
     )

@@ -1,4 +1,4 @@
-"""SDAR and the published I-DLM checkpoints: one architecture string, Qwen3's tensors, two ways to decode.
+"""SDAR and the published I-DLM checkpoints: Qwen3's tensors, two ways to decode; and SDAR with experts.
 
 I-DLM (arXiv 2604.11035) is token-causal with shifted logits; SDAR (arXiv 2510.06303) is block-causal and
 predicts in place. Neither weights nor config tell them apart, so `idlm_config.json` or the caller must.
@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.families.qwen3 import Qwen3
+from idlm.infer.models.families.qwen3_moe import Qwen3Moe
 
 
 @FAMILIES.register("SDARForCausalLM")
@@ -19,4 +20,16 @@ class Sdar(Qwen3):
     unknown_semantics: ClassVar[str | None] = (
         "I-DLM checkpoints (token-causal, logits shifted) and SDAR checkpoints (block-causal, logits in "
         "place) share architecture and tensor names"
+    )
+
+
+@FAMILIES.register("SDARMoeForCausalLM")
+class SdarMoe(Qwen3Moe):
+    """Its router normalises, which the config must say: Qwen3-MoE's default would switch it off."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("sdar_moe",)
+    required: ClassVar[tuple[str, ...]] = ("norm_topk_prob",)
+    unknown_semantics: ClassVar[str | None] = (
+        "SDAR checkpoints of all block sizes (4 unless the name ends in -b8, -b16, -b32 or -b64) share "
+        "config and tensor names"
     )

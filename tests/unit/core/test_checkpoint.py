@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from idlm import checkpoint
-from idlm.checkpoint import MANIFEST, publish, read_json, recover, verify
+import idlm.publish as publishing
+from idlm.checkpoint import MANIFEST, manifest_text, read_json, recover, verify
 from idlm.errors import UserError
+from idlm.publish import publish
 
 FAULT_POINTS = ("mkdir", "open", "fsync", "rename", "link")
 OLD, NEW = (
@@ -66,8 +67,8 @@ def faults(fault: FaultAt, *, has_exchange: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in FAULT_POINTS:
             patch.setattr(os, name, fault.wrap(getattr(os, name)))
-        exchange = checkpoint._exchange if has_exchange else (lambda a, b: False)
-        patch.setattr(checkpoint, "_exchange", fault.wrap(exchange))
+        exchange = publishing._exchange if has_exchange else (lambda a, b: False)
+        patch.setattr(publishing, "_exchange", fault.wrap(exchange))
         yield
 
 
@@ -136,7 +137,7 @@ def test_between_the_two_renames_a_loader_finds_the_new_one(tmp_path: Path) -> N
             looked.append(content_of(target))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_exchange", lambda a, b: False)
+        patch.setattr(publishing, "_exchange", lambda a, b: False)
         patch.setattr(os, "rename", rename)
         save(target, NEW)
     assert looked == [NEW] and content_of(target) == NEW
@@ -167,7 +168,7 @@ def test_full_disk_is_a_user_error_and_keeps_the_old(tmp_path: Path, code: int, 
 
     with pytest.raises(UserError, match=os.strerror(code)) as caught, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, name, full)
-        patch.setattr(checkpoint, "_exchange", lambda a, b: False)
+        patch.setattr(publishing, "_exchange", lambda a, b: False)
         save(target, NEW)
     assert caught.value.code == "IDLM-0301" and str(target) in caught.value.message
     assert content_of(target) == OLD
@@ -235,7 +236,7 @@ def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str) -
     target = tmp_path / "model"
     save(target, {"a.bin": "abc"})
     files = json.loads((target / MANIFEST).read_text())["files"]
-    (target / MANIFEST).write_text(checkpoint._manifest_text(files | {name: files["a.bin"]}))
+    (target / MANIFEST).write_text(manifest_text(files | {name: files["a.bin"]}))
     with pytest.raises(UserError, match="not a plain path") as caught:
         verify(target)
     assert caught.value.code == "IDLM-0302"

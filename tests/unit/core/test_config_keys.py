@@ -82,6 +82,35 @@ def test_line_11_keys_that_are_off_or_speak_of_something_else_pass(tmp_path: Pat
     refused(tmp_path, "IDLM-0618", "expert_capacity=0")
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"text_config": {"hidden_size": 4, "layers": [{"num_experts": 8}]}},
+            "text_config.layers.num_experts=8",
+        ),
+        ({"attention": {"sliding_window": 128}}, "attention.sliding_window=128"),
+        ({"slidingWindow": 128}, "slidingWindow=128"),
+        ({"numMoELayers": 2}, "numMoELayers=2"),
+        ({"extra": {"maskTokenId": 5}}, "extra.maskTokenId=5"),
+    ],
+)
+def test_keys_of_nested_sections_and_in_camel_case_are_refused(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "Qwen3ForCausalLM", **changes)
+    refused(tmp_path, "IDLM-0618", told)
+
+
+def test_nested_sections_that_say_nothing_of_the_arithmetic_pass(tmp_path: Path) -> None:
+    sections = {
+        "auto_map": {"AutoModelForTokenClassification": "modeling.Model"},
+        "task_specific_params": {"text": {"max_length": 5, "pad_token_id": 1, "numExperts": None}},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0, "rope_theta": 1e4},
+    }
+    load_model(write(tmp_path, "Qwen3ForCausalLM", **sections), device="cpu")
+
+
 def test_line_11_a_window_that_llama_would_ignore_is_refused(tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path, architecture="Llama")
     path = tmp_path / "config.json"

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.files import disk
 from idlm.files.disk import lock_file, translate_disk_errors
+from idlm.publish import publish
 
 NO_SPACE = "No space left on device"
 

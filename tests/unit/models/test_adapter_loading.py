@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from idlm.checkpoint import publish
+from idlm.checkpoint import ADAPTER_CONFIG
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.infer.models.loader import load_model
-from idlm.lora import CONFIG_FILE, MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.lora import MASK_ROW, WEIGHTS_FILE, AdapterSpec, base_identity
+from idlm.publish import publish
 from idlm.semantics import Semantics
 from idlm.train.checkpoint.export import export_adapter
 from idlm.train.model.gated_lora import add_adapter, gate_of
@@ -132,10 +133,10 @@ def test_an_adapter_loads_and_a_subset_of_targets_too(qwen: Path, adapter: Path,
 
 
 def test_the_base_is_found_by_its_path_or_by_the_option(qwen: Path, adapter: Path, tmp_path: Path) -> None:
-    edit(adapter / CONFIG_FILE, base_model_name_or_path=str(tmp_path / "gone"))
+    edit(adapter / ADAPTER_CONFIG, base_model_name_or_path=str(tmp_path / "gone"))
     refused(adapter, "IDLM-0611", "gone", "base=PATH")
     assert load_model(adapter, device="cpu", base=qwen).directory == qwen
-    edit(adapter / CONFIG_FILE, base_model_name_or_path=None)
+    edit(adapter / ADAPTER_CONFIG, base_model_name_or_path=None)
     refused(adapter, "IDLM-0611", "nowhere")
     refused(adapter, "IDLM-0611", "empty", base=tmp_path / "empty")
     refused(qwen, "IDLM-0611", "is not an adapter", base=qwen)
@@ -175,17 +176,17 @@ def test_an_adapter_that_is_not_gated_is_refused(qwen: Path, adapter: Path, tmp_
     ],
 )
 def test_variants_of_lora_are_refused_by_name(adapter: Path, changes: dict[str, Any]) -> None:
-    edit(adapter / CONFIG_FILE, **changes)
+    edit(adapter / ADAPTER_CONFIG, **changes)
     [(name, value)] = changes.items()
     refused(adapter, "IDLM-0610", f"{name}={value!r}")
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(adapter: Path) -> None:
-    edit(adapter / CONFIG_FILE, r=4)
+    edit(adapter / ADAPTER_CONFIG, r=4)
     refused(adapter, "IDLM-0613", "down_proj.lora_A.weight is [3, 64], adapter_config.json says [4, 64]")
-    edit(adapter / CONFIG_FILE, r=3, target_modules=["q_proj"])
+    edit(adapter / ADAPTER_CONFIG, r=3, target_modules=["q_proj"])
     refused(adapter, "IDLM-0613", "24 not used", "down_proj.lora_A.weight")
-    edit(adapter / CONFIG_FILE, target_modules=list(SPEC.targets))
+    edit(adapter / ADAPTER_CONFIG, target_modules=list(SPEC.targets))
     stored = load_file(adapter / WEIGHTS_FILE)
     lost = next(name for name in stored if "layers.1.mlp.up_proj.lora_B" in name)
     del stored[lost]
@@ -223,7 +224,7 @@ def test_an_adapter_that_is_not_finite_is_refused(adapter: Path, value: str, tmp
     save_file(tensors, tmp_path / "bad" / WEIGHTS_FILE)
     refused(tmp_path / "bad", "IDLM-0613", "not finite", name)
     shutil.copytree(adapter, tmp_path / "alpha")
-    edit(tmp_path / "alpha" / CONFIG_FILE, lora_alpha=float(value))
+    edit(tmp_path / "alpha" / ADAPTER_CONFIG, lora_alpha=float(value))
     refused(tmp_path / "alpha", "IDLM-0610", "lora_alpha")
 
 

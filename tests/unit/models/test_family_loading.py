@@ -17,8 +17,7 @@ from idlm.infer.cli.generate import generate
 from idlm.infer.models import fp8, weights
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import weight_targets
-from idlm.infer.models.loader import load_model
-from idlm.infer.models.moe import make_trunk
+from idlm.infer.models.loader import load_model, make_trunk
 from idlm.infer.models.shards import Shards
 from idlm.semantics import Semantics
 from tests.numerics.llada2_reference import CONFIG as LLADA2
@@ -262,6 +261,16 @@ def test_configs_no_router_can_follow_are_refused(
 ) -> None:
     write(tmp_path, architecture, **changes)
     refused(tmp_path, "IDLM-0604", words)
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": list(range(3))}, {"decoder_sparse_step": 9}])
+def test_experts_that_no_layer_has_are_not_counted(changes: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, "Qwen3ForCausalLM")
+    path = tmp_path / "config.json"
+    experts = CONFIGS["Qwen3MoeForCausalLM"] | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 999}
+    assert experts["num_hidden_layers"] <= 3
+    path.write_text(json.dumps(experts | changes))
+    assert load_model(tmp_path, device="cpu").spec.moe is None
 
 
 def test_what_a_model_with_experts_cannot_do_yet_is_refused(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from idlm.checkpoint import publish
 from idlm.errors import UserError
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk, weight_targets
 from idlm.infer.models.loader import load_model
+from idlm.publish import publish
 from idlm.semantics import Semantics
 
 CONFIG: dict[str, Any] = {

@@ -17,7 +17,8 @@ TASK_LEVELS = [("ledger", "tiny"), ("ledger", "multi"), ("trace", "short"), ("tr
 
 def test_shares_are_one_percent_each():
     rng = random.Random(0)
-    drawn = [ledger._canonical_prompt(ledger.draw_story(rng, ledger.LEVELS["tiny"])) for _ in range(20_000)]
+    task = ledger.Ledger(level="tiny")
+    drawn = [task.canonical_prompt(task.draw(rng)) for _ in range(20_000)]
     splits = [split_of_skeleton(text) for text in set(drawn)]
     assert len(splits) > 19_000
     for split in ("test", "validation"):

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from idlm.checkpoint import clear_stale, publish, translate_disk_errors, verify
+from idlm.checkpoint import verify
 from idlm.config.compose import compose
 from idlm.errors import UserError
+from idlm.files.disk import translate_disk_errors
+from idlm.publish import clear_stale, publish
 from idlm.train.checkpoint.resume import (
     SHAPE_FILE,
     RunShape,
