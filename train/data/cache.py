@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from idlm.checkpoint import MANIFEST, publish, read_json, verify
+from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.errors import UserError
+from idlm.publish import publish
 from idlm.train.data.layout import Sample
 from idlm.train.loop.liveness import note_progress
 
