@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
@@ -51,7 +51,7 @@ class StepLosses:
     """What one optimizer step computes, summed over its micro-batches; tensors on the device.
 
     `counts` [num_terms], supervised tokens per term, are over all ranks. `sums` [num_terms], nats, the
-    overlap per draft position [num_masks] and `fed` [6] (`train.planning.time.count_fed`) are of this rank.
+    overlap per draft position [num_masks] and `fed` [6] (`train.planning.flops.count_fed`) are of this rank.
     `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step.
     """
 
@@ -253,15 +253,11 @@ class PreviousMeans(TrainerCallback, ExportableState):
         self.step: TrainingStep | None = None
         self.means: Tensor | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("means")
         self.means = None if stored is None else torch.tensor(stored, device=args.device)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self.step is not None and self.step.losses is not None
         losses = self.step.losses
         # A clean half of weight 0 is summed only in steps that are logged.

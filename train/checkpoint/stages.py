@@ -1,8 +1,8 @@
 """Publishes a stock checkpoint at the end of every stage: `<output_dir>/stages/<number>-stride-<stride>`, for
 the last stage `output_dir` itself.
 
-A stage is published before the checkpoint of the same step, so every stage before the checkpoint from which a
-run resumes exists; a stage whose end is trained again is replaced by an equal one.
+A stage is published before the checkpoint of the same step. So a run that resumes from a checkpoint has all
+stages that ended before it; a stage whose end is trained again is replaced by an equal one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import export, export_adapter
@@ -47,14 +47,13 @@ def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, tar
         stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
     )
     dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
-    if adapter is not None:
+    model, tokenizer = prepared.model, prepared.tokenizer
+    if adapter is None:
+        from_rank_zero(lambda: export(model, tokenizer, semantics, target, dtype=dtype, weights=weights))
+    else:
         from_rank_zero(
-            lambda: export_adapter(weights or {}, prepared.tokenizer, semantics, adapter, target, dtype=dtype)
+            lambda: export_adapter(weights or {}, tokenizer, semantics, adapter, target, dtype=dtype)
         )
-        return
-    from_rank_zero(
-        lambda: export(prepared.model, prepared.tokenizer, semantics, target, dtype=dtype, weights=weights)
-    )
 
 
 class StageExports(TrainerCallback):
@@ -65,9 +64,7 @@ class StageExports(TrainerCallback):
         self.stage_by_end = dict(zip(ends, curriculum.stages, strict=False))
         self.publish_stage = publish_stage
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         stage = self.stage_by_end.get(state.global_step)
         if stage is not None:
             self.publish_stage(stage)

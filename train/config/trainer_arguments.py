@@ -14,13 +14,7 @@ from idlm.errors import UserError
 from idlm.train.checkpoint.resume import RUN_FOLDER, RunShape, config_hash
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.collectives import gather_objects
-from idlm.train.distributed.deepspeed import (
-    deepspeed_config,
-    keeps_fp32_masters,
-    open_communication,
-    prepare_environment,
-    zero_stage,
-)
+from idlm.train.distributed.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -37,8 +31,20 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     loop = config.train
     # Progress bars of weight files would break our own progress line.
     disable_progress_bar()
-    prepare_environment(config)
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()
+    if not on_gpu:
+        # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = None
+    if uses_deepspeed(loop):
+        from idlm.train.distributed.deepspeed_settings import (
+            deepspeed_config,
+            open_communication,
+            prepare_environment,
+        )
+
+        prepare_environment(on_cpu=not on_gpu)
+        deepspeed = deepspeed_config(config, "cuda" if on_gpu else "cpu")
     args = TrainingArguments(
         output_dir=str(Path(config.output_dir) / RUN_FOLDER),
         per_device_train_batch_size=loop.batch_size,
@@ -52,7 +58,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=loop.bf16 or keeps_fp32_masters(config),
         seed=loop.seed,
-        use_cpu=loop.device == "cpu" or not torch.cuda.is_available(),
+        use_cpu=not on_gpu,
         logging_strategy="no",
         logging_nan_inf_filter=False,
         save_strategy="steps",
@@ -61,7 +67,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         remove_unused_columns=False,
         disable_tqdm=True,
         report_to=[],
-        deepspeed=deepspeed_config(config, "cuda" if on_gpu else "cpu"),
+        deepspeed=deepspeed,
         ddp_find_unused_parameters=False,
         dataloader_num_workers=loop.workers,
     )
@@ -71,7 +77,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             f"{args.n_gpu} GPUs are visible to one process",
             fix="start with `torchrun --nproc-per-node N -m idlm.train.cli` or set CUDA_VISIBLE_DEVICES=0",
         )
-    open_communication(config)
+    if deepspeed is not None:
+        open_communication()
     return args
 
 
@@ -81,7 +88,7 @@ def shape(config: TrainConfig) -> RunShape:
         world_size=num_processes(),
         batch_size=config.train.batch_size,
         accumulation=config.train.accumulation,
-        zero_stage=zero_stage(config),
+        zero_stage=zero_stage(config.train),
     )
 
 

@@ -7,8 +7,7 @@ An option is listed where no code reads it in that combination; one that is read
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from idlm.train.config.schema import TrainConfig
 from idlm.train.data.files import SUFFIXES
@@ -18,8 +17,7 @@ from idlm.train.objectives.curriculum import AUTO_BALANCED
 FILE_SOURCES = (*SUFFIXES, "hf")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """`keys` are not read where `applies`; `why` completes the sentence "KEY=VALUE has no effect: ..."."""
 
     keys: tuple[str, ...]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import all_reduce
@@ -34,9 +34,7 @@ class HeldOut(TrainerCallback):
         self.dataset, self.progress, self.trainer, self.every = dataset, progress, trainer, every
         self.num_items = num_items if rows is None else min(rows, num_items)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         curriculum, step = self.trainer.step.curriculum, state.global_step
         stage = curriculum.stage_of_step(step - 1)
         if step % self.every and not curriculum.ends_stage(step):

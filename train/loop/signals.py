@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from idlm.cli.command import Terminated
 from idlm.train.distributed.collectives import highest
@@ -67,9 +67,7 @@ class StopOnSignal(TrainerCallback):
         elif now - self._heard_at > ECHO_SECONDS:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> TrainerControl:
         # Ranks may hear a signal on different sides of a step; one that stops alone hangs the others.
         self.received = highest(self.received or 0) or None
         if self.received is not None:

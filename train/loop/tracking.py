@@ -13,14 +13,11 @@ log = logging.getLogger(__name__)
 NOT_CURVES = ("first_item", "last_item", "step")
 
 
-def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker | None:
-    """The tracker of a run, None where `mode` is disabled. Call it on rank 0 only. `values`: the
-    configuration.
+def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker:
+    """The tracker of a run, on rank 0; `values` is the whole configuration.
 
     Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained.
     """
-    if config.mode == "disabled":
-        return None
     try:
         import wandb
     except ImportError as error:

@@ -1,87 +1,46 @@
-"""Training samples as text: which tokens are context, which are targets, where blocks of masks start.
+"""A training sample as text: which tokens are context, which are targets, where blocks of masks start.
 
-Colours on a terminal (context dim, targets green, the first token of a masked block underlined), markers in
-plain text: `[[` and `]]` around targets, `|` before a block.
+`[[` and `]]` surround targets, `|` is before the first target of a masked block. A terminal also shows
+context dim and targets green.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.text import Text
 
 from idlm.train.data.layout import IGNORE_LABEL
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 HEAD_TOKENS, TAIL_TOKENS = 160, 40
 LEGEND = "context, [[targets]], | before the first target of a masked block"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One token; `opens_block`: the first mask of a diffusion block predicts it."""
-
-    text: str
-    is_target: bool
-    opens_block: bool
-
-
-def pieces_of(row: dict[str, Any], tokenizer: Any, doc_id: int, *, shift: int = 1) -> list[Piece]:
-    """The tokens of one document of a packed row, by the labels that training really sees; noisy rows predict
-    the token `shift` places on.
+def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
+    """The first document of a packed row, by the labels that training really sees; noisy rows predict the
+    token `shift` places on.
     """
-    clean = (row["doc_ids"] == doc_id) & ~row["is_noisy"]
-    noisy = (row["doc_ids"] == doc_id) & row["is_noisy"]
-    token_ids, labels = row["input_ids"][clean], row["labels"][clean]
-    targets = np.flatnonzero(labels != IGNORE_LABEL) + 1
-    positions, starts = row["position_ids"][noisy], row["block_starts"][noisy]
-    opening = set((positions[positions == starts] + shift).tolist())
-    hidden = positions[row["labels"][noisy] != IGNORE_LABEL]
-    is_target = set(targets.tolist()) | set((hidden + shift).tolist())
-    return [
-        Piece(text=_readable(tokenizer, token), is_target=place in is_target, opens_block=place in opening)
-        for place, token in enumerate(token_ids.tolist())
-    ]
-
-
-def plain(pieces: list[Piece]) -> str:
-    """The sample with markers."""
-    parts, was_target = [], False
-    for piece in _shortened(pieces):
-        if piece.is_target != was_target:
-            parts.append("[[" if piece.is_target else "]]")
-        parts.append(("|" if piece.opens_block else "") + piece.text)
-        was_target = piece.is_target
-    return "".join(parts) + ("]]" if was_target else "")
-
-
-def coloured(pieces: list[Piece]) -> Text:
-    """The sample for a terminal."""
-    from rich.text import Text
-
-    text = Text()
-    for piece in _shortened(pieces):
-        style = "dim" if not piece.is_target else "green underline" if piece.opens_block else "green"
-        text.append(("|" if piece.opens_block else "") + piece.text, style=style)
-    return text
-
-
-def _shortened(pieces: list[Piece]) -> Iterator[Piece]:
-    num_left_out = len(pieces) - HEAD_TOKENS - TAIL_TOKENS
-    if num_left_out <= 0:
-        yield from pieces
-        return
-    yield from pieces[:HEAD_TOKENS]
-    yield Piece(
-        text=f" ... {num_left_out} tokens ... ",
-        is_target=pieces[HEAD_TOKENS - 1].is_target,
-        opens_block=False,
-    )
-    yield from pieces[-TAIL_TOKENS:]
+    is_shown = row["doc_ids"] == 0
+    clean, noisy = is_shown & ~row["is_noisy"], is_shown & row["is_noisy"]
+    token_ids, positions = row["input_ids"][clean].tolist(), row["position_ids"][noisy]
+    opening = set((positions[positions == row["block_starts"][noisy]] + shift).tolist())
+    targets = set((np.flatnonzero(row["labels"][clean] != IGNORE_LABEL) + 1).tolist())
+    targets |= set((positions[row["labels"][noisy] != IGNORE_LABEL] + shift).tolist())
+    head, tail = HEAD_TOKENS, max(HEAD_TOKENS, len(token_ids) - TAIL_TOKENS)
+    text, was_target = Text(), False
+    for place, token_id in enumerate(token_ids):
+        is_target = place in targets
+        if head <= place < tail:
+            if place == head:
+                text.append(f" ... {tail - head} tokens ... ", style="dim")
+            continue
+        if is_target != was_target:
+            text.append("[[" if is_target else "]]", style="dim")
+        token = ("|" if place in opening else "") + _readable(tokenizer, token_id)
+        text.append(token, style="green" if is_target else "dim")
+        was_target = is_target
+    return text.append("]]", style="dim") if was_target else text
 
 
 def _readable(tokenizer: Any, token_id: int) -> str:

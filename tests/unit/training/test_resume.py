@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ def config_of(folder: Path, **changes: object) -> TrainConfig:
 def save(folder: Path, step: int, shape: RunShape = SHAPE) -> Path:
     target = folder / "out" / "run" / f"checkpoint-{step}"
     with publish(target) as staging:
-        (staging / SHAPE_FILE).write_text(json.dumps(shape.as_dict()))
+        (staging / SHAPE_FILE).write_text(json.dumps(asdict(shape)))
         (staging / "global_step").mkdir()
         (staging / "global_step" / "optim_states.pt").write_bytes(bytes(range(256)) * step)
     return target
