@@ -16,6 +16,7 @@ from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.log import rank
 from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
 from idlm.train.checkpoint.resume import (
     RUN_FOLDER,
     choose_checkpoint,
@@ -24,7 +25,6 @@ from idlm.train.checkpoint.resume import (
     store_finished,
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
-from idlm.train.checkpoint.stages import StageExports, publish_weights, stage_directory
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
@@ -37,7 +37,6 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.data.open import remember_base, remember_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, zero_stage
-from idlm.train.loop.signals import StopOnSignal
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
 from idlm.train.planning.state import check_disk
@@ -94,7 +93,7 @@ def _run(
         if rank() == 0:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
         return Outcome(signal=None, last_step=0)
-    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
+    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config.train)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
@@ -159,7 +158,7 @@ def train(
     from transformers import PrinterCallback
 
     from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer
+    from idlm.train.loop.trainer import IdlmTrainer, StopOnSignal
 
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     stop, failed = StopOnSignal(), True

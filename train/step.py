@@ -138,10 +138,10 @@ class TrainingStep:
         elif len(batches) > 1:
             sums = torch.zeros_like(step.sums)
             # Dropout draws the same numbers in the pass that trains.
-            with torch.no_grad(), torch.random.fork_rng(devices=[sums.device] if sums.is_cuda else []):
+            with torch.random.fork_rng(devices=[sums.device] if sums.is_cuda else []):
                 self.model.train()
                 for batch in map(to_device, batches):
-                    sums += self._forward(self.model, batch, partial(self._sums, step.stage, batch)).sums
+                    sums += self.evaluate(step.stage, batch).sums
             step.weights = self.objective.weights(step.stage, step.means(sums))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -173,11 +173,19 @@ class TrainingStep:
         self.guard.note(terms.loss, batch)
         return terms.loss
 
-    def _sums(self, stage: Stage, batch: Batch, head: Head, hidden_BTD: Tensor) -> Terms:
+    @torch.no_grad()
+    def evaluate(self, stage: Stage, batch: Batch, *, want_overlap: bool = False) -> Terms:
+        """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
+        compute = partial(self._sums, stage, batch, want_overlap=want_overlap)
+        return self._forward(self.model, batch, compute)
+
+    def _sums(
+        self, stage: Stage, batch: Batch, head: Head, hidden_BTD: Tensor, *, want_overlap: bool = False
+    ) -> Terms:
         """The summed losses of a micro-batch, without gradients."""
         hidden_BTD = hidden_BTD.detach()
         return self.objective.terms(
-            head, hidden_BTD, batch, stage=stage, coefficients=None, want_overlap=False
+            head, hidden_BTD, batch, stage=stage, coefficients=None, want_overlap=want_overlap
         )
 
     def _forward(self, model: nn.Module, batch: Batch, compute: Callable[[Head, Tensor], Terms]) -> Terms:

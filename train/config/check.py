@@ -1,12 +1,16 @@
-"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded."""
+"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
+
+An option without effect is refused too. `RULES` lists the options that no code reads because of another one;
+an option that is read but changes nothing, such as `data.turns` for answers of one turn, passes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +27,6 @@ from idlm.train.config.schema import (
     missing_keys,
     refuse_problems,
 )
-from idlm.train.config.unused_options import unused_options, value_of
 from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
@@ -64,6 +67,69 @@ PATHS = {
     "eval.path": "name a file, or leave it out",
     "train.deepspeed": "name a file, or leave it out",
 }
+FILE_SOURCES = (*SUFFIXES, "hf")
+
+
+class Rule(NamedTuple):
+    """`keys` are not read where `applies`; `why` completes the sentence "KEY=VALUE has no effect: ..."."""
+
+    keys: tuple[str, ...]
+    applies: Callable[[TrainConfig], bool]
+    why: str
+
+
+RULES = (
+    Rule(
+        ("data.path", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
+        lambda c: c.data.source == "task",
+        "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
+    ),
+    Rule(
+        ("eval.path", "eval.holdout"),
+        lambda c: c.data.source == "task",
+        "data.source=task is evaluated on its own validation split",
+    ),
+    Rule(
+        ("data.task", "data.level", "data.task_args"),
+        lambda c: c.data.source in FILE_SOURCES,
+        "only data.source=task generates samples",
+    ),
+    Rule(("data.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits"),
+    Rule(
+        ("data.thinking",),
+        lambda c: c.data.shape == "text",
+        "records of data.shape=text are trained on as they are",
+    ),
+    Rule(
+        ("eval.num_items", "eval.path", "eval.holdout"),
+        lambda c: c.eval.every is None,
+        "nothing is evaluated without eval.every",
+    ),
+    Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
+    Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
+    Rule(
+        ("wandb.project", "wandb.name"),
+        lambda c: c.wandb.mode == "disabled",
+        "wandb.mode=disabled sends nothing",
+    ),
+    Rule(("model.config",), lambda c: c.model.path is not None, "model.path has its own config.json"),
+    Rule(
+        ("model.mask_token_id",),
+        lambda c: not _objective_has(c, "places_masks"),
+        "the objective places no masks",
+    ),
+    Rule(
+        ("train.steps", "train.epochs"),
+        lambda c: any(stage.steps is not None for stage in c.train.stages),
+        "train.stages give steps, whose sum is the length of the run; give fractions instead",
+    ),
+    Rule(
+        ("train.balance",),
+        lambda c: all(stage.clean_weight != AUTO_BALANCED for stage in c.train.stages),
+        "no stage has clean_weight=auto",
+    ),
+    Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
+)
 
 
 def check_config(config: TrainConfig) -> None:
@@ -305,3 +371,25 @@ def _problems_of_stage(stage: StageConfig, *, has_clean_loss: bool) -> Iterator[
         yield f".clean_weight={weight!r}: the objective has no clean loss"
     elif weight not in (None, AUTO_BALANCED) and not (type(weight) in (int, float) and weight >= 0):
         yield f".clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}"
+
+
+def value_of(config: TrainConfig, key: str) -> Any:
+    """Return the value of the dotted `key`, None where its section is null."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def unused_options(config: TrainConfig) -> list[str]:
+    """Return a sentence about each option that is set and not read; blank paths are refused in `check`."""
+    defaults, found = TrainConfig(), {}
+    for rule in RULES:
+        for key in rule.keys:
+            value, default = value_of(config, key), value_of(defaults, key)
+            if key not in found and value not in (default, "") and rule.applies(config):
+                shown = "null" if default is None else default
+                found[key] = (
+                    f"{key}={value} has no effect: {rule.why}; else leave it out, or set {key}={shown}"
+                )
+    return list(found.values())

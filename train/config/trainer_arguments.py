@@ -1,6 +1,4 @@
-"""Arguments of transformers' Trainer, which open the process group, and how a run is spread over its
-processes.
-"""
+"""Arguments of transformers' Trainer, which open the process group, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 
 from idlm.errors import UserError
 from idlm.train.checkpoint.resume import RUN_FOLDER, RunShape, config_hash
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.distributed.collectives import gather_objects
 from idlm.train.distributed.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage
 
@@ -82,13 +80,13 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     return args
 
 
-def shape(config: TrainConfig) -> RunShape:
-    """Return how this run spreads a step, from its configuration and launcher."""
+def shape(loop: LoopConfig) -> RunShape:
+    """Return how this run divides a step, from its configuration and launcher."""
     return RunShape(
         world_size=num_processes(),
-        batch_size=config.train.batch_size,
-        accumulation=config.train.accumulation,
-        zero_stage=zero_stage(config.train),
+        batch_size=loop.batch_size,
+        accumulation=loop.accumulation,
+        zero_stage=zero_stage(loop),
     )
 
 

@@ -112,16 +112,10 @@ class Progress(TrainerCallback, ExportableState):
         """Make `state` that of this step. Collective; waits for the device."""
         window, self._saved = self._window, None
         if window.counts is not None:
-            sums, fed = (tensor.tolist() for tensor in window.totals())
-            seconds = time.perf_counter() - window.start
-            counts = window.counts.tolist()
-            self._saved = {
-                "step": window.step,
-                "seconds": seconds,
-                "counts": counts,
-                "sums": sums,
-                "fed": fed,
-            }
+            sums, fed = window.totals()
+            tensors = {"counts": window.counts, "sums": sums, "fed": fed}
+            self._saved = {name: tensor.tolist() for name, tensor in tensors.items()}
+            self._saved |= {"step": window.step, "seconds": time.perf_counter() - window.start}
 
     def state(self) -> dict[str, Any]:
         """What transformers writes with a checkpoint."""

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from rich.text import Text
 
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
@@ -23,6 +25,7 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.data.prepare import make_objective, prepare_data
 from idlm.train.model.checks import mask_token
 from idlm.train.model.files import embedding_norm, is_renamed, read_generation_config, weight_problems
@@ -38,7 +41,6 @@ from idlm.train.planning.estimate import (
 )
 from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
-from idlm.train.planning.preview import LEGEND, sample_text
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
 from idlm.train.prepare import prepare_adapter, prepare_model, prepare_tokenizer
 
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+HEAD_TOKENS, TAIL_TOKENS = 160, 40
+LEGEND = "context, [[targets]], | before the first target of a masked block"
 
 
 @dataclass(slots=True)
@@ -236,6 +240,37 @@ def _samples(dataset: PackedDataset, tokenizer: Any) -> list[Any]:
     return shown
 
 
+def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
+    """The first document of a packed row with the marks of `LEGEND`, by the labels that training really sees;
+    noisy rows predict the token `shift` places on.
+    """
+    is_shown = row["doc_ids"] == 0
+    clean, noisy = is_shown & ~row["is_noisy"], is_shown & row["is_noisy"]
+    token_ids, positions = row["input_ids"][clean].tolist(), row["position_ids"][noisy]
+    opening = set((positions[positions == row["block_starts"][noisy]] + shift).tolist())
+    targets = set((np.flatnonzero(row["labels"][clean] != IGNORE_LABEL) + 1).tolist())
+    targets |= set((positions[row["labels"][noisy] != IGNORE_LABEL] + shift).tolist())
+    head, tail = HEAD_TOKENS, max(HEAD_TOKENS, len(token_ids) - TAIL_TOKENS)
+    text, was_target = Text(), False
+    for place, token_id in enumerate(token_ids):
+        is_target = place in targets
+        if head <= place < tail:
+            if place == head:
+                text.append(f" ... {tail - head} tokens ... ", style="dim")
+            continue
+        if is_target != was_target:
+            text.append("[[" if is_target else "]]", style="dim")
+        token = ("|" if place in opening else "") + _readable(tokenizer, token_id)
+        text.append(token, style="green" if is_target else "dim")
+        was_target = is_target
+    return text.append("]]", style="dim") if was_target else text
+
+
+def _readable(tokenizer: Any, token_id: int) -> str:
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+
+
 def _memory_lines(estimate: Estimate, config: TrainConfig, found: Findings) -> list[str]:
     memory = estimate.memory
     lines = [f"{size_text(term.num_bytes):>10}  {term.name} = {term.formula}" for term in memory.terms]
@@ -293,8 +328,6 @@ def launch_command(num_gpus: int, arguments: Sequence[str]) -> str:
 
 
 def _print(found: Findings, console: Any) -> None:
-    from rich.text import Text
-
     for title, lines in found.sections:
         console.print(Text(f"# {title}" if not console.is_terminal else title, style="bold"))
         for line in lines:

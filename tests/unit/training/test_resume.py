@@ -28,7 +28,7 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.open import remember_base
 from idlm.train.loop.progress import read_metrics
-from idlm.train.loop.signals import StopOnSignal
+from idlm.train.loop.trainer import StopOnSignal
 
 SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
 
