@@ -109,7 +109,7 @@ def engine_sampler(config: TrainConfig) -> Sampler:
     """
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
-        from idlm.train.planning.out_of_memory import is_out_of_memory
+        from idlm.train.planning.estimate import is_out_of_memory
         from idlm.train.planning.report import SampleReport
 
         try:

@@ -202,7 +202,7 @@ def train(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         failed = False
     except (RuntimeError, MemoryError) as error:
-        from idlm.train.planning.out_of_memory import explain_out_of_memory
+        from idlm.train.planning.estimate import explain_out_of_memory
 
         explain_out_of_memory(error, config, prepared.model, world_size=args.world_size)
         raise

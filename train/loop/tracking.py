@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,16 +19,10 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
 
     Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "IDLM-0551",
-            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
-            fix="pip install wandb, or wandb.mode=disabled",
-        ) from error
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        import wandb
+
         run = wandb.init(
             project=config.project,
             name=config.name,
@@ -38,10 +33,13 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
         )
     # The exceptions for a missing key, a refused one and no network have no common base class.
     except Exception as error:
+        is_missing = isinstance(error, ImportError)
         raise UserError(
             "IDLM-0551",
             f"wandb.mode={config.mode}: Weights & Biases does not start: {error}",
-            fix="run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
+            fix="pip install wandb, or wandb.mode=disabled"
+            if is_missing
+            else "run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
         ) from error
     return WandbTracker(run)
 
@@ -54,29 +52,23 @@ class WandbTracker:
 
     def log(self, record: dict[str, Any]) -> None:
         """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`."""
-        if self._run is None:
-            return
-        try:
-            self._run.log(curves(record), step=record["step"])
-        # Training goes on, whatever the service or its client raises.
-        except Exception as error:
-            self._give_up(error)
+        self._send(lambda run: run.log(curves(record), step=record["step"]))
 
     def close(self, *, failed: bool) -> None:
         """Finish the run; safe to call again."""
-        run, self._run = self._run, None
-        if run is None:
+        self._send(lambda run: run.finish(exit_code=int(failed)))
+        self._run = None
+
+    def _send(self, call: Callable[[Any], Any]) -> None:
+        if self._run is None:
             return
         try:
-            run.finish(exit_code=int(failed))
+            call(self._run)
+        # Training goes on, whatever the service or its client raises.
         except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        log.warning(
-            "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)", error
-        )
-        self._run = None
+            what = "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)"
+            log.warning(what, error)
+            self._run = None
 
 
 def curves(record: dict[str, Any]) -> dict[str, float]:

@@ -15,8 +15,8 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
 from idlm.train.distributed.deepspeed import gathered, num_parameters, whole_weights, zero_stage
 from idlm.train.distributed.deepspeed_settings import deepspeed_config
+from idlm.train.planning.estimate import advice, explain_out_of_memory, state_bytes
 from idlm.train.planning.memory import ModelShape, memory_plan
-from idlm.train.planning.out_of_memory import advice, explain_out_of_memory, state_bytes
 from idlm.train.planning.state import GIB, state_setup, state_terms
 
 
@@ -150,9 +150,7 @@ def test_an_adapter_keeps_its_base_frozen() -> None:
 def test_running_out_of_memory_names_settings_with_numbers(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "idlm.train.planning.out_of_memory._gpu_figures", lambda: "139.0 GiB allocated at most"
-    )
+    monkeypatch.setattr("idlm.train.planning.estimate._gpu_figures", lambda: "139.0 GiB allocated at most")
     config = config_of(**{"train.batch_size": 4, "train.zero_stage": 1, "model.dtype": "bfloat16"})
     with pytest.raises(UserError, match="IDLM-0517") as caught:
         explain_out_of_memory(error, config, nn.Linear(1000, 1000), world_size=8)
