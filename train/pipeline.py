@@ -45,6 +45,10 @@ from idlm.train.prepare import Prepared, prepare
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from idlm.train.config.monitoring import EvalConfig
+    from idlm.train.data.dataset import PackedDataset
+    from idlm.train.loop.progress import Progress
+    from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
 
 
@@ -166,9 +170,8 @@ def train(
     def publish_stage(stage: Stage) -> None:
         trainer.at("export")
         trainer.refuse_bad_weights()
-        publish_weights(
-            config, prepared, stride=stage.stride, target=stage_directory(config.output_dir, stage)
-        )
+        target = stage_directory(config.output_dir, stage)
+        publish_weights(config, prepared, stride=stage.stride, target=target)
 
     trainer = IdlmTrainer(
         model=prepared.model,
@@ -185,11 +188,7 @@ def train(
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
     if config.eval.every is not None and prepared.held_out is not None:
-        from idlm.train.loop.evaluation import HeldOut
-
-        every, num_items = config.eval.every, config.eval.num_items
-        held_out = HeldOut(prepared.held_out, progress, trainer, every=every, num_items=num_items)
-        trainer.add_callback(held_out)
+        _add_evaluation(config.eval, prepared.held_out, trainer, progress)
     if len(prepared.curriculum.stages) > 1:
         trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
     trainer.add_callback(stop)
@@ -211,3 +210,13 @@ def train(
         if progress.tracker is not None:
             progress.tracker.close(failed=failed)
     return stop.received, trainer.state.global_step
+
+
+def _add_evaluation(
+    config: EvalConfig, held_out: PackedDataset, trainer: IdlmTrainer, progress: Progress
+) -> None:
+    from idlm.train.loop.evaluation import HeldOut
+
+    assert config.every is not None
+    callback = HeldOut(held_out, progress, trainer, every=config.every, num_items=config.num_items)
+    trainer.add_callback(callback)
