@@ -231,7 +231,8 @@ def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, s
         by_position: Curves = {}
         for position in range(max(len(record["acceptance"]) for record in drafted)):
             known = [record for record in drafted if len(record["acceptance"]) > position]
-            by_position[f"draft {position + 1}"] = curve(known, lambda r, j=position: r["acceptance"][j])
+            values = [record["acceptance"][position] for record in known]
+            by_position[f"draft {position + 1}"] = [record["step"] for record in known], values
         plots.append(("Acceptance by draft position", "acceptance.png", by_position, "expected acceptance"))
         title = "Tokens per forward that the acceptance predicts"
         forwards: Curves = {
