@@ -31,15 +31,18 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
             config=values,
             settings=wandb.Settings(silent=True, console="off"),
         )
+    except ImportError as error:
+        raise UserError(
+            "IDLM-0551",
+            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
+            fix="pip install wandb, or wandb.mode=disabled",
+        ) from error
     # The exceptions for a missing key, a refused one and no network have no common base class.
     except Exception as error:
-        is_missing = isinstance(error, ImportError)
         raise UserError(
             "IDLM-0551",
             f"wandb.mode={config.mode}: Weights & Biases does not start: {error}",
-            fix="pip install wandb, or wandb.mode=disabled"
-            if is_missing
-            else "run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
+            fix="run `wandb login`, or use wandb.mode=offline and `wandb sync` later",
         ) from error
     return WandbTracker(run)
 
