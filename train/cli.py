@@ -1,8 +1,9 @@
-"""`idlm-train`: `idlm-train recipe=tiny`, `idlm-train recipe=qwen3_8b model.path=... data.path=...
-[resume=auto]`.
+"""The command line of training: `idlm-train recipe=tiny`, `idlm-train recipe=qwen3_8b model.path=...
+data.path=...`.
 
-Exit status: 0 done, 2 a mistake in input or configuration, 130 / 143 stopped by SIGINT / SIGTERM after
-saving. The only module of training that may know the engine: it hands its samples to the report.
+Exit status: 0 done, 2 a mistake in the input or the configuration, 130 and 143 stopped by SIGINT and SIGTERM
+after saving. This is the only module of training that imports the engine, which generates the samples of the
+report.
 """
 
 from __future__ import annotations
@@ -64,12 +65,11 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     get_logger()
     config = compose("train", TrainConfig, argv)
     if not config.dry_run:
-        # Before torch is imported; the dry run lists these with all other problems.
+        # Checked before torch is imported. The dry run lists these with all other problems.
         refuse_problems(missing_keys(config))
     from rich.console import Console
 
     console = Console()
-
     if config.dry_run:
         from idlm.train.planning.dry_run import dry_run
 
@@ -80,7 +80,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
     from idlm.train.config.trainer_arguments import num_processes
 
     if num_processes() == 1:
-        # Before training is imported, which takes ten seconds.
+        # Importing the rest of training takes ten seconds.
         from idlm.train.checkpoint.resume import finished_text
         from idlm.train.config.check import check_config
 
@@ -94,7 +94,7 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
     outcome = run_training(config, console=console, sampler=sampler or engine_sampler(config))
     if outcome.signal is not None:
-        _say_how_to_resume(console, argv, outcome.last_step)
+        _print_how_to_resume(console, argv, outcome.last_step)
         return 128 + outcome.signal
     if outcome.report is not None:
         console.print(f"report: {outcome.report}", highlight=False, soft_wrap=True)
@@ -102,25 +102,26 @@ def _run(argv: list[str], sampler: Sampler | None) -> int:
 
 
 def engine_sampler(config: TrainConfig) -> Sampler:
-    """Greedy generations of the published checkpoint: held-out prompts of a task, or the first of a file.
+    """Return a function that generates greedily from the published checkpoint, with every decoder that fits.
 
-    A converted checkpoint answers by ISD and by AR decoding, so the report shows whether both agree.
+    The prompts are held-out prompts of a task, or the first ones of a file. If the engine fails, the report
+    has no samples: the checkpoint is published before.
     """
 
     def sample(directory: Path, num_samples: int) -> SampleReport:
-        from idlm.train.planning.memory_advice import is_out_of_memory
+        from idlm.train.planning.estimate import is_out_of_memory
         from idlm.train.planning.report import SampleReport
 
         try:
             return _generate(config, directory, num_samples)
-        except (UserError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, UserError) and not is_out_of_memory(error):
+        except UserError as error:
+            problem = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
-            # The checkpoint is published by now: a report without samples is better than none.
-            first_line = (str(error).splitlines() or [""])[0]
-            problem = str(error) if isinstance(error, UserError) else f"out of memory: {first_line}"
-            print(f"the report has no samples: {problem}", file=sys.stderr)
-            return SampleReport(problem=problem)
+            problem = "out of memory: " + str(error).partition("\n")[0]
+        print(f"the report has no samples: {problem}", file=sys.stderr)
+        return SampleReport(problem=problem)
 
     return sample
 
@@ -153,14 +154,11 @@ def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleR
 def _prompts(
     config: TrainConfig, engine: Engine, num_samples: int
 ) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
-    """Prompts, and a judge `(place, answer) -> verdict`, None where nothing can judge."""
+    """Return the prompts, and a judge `(place, answer) -> verdict`, which gives None without a checker."""
     from idlm.train.data.base import JudgedSource, has_splits, make_encoder, open_source
 
-    data = config.data
-    if has_splits(data.source):
-        data = replace(data, split="validation")
-    encoder = make_encoder(data, engine.tokenizer, None)
-    source = open_source(data, encoder, output_dir=config.output_dir)
+    data = replace(config.data, split="validation") if has_splits(config.data.source) else config.data
+    source = open_source(data, make_encoder(data, engine.tokenizer, None), output_dir=config.output_dir)
     places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
     if isinstance(source, JudgedSource):
         return [source.question(place) for place in places], source.verdict
@@ -185,12 +183,11 @@ def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) 
     )
 
 
-def _say_how_to_resume(console: Any, argv: list[str], step: int) -> None:
+def _print_how_to_resume(console: Any, argv: list[str], step: int) -> None:
     from idlm.train.config.trainer_arguments import num_processes
 
     kept = [argument for argument in argv if not argument.startswith("resume=")]
-    command = shlex.join(["idlm-train", *kept, "resume=auto"])
-    how = f"to continue:\n{command}"
+    how = f"to continue:\n{shlex.join(['idlm-train', *kept, 'resume=auto'])}"
     if num_processes() > 1:
         how = f"to continue, start the same launcher with {num_processes()} processes and resume=auto"
     console.print(f"stopped and saved at step {step}; {how}", highlight=False, soft_wrap=True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.log import rank
-from idlm.lora import AdapterSpec
 from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.export import StageExports, publish_weights, stage_directory
 from idlm.train.checkpoint.resume import (
     RUN_FOLDER,
     choose_checkpoint,
@@ -26,7 +25,6 @@ from idlm.train.checkpoint.resume import (
     store_finished,
 )
 from idlm.train.checkpoint.run_lock import exclusive_output
-from idlm.train.checkpoint.stages import StageExports, publish_weights, stage_directory
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.config.trainer_arguments import (
@@ -38,21 +36,19 @@ from idlm.train.config.trainer_arguments import (
 from idlm.train.data.checks import inspect_data
 from idlm.train.distributed.collectives import from_rank_zero, is_distributed
 from idlm.train.distributed.deepspeed import num_elements, num_parameters, zero_stage
-from idlm.train.loop.signals import StopOnSignal
 from idlm.train.loop.watchdog import Watchdog, watching
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.planning.memory_advice import explain_out_of_memory
 from idlm.train.planning.state import check_disk
 from idlm.train.prepare import Prepared, prepare, remember_base, remember_data
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import TrainingArguments
 
+    from idlm.train.config.monitoring import EvalConfig
+    from idlm.train.data.dataset import PackedDataset
     from idlm.train.loop.progress import Progress
     from idlm.train.loop.trainer import IdlmTrainer
     from idlm.train.planning.report import Sampler
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +57,6 @@ class Outcome:
 
     signal: int | None
     last_step: int
-    seconds: float
     report: Path | None = None
 
 
@@ -97,35 +92,33 @@ def _run(
     require_same_config_everywhere(config)
     finished = from_rank_zero(lambda: finished_text(config)) if is_distributed() else None
     if finished is not None:
-        # For a run of one process the command line prints this, before these imports.
+        # In a run of one process the command line has asked this before the imports of this file.
         if rank() == 0:
             console.print(finished, highlight=False, soft_wrap=True, markup=False)
-        return Outcome(signal=None, last_step=0, seconds=time.perf_counter() - start)
-    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config)))
+        return Outcome(signal=None, last_step=0)
+    checkpoint = from_rank_zero(lambda: choose_checkpoint(config, shape(config.train)))
     prepared = prepare(config, world_size=args.world_size, device=args.device)
     args.max_steps = prepared.curriculum.num_steps
     announce(config, prepared, checkpoint, console)
     from_rank_zero(lambda: check_disk(config, prepared.model, prepared.curriculum))
     from_rank_zero(lambda: store_config(config))
-    run, source = Path(config.output_dir) / RUN_FOLDER, prepared.dataset.source
-    from_rank_zero(lambda: remember_data(run, source, is_continued=checkpoint is not None))
-    identity = prepared.base_identity
-    from_rank_zero(lambda: remember_base(run, identity, is_continued=checkpoint is not None))
+    run, is_continued = Path(config.output_dir) / RUN_FOLDER, checkpoint is not None
+    from_rank_zero(lambda: remember_data(run, prepared.dataset.source, is_continued=is_continued))
+    from_rank_zero(lambda: remember_base(run, prepared.base_identity, is_continued=is_continued))
     received, last_step = train(config, prepared, args, checkpoint, console, watchdog)
     watchdog.move("finish", last_step)
     if last_step < prepared.curriculum.num_steps:
-        return Outcome(signal=received, last_step=last_step, seconds=time.perf_counter() - start)
+        return Outcome(signal=received, last_step=last_step)
     publish_weights(config, prepared, stride=prepared.curriculum.max_stride, target=Path(config.output_dir))
     report = None
     if rank() == 0:
         if config.report.enabled:
             from idlm.train.planning.report import report_run
 
-            report = report_run(
-                config, prepared, sampler, num_gpus=args.world_size, seconds=time.perf_counter() - start
-            )
+            seconds = time.perf_counter() - start
+            report = report_run(config, prepared, sampler, num_gpus=args.world_size, seconds=seconds)
         store_finished(config, num_steps=last_step)
-    return Outcome(signal=None, last_step=last_step, seconds=time.perf_counter() - start, report=report)
+    return Outcome(signal=None, last_step=last_step, report=report)
 
 
 def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, console: Any) -> None:
@@ -139,23 +132,21 @@ def announce(config: TrainConfig, prepared: Prepared, checkpoint: Path | None, c
         f"objective {config.objective} on {config.data.source}, {curriculum.num_steps} steps of "
         f"{curriculum.global_batch} x {prepared.dataset.row_length} rows",
         *(f"stage {stage.index + 1}: {stage.name}" for stage in curriculum.stages if stage.stride > 1),
-        *([] if prepared.adapter is None else [_describe_adapter(prepared.adapter, model)]),
         f"checkpoint in {config.output_dir}, the run's files in {Path(config.output_dir) / RUN_FOLDER}",
     ]
+    if prepared.adapter is not None:
+        trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        lines.append(
+            f"gated LoRA, rank {prepared.adapter.rank}, on {', '.join(prepared.adapter.targets)}: "
+            f"{trained:,} parameters train; clean rows are the base model's, so that the clean loss is "
+            "constant and only the mask loss counts"
+        )
     stops = stop_token_ids(prepared.tokenizer, model.generation_config.to_dict())
     lines += inspect_data(config.data, prepared.dataset, prepared.tokenizer, stop_token_ids=stops).lines()
     if checkpoint is not None:
         lines.append(f"continues from {checkpoint}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _describe_adapter(adapter: AdapterSpec, model: PreTrainedModel) -> str:
-    trained = sum(num_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    return (
-        f"gated LoRA, rank {adapter.rank}, on {', '.join(adapter.targets)}: {trained:,} parameters train; "
-        "clean rows are the base model's, so that the clean loss is constant and only the mask loss counts"
-    )
 
 
 def train(
@@ -170,7 +161,7 @@ def train(
     from transformers import PrinterCallback
 
     from idlm.train.loop.progress import Progress
-    from idlm.train.loop.trainer import IdlmTrainer
+    from idlm.train.loop.trainer import IdlmTrainer, StopOnSignal
 
     progress = Progress(Path(args.output_dir) / "metrics.jsonl", console=console)
     stop, failed = StopOnSignal(), True
@@ -178,9 +169,8 @@ def train(
     def publish_stage(stage: Stage) -> None:
         trainer.at("export")
         trainer.refuse_bad_weights()
-        publish_weights(
-            config, prepared, stride=stage.stride, target=stage_directory(config.output_dir, stage)
-        )
+        target = stage_directory(config.output_dir, stage)
+        publish_weights(config, prepared, stride=stage.stride, target=target)
 
     trainer = IdlmTrainer(
         model=prepared.model,
@@ -193,20 +183,27 @@ def train(
         callbacks=[watchdog, progress],
         balance=config.train.balance,
     )
-    trainer.zero_stage, trainer.watchdog = zero_stage(config), watchdog
+    trainer.zero_stage, trainer.watchdog = zero_stage(config.train), watchdog
     trainer.remove_callback(PrinterCallback)
     progress.attach(trainer)
-    _add_evaluation(config, prepared, trainer, progress)
-    trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
+    if config.eval.every is not None and prepared.held_out is not None:
+        _add_evaluation(config.eval, prepared.held_out, trainer, progress)
+    if len(prepared.curriculum.stages) > 1:
+        trainer.add_callback(StageExports(prepared.curriculum, publish_stage))
     trainer.add_callback(stop)
     if rank() == 0 and config.wandb.mode != "disabled":
         from idlm.train.loop.tracking import open_tracker
 
         progress.tracker = open_tracker(config.wandb, Path(args.output_dir), asdict(config))
     try:
-        with stop.listening(), explain_out_of_memory(config, prepared.model, world_size=args.world_size):
+        with stop.listening():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         failed = False
+    except (RuntimeError, MemoryError) as error:
+        from idlm.train.planning.estimate import explain_out_of_memory
+
+        explain_out_of_memory(error, config, prepared.model, world_size=args.world_size)
+        raise
     finally:
         progress.close()
         if progress.tracker is not None:
@@ -215,12 +212,10 @@ def train(
 
 
 def _add_evaluation(
-    config: TrainConfig, prepared: Prepared, trainer: IdlmTrainer, progress: Progress
+    config: EvalConfig, held_out: PackedDataset, trainer: IdlmTrainer, progress: Progress
 ) -> None:
-    """Evaluate held-out data while training, where the configuration asks for it."""
-    if config.eval.every is None or prepared.held_out is None:
-        return
     from idlm.train.loop.evaluation import HeldOut
 
-    every, num_items = config.eval.every, config.eval.num_items
-    trainer.add_callback(HeldOut(prepared.held_out, progress, trainer, every=every, num_items=num_items))
+    assert config.every is not None
+    callback = HeldOut(held_out, progress, trainer, every=config.every, num_items=config.num_items)
+    trainer.add_callback(callback)

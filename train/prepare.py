@@ -75,7 +75,7 @@ def prepare(config: TrainConfig, *, world_size: int, device: torch.device) -> Pr
     adapter = prepare_adapter(config, model, mask_row_D)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if compiles(config.model.compile, device, zero_stage=zero_stage(config)):
+    if compiles(config.model.compile, device, zero_stage=zero_stage(config.train)):
         compile_layers(model)
     check_vocabulary(tokenizer, num_vocabulary_rows(model))
     problem = window_problem(model.config, config.train.max_length)

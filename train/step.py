@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from idlm.errors import UserError
@@ -51,7 +51,7 @@ class StepLosses:
     """What one optimizer step computes, summed over its micro-batches; tensors on the device.
 
     `counts` [num_terms], supervised tokens per term, are over all ranks. `sums` [num_terms], nats, the
-    overlap per draft position [num_masks] and `fed` [6] (`train.planning.time.count_fed`) are of this rank.
+    overlap per draft position [num_masks] and `fed` [6] (`train.planning.flops.count_fed`) are of this rank.
     `weights` [num_terms] are None until they are known. `is_logged`: the metrics show this step.
     """
 
@@ -138,10 +138,10 @@ class TrainingStep:
         elif len(batches) > 1:
             sums = torch.zeros_like(step.sums)
             # Dropout draws the same numbers in the pass that trains.
-            with torch.no_grad(), torch.random.fork_rng(devices=[sums.device] if sums.is_cuda else []):
+            with torch.random.fork_rng(devices=[sums.device] if sums.is_cuda else []):
                 self.model.train()
                 for batch in map(to_device, batches):
-                    sums += self._forward(self.model, batch, partial(self._sums, step.stage, batch)).sums
+                    sums += self.evaluate(step.stage, batch).sums
             step.weights = self.objective.weights(step.stage, step.means(sums))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -173,11 +173,19 @@ class TrainingStep:
         self.guard.note(terms.loss, batch)
         return terms.loss
 
-    def _sums(self, stage: Stage, batch: Batch, head: Head, hidden_BTD: Tensor) -> Terms:
+    @torch.no_grad()
+    def evaluate(self, stage: Stage, batch: Batch, *, want_overlap: bool = False) -> Terms:
+        """The summed losses of a batch on the device, and its overlap, in a forward pass of its own."""
+        compute = partial(self._sums, stage, batch, want_overlap=want_overlap)
+        return self._forward(self.model, batch, compute)
+
+    def _sums(
+        self, stage: Stage, batch: Batch, head: Head, hidden_BTD: Tensor, *, want_overlap: bool = False
+    ) -> Terms:
         """The summed losses of a micro-batch, without gradients."""
         hidden_BTD = hidden_BTD.detach()
         return self.objective.terms(
-            head, hidden_BTD, batch, stage=stage, coefficients=None, want_overlap=False
+            head, hidden_BTD, batch, stage=stage, coefficients=None, want_overlap=want_overlap
         )
 
     def _forward(self, model: nn.Module, batch: Batch, compute: Callable[[Head, Tensor], Terms]) -> Terms:
@@ -253,15 +261,11 @@ class PreviousMeans(TrainerCallback, ExportableState):
         self.step: TrainingStep | None = None
         self.means: Tensor | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("means")
         self.means = None if stored is None else torch.tensor(stored, device=args.device)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self.step is not None and self.step.losses is not None
         losses = self.step.losses
         # A clean half of weight 0 is summed only in steps that are logged.

@@ -145,7 +145,7 @@ def _record_items(trace: Path, rank: int) -> None:
 
 def _plan_death(plan: Plan, directory: Path, trace: Path) -> None:
     """Count every change below `directory` from the end of step `plan.step` on, and die at the chosen one."""
-    from idlm.train.checkpoint.stages import StageExports
+    from idlm.train.checkpoint.export import StageExports
 
     counter = _Counter(plan, directory, trace / f"points-{plan.rank}.jsonl")
     plain = StageExports.on_step_end

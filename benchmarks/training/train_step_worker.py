@@ -78,7 +78,7 @@ def main() -> int:
         callbacks=[clock],
         balance=config.train.balance,
     )
-    trainer.zero_stage = zero_stage(config)
+    trainer.zero_stage = zero_stage(config.train)
     trainer.remove_callback(PrinterCallback)
     prepared_at = time.perf_counter()
     trainer.train()
@@ -101,7 +101,7 @@ def main() -> int:
                     "peak_reserved": torch.cuda.max_memory_reserved(),
                     "world_size": args.world_size,
                     "attention": prepared.attention,
-                    "zero_stage": zero_stage(config),
+                    "zero_stage": zero_stage(config.train),
                     "seconds_to_prepare": prepared_at - started,
                     "seconds_to_first_step": clock.ends[0] - prepared_at,
                     "num_parameters": sum(p.numel() for p in prepared.model.parameters()),

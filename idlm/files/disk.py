@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import resource
 import shutil
@@ -95,12 +96,24 @@ def _intact(target: Path) -> str:
     """Name the published directory to continue from: the one that `target` would have replaced, or the newest
     checkpoint of the same run.
     """
-    if (target / MANIFEST).is_file():
+    if _is_whole(target):
         return "; what was published there before is intact"
     if not target.name.startswith(CHECKPOINT_PREFIX):
         return ""
-    kept = [path.parent for path in target.parent.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")]
-    return f"; {max(kept, key=lambda path: path.stat().st_mtime)} is intact" if kept else ""
+    kept = [path for path in target.parent.glob(f"{CHECKPOINT_PREFIX}*") if _is_whole(path)]
+    newest = max(kept, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
+    return "" if newest is None else f"; {newest} is intact"
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether every file in the manifest of `directory` exists with its size. Contents are not read:
+    `idlm.checkpoint.verify` does that before anything is loaded.
+    """
+    try:
+        files = json.loads((directory / MANIFEST).read_bytes())["files"]
+        return all((directory / name).stat().st_size == entry["size"] for name, entry in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _disk_reason(error: Exception, target: Path) -> str | None:

@@ -1,29 +1,42 @@
 """Publishes a trained model as a stock checkpoint of its base architecture, or an adapter as a stock PEFT
-directory, plus `idlm_config.json`.
+directory, plus `idlm_config.json`: at the end of every stage.
 
 Any tool that loads the base architecture loads the result. Files that do not read back bitwise equal to the
-weights in memory are not published.
+weights in memory are not published. A stage goes to `<output_dir>/stages/<number>-stride-<stride>`, the last
+one to `output_dir` itself, before the checkpoint of the same step. So a run that resumes from a checkpoint
+has all stages that ended before it; a stage whose end is trained again is replaced by an equal one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import TrainerCallback, TrainerState
 
 from idlm.checkpoint import read_json
 from idlm.lora import WEIGHTS_FILE, AdapterSpec
 from idlm.publish import publish
 from idlm.semantics import Semantics
-from idlm.train.model.gated_lora import peft_tensors
+from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.resume import STAGE_FOLDER
+from idlm.train.distributed.collectives import from_rank_zero
+from idlm.train.distributed.deepspeed import whole_weights
+from idlm.train.model.gated_lora import is_trained, peft_tensors
+from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from idlm.train.config.schema import TrainConfig
+    from idlm.train.prepare import Prepared
 
 log = logging.getLogger(__name__)
 PROBES = (
@@ -38,6 +51,47 @@ It applies to MASK rows only. `idlm-generate model=<this directory>` does so, an
 distribution of the base model. peft and transformers load the files too, but without a gate: they apply the
 adapter to every row, which is another model.
 """
+
+
+def stage_directory(output_dir: str, stage: Stage) -> Path:
+    """Where the checkpoint of a stage before the last is published."""
+    return Path(output_dir) / STAGE_FOLDER / f"{stage.index + 1}-stride-{stage.stride}"
+
+
+def publish_weights(config: TrainConfig, prepared: Prepared, *, stride: int, target: Path) -> None:
+    """Publish the weights as they are now, as a checkpoint that decodes with `stride`. Collective: parts of
+    ZeRO-3 are gathered, rank 0 writes.
+    """
+    adapter = prepared.adapter
+    weights = whole_weights(prepared.model, wanted=is_trained if adapter is not None else lambda name: True)
+    semantics = dataclasses.replace(
+        prepared.objective.semantics(stride),
+        gated=adapter is not None,
+        base_identity=prepared.base_identity,
+        stop_token_ids=stop_token_ids(prepared.tokenizer, prepared.model.generation_config.to_dict()),
+    )
+    dtype = None if config.export.dtype is None else getattr(torch, config.export.dtype)
+    model, tokenizer = prepared.model, prepared.tokenizer
+    if adapter is None:
+        from_rank_zero(lambda: export(model, tokenizer, semantics, target, dtype=dtype, weights=weights))
+    else:
+        from_rank_zero(
+            lambda: export_adapter(weights or {}, tokenizer, semantics, adapter, target, dtype=dtype)
+        )
+
+
+class StageExports(TrainerCallback):
+    """Calls `publish_stage` on every rank after the last step of each stage but the last."""
+
+    def __init__(self, curriculum: Curriculum, publish_stage: Callable[[Stage], None]) -> None:
+        ends = itertools.accumulate(stage.num_steps for stage in curriculum.stages[:-1])
+        self.stage_by_end = dict(zip(ends, curriculum.stages, strict=False))
+        self.publish_stage = publish_stage
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        stage = self.stage_by_end.get(state.global_step)
+        if stage is not None:
+            self.publish_stage(stage)
 
 
 def export(

@@ -1,9 +1,8 @@
-"""Which checkpoint a run continues from, and whether it may: only its own, verified, and with the same
-configuration.
+"""Chooses the checkpoint that a run continues from, and refuses one that does not fit.
 
-Training state is read only from the run's own directory, and only after every file was found as it was
-published, with no further file next to them: torch files with weights_only, DeepSpeed's own by DeepSpeed,
-which unpickles.
+A run continues only from its own directory and with the same configuration. Every file of the checkpoint must
+be as it was published, and no other file may lie next to them. Only then the training state is read: torch
+files with weights_only, DeepSpeed's files by DeepSpeed, which unpickles.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHAPE_FILE = "shape.json"
 FINISHED_FILE = "finished.json"
 REPORT_FILE = "report.md"
 FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
-# Batch and accumulation are compared as what they make together: rows of an optimizer step (`RunShape`).
+# `RunShape` compares batch size and accumulation by their product, the rows of an optimizer step.
 FREE_LOOP_KEYS = (
     *("log_every", "save_every", "save_total_limit", "threads", "workers", "device", "hang_seconds"),
     "cache_dir",
@@ -42,7 +41,7 @@ FREE_LOOP_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """How a run spreads one optimizer step over processes; `zero_stage` None is a run without DeepSpeed."""
+    """How a run divides one optimizer step among its processes; `zero_stage` is None without DeepSpeed."""
 
     world_size: int
     batch_size: int
@@ -54,10 +53,6 @@ class RunShape:
         """Packed rows of one optimizer step."""
         return self.world_size * self.batch_size * self.accumulation
 
-    def as_dict(self) -> dict[str, Any]:
-        """For `shape.json`."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"{self.world_size} processes x {self.batch_size} rows x {self.accumulation} micro-batches = "
@@ -66,10 +61,11 @@ class RunShape:
 
 
 def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
-    """The checkpoint to continue from, None to start anew. `resume=never` renames an old run and keeps it.
+    """Return the checkpoint to continue from, or None to start a new run. A new run renames the files of an
+    older one.
 
-    UserError IDLM-0506, 0507, 0512, 0513 and 0302: another run's, configuration, rows per step or number of
-    ZeRO ranks; damaged files.
+    UserError IDLM-0506: a checkpoint of another run. IDLM-0507, 0512, 0513: another configuration, number of
+    rows per step, number of ZeRO processes. IDLM-0302: damaged files.
     """
     run = Path(config.output_dir) / RUN_FOLDER
     clear_stale(run)
@@ -84,13 +80,13 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     if found is not None:
         _require_same_config(config, run)
         _require_same_shape(shape, found)
-    elif run.exists():
+    else:
         _move_aside(run)
     return found
 
 
 def named_checkpoint(config: TrainConfig) -> Path:
-    """The checkpoint that `resume` names. UserError IDLM-0506 where it is not one of this run."""
+    """Return the checkpoint that `resume` names. UserError IDLM-0506 if it does not belong to this run."""
     run, found = Path(config.output_dir) / RUN_FOLDER, Path(config.resume)
     if found.resolve().parent != run.resolve() or not found.is_dir():
         raise UserError(
@@ -102,16 +98,13 @@ def named_checkpoint(config: TrainConfig) -> Path:
 
 
 def store_config(config: TrainConfig) -> None:
-    """Store the configuration: to compare when the run is resumed, and to start it again with `idlm-train
-    config=<output_dir>/run/config.yaml`.
+    """Store the configuration, which a resumed run is compared with. `idlm-train
+    config=<output_dir>/run/config.yaml` starts the run again.
     """
     run = Path(config.output_dir) / RUN_FOLDER
     try:
-        run.mkdir(parents=True, exist_ok=True)
         (run / FINISHED_FILE).unlink(missing_ok=True)
-        aside = run / f".{CONFIG_FILE}.tmp"
-        aside.write_text(config_text(config), encoding="utf-8")
-        os.replace(aside, run / CONFIG_FILE)
+        replace_text(run / CONFIG_FILE, config_text(config))
     except OSError as error:
         raise UserError(
             "IDLM-0515",
@@ -126,10 +119,10 @@ def store_finished(config: TrainConfig, *, num_steps: int) -> None:
 
 
 def finished_text(config: TrainConfig) -> str | None:
-    """The message for a run in `output_dir` that is finished, None for any other.
+    """Return the message if the run in `output_dir` is finished, else None.
 
-    A run is not finished where the published checkpoint or the report is missing or damaged, where `export`
-    or `report` settings differ now, and where `resume` is not auto.
+    A run is not finished if its published checkpoint or report is missing or damaged, if the settings
+    `export` or `report` have changed, or if `resume` is not auto.
     """
     stored = _finished_file(config)
     if config.resume != "auto" or not stored.is_file():
@@ -158,7 +151,7 @@ def _finished_file(config: TrainConfig) -> Path:
 
 
 def _published(config: TrainConfig) -> dict[str, Any]:
-    """The published manifest, and the settings of publishing, which may differ in a later start."""
+    """Return the hash of the published manifest and the settings of publishing, to compare them later."""
     manifest = (Path(config.output_dir) / MANIFEST).read_bytes()
     return {
         "manifest": hashlib.sha256(manifest).hexdigest(),
@@ -168,28 +161,25 @@ def _published(config: TrainConfig) -> dict[str, Any]:
 
 
 def config_text(config: TrainConfig) -> str:
-    """The whole configuration as YAML, which `idlm-train config=FILE` reads back."""
+    """Return the whole configuration as YAML, which `idlm-train config=FILE` reads."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def config_hash(config: TrainConfig) -> str:
-    """A hash to compare the configurations of all ranks."""
+    """Return a hash of the configuration, which all ranks must share."""
     return hashlib.sha256(config_text(config).encode()).hexdigest()[:16]
 
 
 def _newest_intact(run: Path) -> Path | None:
-    checkpoints = [
-        path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
-    ]
-    for path in sorted(
-        checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True
-    ):
+    steps = [path.name.removeprefix("checkpoint-") for path in run.glob("checkpoint-*")]
+    for step in sorted((int(step) for step in steps if step.isdigit()), reverse=True):
+        path = run / f"checkpoint-{step}"
         try:
             verify(path, sealed=True)
         except UserError as error:
             kept = _free_name(path.with_name(f"damaged-{path.name}"))
             log.warning("%s is damaged, passed over and kept as %s: %s", path, kept.name, error.message)
-            # In its place it would block the next checkpoint of the same step.
+            # The run will publish a checkpoint of the same step at this path.
             os.rename(path, kept)
             continue
         return path
@@ -253,9 +243,8 @@ def _require_same_shape(now: RunShape, checkpoint: Path) -> None:
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in FREE_KEYS:
-            continue
+    for key in config.keys() - set(FREE_KEYS):
+        value = config[key]
         if isinstance(value, dict):
             flat |= {f"{key}.{name}": inner for name, inner in value.items() if name not in FREE_LOOP_KEYS}
         else:
@@ -264,7 +253,7 @@ def _comparable(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_aside(run: Path) -> None:
-    """Rename the run and its published stages, which would be taken for those of the new run."""
+    """Rename the old run and its published stages, so that they are not mistaken for those of the new run."""
     if not run.exists():
         return
     for folder in (run, run.with_name(STAGE_FOLDER)):

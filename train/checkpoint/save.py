@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,16 @@ class SavingTrainer(Trainer):
             save_trained(self.model, Path(output_dir))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_deepspeed_enabled and gate_of(self.model) is not None:
-            whole = self.model_wrapped.save_checkpoint
-            # transformers does this for PeftModel only.
-            self.model_wrapped.save_checkpoint = functools.partial(whole, exclude_frozen_parameters=True)
-            try:
-                super()._save_optimizer_and_scheduler(output_dir)
-            finally:
-                del self.model_wrapped.save_checkpoint
-        else:
+        if not self.is_deepspeed_enabled or gate_of(self.model) is None:
             super()._save_optimizer_and_scheduler(output_dir)
+            return
+        whole = self.model_wrapped.save_checkpoint
+        # transformers does this for PeftModel only.
+        self.model_wrapped.save_checkpoint = functools.partial(whole, exclude_frozen_parameters=True)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            del self.model_wrapped.save_checkpoint
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging if self._staging is not None else super()._get_output_dir(trial)
@@ -132,7 +133,7 @@ class SavingTrainer(Trainer):
             accumulation=self.args.gradient_accumulation_steps,
             zero_stage=self.zero_stage,
         )
-        (Path(staging) / SHAPE_FILE).write_text(json.dumps(shape.as_dict()) + "\n")
+        (Path(staging) / SHAPE_FILE).write_text(json.dumps(asdict(shape)) + "\n")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

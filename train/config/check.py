@@ -1,12 +1,16 @@
-"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded."""
+"""Finds everything that is wrong with a configuration of `idlm-train`, before a model or data is loaded.
+
+An option without effect is refused too. `RULES` lists the options that no code reads because of another one;
+an option that is read but changes nothing passes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,14 +20,19 @@ from idlm.publish import foreign_files
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES
-from idlm.train.config.schema import TASK_TOKENIZER, TrainConfig, missing_keys, refuse_problems
-from idlm.train.config.unused_options import unused_options, value_of
+from idlm.train.config.schema import (
+    TASK_TOKENIZER,
+    StageConfig,
+    TrainConfig,
+    missing_keys,
+    refuse_problems,
+)
 from idlm.train.data.base import SOURCES, THINKING, TURNS, is_endless
 from idlm.train.data.build import ON_BAD_RECORD
 from idlm.train.data.files import SUFFIXES, find_files
 from idlm.train.data.packing import OVERLONG_POLICIES
 from idlm.train.data.shapes import SHAPE_CHOICES
-from idlm.train.distributed.deepspeed import deepspeed_problems, uses_deepspeed
+from idlm.train.distributed.deepspeed import uses_deepspeed
 from idlm.train.model.attention import ATTENTIONS, GPU_ONLY
 from idlm.train.model.load import COMPILE_CHOICES
 from idlm.train.objectives.base import OBJECTIVES
@@ -58,6 +67,69 @@ PATHS = {
     "eval.path": "name a file, or leave it out",
     "train.deepspeed": "name a file, or leave it out",
 }
+FILE_SOURCES = (*SUFFIXES, "hf")
+
+
+class Rule(NamedTuple):
+    """`keys` are not read where `applies`; `why` completes the sentence "KEY=VALUE has no effect: ..."."""
+
+    keys: tuple[str, ...]
+    applies: Callable[[TrainConfig], bool]
+    why: str
+
+
+RULES = (
+    Rule(
+        ("data.path", "data.shape", "data.on_bad_record", "data.workers", "data.cache_dir"),
+        lambda c: c.data.source == "task",
+        "data.source=task generates its samples; give data.source=jsonl (parquet, hf) to read files",
+    ),
+    Rule(
+        ("eval.path", "eval.holdout"),
+        lambda c: c.data.source == "task",
+        "data.source=task is evaluated on its own validation split",
+    ),
+    Rule(
+        ("data.task", "data.level", "data.task_args"),
+        lambda c: c.data.source in FILE_SOURCES,
+        "only data.source=task generates samples",
+    ),
+    Rule(("data.split",), lambda c: c.data.source in SUFFIXES, "its files have no splits"),
+    Rule(
+        ("data.thinking", "data.turns", "data.chat_template"),
+        lambda c: c.data.shape == "text",
+        "records of data.shape=text are trained on as they are",
+    ),
+    Rule(
+        ("eval.num_items", "eval.path", "eval.holdout"),
+        lambda c: c.eval.every is None,
+        "nothing is evaluated without eval.every",
+    ),
+    Rule(("eval.holdout",), lambda c: c.eval.path is not None, "eval.path gives the held-out data"),
+    Rule(("report.num_samples",), lambda c: not c.report.enabled, "report.enabled=false writes no report"),
+    Rule(
+        ("wandb.project", "wandb.name"),
+        lambda c: c.wandb.mode == "disabled",
+        "wandb.mode=disabled sends nothing",
+    ),
+    Rule(("model.config",), lambda c: c.model.path is not None, "model.path has its own config.json"),
+    Rule(
+        ("model.mask_token_id",),
+        lambda c: not _objective_has(c, "places_masks"),
+        "the objective places no masks",
+    ),
+    Rule(
+        ("train.steps", "train.epochs"),
+        lambda c: any(stage.steps is not None for stage in c.train.stages),
+        "train.stages give steps, whose sum is the length of the run; give fractions instead",
+    ),
+    Rule(
+        ("train.balance",),
+        lambda c: all(stage.clean_weight != AUTO_BALANCED for stage in c.train.stages),
+        "no stage has clean_weight=auto",
+    ),
+    Rule(("plan.num_gpus",), lambda c: not c.dry_run, "a run counts its processes; dry_run=true plans"),
+)
 
 
 def check_config(config: TrainConfig) -> None:
@@ -73,7 +145,7 @@ def check_config(config: TrainConfig) -> None:
             *_loop_problems(config),
             *_stage_problems(config),
             *data_problems(config.data, config.eval.path),
-            *deepspeed_problems(config),
+            *_deepspeed_problems(config),
             *unused_options(config),
             *_path_problems(config),
         ]
@@ -152,15 +224,15 @@ def _choices(config: TrainConfig) -> list[str]:
 def _ranges(config: TrainConfig) -> list[str]:
     """Numbers outside of their range; options that are null have none."""
     found = []
-    for keys, text, low in (
-        (AT_LEAST_ONE, "at least 1", 1),
-        (NOT_NEGATIVE, "at least 0", 0),
-        (ABOVE_ZERO, "above 0", 0),
+    for keys, text, is_fine in (
+        (AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
+        (NOT_NEGATIVE, "at least 0", lambda value: value >= 0),
+        (ABOVE_ZERO, "above 0", lambda value: value > 0),
     ):
-        for key in keys:
-            value = value_of(config, key)
-            if value is not None and (value < low or (value == 0 and text == "above 0")):
-                found.append(f"{key}={value} must be {text}")
+        values = {key: value_of(config, key) for key in keys}
+        found += [
+            f"{key}={v} must be {text}" for key, v in values.items() if v is not None and not is_fine(v)
+        ]
     for key in ("train.warmup", "train.adam_beta2"):
         if not 0 <= value_of(config, key) < 1:
             found.append(f"{key}={value_of(config, key)} must be in [0, 1)")
@@ -172,51 +244,57 @@ def _ranges(config: TrainConfig) -> list[str]:
 
 
 def _model_problems(config: TrainConfig) -> list[str]:
-    model = config.model
-    has_one_copy = not uses_deepspeed(config) and config.adapter is None
-    path = None if model.path is None else Path(model.path)
-    hint = (
-        "the directory does not exist" if path is not None and not path.exists() else "it has no config.json"
-    )
-    found = {
-        "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
-        "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
-        "model.dtype=float32 train.bf16=true": model.dtype == "bfloat16" and has_one_copy,
-        f"model.path={path} is not a checkpoint directory: {hint}; hub names are not downloaded": (
-            path is not None and not (path / "config.json").is_file()
-        ),
-        f"model.tokenizer={model.tokenizer} is not a directory": (
-            model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir()
-        ),
-    }
-    return _sentences(found)
+    model, problems = config.model, []
+    if model.dtype == "bfloat16" and not uses_deepspeed(config.train) and config.adapter is None:
+        problems.append(
+            "model.dtype=bfloat16 would keep the only copy of the weights in bfloat16, which rounds AdamW's "
+            "small steps away: add train.zero_stage=1 (float32 masters, also on one GPU), or give "
+            "model.dtype=float32 train.bf16=true"
+        )
+    if model.path is not None and not (Path(model.path) / "config.json").is_file():
+        hint = "it has no config.json" if Path(model.path).exists() else "the directory does not exist"
+        what = f"model.path={Path(model.path)} is not a checkpoint directory"
+        problems.append(f"{what}: {hint}; hub names are not downloaded")
+    if model.tokenizer not in (None, TASK_TOKENIZER) and not Path(model.tokenizer or "").is_dir():
+        problems.append(f"model.tokenizer={model.tokenizer} is not a directory")
+    return problems
+
+
+def _deepspeed_problems(config: TrainConfig) -> list[str]:
+    loop, problems = config.train, []
+    if loop.offload_optimizer and loop.zero_stage not in (1, 2, 3):
+        problems.append("train.offload_optimizer=true needs train.zero_stage=1, 2 or 3")
+    if uses_deepspeed(loop):
+        from idlm.train.distributed.deepspeed_settings import deepspeed_problems
+
+        problems += deepspeed_problems(config)
+    return problems
 
 
 def _adapter_problems(config: TrainConfig) -> list[str]:
     if config.adapter is None:
         return ["export.merge=true: there is no adapter to merge"] if config.export.merge else []
-    found = {
-        "export.merge=true: merging W + BA would change the clean rows, and with them the distribution of "
-        "the answers; leave it out: the adapter is published next to its base": config.export.merge,
-        "adapter.targets is empty: name at least one linear layer": not config.adapter.targets,
-        f"objective={config.objective} has no mask rows for an adapter to train on": (
-            not _objective_has(config, "places_masks")
-        ),
-        f"objective={config.objective} takes no adapter: its clean rows see their block both ways, so that "
-        "they are not those of the base; remove adapter": not _objective_has(config, "predicts_next"),
-    }
-    for index, stage in enumerate(config.train.stages):
-        sentence = (
-            f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the "
-            "base model's and their loss is constant; leave clean_weight out or set it to 0"
+    name, problems = config.objective, []
+    if config.export.merge:
+        problems.append(
+            "export.merge=true: merging W + BA would change the clean rows, and with them the distribution "
+            "of the answers; leave it out: the adapter is published next to its base"
         )
-        found[sentence] = stage.clean_weight not in (None, 0)
-    return _sentences(found)
-
-
-def _sentences(found: Mapping[str, bool]) -> list[str]:
-    """The sentences that hold."""
-    return [sentence for sentence, holds in found.items() if holds]
+    if not config.adapter.targets:
+        problems.append("adapter.targets is empty: name at least one linear layer")
+    if not _objective_has(config, "places_masks"):
+        problems.append(f"objective={name} has no mask rows for an adapter to train on")
+    if not _objective_has(config, "predicts_next"):
+        problems.append(
+            f"objective={name} takes no adapter: its clean rows see their block both ways, so that they are "
+            "not those of the base; remove adapter"
+        )
+    return problems + [
+        f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the base "
+        "model's and their loss is constant; leave clean_weight out or set it to 0"
+        for index, stage in enumerate(config.train.stages)
+        if stage.clean_weight not in (None, 0)
+    ]
 
 
 def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
@@ -232,66 +310,86 @@ def data_problems(data: DataConfig, held_out: str | None) -> list[str]:
 
 
 def _loop_problems(config: TrainConfig) -> list[str]:
-    loop, source, attention = config.train, config.data.source, config.model.attention
-    endless = is_endless(source)
+    loop, source, attention, problems = config.train, config.data.source, config.model.attention, []
     has_gpu = loop.device != "cpu" and (config.dry_run or torch.cuda.is_available())
-    found = {
-        "train.max_length=1 leaves no token to predict": loop.max_length == 1,
-        f"train.steps={loop.steps} must be at least 1, and 1 for every stage": (
-            loop.steps is not None and loop.steps < max(1, len(loop.stages))
-        ),
-        f"model.attention={attention} has no backward pass on a CPU: use auto": (
-            attention in GPU_ONLY and not has_gpu
-        ),
-        "train.steps and train.epochs exclude each other": None not in (loop.steps, loop.epochs),
-        f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless": (
-            loop.epochs is not None and endless
-        ),
-        f"train.overlong=split is for files, not for data.source={source}": loop.overlong == "split"
-        and endless,
-    }
-    return _sentences(found)
+    if loop.max_length == 1:
+        problems.append("train.max_length=1 leaves no token to predict")
+    if loop.steps is not None and loop.steps < max(1, len(loop.stages)):
+        problems.append(f"train.steps={loop.steps} must be at least 1, and 1 for every stage")
+    if attention in GPU_ONLY and not has_gpu:
+        problems.append(f"model.attention={attention} has no backward pass on a CPU: use auto")
+    if None not in (loop.steps, loop.epochs):
+        problems.append("train.steps and train.epochs exclude each other")
+    if loop.epochs is not None and is_endless(source):
+        problems.append(
+            f"train.epochs={loop.epochs} has no meaning for data.source={source}, which is endless"
+        )
+    if loop.overlong == "split" and is_endless(source):
+        problems.append(f"train.overlong=split is for files, not for data.source={source}")
+    return problems
 
 
 def _stage_problems(config: TrainConfig) -> list[str]:
-    loop, has_length = config.train, config.train.steps is not None or config.train.epochs is not None
+    stages, has_length = config.train.stages, (config.train.steps, config.train.epochs) != (None, None)
     if not _objective_has(config, "places_masks"):
-        found = {
-            f"objective={config.objective} has no strides: remove train.stages and give train.steps": bool(
-                loop.stages
-            ),
-            "train.steps is missing": not has_length,
-        }
-        return _sentences(found)
-    if not loop.stages:
+        problems = [] if has_length else ["train.steps is missing"]
+        if stages:
+            name = config.objective
+            problems.append(f"objective={name} has no strides: remove train.stages and give train.steps")
+        return problems
+    if not stages:
         return ["train.stages is empty: give at least one {stride, steps or fraction, clean_weight}"]
-    found = {}
-    for index, stage in enumerate(loop.stages):
-        where, weight = f"train.stages[{index}]", stage.clean_weight
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight >= 0
-        has_no_clean_loss = weight not in (None, 0) and not _objective_has(config, "predicts_next")
-        found |= {
-            f"{where}.stride={stage.stride} must be in [2, {MAX_STRIDE}]": not 2
-            <= stage.stride
-            <= MAX_STRIDE,
-            f"{where} needs exactly one of steps and fraction": (stage.steps is None)
-            == (stage.fraction is None),
-            f"{where} has no steps": any(
-                num is not None and num <= 0 for num in (stage.steps, stage.fraction)
-            ),
-            f"{where}.clean_weight={weight!r}: the objective has no clean loss": has_no_clean_loss,
-            f"{where}.clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}": (
-                not has_no_clean_loss and weight not in (None, AUTO_BALANCED) and not is_number
-            ),
-        }
-    is_mixed = len({stage.steps is None for stage in loop.stages}) > 1
-    has_fractions = loop.stages[0].steps is None and not is_mixed
-    total = sum(stage.fraction or 0 for stage in loop.stages)
-    found |= {
-        "train.stages mixes steps and fractions": is_mixed,
-        "train.stages gives fractions: train.steps (or epochs) is missing": has_fractions and not has_length,
-        f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and must add "
-        "up to 1; give fewer train.steps (or epochs) for a shorter run": has_fractions
-        and abs(total - 1) > FRACTION_TOLERANCE,
-    }
-    return _sentences(found)
+    has_clean_loss = _objective_has(config, "predicts_next")
+    problems = [
+        f"train.stages[{index}]{problem}"
+        for index, stage in enumerate(stages)
+        for problem in _problems_of_stage(stage, has_clean_loss=has_clean_loss)
+    ]
+    if len({stage.steps is None for stage in stages}) > 1:
+        problems.append("train.stages mixes steps and fractions")
+    elif stages[0].steps is None:
+        if not has_length:
+            problems.append("train.stages gives fractions: train.steps (or epochs) is missing")
+        total = sum(stage.fraction or 0 for stage in stages)
+        if abs(total - 1) > FRACTION_TOLERANCE:
+            problems.append(
+                f"the fractions of train.stages add up to {total:g}: they are shares of the whole run and "
+                "must add up to 1; give fewer train.steps (or epochs) for a shorter run"
+            )
+    return problems
+
+
+def _problems_of_stage(stage: StageConfig, *, has_clean_loss: bool) -> Iterator[str]:
+    weight = stage.clean_weight
+    if not 2 <= stage.stride <= MAX_STRIDE:
+        yield f".stride={stage.stride} must be in [2, {MAX_STRIDE}]"
+    if (stage.steps is None) == (stage.fraction is None):
+        yield " needs exactly one of steps and fraction"
+    if any(num is not None and num <= 0 for num in (stage.steps, stage.fraction)):
+        yield " has no steps"
+    if weight not in (None, 0) and not has_clean_loss:
+        yield f".clean_weight={weight!r}: the objective has no clean loss"
+    elif weight not in (None, AUTO_BALANCED) and not (type(weight) in (int, float) and weight >= 0):
+        yield f".clean_weight={weight!r} is neither a number >= 0 nor {AUTO_BALANCED!r}"
+
+
+def value_of(config: TrainConfig, key: str) -> Any:
+    """Return the value of the dotted `key`, None where its section is null."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def unused_options(config: TrainConfig) -> list[str]:
+    """Return a sentence about each option that is set and not read; blank paths are refused in `check`."""
+    defaults, found = TrainConfig(), {}
+    for rule in RULES:
+        for key in rule.keys:
+            value, default = value_of(config, key), value_of(defaults, key)
+            if key not in found and value not in (default, "") and rule.applies(config):
+                shown = "null" if default is None else default
+                found[key] = (
+                    f"{key}={value} has no effect: {rule.why}; else leave it out, or set {key}={shown}"
+                )
+    return list(found.values())

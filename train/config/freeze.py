@@ -7,13 +7,12 @@ as `config=PATH`. Ranks that compose on their own could differ by a file of thei
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from idlm.cli import command
 from idlm.config.compose import compose
-from idlm.files.disk import translate_disk_errors
+from idlm.files.disk import replace_text
 from idlm.train.checkpoint.resume import config_hash, config_text
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig
@@ -26,11 +25,7 @@ def freeze(overrides: list[str]) -> Path:
     config = compose("train", TrainConfig, overrides)
     check_config(config)
     path = Path(config.output_dir).absolute() / LAUNCH_FOLDER / f"config-{config_hash(config)}.yaml"
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    with translate_disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(config_text(config), encoding="utf-8")
-        os.replace(aside, path)
+    replace_text(path, config_text(config))
     return path
 
 

@@ -1,6 +1,4 @@
-"""Arguments of transformers' Trainer, which open the process group, and how a run is spread over its
-processes.
-"""
+"""Arguments of transformers' Trainer, which open the process group, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -12,15 +10,9 @@ import torch
 
 from idlm.errors import UserError
 from idlm.train.checkpoint.resume import RUN_FOLDER, RunShape, config_hash
-from idlm.train.config.schema import TrainConfig
+from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.distributed.collectives import gather_objects
-from idlm.train.distributed.deepspeed import (
-    deepspeed_config,
-    keeps_fp32_masters,
-    open_communication,
-    prepare_environment,
-    zero_stage,
-)
+from idlm.train.distributed.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -37,8 +29,20 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     loop = config.train
     # Progress bars of weight files would break our own progress line.
     disable_progress_bar()
-    prepare_environment(config)
     on_gpu = loop.device != "cpu" and torch.cuda.is_available()
+    if not on_gpu:
+        # accelerate imports DeepSpeed where it is installed, which warns of the missing GPU without this.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = None
+    if uses_deepspeed(loop):
+        from idlm.train.distributed.deepspeed_settings import (
+            deepspeed_config,
+            open_communication,
+            prepare_environment,
+        )
+
+        prepare_environment(on_cpu=not on_gpu)
+        deepspeed = deepspeed_config(config, "cuda" if on_gpu else "cpu")
     args = TrainingArguments(
         output_dir=str(Path(config.output_dir) / RUN_FOLDER),
         per_device_train_batch_size=loop.batch_size,
@@ -52,7 +56,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=loop.bf16 or keeps_fp32_masters(config),
         seed=loop.seed,
-        use_cpu=loop.device == "cpu" or not torch.cuda.is_available(),
+        use_cpu=not on_gpu,
         logging_strategy="no",
         logging_nan_inf_filter=False,
         save_strategy="steps",
@@ -61,7 +65,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         remove_unused_columns=False,
         disable_tqdm=True,
         report_to=[],
-        deepspeed=deepspeed_config(config, "cuda" if on_gpu else "cpu"),
+        deepspeed=deepspeed,
         ddp_find_unused_parameters=False,
         dataloader_num_workers=loop.workers,
     )
@@ -71,17 +75,18 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             f"{args.n_gpu} GPUs are visible to one process",
             fix="start with `torchrun --nproc-per-node N -m idlm.train.cli` or set CUDA_VISIBLE_DEVICES=0",
         )
-    open_communication(config)
+    if deepspeed is not None:
+        open_communication()
     return args
 
 
-def shape(config: TrainConfig) -> RunShape:
-    """Return how this run spreads a step, from its configuration and launcher."""
+def shape(loop: LoopConfig) -> RunShape:
+    """Return how this run divides a step, from its configuration and launcher."""
     return RunShape(
         world_size=num_processes(),
-        batch_size=config.train.batch_size,
-        accumulation=config.train.accumulation,
-        zero_stage=zero_stage(config),
+        batch_size=loop.batch_size,
+        accumulation=loop.accumulation,
+        zero_stage=zero_stage(loop),
     )
 
 

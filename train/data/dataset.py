@@ -19,7 +19,7 @@ from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, pack_rows
 from idlm.train.data.packing import FileRows, LengthLimits, StreamRows
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.planning.time import count_fed
+from idlm.train.planning.flops import count_fed
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
@@ -79,7 +79,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     Adds indices into the flattened B*T rows, found here so that no device waits for them: `noisy_index` and
     `clean_index` (supervised rows of either half), `open_index` (supervised noisy rows that show their token,
     in neither of those), `gate_index` (all noisy rows, for a gated adapter). Adds `item_ids` [B], `fed` [6]
-    (`idlm.train.planning.time.count_fed`) and the scalar `num_tokens`, the document tokens of the
+    (`idlm.train.planning.flops.count_fed`) and the scalar `num_tokens`, the document tokens of the
     micro-batch.
     """
     stages = {item["stage"] for item in items}

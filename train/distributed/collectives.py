@@ -7,7 +7,6 @@ torch.distributed serializes the objects. In a run of one process nothing here c
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ from torch import distributed as dist
 from idlm.errors import UserError
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 def is_distributed() -> bool:
@@ -83,12 +81,10 @@ def control_group() -> dist.ProcessGroup | None:
     """The group for tensors on the host; None, the default group, where that uses gloo. The first call is
     collective.
     """
-    if dist.get_backend() == "gloo":
-        return None
-    return _gloo_group(dist.group.WORLD)
+    return None if dist.get_backend() == "gloo" else _gloo_group(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
 def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    log.debug("opening a gloo group next to %s", world)
+    """A group next to `world`: a process group that is opened later gets its own."""
     return dist.new_group(backend="gloo")

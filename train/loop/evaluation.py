@@ -11,13 +11,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import all_reduce
 from idlm.train.loop.progress import EVALUATION, Progress
-from idlm.train.objectives.base import Batch, Head, Terms
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:
@@ -34,9 +32,7 @@ class HeldOut(TrainerCallback):
         self.dataset, self.progress, self.trainer, self.every = dataset, progress, trainer, every
         self.num_items = num_items if rows is None else min(rows, num_items)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         curriculum, step = self.trainer.step.curriculum, state.global_step
         stage = curriculum.stage_of_step(step - 1)
         if step % self.every and not curriculum.ends_stage(step):
@@ -56,15 +52,19 @@ class HeldOut(TrainerCallback):
         totals = torch.zeros(2, len(objective.term_names), device=device, dtype=torch.float64)
         overlap = torch.zeros(2, stage.stride - 1, device=device, dtype=torch.float64)
         world, own = trainer.args.world_size, trainer.args.process_index
+        was_training = trainer.model.training
+        trainer.model.eval()
         for start in range(0, self.num_items, world):
             # A rank without an item of its own repeats one and does not count it.
             batch = collate([self.dataset[min(start + own, self.num_items - 1)]])
-            terms = forward_terms(trainer, batch, shown)
+            moved = {name: value.to(device) for name, value in batch.items()}
+            terms = trainer.step.evaluate(shown, moved, want_overlap=stage.stride > 1)
             if start + own < self.num_items:
                 counts = objective.counts(batch, stage=shown, want_overlap=True)
                 totals += torch.stack([terms.sums.double(), counts.to(device).double()])
                 if terms.overlap is not None:
                     overlap += torch.stack([terms.overlap.sums, terms.overlap.counts]).double()
+        trainer.model.train(was_training)
         all_reduce(totals)
         all_reduce(overlap)
         means = (totals[0] / totals[1].clamp_min(1)).tolist()
@@ -74,22 +74,3 @@ class HeldOut(TrainerCallback):
             **{f"{name}_loss": mean for name, mean in zip(objective.term_names, means, strict=True)},
             "acceptance": (overlap[0] / overlap[1])[overlap[1] > 0].tolist(),
         }
-
-
-def forward_terms(trainer: IdlmTrainer, batch: Batch, stage: Stage) -> Terms:
-    """The objective's sums and overlap of a batch, without gradients and without dropout."""
-    step, model = trainer.step, trainer.model
-    moved = {name: value.to(trainer.args.device) for name, value in batch.items()}
-
-    def compute(head: Head, hidden_BTD: Tensor) -> Terms:
-        return step.objective.terms(
-            head, hidden_BTD, moved, stage=stage, coefficients=None, want_overlap=stage.stride > 1
-        )
-
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), step.autocast():
-            return step.runner.terms(model, moved, step.attention, compute)
-    finally:
-        model.train(was_training)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.train.distributed.collectives import all_reduce, highest
-from idlm.train.planning.time import ModelWork, fed_of, peak_of, span, train_flops, work_of
+from idlm.train.planning.flops import ModelWork, TokenCounts, peak_flops, span, train_flops, work_of
 from idlm.train.step import StepLosses
 
 if TYPE_CHECKING:
@@ -112,16 +112,10 @@ class Progress(TrainerCallback, ExportableState):
         """Make `state` that of this step. Collective; waits for the device."""
         window, self._saved = self._window, None
         if window.counts is not None:
-            sums, fed = (tensor.tolist() for tensor in window.totals())
-            seconds = time.perf_counter() - window.start
-            counts = window.counts.tolist()
-            self._saved = {
-                "step": window.step,
-                "seconds": seconds,
-                "counts": counts,
-                "sums": sums,
-                "fed": fed,
-            }
+            sums, fed = window.totals()
+            tensors = {"counts": window.counts, "sums": sums, "fed": fed}
+            self._saved = {name: tensor.tolist() for name, tensor in tensors.items()}
+            self._saved |= {"step": window.step, "seconds": time.perf_counter() - window.start}
 
     def state(self) -> dict[str, Any]:
         """What transformers writes with a checkpoint."""
@@ -139,9 +133,7 @@ class Progress(TrainerCallback, ExportableState):
         self._append(record)
         self._say(f"step {record['step']}  {describe(record)}")
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # transformers replaces only the entries that a checkpoint has.
         stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved, now = stored["attributes"].get("window"), time.perf_counter()
@@ -168,9 +160,7 @@ class Progress(TrainerCallback, ExportableState):
             )
             self._bar.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self.trainer is not None and self.trainer.step.losses is not None
         step = self.trainer.step.losses
         self._window.add(step)
@@ -182,9 +172,7 @@ class Progress(TrainerCallback, ExportableState):
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()
 
     def close(self) -> None:
@@ -202,7 +190,7 @@ class Progress(TrainerCallback, ExportableState):
         sums, counts = window.totals()
         means = (sums / window.counts.clamp_min(1)).tolist()
         acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
-        fed, num_processes = fed_of(counts), trainer.args.world_size
+        fed, num_processes = TokenCounts(*counts.tolist()), trainer.args.world_size
         tokens, global_batch = int(fed.clean_rows), trainer.step.curriculum.global_batch
         # Read last: everything above has waited for the device.
         seconds = max(time.perf_counter() - window.start, 1e-9)
@@ -228,7 +216,8 @@ class Progress(TrainerCallback, ExportableState):
         }
         if self._work is not None:
             flops = train_flops(self._work, fed, trains_clean=step.stage.clean_weight != 0)
-            peak = peak_of(trainer.args.device)
+            device = trainer.args.device
+            peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
             record["tflops_per_gpu"] = flops / seconds / num_processes / 1e12
             if peak is not None:
                 record["mfu"] = flops / seconds / num_processes / peak

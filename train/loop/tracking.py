@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,24 +14,15 @@ log = logging.getLogger(__name__)
 NOT_CURVES = ("first_item", "last_item", "step")
 
 
-def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker | None:
-    """The tracker of a run, None where `mode` is disabled. Call it on rank 0 only. `values`: the
-    configuration.
+def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> WandbTracker:
+    """The tracker of a run, on rank 0; `values` is the whole configuration.
 
     Raises UserError IDLM-0551 where wandb is missing or refuses to start, before anything is trained.
     """
-    if config.mode == "disabled":
-        return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "IDLM-0551",
-            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
-            fix="pip install wandb, or wandb.mode=disabled",
-        ) from error
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        import wandb
+
         run = wandb.init(
             project=config.project,
             name=config.name,
@@ -39,6 +31,12 @@ def open_tracker(config: WandbConfig, folder: Path, values: dict[str, Any]) -> W
             config=values,
             settings=wandb.Settings(silent=True, console="off"),
         )
+    except ImportError as error:
+        raise UserError(
+            "IDLM-0551",
+            f"wandb.mode={config.mode}, but wandb cannot be imported: {error}",
+            fix="pip install wandb, or wandb.mode=disabled",
+        ) from error
     # The exceptions for a missing key, a refused one and no network have no common base class.
     except Exception as error:
         raise UserError(
@@ -57,29 +55,23 @@ class WandbTracker:
 
     def log(self, record: dict[str, Any]) -> None:
         """Mirror a record: numbers by name, acceptance by position, evaluations under `held_out/`."""
-        if self._run is None:
-            return
-        try:
-            self._run.log(curves(record), step=record["step"])
-        # Training goes on, whatever the service or its client raises.
-        except Exception as error:
-            self._give_up(error)
+        self._send(lambda run: run.log(curves(record), step=record["step"]))
 
     def close(self, *, failed: bool) -> None:
         """Finish the run; safe to call again."""
-        run, self._run = self._run, None
-        if run is None:
+        self._send(lambda run: run.finish(exit_code=int(failed)))
+        self._run = None
+
+    def _send(self, call: Callable[[Any], Any]) -> None:
+        if self._run is None:
             return
         try:
-            run.finish(exit_code=int(failed))
+            call(self._run)
+        # Training goes on, whatever the service or its client raises.
         except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        log.warning(
-            "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)", error
-        )
-        self._run = None
+            what = "Weights & Biases failed and gets no more metrics: %s (metrics.jsonl has them all)"
+            log.warning(what, error)
+            self._run = None
 
 
 def curves(record: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A thin subclass of transformers' Trainer, whose loop calls `idlm.train.step`.
+"""A thin subclass of transformers' Trainer, whose loop calls `idlm.train.step`; and how a signal stops it.
 
 Hooks used, checked in transformers 5.17 and 5.23: `get_batch_samples` (sees all micro-batches of an optimizer
 step), `compute_loss`, `training_step`, `_get_train_sampler` and `get_train_dataloader`, those for saving in
@@ -7,22 +7,32 @@ step), `compute_loss`, `training_step`, `_get_train_sampler` and `get_train_data
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import TrainerCallback, TrainerState
 
+from idlm.cli.command import Terminated
 from idlm.train.checkpoint.save import SavingTrainer
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.loop.signals import ignore_stop_signals
+from idlm.train.distributed.collectives import highest
 from idlm.train.objectives.base import Batch, Objective
 from idlm.train.step import PreviousMeans, TrainingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO_SECONDS = 2.0
 
 
 class IdlmTrainer(SavingTrainer):
@@ -109,7 +119,59 @@ class IdlmTrainer(SavingTrainer):
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker: seed it as transformers does, and ignore signals that are meant for the run."""
+    """Prepare a data worker: seed it as transformers does, and ignore signals that are meant for the run.
+
+    Launchers and terminals signal the whole process group, and a run whose workers have died cannot finish
+    its step and save.
+    """
     if seed is not None:
         seed(worker)
-    ignore_stop_signals()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopOnSignal(TrainerCallback):
+    """Inside `listening()`, saves and stops after the current step when a signal arrives; `received` is its
+    number. A second signal ends the process at once.
+
+    One keystroke can arrive twice, from the terminal and from the launcher, so a second signal counts only
+    `ECHO_SECONDS` later. Launchers send SIGKILL some time after their first signal: DeepSpeed after 30 s,
+    torchrun after TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.12 and newer). If a step and its save take longer,
+    the run continues from the checkpoint before.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._heard_at = 0.0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handlers are process-wide and Python allows them on the main thread only; elsewhere this does
+        nothing. A signal that is ignored stays ignored: a shell starts background jobs with SIGINT ignored,
+        so that a Ctrl-C at the terminal does not stop them.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._heard_at = number, now
+        elif now - self._heard_at > ECHO_SECONDS:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        # Ranks may hear a signal on different sides of a step; one that stops alone hangs the others.
+        self.received = highest(self.received or 0) or None
+        if self.received is not None:
+            control.should_save = True
+            control.should_training_stop = True
+        return control

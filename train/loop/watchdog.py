@@ -1,12 +1,15 @@
-"""Names the rank that died, failed or hangs, and ends the others, so that no run waits for a dead peer.
+"""Ends all ranks when one of them dies, fails or hangs, and reports which one.
 
-Every rank writes a heartbeat with its position into a store (torch's TCPStore on rank 0) each second, and a
-thread on every rank reads those of the others. A process that ended is noticed within seconds on its own
-host, a stopped process or a lost host after `SILENT_SECONDS`. A rank without progress for
-`train.hang_seconds` (`SLOW_FACTOR` times as long in phases that read or write files) hangs: the rank furthest
-behind is named with its stack. Tokenising counts as progress (train/loop/liveness.py), also on the ranks that
-wait for it. torchrun and deepspeed also end all ranks when one exits, but do not say why. Exit status:
-`STATUS`.
+Every rank writes a heartbeat with its position into a store (torch's TCPStore on rank 0) each second. A
+thread on every rank reads the heartbeats of the others:
+
+- A process that ended on the same host is found within seconds.
+- A stopped process or a lost host is found after `SILENT_SECONDS`.
+- A rank hangs if it makes no progress for `train.hang_seconds`, or for `SLOW_FACTOR` times as long in a phase
+  that reads or writes files. The report names the rank that is furthest behind and prints its stack.
+
+Tokenising counts as progress (train/loop/liveness.py), also on the ranks that wait for it. torchrun and
+deepspeed also end all ranks when one exits, but do not report why. The exit status is `STATUS`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import Any
 
 from torch import distributed as dist
 from torch.distributed import TCPStore
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from idlm.errors import UserError
 from idlm.train.distributed.collectives import barrier, from_rank_zero, gather_objects, is_distributed
@@ -41,7 +44,7 @@ SILENT_SECONDS = 40.0
 STORE_SECONDS = 10.0
 LINGER_SECONDS = 3.0
 SLOW_FACTOR = 6
-# In order of the loop: a rank in an earlier phase of the same step is further behind.
+# In the order of the loop: of two ranks in the same step, the one in the earlier phase is behind.
 PHASES = ("start", "save", "export", "data", "compute", "finish")
 SLOW_PHASES = ("start", "save", "export", "finish")
 VERDICT = "verdict"
@@ -49,8 +52,8 @@ VERDICT = "verdict"
 
 @dataclass(slots=True, kw_only=True)
 class Heartbeat:
-    """The state that a rank publishes. `count` grows while the process lives, `progress_count` with every
-    piece of work.
+    """The state that a rank publishes. `count` grows each second, `progress_count` with every piece of
+    work.
     """
 
     rank: int
@@ -73,7 +76,9 @@ class Heartbeat:
 
 @dataclass(slots=True)
 class PeerStatus:
-    """A rank's newest heartbeat, and when (monotonic seconds) its `count` and its progress last changed."""
+    """The newest heartbeat of a rank. `alive_at` and `moved_at`: when (monotonic seconds) its `count` and its
+    `progress_count` last changed.
+    """
 
     heartbeat: Heartbeat
     alive_at: float = field(default_factory=time.monotonic)
@@ -103,8 +108,7 @@ class Watchdog(TrainerCallback):
 
     def start(self) -> None:
         """Begin to watch once every rank has a heartbeat in the store. Collective."""
-        if self.store is not None:
-            self._publish()
+        self._publish()
         barrier()
         self._thread.start()
 
@@ -116,28 +120,21 @@ class Watchdog(TrainerCallback):
         self.mine.progress_count += 1
 
     def end(self, failure_message: str = "") -> None:
-        """Stop watching; `failure_message` tells the others why this rank ends early."""
+        """Stop watching. `failure_message` says why this rank ends early; the other ranks report it."""
         self.mine.failure_message, self.mine.is_done = failure_message, not failure_message
         self._ending.set()
         self._thread.join(timeout=STORE_SECONDS)
 
     def wait_for_verdict(self, seconds: float) -> None:
-        """Give the thread time to find out whether another rank is the cause; it then ends the process."""
+        """Wait: if another rank is the cause, the thread finds it and ends this process."""
         self._thread.join(timeout=seconds)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.move("compute", state.global_step)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.move("compute", state.global_step)
+    on_substep_end = on_step_begin
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.move("data", state.global_step)
 
     def _watch(self) -> None:
@@ -151,19 +148,19 @@ class Watchdog(TrainerCallback):
             if verdict is not None:
                 self._execute(*verdict)
         with contextlib.suppress(RuntimeError):
-            if self.store is not None:
-                self._publish()
+            self._publish()
 
     def _publish(self) -> None:
-        self.store.set(f"beat/{self.mine.rank}", json.dumps(asdict(self.mine)))
+        if self.store is not None:
+            self.store.set(f"beat/{self.mine.rank}", json.dumps(asdict(self.mine)))
 
     def _exchange(self) -> None:
         now, num_noted = self.clock(), progress_count()
         self.mine.progress_count += num_noted - self._num_noted
         self._num_noted = num_noted
+        self._publish()
         beats = [self.mine]
         if self.store is not None:
-            self._publish()
             texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
             beats = [Heartbeat(**json.loads(text)) for text in texts]
         for beat in beats:
@@ -179,37 +176,32 @@ class Watchdog(TrainerCallback):
         """(what happened, the ranks that caused it), or None while every rank is fine."""
         now = self.clock()
         running = [known for known in self.seen.values() if not known.heartbeat.is_done]
-        others = [known for known in running if known.heartbeat.rank != self.mine.rank]
-        for known in others:
-            if known.heartbeat.failure_message:
-                return f"{known.heartbeat.where()} failed: {known.heartbeat.failure_message}", [
-                    known.heartbeat
-                ]
-        for known in others:
-            if known.heartbeat.host == self.mine.host and _has_ended(known.heartbeat.pid):
-                return f"{known.heartbeat.where()} died without a word (killed?)", [known.heartbeat]
-        silent = [known.heartbeat for known in others if now - known.alive_at > SILENT_SECONDS]
+        others = [known.heartbeat for known in running if known.heartbeat.rank != self.mine.rank]
+        for beat in others:
+            if beat.failure_message:
+                return f"{beat.where()} failed: {beat.failure_message}", [beat]
+        for beat in others:
+            if beat.host == self.mine.host and _has_ended(beat.pid):
+                return f"{beat.where()} died without a word (killed?)", [beat]
+        silent = [beat for beat in others if now - self.seen[beat.rank].alive_at > SILENT_SECONDS]
         if silent:
-            return (
-                f"{'; '.join(beat.where() for beat in silent)}: silent for {SILENT_SECONDS:.0f} s (stopped, "
-                "host or network lost)",
-                silent,
-            )
-        stuck = [
-            known
-            for known in running
-            if now - known.moved_at
-            > self.hang_seconds * (SLOW_FACTOR if known.heartbeat.phase in SLOW_PHASES else 1)
-        ]
+            names = "; ".join(beat.where() for beat in silent)
+            return f"{names}: silent for {SILENT_SECONDS:.0f} s (stopped, host or network lost)", silent
+        stuck = []
+        for known in running:
+            factor = SLOW_FACTOR if known.heartbeat.phase in SLOW_PHASES else 1
+            if now - known.moved_at > self.hang_seconds * factor:
+                stuck.append(known)
         if not stuck:
             return None
-        least = min(known.heartbeat.place() for known in running)
-        behind = [known.heartbeat for known in running if known.heartbeat.place() == least]
-        places = "; ".join(known.heartbeat.where() for known in running)
-        named = "; ".join(beat.where() for beat in behind)
         seconds = now - min(known.moved_at for known in stuck)
-        if len(behind) == len(running) > 1:
+        beats = [known.heartbeat for known in running]
+        least = min(beat.place() for beat in beats)
+        behind = [beat for beat in beats if beat.place() == least]
+        places = "; ".join(beat.where() for beat in beats)
+        if len(behind) == len(beats) > 1:
             return f"no rank moved for {seconds:.0f} s, and all are in the same place: {places}", behind
+        named = "; ".join(beat.where() for beat in behind)
         return f"{named} hangs: no progress for {seconds:.0f} s (all: {places})", behind
 
     def _execute(self, what: str, culprits: list[Heartbeat]) -> None:
@@ -219,7 +211,7 @@ class Watchdog(TrainerCallback):
             if self.store is not None:
                 what = self.store.compare_set(VERDICT, "", what).decode()
         if any(beat.failure_message for beat in culprits) and self._ending.wait(LINGER_SECONDS):
-            # The main thread met the same failure and ends by itself, with its own message.
+            # The same failure ended the main thread, which prints its own message.
             return
         text = f"watchdog on rank {self.mine.rank}: {what}; all ranks end with status {STATUS}"
         print(text, file=sys.stderr, flush=True)
@@ -227,18 +219,20 @@ class Watchdog(TrainerCallback):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         for beat in culprits:
             if beat.host == self.mine.host and beat.rank != self.mine.rank and not beat.failure_message:
-                # A stopped or stuck process would outlive the run and keep its memory.
+                # A stopped process does not end by itself and would keep its memory.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(beat.pid, signal.SIGKILL)
         if self.mine.rank == 0 and self.store is not None:
-            # The others still read the verdict from this process.
+            # The other ranks still read the verdict from the store in this process.
             time.sleep(LINGER_SECONDS)
         os._exit(STATUS)
 
 
 @contextlib.contextmanager
 def watching(hang_seconds: float) -> Iterator[Watchdog]:
-    """A watchdog over the ranks of the open process group; it reports an exception inside to the others."""
+    """A watchdog over the ranks of the open process group. The other ranks get the message of an exception
+    that is raised inside.
+    """
     watchdog = Watchdog(
         _open_store() if is_distributed() else None,
         rank=dist.get_rank() if is_distributed() else 0,
@@ -253,7 +247,7 @@ def watching(hang_seconds: float) -> Iterator[Watchdog]:
         raise
     except BaseException as error:
         if is_distributed():
-            # A peer that died makes collectives fail here; then its name matters, not this exception.
+            # Collectives fail here if another rank died: the watchdog then names that rank.
             watchdog.wait_for_verdict(LINGER_SECONDS)
         watchdog.end(failure_message=f"{type(error).__name__}: {error}".splitlines()[0])
         raise
@@ -261,7 +255,7 @@ def watching(hang_seconds: float) -> Iterator[Watchdog]:
 
 
 def _open_store() -> TCPStore | None:
-    """This rank's client of the store; None on all ranks if one cannot reach rank 0. Collective."""
+    """Open this rank's client of the store; None on all ranks if one cannot reach rank 0. Collective."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     timeout = datetime.timedelta(seconds=STORE_SECONDS)
     held: list[TCPStore] = []
@@ -289,7 +283,7 @@ def _host() -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process is gone or a zombie; False where that cannot be seen."""
+    """Whether the process is gone or a zombie; False on systems that do not show it."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")

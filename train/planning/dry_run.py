@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from rich.text import Text
 
 from idlm.errors import UserError
 from idlm.text.tokenizer import num_token_ids, stop_token_ids
@@ -23,15 +25,22 @@ from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
+from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.checks import mask_token
 from idlm.train.model.files import embedding_norm, is_renamed, read_generation_config, weight_problems
 from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
-from idlm.train.planning.estimate import Estimate, estimate_run, gpu_name, num_gpus, remedies
+from idlm.train.planning.estimate import (
+    EFFICIENCY,
+    Estimate,
+    estimate_run,
+    gpu_name,
+    num_gpus,
+    remedies,
+)
+from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
-from idlm.train.planning.preview import LEGEND, coloured, pieces_of, plain
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
-from idlm.train.planning.time import span
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +48,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+HEAD_TOKENS, TAIL_TOKENS = 160, 40
+LEGEND = "context, [[targets]], | before the first target of a masked block"
 
 
 @dataclass(slots=True)
@@ -52,7 +63,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     is_sound: bool = False
 
-    def add(self, title: str, lines: Sequence[Any]) -> None:
+    def add(self, title: str, *lines: Any) -> None:
         self.sections.append((title, list(lines)))
 
     @contextmanager
@@ -85,16 +96,13 @@ def dry_run(config: TrainConfig, *, console: Any, arguments: Sequence[str] = ())
     tokenizer: Any = None
     with found.guarding():
         tokenizer = prepare_tokenizer(config)
-    model: PreTrainedModel | None = None
     if tokenizer is not None:
         with found.guarding():
             model = meta_model(config, tokenizer)
-    if model is not None:
-        with found.guarding():
-            _plan(config, model, tokenizer, found, colours=console.is_terminal)
-    found.add("Launch", [launch_command(num_gpus(config), arguments)])
+            _plan(config, model, tokenizer, found)
+    found.add("Launch", launch_command(num_gpus(config), arguments))
     # Last, because it is the longest and shows what the user gave.
-    found.add("Configuration", config_text(config).rstrip().splitlines())
+    found.add("Configuration", *config_text(config).rstrip().splitlines())
     if found.problems:
         found.sections.insert(0, ("Problems", "\n".join(found.problems).splitlines()))
     _print(found, console)
@@ -129,14 +137,11 @@ def meta_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
         model = create_base(values, attention="eager", dtype=dtype, seed=0, device=meta)
         read = read_generation_config(Path(config.model.path))
         model.generation_config = model.generation_config if read is None else read
-    else:
-        model = prepare_model(config, tokenizer, "eager", meta)
-    return model
+        return model
+    return prepare_model(config, tokenizer, "eager", meta)
 
 
-def _plan(
-    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings, *, colours: bool
-) -> None:
+def _plan(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, found: Findings) -> None:
     """Everything that needs the model's shape."""
     num_base = sum(value.numel() for value in model.parameters())
     name = type(model).__name__
@@ -149,7 +154,7 @@ def _plan(
     mask_token_id = None
     with found.guarding():
         mask_token_id, lines = mask_choice(config, model, tokenizer)
-        found.add("Model", [f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines])
+        found.add("Model", f"{name}, {num_base:,} parameters, {config.model.dtype}", *lines)
     if mask_token_id is None and config.objective != "ar":
         return
     prepare_adapter(config, model, None)
@@ -160,23 +165,23 @@ def _plan(
     stops = stop_token_ids(tokenizer, model.generation_config.to_dict() if model.generation_config else None)
     with found.guarding():
         report = inspect_data(config.data, dataset, tokenizer, stop_token_ids=stops)
-        found.add("Data", report.lines())
-    found.add(f"Samples: {LEGEND}", _samples(dataset, tokenizer, colours=colours))
+        found.add("Data", *report.lines())
+    found.add(f"Samples: {LEGEND}", *_samples(dataset, tokenizer))
     stages = [
         f"{stage.index + 1}. {stage.name}" if stage.stride > 1 else f"{stage.num_steps} steps"
         for stage in curriculum.stages
     ]
     rows = f"{curriculum.global_batch} rows of {dataset.row_length} per step, {curriculum.num_steps} steps"
-    found.add("Stages", [*stages, rows])
+    found.add("Stages", *stages, rows)
     estimate = estimate_run(config, model, dataset, curriculum, gpus=gpus)
     if estimate is None:
-        found.add("Memory", ["no estimate: the architecture's shape is not that of a dense decoder"])
+        found.add("Memory", "no estimate: the architecture's shape is not that of a dense decoder")
         return
     device, how_to_change = planned_device(config)
-    found.add(f"Plan for {device}", [how_to_change])
+    found.add(f"Plan for {device}", how_to_change)
     share = "the CPU" if gpu_name(config) is None else f"one of {gpus} GPUs"
-    found.add(f"Memory of {share}, at the peak", _memory_lines(estimate, config, found))
-    found.add(f"Time on {device}", _time_lines(estimate, config))
+    found.add(f"Memory of {share}, at the peak", *_memory_lines(estimate, config, found))
+    found.add(f"Time on {device}", *_time_lines(estimate, config))
     _add_disk(plan_disk(config, model, curriculum), found)
 
 
@@ -221,18 +226,48 @@ def mask_choice(config: TrainConfig, model: PreTrainedModel, tokenizer: Any) -> 
     return mask_token_id, lines
 
 
-def _samples(dataset: PackedDataset, tokenizer: Any, *, colours: bool) -> list[Any]:
+def _samples(dataset: PackedDataset, tokenizer: Any) -> list[Any]:
     """The first sample of the run and the first of its last stage."""
     shown: list[Any] = []
     last = dataset.curriculum.stages[-1]
     shift = int(dataset.objective.semantics(last.stride).logit_shift)
     for item in (0, len(dataset) - last.num_steps * dataset.curriculum.global_batch):
         row = dataset[item]
-        pieces = pieces_of(row, tokenizer, 0, shift=shift)
         stride = dataset.curriculum.stages[row["stage"]].stride
         shown.append(f"stride {stride}:" if stride > 1 else "next token:")
-        shown.append(coloured(pieces) if colours else plain(pieces))
+        shown.append(sample_text(row, tokenizer, shift=shift))
     return shown
+
+
+def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
+    """The first document of a packed row with the marks of `LEGEND`, by the labels that training really sees;
+    noisy rows predict the token `shift` places on.
+    """
+    is_shown = row["doc_ids"] == 0
+    clean, noisy = is_shown & ~row["is_noisy"], is_shown & row["is_noisy"]
+    token_ids, positions = row["input_ids"][clean].tolist(), row["position_ids"][noisy]
+    opening = set((positions[positions == row["block_starts"][noisy]] + shift).tolist())
+    targets = set((np.flatnonzero(row["labels"][clean] != IGNORE_LABEL) + 1).tolist())
+    targets |= set((positions[row["labels"][noisy] != IGNORE_LABEL] + shift).tolist())
+    head, tail = HEAD_TOKENS, max(HEAD_TOKENS, len(token_ids) - TAIL_TOKENS)
+    text, was_target = Text(), False
+    for place, token_id in enumerate(token_ids):
+        is_target = place in targets
+        if head <= place < tail:
+            if place == head:
+                text.append(f" ... {tail - head} tokens ... ", style="dim")
+            continue
+        if is_target != was_target:
+            text.append("[[" if is_target else "]]", style="dim")
+        token = ("|" if place in opening else "") + _readable(tokenizer, token_id)
+        text.append(token, style="green" if is_target else "dim")
+        was_target = is_target
+    return text.append("]]", style="dim") if was_target else text
+
+
+def _readable(tokenizer: Any, token_id: int) -> str:
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
 def _memory_lines(estimate: Estimate, config: TrainConfig, found: Findings) -> list[str]:
@@ -265,7 +300,7 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
     return [
         f"{plan.tokens_per_step:,.0f} document tokens, {plan.flops_per_step / 1e12:,.1f} TFLOP a step{extra}",
         f"assumed: {plan.num_gpus} x {gpu or 'device'}, {plan.tflops:g} TFLOP/s in products, of which steps "
-        f"reach {plan.efficiency:.0%}",
+        f"reach {EFFICIENCY:.0%}",
         f"{span(plan.seconds_per_step)} per step, {span(plan.seconds)} in all, "
         f"{plan.tokens_per_second_per_gpu:,.0f} document tokens per second and GPU",
     ]
@@ -274,12 +309,10 @@ def _time_lines(estimate: Estimate, config: TrainConfig) -> list[str]:
 def _add_disk(plan: DiskPlan, found: Findings) -> None:
     found.add(
         "Disk",
-        [
-            f"{plan.num_checkpoints} checkpoints (train.save_total_limit, and one being written) of "
-            f"{size_text(plan.checkpoint_bytes)}",
-            f"{plan.num_exports} published checkpoints of {size_text(plan.export_bytes)}",
-            f"{size_text(plan.needed_bytes)} of {size_text(plan.free_bytes)} free in {plan.place}",
-        ],
+        f"{plan.num_checkpoints} checkpoints (train.save_total_limit, and one being written) of "
+        f"{size_text(plan.checkpoint_bytes)}",
+        f"{plan.num_exports} published checkpoints of {size_text(plan.export_bytes)}",
+        f"{size_text(plan.needed_bytes)} of {size_text(plan.free_bytes)} free in {plan.place}",
     )
     if plan.problem is not None:
         found.problems.append(f"{plan.problem}\n    fix: {DISK_FIX}")
@@ -294,8 +327,6 @@ def launch_command(num_gpus: int, arguments: Sequence[str]) -> str:
 
 
 def _print(found: Findings, console: Any) -> None:
-    from rich.text import Text
-
     for title, lines in found.sections:
         console.print(Text(f"# {title}" if not console.is_terminal else title, style="bold"))
         for line in lines:

@@ -1,37 +1,78 @@
-"""What a run is expected to need, from its configuration, its data and its model's shape: for the dry run and
-the report; and the settings that lower its memory.
+"""The memory and time that a run is expected to need, for the dry run and the report; which settings lower
+its memory; and the error for exhausted memory.
+
+The rates of GPUs are assumptions, and the dry run calls them so.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from idlm.errors import UserError
 from idlm.train.config.monitoring import MATMUL_TFLOPS
 from idlm.train.config.schema import TrainConfig
 from idlm.train.config.trainer_arguments import num_processes
 from idlm.train.data.dataset import PackedDataset, collate
-from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, uses_deepspeed, zero_stage
+from idlm.train.distributed.deepspeed import (
+    SHARDS_WEIGHTS,
+    num_elements,
+    num_parameters,
+    uses_deepspeed,
+    zero_stage,
+)
 from idlm.train.model.load import compiles
-from idlm.train.objectives.curriculum import Curriculum
-from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
-from idlm.train.planning.state import GIB, RunSetup, state_setup
-from idlm.train.planning.time import (
-    TimePlan,
+from idlm.train.objectives.curriculum import Curriculum, Stage
+from idlm.train.planning.flops import (
+    FORWARD,
+    PAIR_FORWARD,
+    ModelWork,
     TokenCounts,
-    fed_of,
-    mean_fed,
-    time_plan,
+    train_flops,
     work_of,
 )
+from idlm.train.planning.memory import MemoryPlan, ModelShape, memory_plan, shape_of
+from idlm.train.planning.state import GIB, RunSetup, state_setup, state_terms
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 SAMPLED_ITEMS = 8
 DEFAULT_GPU = "H200"
+EFFICIENCY = 0.6
+"""Share of a GPU's rate that whole steps reach; benchmarks/training/train_step.py measures it."""
+HOST_TEXTS = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "Cannot allocate memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePlan:
+    """`flops_per_step` that the rows need and `extra_flops` that the settings add, over all GPUs."""
+
+    num_steps: int
+    tokens_per_step: float
+    flops_per_step: float
+    extra_flops: float
+    num_gpus: int
+    tflops: float
+
+    @property
+    def seconds_per_step(self) -> float:
+        work = self.flops_per_step + self.extra_flops
+        return work / (self.num_gpus * self.tflops * 1e12 * EFFICIENCY)
+
+    @property
+    def seconds(self) -> float:
+        return self.num_steps * self.seconds_per_step
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_step / self.seconds_per_step / self.num_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +108,41 @@ def gpu_name(config: TrainConfig) -> str | None:
     return next((known for known in MATMUL_TFLOPS if known in name), name)
 
 
-def sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: int) -> TokenCounts:
+def estimate_run(
+    config: TrainConfig, model: PreTrainedModel, dataset: PackedDataset, curriculum: Curriculum, *, gpus: int
+) -> Estimate | None:
+    """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us."""
+    shape = shape_of(model)
+    if shape is None:
+        return None
+    adapted = 0
+    if config.adapter is not None:
+        adapted = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    fed = [_sampled_fed(dataset, curriculum, stage) for stage in curriculum.stages]
+    setup = run_setup(config, dataset.row_length, fed[-1], num_adapted=adapted, world_size=gpus)
+    work, tflops = work_of(model), config.plan.tflops or MATMUL_TFLOPS.get(gpu_name(config) or "")
+    time = None
+    if work is not None and tflops is not None:
+        stages, rows = list(zip(curriculum.stages, fed, strict=True)), curriculum.global_batch
+        time = _time_plan(config, work, stages=stages, global_batch=rows, num_gpus=gpus, tflops=tflops)
+    return Estimate(
+        shape=shape,
+        setup=setup,
+        memory=memory_plan(shape, setup),
+        time=time,
+        num_gpus=gpus,
+        is_counted=work is not None,
+        row_length=dataset.row_length,
+        fed=fed[-1],
+    )
+
+
+def _sampled_fed(dataset: PackedDataset, curriculum: Curriculum, stage: Stage) -> TokenCounts:
     """The average packed row of a stage, from its first items."""
-    first = sum(one.num_steps for one in curriculum.stages[:stage]) * curriculum.global_batch
-    last = min(first + SAMPLED_ITEMS, first + curriculum.stages[stage].num_steps * curriculum.global_batch)
-    return mean_fed([fed_of(collate([dataset[item]])["fed"]) for item in range(first, last)])
+    first = sum(one.num_steps for one in curriculum.stages[: stage.index]) * curriculum.global_batch
+    num_items = min(SAMPLED_ITEMS, stage.num_steps * curriculum.global_batch)
+    fed = [collate([dataset[first + item]])["fed"].tolist() for item in range(num_items)]
+    return TokenCounts(*(sum(counts) / num_items for counts in zip(*fed, strict=True)))
 
 
 def run_setup(
@@ -85,84 +156,152 @@ def run_setup(
         rows=size * row_length,
         targets=round(size * (fed.clean_targets + fed.noisy_targets)),
         mask_rows=round(size * fed.noisy_rows),
-        accumulation=config.train.accumulation,
-        autocast=config.train.bf16 and not uses_deepspeed(config) and config.model.dtype == "float32",
+        autocast=config.train.bf16 and not uses_deepspeed(config.train) and config.model.dtype == "float32",
         is_checkpointed=config.model.gradient_checkpointing,
-        is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config)),
+        is_compiled=compiles(config.model.compile, device, zero_stage=zero_stage(config.train)),
         adapter_parameters=num_adapted,
     )
 
 
-def estimate_run(
-    config: TrainConfig, model: PreTrainedModel, dataset: PackedDataset, curriculum: Curriculum, *, gpus: int
-) -> Estimate | None:
-    """What the run will need; `model` with its adapter, if any. None where its shape is unknown to us."""
-    shape = shape_of(model)
-    if shape is None:
-        return None
-    adapted = 0
-    if config.adapter is not None:
-        adapted = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
-    fed = [sampled_fed(dataset, curriculum, stage.index) for stage in curriculum.stages]
-    setup = run_setup(config, dataset.row_length, fed[-1], num_adapted=adapted, world_size=gpus)
-    work, tflops = work_of(model), config.plan.tflops or MATMUL_TFLOPS.get(gpu_name(config) or "")
-    time = None
-    if work is not None and tflops is not None:
-        stages, rows = list(zip(curriculum.stages, fed, strict=True)), curriculum.global_batch
-        time = time_plan(config, work, stages=stages, global_batch=rows, num_gpus=gpus, tflops=tflops)
-    return Estimate(
-        shape=shape,
-        setup=setup,
-        memory=memory_plan(shape, setup),
-        time=time,
-        num_gpus=gpus,
-        is_counted=work is not None,
-        row_length=dataset.row_length,
-        fed=fed[-1],
+def _time_plan(
+    config: TrainConfig,
+    work: ModelWork,
+    *,
+    stages: Sequence[tuple[Stage, TokenCounts]],
+    global_batch: int,
+    num_gpus: int,
+    tflops: float,
+) -> TimePlan:
+    """Time of all steps; `stages`: each with the average packed row that it is fed.
+
+    Extra FLOPs: one forward pass of the layers for recomputed activations, and one more, with the head, for
+    an auto-balanced stage with accumulation that balances its own step.
+    """
+    num_steps = sum(stage.num_steps for stage, _ in stages)
+    needed = extra = tokens = 0.0
+    for stage, fed in stages:
+        rows = stage.num_steps * global_batch
+        forward = FORWARD * work.layers * fed.rows + PAIR_FORWARD * work.queries * fed.pairs
+        tokens += rows * fed.clean_rows
+        needed += rows * train_flops(work, fed, trains_clean=stage.clean_weight != 0)
+        if config.model.gradient_checkpointing:
+            extra += rows * forward
+        if stage.clean_weight is None and config.train.accumulation > 1 and config.train.balance == "step":
+            extra += rows * (forward + FORWARD * work.head * (fed.clean_targets + fed.noisy_targets))
+    return TimePlan(
+        num_steps=num_steps,
+        tokens_per_step=tokens / num_steps,
+        flops_per_step=needed / num_steps,
+        extra_flops=extra / num_steps,
+        num_gpus=num_gpus,
+        tflops=tflops,
     )
+
+
+def smaller_runs(config: TrainConfig, *, num_gpus: int) -> dict[str, TrainConfig]:
+    """Configurations that may need less memory on each of `num_gpus`, by the settings that change."""
+    loop, changed = config.train, {}
+    if loop.batch_size > 1:
+        rows = loop.batch_size * loop.accumulation
+        size = next(size for size in range(loop.batch_size // 2, 0, -1) if rows % size == 0)
+        name = f"train.batch_size={size} train.accumulation={rows // size}"
+        changed[name] = replace(loop, batch_size=size, accumulation=rows // size)
+    else:
+        half = loop.max_length // 2
+        changed[f"train.max_length={half} train.overlong=truncate"] = replace(loop, max_length=half)
+    if loop.deepspeed is None and (num_gpus > 1 or loop.offload_optimizer):
+        # Compiled layers do not go with weights that move.
+        highest = SHARDS_WEIGHTS - 1 if config.model.compile == "on" else SHARDS_WEIGHTS
+        for stage in range((loop.zero_stage or 0) + 1, highest + 1):
+            changed[f"train.zero_stage={stage}"] = replace(loop, zero_stage=stage)
+    if loop.zero_stage and not loop.offload_optimizer:
+        changed["train.offload_optimizer=true (slow)"] = replace(loop, offload_optimizer=True)
+    found = {name: replace(config, train=train) for name, train in changed.items()}
+    if not config.model.gradient_checkpointing:
+        model = replace(config.model, gradient_checkpointing=True)
+        found["model.gradient_checkpointing=true"] = replace(config, model=model)
+    return found
 
 
 def remedies(config: TrainConfig, estimate: Estimate) -> list[str]:
     """Settings that lower the largest term of the memory plan, each with what the run needs then; the
     smallest need comes first.
     """
-    loop, gpus, row_length = config.train, estimate.num_gpus, estimate.row_length
-    checkpointed = replace(config, model=replace(config.model, gradient_checkpointing=True))
-    changes = {
-        f"{2 * gpus} GPUs": (config, 2 * gpus, row_length),
-        "model.gradient_checkpointing=true": (checkpointed, gpus, row_length),
-    }
-    if loop.batch_size == 1:
-        changes[f"train.max_length={loop.max_length // 2}"] = (config, gpus, row_length // 2)
-    loops = {}
-    if loop.batch_size > 1:
-        loops[f"train.batch_size={loop.batch_size // 2}"] = replace(loop, batch_size=loop.batch_size // 2)
-    if loop.deepspeed is None:
-        # Compiled layers do not go with weights that move.
-        highest = SHARDS_WEIGHTS - 1 if config.model.compile == "on" else SHARDS_WEIGHTS
-        for stage in range((loop.zero_stage or 0) + 1, highest + 1):
-            loops[f"train.zero_stage={stage}"] = replace(loop, zero_stage=stage)
-    if loop.zero_stage:
-        loops["train.offload_optimizer=true (slow)"] = replace(loop, offload_optimizer=True)
-    for name, changed in loops.items():
-        changes[name] = (replace(config, train=changed), gpus, row_length)
+    gpus = estimate.num_gpus
+    changes = [(name, run, gpus) for name, run in smaller_runs(config, num_gpus=gpus).items()]
     # Recomputed activations have other names than kept ones: terms are compared by their first word.
     kind = max(estimate.memory.terms, key=lambda term: term.num_bytes).name.split()[0].rstrip(",")
     before, found = _bytes_of_kind(estimate.memory, kind), []
-    for name, (changed_config, world_size, length) in changes.items():
-        plan = _memory_of(changed_config, estimate, world_size=world_size, row_length=length)
+    for name, changed, world_size in [*changes, (f"{2 * gpus} GPUs", config, 2 * gpus)]:
+        share = changed.train.max_length / config.train.max_length
+        fed = TokenCounts(*(share * value for value in estimate.fed))
+        num_adapted, row_length = estimate.setup.adapter_parameters, round(share * estimate.row_length)
+        setup = run_setup(changed, row_length, fed, num_adapted=num_adapted, world_size=world_size)
+        plan = memory_plan(estimate.shape, setup)
         if _bytes_of_kind(plan, kind) < before:
             found.append((plan.device_bytes, f"{name} (then {plan.device_bytes / GIB:.1f} GiB)"))
     return [text for _, text in sorted(found)]
 
 
-def _memory_of(config: TrainConfig, estimate: Estimate, *, world_size: int, row_length: int) -> MemoryPlan:
-    share = row_length / estimate.row_length
-    fed = TokenCounts(**{name: share * getattr(estimate.fed, name) for name in TokenCounts.__slots__})
-    num_adapted = estimate.setup.adapter_parameters
-    setup = run_setup(config, row_length, fed, num_adapted=num_adapted, world_size=world_size)
-    return memory_plan(estimate.shape, setup)
-
-
 def _bytes_of_kind(plan: MemoryPlan, kind: str) -> int:
     return sum(term.num_bytes for term in plan.terms if term.name.startswith(kind))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the GPU or the host refused memory."""
+    is_typed = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_typed or (isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_TEXTS))
+
+
+def explain_out_of_memory(
+    error: BaseException, config: TrainConfig, model: nn.Module, *, world_size: int
+) -> None:
+    """Raise UserError IDLM-0517 if `error` is about memory: what was used, what to set."""
+    if not is_out_of_memory(error):
+        return
+    is_gpu = isinstance(error, torch.OutOfMemoryError)
+    where, figures = ("GPU", _gpu_figures()) if is_gpu else ("host", _host_figures())
+    num_trained = sum(num_elements(value) for value in model.parameters() if value.requires_grad)
+    num_frozen = num_parameters(model) - num_trained
+    states = state_bytes(config, num_trained, num_frozen, world_size=world_size)
+    settings = advice(config, num_trained=num_trained, num_frozen=num_frozen, world_size=world_size)
+    raise UserError(
+        "IDLM-0517",
+        f"out of {where} memory: {figures}; weights, gradients and optimizer take {states / GIB:.1f} GiB of "
+        f"it, activations of {config.train.batch_size} x {config.train.max_length} tokens the rest",
+        fix=f"set one of: {'; '.join(settings)}. With another train.batch_size resume=auto continues, other "
+        "settings need a new run (resume=never)",
+    ) from error
+
+
+def state_bytes(config: TrainConfig, num_trained: int, num_frozen: int, *, world_size: int) -> int:
+    """Bytes per process of weights, gradients and AdamW's state."""
+    terms = state_terms(state_setup(config, world_size=world_size), num_trained, num_frozen)
+    return sum(term.num_bytes for term in terms)
+
+
+def advice(config: TrainConfig, *, num_trained: int, num_frozen: int, world_size: int) -> list[str]:
+    """Settings that lower memory; for those that lower the training state, what it takes then."""
+    before, found = state_bytes(config, num_trained, num_frozen, world_size=world_size), []
+    for name, changed in smaller_runs(config, num_gpus=world_size).items():
+        after = state_bytes(changed, num_trained, num_frozen, world_size=world_size)
+        saved = f"{after / GIB:.1f} GiB of weights, gradients and optimizer instead of {before / GIB:.1f}"
+        if after <= before:
+            found.append(f"{name} ({saved if after < before else 'fewer activations'})")
+    return found
+
+
+def _gpu_figures() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB allocated at most, "
+        f"{torch.cuda.memory_reserved() / GIB:.1f} GiB reserved, {free / GIB:.1f} of {total / GIB:.1f} GiB "
+        "free"
+    )
+
+
+def _host_figures() -> str:
+    page = os.sysconf("SC_PAGE_SIZE")
+    statm = Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) * page if statm.exists() else 0
+    return f"{resident / GIB:.1f} GiB resident of {os.sysconf('SC_PHYS_PAGES') * page / GIB:.1f} GiB"

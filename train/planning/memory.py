@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from idlm.kernels.linear_cross_entropy.op import MAX_LOGITS_BYTES
-from idlm.train.distributed.deepspeed import (
-    BUCKET_ELEMENTS,
-    LIVE_ELEMENTS,
-    SHARDS_WEIGHTS,
-    num_elements,
-    whole_shape,
-)
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, num_elements, whole_shape
+from idlm.train.distributed.deepspeed_settings import BUCKET_ELEMENTS, LIVE_ELEMENTS
 from idlm.train.model.gated_lora import is_trained
 from idlm.train.planning.state import GIB, RunSetup, Term, state_terms
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.log import run_fingerprint
 from idlm.text.tokenizer import stop_token_ids
+from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
-from idlm.train.checkpoint.stages import stage_directory
 from idlm.train.data.checks import inspect_data
 from idlm.train.loop.progress import EVALUATION, describe, read_metrics, training_records
 from idlm.train.planning.estimate import Estimate, estimate_run
+from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text
-from idlm.train.planning.time import span
 
 if TYPE_CHECKING:
     from idlm.train.config.schema import TrainConfig
@@ -141,11 +142,6 @@ def write_report(
     return path
 
 
-def expected_tpf(acceptance_J: Sequence[float]) -> dict[str, float]:
-    """Tokens per forward that the acceptance by draft position predicts, per rejection strategy."""
-    return {"cold": tokens_per_forward_cold(acceptance_J), "branch": tokens_per_forward_branch(acceptance_J)}
-
-
 def _measured(metrics: Sequence[dict[str, Any]], estimate: Estimate | None) -> list[tuple[str, str]]:
     """Speed and memory of the run, and what was estimated. The first record, in which things are compiled and
     warmed up, does not count for speed where there are others.
@@ -198,88 +194,74 @@ def _held_out_parts(evaluations: Sequence[dict[str, Any]]) -> list[str]:
 def _sample_parts(report: SampleReport) -> list[str]:
     parts = []
     if report.measurements:
+        rows = []
+        for item in report.measurements:
+            rates = (item.exact_match, item.acceptance_rate)
+            forward = "-" if item.tokens_per_forward is None else f"{item.tokens_per_forward:.2f}"
+            percents = ("-" if rate is None else f"{100 * rate:.1f} %" for rate in rates)
+            rows.append((item.decoder, *percents, forward))
         header = ("decoder", "exact match", "acceptance", "tokens per forward")
-        rows = [
-            (
-                item.decoder,
-                _percent(item.exact_match),
-                _percent(item.acceptance_rate),
-                "-" if item.tokens_per_forward is None else f"{item.tokens_per_forward:.2f}",
-            )
-            for item in report.measurements
-        ]
         parts += ["## Measured on held-out prompts", _table(header, rows)]
     if report.samples or report.problem:
         parts.append("## Sample generations")
     if report.problem:
         parts.append(f"None: {report.problem}")
     for number, sample in enumerate(report.samples, start=1):
-        verdict = f"\n\n{sample.verdict}" if sample.verdict else ""
-        parts.append(
-            f"{number}. Prompt\n\n{_quoted(sample.prompt)}\n\nResponse\n\n{_quoted(sample.response)}{verdict}"
-        )
+        texts = f"Prompt\n\n{_quoted(sample.prompt)}\n\nResponse\n\n{_quoted(sample.response)}"
+        parts.append(f"{number}. {texts}" + (f"\n\n{sample.verdict}" if sample.verdict else ""))
     return parts
+
+
+Curves = dict[str, tuple[list[int], list[float]]]
+"""Steps and values of a plot, by the name of the curve."""
 
 
 def _plots(folder: Path, metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """(title, file name) of every plot that the metrics have something for."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps = [record["step"] for record in metrics]
-    loss_names = [key for key in metrics[0] if key.endswith("_loss")]
-    losses = {key[:-5]: (steps, [record[key] for record in metrics]) for key in loss_names}
+
+    def curve(records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Any:
+        return [record["step"] for record in records], [value(record) for record in records]
+
+    names = [key for key in metrics[0] if key.endswith("_loss")]
+    losses: Curves = {name[:-5]: curve(metrics, itemgetter(name)) for name in names}
     plots = [("Loss of both paths" if len(losses) > 1 else "Loss", LOSS_PLOT, losses, "nats per token")]
     drafted = [record for record in metrics if record["acceptance"]]
     if drafted:
-        num_positions = max(len(record["acceptance"]) for record in drafted)
-        by_position = {}
-        for position in range(num_positions):
+        by_position: Curves = {}
+        for position in range(max(len(record["acceptance"]) for record in drafted)):
             known = [record for record in drafted if len(record["acceptance"]) > position]
-            by_position[f"draft {position + 1}"] = (
-                [record["step"] for record in known],
-                [record["acceptance"][position] for record in known],
-            )
+            values = [record["acceptance"][position] for record in known]
+            by_position[f"draft {position + 1}"] = [record["step"] for record in known], values
         plots.append(("Acceptance by draft position", "acceptance.png", by_position, "expected acceptance"))
-        forwards = {
-            name: ([r["step"] for r in drafted], [expected_tpf(r["acceptance"])[name] for r in drafted])
-            for name in ("cold", "branch")
+        title = "Tokens per forward that the acceptance predicts"
+        forwards: Curves = {
+            "cold": curve(drafted, lambda record: tokens_per_forward_cold(record["acceptance"])),
+            "branch": curve(drafted, lambda record: tokens_per_forward_branch(record["acceptance"])),
         }
-        plots.append(
-            ("Tokens per forward that the acceptance predicts", "tpf.png", forwards, "tokens per forward")
-        )
+        plots.append((title, "tpf.png", forwards, "tokens per forward"))
     # Every stage ends with a record, so the boundary is the last step of a stage, not the next logged step.
     boundaries = [a["step"] for a, b in zip(metrics, metrics[1:], strict=False) if a["stage"] != b["stage"]]
-    for title, name, lines, unit in plots:
-        # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
-        is_log = name == LOSS_PLOT and any(value > 0 for _, values in lines.values() for value in values)
-        _plot(folder / name, lines, title=title, unit=unit, boundaries=boundaries, is_log=is_log)
+    for title, name, curves, unit in plots:
+        _plot(folder / name, curves, title=title, unit=unit, boundaries=boundaries)
     return [(title, name) for title, name, _, _ in plots]
 
 
-def _plot(
-    path: Path,
-    lines: dict[str, tuple[list[int], list[float]]],
-    *,
-    title: str,
-    unit: str,
-    boundaries: Sequence[int],
-    is_log: bool,
-) -> None:
+def _plot(path: Path, curves: Curves, *, title: str, unit: str, boundaries: Sequence[int]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for label, (steps, values) in lines.items():
+    for label, (steps, values) in curves.items():
         axes.plot(steps, values, label=label, marker="." if len(steps) < 20 else None)
     for step in boundaries:
         axes.axvline(step, color="grey", linestyle=":", linewidth=1)
-    axes.set(
-        title=title,
-        xlabel="optimizer step (dotted: next stage)" if boundaries else "optimizer step",
-        ylabel=unit,
-    )
-    if is_log:
+    steps_label = "optimizer step (dotted: next stage)" if boundaries else "optimizer step"
+    axes.set(title=title, xlabel=steps_label, ylabel=unit)
+    # Losses fall by orders of magnitude: on a linear scale the first steps hide all later ones.
+    if path.name == LOSS_PLOT and any(value > 0 for _, values in curves.values() for value in values):
         axes.set_yscale("log", nonpositive="mask")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -298,7 +280,3 @@ def _quoted(text: str) -> str:
     while fence in text:
         fence += "`"
     return f"{fence}text\n{text}\n{fence}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"

@@ -45,7 +45,6 @@ class RunSetup:
     rows: int
     targets: int
     mask_rows: int
-    accumulation: int = 1
     world_size: int = 1
     zero_stage: int | None = None
     is_bf16: bool = True
@@ -80,7 +79,7 @@ def state_setup(config: TrainConfig, *, world_size: int) -> RunSetup:
         targets=0,
         mask_rows=0,
         world_size=world_size,
-        zero_stage=zero_stage(config),
+        zero_stage=zero_stage(config.train),
         is_bf16=keeps_fp32_masters(config) or config.model.dtype == "bfloat16",
         offloads=config.train.offload_optimizer,
         rank=0 if config.adapter is None else config.adapter.rank,

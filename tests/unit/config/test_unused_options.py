@@ -9,9 +9,8 @@ import pytest
 
 from idlm.config.compose import compose, recipes
 from idlm.errors import UserError
-from idlm.train.config.check import check_config
+from idlm.train.config.check import RULES, Rule, check_config, unused_options, value_of
 from idlm.train.config.schema import TrainConfig
-from idlm.train.config.unused_options import RULES, Rule, unused_options, value_of
 from tests.integration.inference.command_lines import TINY
 
 STEPS = "train.stages=[{stride: 2, steps: 4, clean_weight: auto}]"

@@ -44,6 +44,21 @@ def test_an_old_checkpoint_is_named_only_where_there_is_one(tmp_path: Path) -> N
     assert "what was published there before is intact" in told_of(output, full)
 
 
+@pytest.mark.parametrize("damage", ["short", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_not_called_intact(tmp_path: Path, damage: str) -> None:
+    full, older, newer = OSError(errno.ENOSPC, NO_SPACE), tmp_path / "checkpoint-4", tmp_path / "checkpoint-8"
+    save(older)
+    save(newer)
+    if damage == "short":
+        os.truncate(newer / "model.bin", 7)
+    elif damage == "missing":
+        (newer / "model.bin").unlink()
+    else:
+        (newer / "manifest.json").write_text("[")
+    assert f"{older} is intact" in told_of(tmp_path / "checkpoint-12", full)
+    assert "intact" not in told_of(tmp_path / "out", full)
+
+
 def test_the_cause_the_path_and_the_bytes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The space is measured before the half-written files are removed, which frees theirs."""
 

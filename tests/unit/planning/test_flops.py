@@ -10,7 +10,7 @@ from idlm.lora import AdapterSpec
 from idlm.masks import PADDING_DOC, RowMeta, dense_mask
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.base import Head
-from idlm.train.planning.time import FED, TokenCounts, fed_of, peak_flops, train_flops, work_of
+from idlm.train.planning.flops import TokenCounts, peak_flops, train_flops, work_of
 from idlm.train.step import BodyAndHead
 from tests.tiny_training import batch_of, random_sample, stage_of, tiny_model, tiny_objective
 
@@ -26,7 +26,7 @@ def mixed_batch(stride: int, mask_region: str = "response") -> dict[str, torch.T
 @pytest.mark.parametrize("stride", [2, 3, 4, 8])
 def test_pairs_are_those_of_the_dense_mask(stride: int, mask_region: str) -> None:
     batch = mixed_batch(stride, mask_region)
-    fed = fed_of(batch["fed"])
+    fed = TokenCounts(*batch["fed"].tolist())
     meta = RowMeta(
         doc_ids=batch["doc_ids"],
         positions=batch["position_ids"],
@@ -68,7 +68,7 @@ def counted(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, trains_cl
 
 
 def without_pairs(batch: dict[str, torch.Tensor]) -> TokenCounts:
-    values = dict(zip(FED, batch["fed"].tolist(), strict=True))
+    values = dict(zip(TokenCounts._fields, batch["fed"].tolist(), strict=True))
     return TokenCounts(**(values | {"clean_pairs": 0, "noisy_pairs": 0}))
 
 

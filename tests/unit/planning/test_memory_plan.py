@@ -17,7 +17,8 @@ from idlm.train.config.schema import TrainConfig
 from idlm.train.model.gated_lora import add_adapter
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning import state as estimate
-from idlm.train.planning.estimate import Estimate, remedies, run_setup
+from idlm.train.planning.estimate import EFFICIENCY, Estimate, TimePlan, remedies, run_setup
+from idlm.train.planning.flops import TokenCounts, span, work_of
 from idlm.train.planning.memory import (
     DEVICE_BYTES,
     ModelShape,
@@ -27,7 +28,6 @@ from idlm.train.planning.memory import (
     shape_of,
 )
 from idlm.train.planning.state import GIB, DiskPlan, RunSetup, check_disk
-from idlm.train.planning.time import TimePlan, TokenCounts, span, work_of
 
 ROWS, LAYERS, RANK = 64, 3, 8
 
@@ -177,9 +177,7 @@ SHAPE = ModelShape(
     width=4096, ffn=12288, queries=4096, keys=1024, layers=36, vocabulary=151936, has_qk_norm=True,
     is_tied=False, num_parameters=8_190_735_360, layer_parameters=192_946_432,
 )  # fmt: skip
-RUN = RunSetup(
-    rows=8192, targets=8190, mask_rows=4095, accumulation=4, world_size=8, zero_stage=2, is_compiled=True
-)
+RUN = RunSetup(rows=8192, targets=8190, mask_rows=4095, world_size=8, zero_stage=2, is_compiled=True)
 
 
 def peak(**changes) -> int:
@@ -207,12 +205,11 @@ def test_what_shards_more_or_keeps_less_needs_less() -> None:
 
 def test_time_and_disk_add_up() -> None:
     plan = TimePlan(
-        num_steps=100, tokens_per_step=1000, flops_per_step=3e12, extra_flops=1e12, num_gpus=2, tflops=10,
-        efficiency=0.5,
+        num_steps=100, tokens_per_step=1000, flops_per_step=3e12, extra_flops=1e12, num_gpus=2, tflops=10
     )  # fmt: skip
-    assert plan.seconds_per_step == pytest.approx(0.4)
-    assert plan.seconds == pytest.approx(40)
-    assert plan.tokens_per_second_per_gpu == pytest.approx(1250)
+    assert plan.seconds_per_step == pytest.approx(0.2 / EFFICIENCY)
+    assert plan.seconds == pytest.approx(20 / EFFICIENCY)
+    assert plan.tokens_per_second_per_gpu == pytest.approx(2500 * EFFICIENCY)
     disk = DiskPlan(
         checkpoint_bytes=100, num_checkpoints=3, export_bytes=10, num_exports=2, free_bytes=320, place="/x"
     )

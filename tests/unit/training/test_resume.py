@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from idlm.train.checkpoint.resume import (
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
 from idlm.train.loop.progress import read_metrics
-from idlm.train.loop.signals import StopOnSignal
+from idlm.train.loop.trainer import StopOnSignal
 from idlm.train.prepare import remember_base
 
 SHAPE = RunShape(world_size=8, batch_size=1, accumulation=4, zero_stage=2)
@@ -43,7 +43,7 @@ def config_of(folder: Path, **changes: object) -> TrainConfig:
 def save(folder: Path, step: int, shape: RunShape = SHAPE) -> Path:
     target = folder / "out" / "run" / f"checkpoint-{step}"
     with publish(target) as staging:
-        (staging / SHAPE_FILE).write_text(json.dumps(shape.as_dict()))
+        (staging / SHAPE_FILE).write_text(json.dumps(asdict(shape)))
         (staging / "global_step").mkdir()
         (staging / "global_step" / "optim_states.pt").write_bytes(bytes(range(256)) * step)
     return target

@@ -1,34 +1,25 @@
-"""Work and time of a training step: FLOPs counted from the rows that are fed, and seconds that follow.
+"""FLOPs of a training step, counted from the rows that are fed.
 
 Products only, 2 FLOPs per multiply-add. What costs time but trains nothing is left out of the count: padding,
 recomputed activations, the extra passes of a balanced loss, clean rows through the head where their weight is
-0. So MFU by this count is low rather than flattering. Rates of GPUs are assumptions, and are called so
-wherever they are shown.
+0. So MFU by this count is low rather than flattering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from idlm.masks import PADDING_DOC
 from idlm.train.distributed.deepspeed import whole_shape
 from idlm.train.model.gated_lora import GatedLinear
-from idlm.train.objectives.curriculum import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from idlm.train.config.schema import TrainConfig
-
-EFFICIENCY = 0.6
-"""Share of that rate which whole steps reach; benchmarks/training/train_step.py measures it."""
-FED = ("clean_rows", "noisy_rows", "clean_pairs", "noisy_pairs", "clean_targets", "noisy_targets")
 FORWARD, ACTIVATIONS, WEIGHTS = 2, 2, 2
 """FLOPs per weight and row: the product, its gradient of the input, its gradient of the weight."""
 PAIR_FORWARD, PAIR_BACKWARD = 4, 10
@@ -49,8 +40,7 @@ PEAK_BF16 = (
 """Dense bf16 FLOP/s of the data sheets; the first name that a device's name contains."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCounts:
+class TokenCounts(NamedTuple):
     """Rows, visible (query, key) pairs and rows with a target, by half, padding left out."""
 
     clean_rows: float = 0
@@ -83,7 +73,7 @@ class ModelWork:
 
 
 def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
-    """Int64 [6] in the order of `FED`, of collated rows [B, T] with their `noisy_index` and `clean_index`.
+    """`TokenCounts` as int64 [6], of collated rows [B, T] with their `noisy_index` and `clean_index`.
 
     A clean row that reaches position p sees p + 1 clean rows; a noisy one the clean rows before its block and
     the noisy ones of its block up to p: p + 1 again (`idlm.masks.dense_mask`).
@@ -91,22 +81,8 @@ def count_fed(rows: dict[str, np.ndarray]) -> np.ndarray:
     is_real, is_noisy = rows["doc_ids"] != PADDING_DOC, rows["is_noisy"]
     seen = rows["reach"] + 1
     clean, noisy = is_real & ~is_noisy, is_real & is_noisy
-    return np.asarray(
-        [
-            clean.sum(),
-            noisy.sum(),
-            seen[clean].sum(),
-            seen[noisy].sum(),
-            len(rows["clean_index"]),
-            len(rows["noisy_index"]),
-        ],
-        dtype=np.int64,
-    )
-
-
-def fed_of(counts: Tensor) -> TokenCounts:
-    """`TokenCounts` of an int64 [6] tensor as `count_fed` makes them; waits for its device."""
-    return TokenCounts(**dict(zip(FED, counts.tolist(), strict=True)))
+    counts = [clean.sum(), noisy.sum(), seen[clean].sum(), seen[noisy].sum()]
+    return np.asarray([*counts, len(rows["clean_index"]), len(rows["noisy_index"])], dtype=np.int64)
 
 
 def work_of(model: PreTrainedModel) -> ModelWork | None:
@@ -163,79 +139,6 @@ def train_flops(work: ModelWork, fed: TokenCounts, *, trains_clean: bool = True)
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by its name; None for an unknown one."""
     return next((rate for name, rate in PEAK_BF16 if name.lower() in device_name.lower()), None)
-
-
-def peak_of(device: torch.device) -> float | None:
-    """`peak_flops` of a CUDA device; None for any other device."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePlan:
-    """`flops_per_step` that the rows need and `extra_flops` that the settings add, over all GPUs."""
-
-    num_steps: int
-    tokens_per_step: float
-    flops_per_step: float
-    extra_flops: float
-    num_gpus: int
-    tflops: float
-    efficiency: float
-
-    @property
-    def seconds_per_step(self) -> float:
-        work = self.flops_per_step + self.extra_flops
-        return work / (self.num_gpus * self.tflops * 1e12 * self.efficiency)
-
-    @property
-    def seconds(self) -> float:
-        return self.num_steps * self.seconds_per_step
-
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens_per_step / self.seconds_per_step / self.num_gpus
-
-
-def mean_fed(fed: Sequence[TokenCounts]) -> TokenCounts:
-    """The average of several items."""
-    names = TokenCounts.__slots__
-    return TokenCounts(**{name: sum(getattr(one, name) for one in fed) / len(fed) for name in names})
-
-
-def time_plan(
-    config: TrainConfig,
-    work: ModelWork,
-    *,
-    stages: Sequence[tuple[Stage, TokenCounts]],
-    global_batch: int,
-    num_gpus: int,
-    tflops: float,
-) -> TimePlan:
-    """Time of all steps; `stages`: each with the average packed row that it is fed.
-
-    Extra FLOPs: one forward pass of the layers for recomputed activations, and one more, with the head, for
-    an auto-balanced stage with accumulation that balances its own step.
-    """
-    num_steps = sum(stage.num_steps for stage, _ in stages)
-    needed = extra = tokens = 0.0
-    for stage, fed in stages:
-        rows = stage.num_steps * global_batch
-        forward = FORWARD * work.layers * fed.rows + PAIR_FORWARD * work.queries * fed.pairs
-        tokens += rows * fed.clean_rows
-        needed += rows * train_flops(work, fed, trains_clean=stage.clean_weight != 0)
-        if config.model.gradient_checkpointing:
-            extra += rows * forward
-        if stage.clean_weight is None and config.train.accumulation > 1 and config.train.balance == "step":
-            extra += rows * (forward + FORWARD * work.head * (fed.clean_targets + fed.noisy_targets))
-    return TimePlan(
-        num_steps=num_steps,
-        tokens_per_step=tokens / num_steps,
-        flops_per_step=needed / num_steps,
-        extra_flops=extra / num_steps,
-        num_gpus=num_gpus,
-        tflops=tflops,
-        efficiency=EFFICIENCY,
-    )
 
 
 def span(seconds: float) -> str:

@@ -1,0 +1,157 @@
+"""DeepSpeed's configuration from ours, its problems, and the environment that it needs.
+
+The configuration gives DeepSpeed torch's AdamW, so nothing is compiled by default. Weights are bfloat16 with
+fp32 masters in the (partitioned) optimizer, or float32 throughout; never float16. Gradients are communicated
+in the dtype of the weights and accumulated in fp32 (`grad_accum_dtype`): over many micro-batches bfloat16
+sums would lose small gradients, and the fp32 sums of ZeRO-2 and 3 cost 4 bytes / ranks per weight. deepspeed
+is imported only by functions that need it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from idlm.errors import UserError
+from idlm.train.distributed.deepspeed import SHARDS_WEIGHTS, keeps_fp32_masters
+
+if TYPE_CHECKING:
+    from idlm.train.config.schema import TrainConfig
+
+STAGES = (0, 1, 2, 3)
+# Elements: 2 x 400 MB in bfloat16, enough to fill a link and little compared to an optimizer.
+BUCKET_ELEMENTS = 200_000_000
+LIVE_ELEMENTS = 1_000_000_000
+FILLED_BY_TRAINER = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
+)
+LONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+def deepspeed_config(config: TrainConfig, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration for `device_type` ("cuda" or "cpu").
+
+    Sizes are "auto": the Trainer fills them in from the same settings. A file of the user (`train.deepspeed`)
+    gets defaults for the keys that it leaves out.
+    """
+    loop = config.train
+    is_bf16 = keeps_fp32_masters(config)
+    base: dict[str, Any] = dict.fromkeys(FILLED_BY_TRAINER, "auto")
+    # accelerate would otherwise swap torch's AdamW for one that is compiled on the spot.
+    base |= {"bf16": {"enabled": is_bf16}, "zero_force_ds_cpu_optimizer": False}
+    base["steps_per_print"] = 10**9
+    if loop.deepspeed is not None:
+        return base | json.loads(Path(loop.deepspeed).read_text())
+    zero: dict[str, Any] = {"stage": loop.zero_stage}
+    if loop.zero_stage:
+        base["data_types"] = {"grad_accum_dtype": "fp32"}
+        zero |= {
+            "reduce_scatter": True,
+            "overlap_comm": device_type == "cuda",
+            "contiguous_gradients": True,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+        }
+        if loop.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device_type == "cuda"}
+    if loop.zero_stage == SHARDS_WEIGHTS:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": LIVE_ELEMENTS,
+            "stage3_max_reuse_distance": LIVE_ELEMENTS,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+    return base | {"zero_optimization": zero}
+
+
+def deepspeed_problems(config: TrainConfig) -> list[str]:
+    """Problems of the DeepSpeed settings, as sentences. Does not import DeepSpeed."""
+    loop, problems = config.train, []
+    if loop.zero_stage is not None and loop.zero_stage not in STAGES:
+        problems.append(f"train.zero_stage={loop.zero_stage} is not one of null, 0, 1, 2, 3")
+    if loop.zero_stage is not None and loop.deepspeed is not None:
+        problems.append("train.zero_stage and train.deepspeed exclude each other: the file names the stage")
+    if loop.deepspeed is not None:
+        problems += _file_problems(Path(loop.deepspeed), config)
+    return problems
+
+
+def _file_problems(path: Path, config: TrainConfig) -> list[str]:
+    if not path.is_file():
+        return [f"train.deepspeed={path} is not a file"]
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return [f"train.deepspeed={path} is not JSON: {error}"]
+    if not isinstance(given, dict) or not isinstance(given.get("zero_optimization", {}), dict):
+        return [f"train.deepspeed={path} is not a DeepSpeed configuration: an object is expected"]
+    problems = []
+    if _enabled(given, "fp16"):
+        problems.append(f"{path}: fp16 is not supported, its range is too small for this loss; use bf16")
+    is_bf16 = keeps_fp32_masters(config)
+    if "bf16" in given and _enabled(given, "bf16") != is_bf16:
+        problems.append(f"{path}: bf16.enabled contradicts train.bf16 and model.dtype, which say {is_bf16}")
+    ours = {
+        "train_micro_batch_size_per_gpu": ("train.batch_size", config.train.batch_size),
+        "gradient_accumulation_steps": ("train.accumulation", config.train.accumulation),
+        "gradient_clipping": ("train.max_grad_norm", config.train.max_grad_norm),
+    }
+    for name, (key, value) in ours.items():
+        if given.get(name, "auto") not in ("auto", value):
+            problems.append(f'{path}: {name}={given[name]} contradicts {key}={value}; write "auto"')
+    for name in ("scheduler", "tensor_parallel", "sequence_parallel_size"):
+        if name in given:
+            problems.append(f"{path}: {name!r} would replace what idlm does itself; remove it")
+    return problems
+
+
+def _enabled(given: dict[str, Any], section: str) -> bool:
+    value = given.get(section)
+    return isinstance(value, dict) and bool(value.get("enabled"))
+
+
+def prepare_environment(*, on_cpu: bool) -> None:
+    """Set the environment that DeepSpeed reads when it is imported: a device, and a rank even for one
+    process.
+
+    Call it before TrainingArguments is created. Without it plain `python` asks for mpi4py, and the first run
+    on a CPU compiles an operation for a minute. UserError IDLM-0511 where DeepSpeed cannot be imported.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(LONE_RANK)
+        os.environ["MASTER_PORT"] = str(_free_port())
+    try:
+        import deepspeed.ops
+    except ImportError as error:
+        raise UserError(
+            "IDLM-0511",
+            f"DeepSpeed cannot be imported: {error}",
+            fix="pip install 'idlm[gpu]', or train.zero_stage=null on one GPU",
+        ) from error
+    # DeepSpeed's use of torch's older names concerns no user of ours.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if on_cpu:
+        vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+
+
+def open_communication() -> None:
+    """Give DeepSpeed the open process group: ZeRO-3 asks for its ranks while weights are loaded."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
