@@ -31,10 +31,10 @@ from idlm.kernels.sampling import (
     Probs,
     Tuning,
     Verdict,
+    dense_probs,
     draft_probs,
     emit_and_draft,
     plain,
-    probability,
     put,
     row_probs,
     uniforms,
@@ -52,7 +52,6 @@ SETTINGS = {
 }
 """Temperature, top_k, top_p and min_p of each arm."""
 SWEPT = {
-    "pdl": (False, True),
     "tile": (4, 8, 16, 32),
     "num_warps": (2, 4, 8),
     "row_warps": (4, 8, 16),
@@ -90,7 +89,7 @@ class Step:
         """Random numbers of the step."""
         num_draws = 2 * self.drafts_ZJ.shape[1] + 1
         ints_Z = self.ints_Z
-        return uniforms(self.lanes_B, ints_Z, ints_Z, num_draws, lanes_B=self.lanes_B, tuning=self.tuning)
+        return uniforms(self.lanes_B, ints_Z, ints_Z, num_draws, lanes_B=self.lanes_B)
 
     def probs(self) -> Probs:
         """Probabilities of all rows."""
@@ -219,9 +218,7 @@ def _mismatches(arm: str) -> float:
     settings = tuple(column.repeat_interleave(7) for column in step.settings)
     exact = plain.row_probs(step.logits_XV, settings, None, filters=step.filters)  # type: ignore[arg-type]
     probs, uniforms_BD = step.probs(), step.uniforms()
-    ids_XV = torch.arange(VOCABULARY, device="cuda").expand(len(step.logits_XV), -1)
-    rows_XV = torch.arange(len(ids_XV), device="cuda")[:, None].expand_as(ids_XV)
-    error = float((probability(probs, rows_XV, ids_XV) - exact.probs_XV).abs().max())
+    error = float((dense_probs(probs) - exact.probs_XV).abs().max())
     # Rounding decides on which side of top_p a token at its edge falls.
     assert error < (1e-6 if arm == "none" else 1e-2), f"{arm=} {error=}"
     verdict = step.verify(probs, uniforms_BD)

@@ -28,13 +28,11 @@ def row_probs(
             logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
     probs_XV = _warped_probs(logits_XV, settings, lanes_B, filters=filters)
     is_nonfinite_X = ~logits_XV.amax(-1).isfinite()
-    if not own:
-        return PlainProbs(probs_XV=probs_XV, is_nonfinite_X=is_nonfinite_X)
     return PlainProbs(
         probs_XV=probs_XV,
         is_nonfinite_X=is_nonfinite_X,
-        own_XV=logits_XV.double().softmax(-1),
-        best_X=logits_XV.argmax(-1),
+        own_XV=logits_XV.double().softmax(-1) if own else None,
+        best_X=logits_XV.argmax(-1) if own else None,
     )
 
 
@@ -195,6 +193,21 @@ def verify(
         token_ids_BA=torch.nn.functional.pad(accepted_ids_BJ, (0, 1)),
         draft_rows_BJ=torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1),
     )
+
+
+def emit_and_draft(
+    probs: PlainProbs,
+    store: PlainDraftProbs,
+    verdict: Verdict,
+    lanes_B: Tensor,
+    uniforms_BA: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    takes_best: bool,
+) -> None:
+    """The token of `emit`, then the drafts of `draw_drafts`."""
+    emit(probs, store, verdict, lanes_B, uniforms_BA[:, 0])
+    draw_drafts(probs, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
 
 
 def emit(

@@ -43,7 +43,7 @@ def test_probabilities_and_draws(num_tokens: int, num_rows: int, tuning: Tuning)
     fed_XV = poisoned(case.logits_XV, padding_rows=1)
     settings = tuple(torch.cat([column, column[:1]]) for column in case.settings)
     probs = row_probs(fed_XV, *settings, filters=True, tuning=tuning)
-    probs_XV = all_probs(probs, num_rows, num_tokens)
+    probs_XV = all_probs(probs, num_rows)
     check_probs(probs_XV, case, probs_reference)
     uniforms_X = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows_X = torch.arange(num_rows + 1)
@@ -56,7 +56,7 @@ def test_probabilities_and_draws(num_tokens: int, num_rows: int, tuning: Tuning)
 def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
     case = make_case(random.Random(5), 6, 300, filters=False)
     probs = row_probs(case.logits_XV, *case.settings, filters=False, tuning=SMALL)
-    probs_XV = all_probs(probs, 6, 300)
+    probs_XV = all_probs(probs, 6)
     check_probs(probs_XV, case, probs_reference)
     for uniform in (2.0**-33, 1 - 2.0**-33):
         uniforms_X = torch.full((6,), uniform, dtype=torch.float64)
@@ -104,7 +104,7 @@ def test_a_sampled_bracket_of_a_smooth_row() -> None:
     settings = (ones, torch.tensor([0, 70]), 0.6 * ones, 0 * ones)
     case = Case(logits_XV=logits_XV, settings=settings)
     probs = row_probs(logits_XV, *settings, filters=True, tuning=tuning)
-    check_probs(all_probs(probs, 2, 250), case, probs_reference)
+    check_probs(all_probs(probs, 2), case, probs_reference)
 
 
 # Sequences and masks. The first has 4 rejections; in the second tau decides; the third takes two launches.
