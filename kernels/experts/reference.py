@@ -5,15 +5,25 @@ R rows, E experts, C chosen experts, G groups, D width, F ffn of an expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from idlm.kernels.experts.types import Routing
-
 MIN_SUM = 1e-20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How rows choose their experts. `is_normalised`: divide the weights of the chosen experts by their sum."""
+
+    num_chosen: int
+    score: Literal["softmax", "sigmoid"]
+    is_normalised: bool
+    scaling: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
