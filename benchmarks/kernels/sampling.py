@@ -1,6 +1,6 @@
 """Sampling of one decoding step: probabilities, verification, correction, draws, storing drafts.
 
-    python -m benchmarks.sampling [record=true] [sweep=pdl,tile] [batches=1,16,64,256] [strides=1,2,4,8]
+    python -m benchmarks.sampling [record=true] [sweep=chunk,tile] [batches=1,16,64,256] [strides=1,2,4,8]
 
 Checks the kernels against the fp64 path first. Then it measures the read-only stream and, as CUDA graphs,
 every op and the whole step, without filters, with those of Qwen3 (temperature 0.6, top_k 20, top_p 0.95) and

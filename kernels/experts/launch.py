@@ -7,13 +7,12 @@ width, F ffn of an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.backend import pdl_options
 from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
 from idlm.kernels.experts.reference import MIN_SUM, Routing
@@ -94,11 +93,6 @@ def num_tiles(num_pairs: int, num_experts: int, block_r: int) -> int:
     return min(num_experts, num_pairs) + num_pairs // block_r
 
 
-def _launched(pdl: bool) -> dict[str, Any]:
-    pdl = pdl and not INTERPRETED
-    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
-
-
 def run_route(
     logits_RX: Tensor, routing: Routing, *, bias_X: Tensor | None, slots_R: Tensor | None, pdl: bool
 ) -> tuple[Tensor, Tensor]:
@@ -130,7 +124,7 @@ def run_route(
             HAS_SLOTS=slots_R is not None,
             MIN_SUM=MIN_SUM,
             num_warps=1,
-            **_launched(pdl),
+            **pdl_options(pdl),
         )
     return experts_RC, weights_RC
 
@@ -174,7 +168,7 @@ def run_experts(
         HAS_SHARED=shared_RD is not None,
         BLOCK_D=block,
         num_warps=4,
-        **_launched(pdl),
+        **pdl_options(pdl),
     )
     return out_RD
 
@@ -202,7 +196,7 @@ def plan_tiles(
         BLOCK_R=block_r,
         PAD_E=max(32, triton.next_power_of_2(num_experts)),
         num_warps=8 if block_p > 1024 else 4,
-        **_launched(pdl),
+        **pdl_options(pdl),
     )
     return tiles_T4, order_P
 
@@ -250,5 +244,5 @@ def grouped(
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
-        **_launched(pdl),
+        **pdl_options(pdl),
     )

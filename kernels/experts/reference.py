@@ -16,7 +16,7 @@ MIN_SUM = 1e-20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How rows choose their experts. `is_normalised`: divide the weights of the chosen experts by their sum."""
+    """How rows choose experts. `is_normalised`: divide the weights of the chosen experts by their sum."""
 
     num_chosen: int
     score: Literal["softmax", "sigmoid"]

@@ -30,9 +30,7 @@ class Plan(Protocol):
     def backend(self) -> str: ...
 
 
-def problems(
-    name: str, shape: HeadShape, *, device: torch.device, deterministic: bool = False
-) -> list[str]:
+def problems(name: str, shape: HeadShape, *, device: torch.device, deterministic: bool = False) -> list[str]:
     """Every reason why back end `name` cannot compute such heads; empty when it can.
 
     `deterministic`: a row's result must not depend on the rest of the batch, bit for bit.

@@ -5,8 +5,6 @@ Shapes: X rows, V vocabulary, C chunks, Z lanes, B sequences, J drafts, A = J + 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor

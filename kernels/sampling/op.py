@@ -191,8 +191,8 @@ def emit_and_draft(
     layout_Z: Tensor,
     takes_best: bool = False,
 ) -> None:
-    """Write the token after the accepted drafts into `verdict.token_ids_BA`, and the next drafts and layout of
-    active sequences into their lanes (0 if there is no draft row).
+    """Write the token after the accepted drafts into `verdict.token_ids_BA`, and the next drafts and layout
+    of active sequences into their lanes (0 if there is no draft row).
 
     The token comes from normalise(max(0, p - q)) after a rejection (from p if that is zero), else from p, by
     the first column of `uniforms_BA`; the others are for the drafts. `takes_best`: drafts are the argmax

@@ -52,15 +52,14 @@ def run_pack_rows(
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= 16 else 4,
     )
-    sequence_R, token_ids_R, positions_R, slots_R, limits_R, branch_starts_R = rows_IR
     return PackedRows(
         cu_rows_B1=cu_rows_B1,
-        sequence_R=sequence_R,
-        token_ids_R=token_ids_R,
-        positions_R=positions_R,
-        slots_R=slots_R,
-        limits_R=limits_R,
-        branch_starts_R=branch_starts_R,
+        sequence_R=rows_IR[0],
+        token_ids_R=rows_IR[1],
+        positions_R=rows_IR[2],
+        slots_R=rows_IR[3],
+        limits_R=rows_IR[4],
+        branch_starts_R=rows_IR[5],
         is_mask_R=is_mask_R,
         logit_rows_X=logit_rows_X,
         samples_B=samples_B,

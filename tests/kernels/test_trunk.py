@@ -285,8 +285,7 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.gated_lora.kernel import expand_kernel
-    from idlm.kernels.gated_lora.launch import WARPS
+    from idlm.kernels.gated_lora.kernel import WARPS, expand_kernel
     from idlm.kernels.linear.launch import SHARED_BYTES
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel

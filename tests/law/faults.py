@@ -59,9 +59,7 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
     return enter
 
 
-def _emit(
-    probs: PlainProbs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor
-) -> None:
+def _emit(probs: PlainProbs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
     sampling.plain.emit(probs, store, verdict, lanes_B, uniforms_B)
 
 
