@@ -13,14 +13,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import philox, plain
+from idlm.kernels.sampling import plain
 from idlm.kernels.sampling.types import (
     NUM_NUMBERS,
     DraftProbs,
     Drafts,
     LayoutTables,
     PlainDraftProbs,
-    PlainProbs,
     Probs,
     RowProbs,
     Tuning,
@@ -37,9 +36,9 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _module(probs: Probs) -> ModuleType:
-    """The module that computes with these probabilities; both have the same functions."""
-    if isinstance(probs, PlainProbs):
+def _module(uses_kernels: bool) -> ModuleType:
+    """The module that computes the ops; both have the same functions."""
+    if not uses_kernels:
         return plain
     from idlm.kernels.sampling import launch
 
@@ -89,12 +88,12 @@ def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
     """1 + the place (int64 [B]) of the first of a sequence's rows without a distribution: a logit is NaN or
     infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are skipped.
     """
-    return _module(probs).nonfinite(probs, rows_BJ)
+    return _module(isinstance(probs, RowProbs)).nonfinite(probs, rows_BJ)
 
 
 def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
-    return _module(probs).draw(probs, rows_B, uniforms_B)
+    return _module(isinstance(probs, RowProbs)).draw(probs, rows_B, uniforms_B)
 
 
 def judged_draws(
@@ -113,7 +112,7 @@ def judged_draws(
     if the row is greedy (settings as in `row_probs`) or `always_own`.
     """
     assert len(uniforms_X) == len(probs) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
-    return _module(probs).judged_draws(
+    return _module(isinstance(probs, RowProbs)).judged_draws(
         probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own
     )
 
@@ -152,7 +151,7 @@ def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active
         dtypes = (probs.logits_XV.dtype, torch.float32)
         assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
         assert store.masses_ZJC.shape[2] == probs.masses_XC.shape[1], f"{probs.tuning=}"
-    _module(probs).put(store, lanes_B, probs, rows_BJ, active_B)
+    _module(isinstance(probs, RowProbs)).put(store, lanes_B, probs, rows_BJ, active_B)
 
 
 def verify(
@@ -177,7 +176,7 @@ def verify(
     num_masks = drafts_ZJ.shape[1]
     assert tables.draft_rows_YAJ.shape[1:] == (num_masks + 1, num_masks), f"{tables.draft_rows_YAJ.shape=}"
     columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z)
-    return _module(probs).verify(probs, store, tables, columns, uniforms_BJ)
+    return _module(isinstance(probs, RowProbs)).verify(probs, store, tables, columns, uniforms_BJ)
 
 
 def emit_and_draft(
@@ -200,7 +199,9 @@ def emit_and_draft(
     """
     assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
     state = (drafts_ZJ, layout_Z)
-    _module(probs).emit_and_draft(probs, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best)
+    _module(isinstance(probs, RowProbs)).emit_and_draft(
+        probs, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best
+    )
 
 
 def uniforms(
@@ -217,11 +218,5 @@ def uniforms(
     One entry per sequence, or, with `lanes_B`, per lane (steps only if `steps_by_lane`). Devices agree
     exactly.
     """
-    if not has_kernels(seeds.device):
-        if lanes_B is not None:
-            seeds, samples = seeds[lanes_B], samples[lanes_B]
-            steps = steps[lanes_B] if steps_by_lane else steps
-        return philox.uniforms(seeds, samples, steps, num_draws)
-    from idlm.kernels.sampling import launch
-
-    return launch.uniforms(seeds, samples, steps, lanes_B, num_draws, steps_by_lane=steps_by_lane)
+    module = _module(has_kernels(seeds.device))
+    return module.uniforms(seeds, samples, steps, lanes_B, num_draws, steps_by_lane=steps_by_lane)

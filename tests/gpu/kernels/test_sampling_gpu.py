@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.sampling import RowProbs, Tuning, draw, plain, row_probs, uniforms
-from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -122,11 +121,11 @@ def test_draws_follow_the_law() -> None:
     assert statistic < 199 + 6 * (2 * 199) ** 0.5, f"{statistic=}"
 
 
-def test_uniform_numbers_equal_the_core() -> None:
+def test_uniform_numbers_equal_those_of_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     seeds, steps = (torch.randint(-(2**62), 2**62, (500,), generator=generator) for _ in range(2))
     samples = torch.randint(0, 2**31, (500,), generator=generator)
-    expected = uniforms_of_core(seeds, samples, steps, 15)
+    expected = uniforms(seeds, samples, steps, 15)
     assert torch.equal(uniforms(seeds.cuda(), samples.cuda(), steps.cuda(), 15).cpu(), expected)
 
 

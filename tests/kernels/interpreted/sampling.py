@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from idlm.kernels.sampling import RowProbs, Tuning, draw, op, probs_reference, row_probs, uniforms
-from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
+from idlm.kernels.sampling import RowProbs, Tuning, draw, op, plain, probs_reference, row_probs, uniforms
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -107,7 +106,7 @@ def test_a_sampled_bracket_of_a_smooth_row() -> None:
     check_probs(all_probs(probs, 2), case, probs_reference)
 
 
-# Sequences and masks. The first has 4 rejections; in the second tau decides; the third takes two launches.
+# Sequences and masks. The first has 4 rejections; in the second tau decides; the last has no masks.
 @pytest.mark.parametrize(
     ("seed", "sizes", "num_tokens"),
     [(54, (6, 1), 40), (11, (4, 3), 11), (31, (4, 3), 11), (1, (2, 1), 33), (3, (2, 0), 9)],
@@ -118,11 +117,11 @@ def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
-def test_uniform_numbers_equal_the_core() -> None:
+def test_uniform_numbers_equal_the_plain_ones() -> None:
     seeds = torch.tensor([0, -5, 2**62 + 7])
     samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
     lanes = torch.tensor([2, 0, 2])
-    expected = uniforms_of_core(seeds[lanes], samples[lanes], steps[lanes], 7)
+    expected = plain.uniforms(seeds, samples, steps, lanes, 7)
     assert torch.equal(uniforms(seeds, samples, steps, 7, lanes_B=lanes), expected)
     of_sequences = uniforms(seeds, samples, steps[lanes], 7, lanes_B=lanes, steps_by_lane=False)
     assert torch.equal(of_sequences, expected)
