@@ -5,6 +5,8 @@ Shapes: X rows, V vocabulary, C chunks, Z lanes, B sequences, J drafts, A = J + 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -270,12 +272,11 @@ def verify(
 ) -> Verdict:
     """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z."""
     num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
-    ints = {"dtype": torch.int64, "device": probs.logits_XV.device}
-    verdict = Verdict(
-        values_FB=torch.empty(kernel_verify.NUM_VERDICT.value, num_sequences, **ints),
-        token_ids_BA=torch.empty(num_sequences, num_masks + 1, **ints),
-        draft_rows_BJ=torch.empty(num_sequences, num_masks, **ints),
-    )
+    ints: dict[str, Any] = {"dtype": torch.int64, "device": probs.logits_XV.device}
+    values_FB = torch.empty(kernel_verify.NUM_VERDICT.value, num_sequences, **ints)
+    token_ids_BA = torch.empty(num_sequences, num_masks + 1, **ints)
+    draft_rows_BJ = torch.empty(num_sequences, num_masks, **ints)
+    verdict = Verdict(values_FB, token_ids_BA, draft_rows_BJ, *values_FB)
     if num_sequences:
         kernel_verify.verify_kernel[(num_sequences,)](
             probs.logits_XV,

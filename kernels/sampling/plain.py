@@ -184,7 +184,7 @@ def verify(
     rows_BJ = tables.draft_rows_YAJ[layout_B, accepted_B]
     is_row_BJ = (rows_BJ >= 0) & active_B[:, None]
     active = active_B.long()
-    values = (
+    fields = (
         accepted_B,
         accepted_B + rejected_B,
         accepted_B + active,
@@ -193,11 +193,10 @@ def verify(
         tables.next_layouts_YA[layout_B, accepted_B] * active,
     )
     accepted_ids_BJ = torch.where(depth_J < accepted_B[:, None], ids_BJ, 0)
-    return Verdict(
-        values_FB=torch.stack(values),
-        token_ids_BA=torch.nn.functional.pad(accepted_ids_BJ, (0, 1)),
-        draft_rows_BJ=torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1),
-    )
+    token_ids_BA = torch.nn.functional.pad(accepted_ids_BJ, (0, 1))
+    values_FB = torch.stack(fields)
+    draft_rows_BJ = torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1)
+    return Verdict(values_FB, token_ids_BA, draft_rows_BJ, *values_FB)
 
 
 def emit_and_draft(

@@ -111,44 +111,26 @@ class LayoutTables:
     next_layouts_YA: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of a step, int64. For an inactive sequence everything is 0 and rows are -1.
 
-    `values_FB` holds the fields below; `token_ids_BA`: the accepted drafts, then the token drawn after them,
-    then 0; `draft_rows_BJ`: rows that the next drafts are drawn from, or -1.
+    `token_ids_BA`: the accepted drafts, then the token drawn after them, then 0; `draft_rows_BJ`: rows that
+    the next drafts are drawn from, or -1. The other fields are the rows of `values_FB`.
     """
 
     values_FB: Tensor
     token_ids_BA: Tensor
     draft_rows_BJ: Tensor
-
-    @property
-    def accepted_B(self) -> Tensor:
-        """Length of the accepted prefix of the drafts."""
-        return self.values_FB[0]
-
-    @property
-    def tested_B(self) -> Tensor:
-        """Number of drafts tested, up to the first rejection."""
-        return self.values_FB[1]
-
-    @property
-    def num_emitted_B(self) -> Tensor:
-        """Number of tokens emitted: the accepted drafts and one more."""
-        return self.values_FB[2]
-
-    @property
-    def emit_rows_B(self) -> Tensor:
-        """Row whose distribution the last token follows, before the correction of a rejection."""
-        return self.values_FB[3]
-
-    @property
-    def rejected_B(self) -> Tensor:
-        """1 where a draft was rejected."""
-        return self.values_FB[4]
-
-    @property
-    def next_layout_B(self) -> Tensor:
-        """Layout of the next step."""
-        return self.values_FB[5]
+    accepted_B: Tensor
+    """Length of the accepted prefix of the drafts."""
+    tested_B: Tensor
+    """Number of drafts tested, up to the first rejection."""
+    num_emitted_B: Tensor
+    """Number of tokens emitted: the accepted drafts and one more."""
+    emit_rows_B: Tensor
+    """Row whose distribution the last token follows, before the correction of a rejection."""
+    rejected_B: Tensor
+    """1 where a draft was rejected."""
+    next_layout_B: Tensor
+    """Layout of the next step."""
