@@ -337,7 +337,7 @@ def _sweep(keys: list[str], rounds: int) -> None:
     print("\nsweep, N=4: us of probs / step")
     for key in keys:
         for value in SWEPT[key]:
-            tuning = dataclasses.replace(Tuning(), **{key: value})  # type: ignore[arg-type]
+            tuning = dataclasses.replace(Tuning(), **{key: value})
             cells = []
             for num_sequences, arm in ((1, "none"), (1, "qwen3"), (64, "none"), (64, "qwen3"), (64, "top_p")):
                 step = _make(num_sequences, 4, arm, tuning)
