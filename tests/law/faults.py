@@ -31,7 +31,7 @@ from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Probs, Verdict
-from idlm.kernels.sampling.types import PlainProbs
+from tests.law.sampling_halves import PARTS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -57,28 +57,6 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
         return plant
 
     return enter
-
-
-def _emit(probs: PlainProbs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
-    sampling.plain.emit(probs, store, verdict, lanes_B, uniforms_B)
-
-
-def _draw_drafts(
-    probs: PlainProbs,
-    verdict: Verdict,
-    *,
-    lanes_B: Tensor,
-    uniforms_BJ: Tensor,
-    drafts_ZJ: Tensor,
-    layout_Z: Tensor,
-    takes_best: bool = False,
-) -> None:
-    state = (drafts_ZJ, layout_Z)
-    sampling.plain.draw_drafts(probs, verdict, lanes_B, uniforms_BJ, state, takes_best=takes_best)
-
-
-PARTS = {"emit": _emit, "draw_drafts": _draw_drafts}
-"""The two halves of `emit_and_draft`, which the engine runs as one."""
 
 
 def _replace(patch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
@@ -236,7 +214,7 @@ def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
     """u * p < q; the same numbers are accepted as by u' * q < p with u' = u * p^2 / q^2."""
 
     def verify(
-        op: Any, probs: PlainProbs, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
+        op: Any, probs: Any, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
     ) -> Verdict:
         lanes_B, first_B, drafts_ZJ = (columns[name] for name in ("lanes_B", "first_rows_B", "drafts_ZJ"))
         num_rows = len(lanes_B) * (drafts_ZJ.shape[1] + 1)
