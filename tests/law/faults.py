@@ -77,9 +77,8 @@ def _part(patch: pytest.MonkeyPatch) -> None:
         ops["draw_drafts"](probs, verdict, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
 
     patch.setattr(isd, "emit_and_draft", emit_and_draft)
-    for name, part in PARTS.items():
-        if not hasattr(isd, name):
-            patch.setattr(isd, name, part, raising=False)
+    for name in PARTS.keys() - vars(isd).keys():
+        patch.setattr(isd, name, PARTS[name], raising=False)
 
 
 def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
