@@ -32,3 +32,8 @@ def rounds_as_written() -> dict[str, Any]:
     fuse both into one operation with one rounding. The interpreter does not know the option.
     """
     return {} if INTERPRETED else {"enable_fp_fusion": False}
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Arguments of a kernel with or without dependent launch, which the interpreter does not know."""
+    return {"PDL": True, "launch_pdl": True} if pdl and not INTERPRETED else {"PDL": False}

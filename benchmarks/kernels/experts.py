@@ -1,12 +1,12 @@
 """A layer of experts on a GPU: share of the stream of its active experts, or of the matmul rate.
 
     python -m benchmarks.experts [rows=1,32,256,2048,8192] [shape=sdar-30b-a3b|llada2-mini]
-                                 [parts=layer,sweep] [tma=false] [rounds=7] [record=true] [results=DIR]
+                                 [parts=layer,sweep] [rounds=7] [record=true] [results=DIR]
 
 One process measures stream and matmul rate, then router, experts and sum as a replayed graph, torch's grouped
 matmul in a graph, and the loop over experts, which cannot be captured. Few rows are several inputs in turn,
-so that weights come from memory. `products` are the two grouped products alone. `sweep` prints tiles, with
-`tma=true` also those that read weights by descriptor. R rows, E experts.
+so that weights come from memory. `products` are the two grouped products alone. `sweep` prints tiles. R rows,
+E experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ DEFAULTS = {
     "rows": "1,32,256,2048,8192",
     "shape": "sdar-30b-a3b",
     "parts": "layer",
-    "tma": "false",
     "rounds": "7",
     "record": "true",
     "results": str(RESULTS),
@@ -113,7 +112,7 @@ def measure(arguments: list[str]) -> int:
         if "layer" in parts:
             _layer(bench, inputs)
         if "sweep" in parts:
-            _sweep(bench, inputs[0], tma=options["tma"] == "true")
+            _sweep(bench, inputs[0])
     if options["record"] == "true":
         append_rows("experts", bench.rows, results=Path(options["results"]))
     return 0
@@ -168,7 +167,7 @@ def _eager_us(call: Callable[[], Any]) -> float:
     return statistics.median(times[2:])
 
 
-def _sweep(bench: Bench, x_RD: Tensor, *, tma: bool) -> None:
+def _sweep(bench: Bench, x_RD: Tensor) -> None:
     """Print the fastest tiles of each product for every plausible number of pairs per tile."""
     shape = bench.layer.shape
     mean = len(x_RD) * shape.num_chosen / shape.num_experts
@@ -178,7 +177,7 @@ def _sweep(bench: Bench, x_RD: Tensor, *, tma: bool) -> None:
         for block_r in (16, 32, 64, 128):
             if not mean / 2 <= block_r <= max(16, 4 * mean):
                 continue
-            for tile in _tiles(block_r, is_gated, tma):
+            for tile in _tiles(block_r, is_gated):
                 launch = replace(usual, block_r=block_r, **{"gate_up" if is_gated else "down": tile})
                 call = bench.layer.product(x_RD, launch, is_gated=is_gated)
                 times[block_r, tile] = bench.timer.us_per_call([call])
@@ -188,12 +187,11 @@ def _sweep(bench: Bench, x_RD: Tensor, *, tma: bool) -> None:
             print(f"    {us:9.1f} us {_short(block_r, tile)}", flush=True)
 
 
-def _tiles(block_r: int, is_gated: bool, tma: bool) -> Iterator[Tile]:
+def _tiles(block_r: int, is_gated: bool) -> Iterator[Tile]:
     """Tiles that fit registers and shared memory: deep pipelines, or many columns at once for few rows."""
     depths = ((128, 3), (128, 4), (64, 6)) if block_r <= 32 else ((64, 3), (64, 4))
-    ways = [(False, False), (True, False), *([(False, True)] if tma else [])]
-    for block_o, (block_i, stages), (is_stacked, by_box) in itertools.product(
-        (32, 64, 128, 256), depths, ways
+    for block_o, (block_i, stages), is_stacked in itertools.product(
+        (32, 64, 128, 256), depths, (False, True)
     ):
         height = block_o * (2 if is_gated else 1)
         if is_stacked > is_gated or not 64 <= height <= 256 or (block_o < 64 and not is_stacked):
@@ -204,14 +202,13 @@ def _tiles(block_r: int, is_gated: bool, tma: bool) -> Iterator[Tile]:
             warps=8 if height * block_r >= 128 * 128 else 4,
             stages=stages,
             stacked=is_stacked,
-            tma=by_box,
         )
         if tile.shared_bytes(2, block_r, gated=is_gated) <= SHARED_BYTES:
             yield tile
 
 
 def _short(block_r: int, tile: Tile) -> str:
-    kind = " stacked" * tile.stacked + " tma" * tile.tma
+    kind = " stacked" * tile.stacked
     return f"{tile.block_o}x{block_r}x{tile.block_i} w{tile.warps} g{tile.stages}{kind}"
 
 

@@ -29,9 +29,15 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import Timer
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.kernels.linear import Fp8Weight, dequantised, linear, linear_swiglu, quantise_fp8
+from idlm.kernels.linear import (
+    Fp8Weight,
+    check_rows_agree,
+    dequantised,
+    linear,
+    linear_swiglu,
+    quantise_fp8,
+)
 from idlm.kernels.linear.launch import Launch, Workspace, fixed_launch, make_workspace, with_pdl
-from idlm.kernels.linear.linears import check_rows_agree
 
 BF16 = torch.bfloat16
 ROTATED_BYTES = 400 << 20

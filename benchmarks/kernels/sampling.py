@@ -1,6 +1,6 @@
 """Sampling of one decoding step: probabilities, verification, correction, draws, storing drafts.
 
-    python -m benchmarks.sampling [record=true] [sweep=pdl,tile] [batches=1,16,64,256] [strides=1,2,4,8]
+    python -m benchmarks.sampling [record=true] [sweep=chunk,tile] [batches=1,16,64,256] [strides=1,2,4,8]
 
 Checks the kernels against the fp64 path first. Then it measures the read-only stream and, as CUDA graphs,
 every op and the whole step, without filters, with those of Qwen3 (temperature 0.6, top_k 20, top_p 0.95) and
@@ -31,10 +31,10 @@ from idlm.kernels.sampling import (
     Probs,
     Tuning,
     Verdict,
+    dense_probs,
     draft_probs,
     emit_and_draft,
     plain,
-    probability,
     put,
     row_probs,
     uniforms,
@@ -52,7 +52,6 @@ SETTINGS = {
 }
 """Temperature, top_k, top_p and min_p of each arm."""
 SWEPT = {
-    "pdl": (False, True),
     "tile": (4, 8, 16, 32),
     "num_warps": (2, 4, 8),
     "row_warps": (4, 8, 16),
@@ -90,7 +89,7 @@ class Step:
         """Random numbers of the step."""
         num_draws = 2 * self.drafts_ZJ.shape[1] + 1
         ints_Z = self.ints_Z
-        return uniforms(self.lanes_B, ints_Z, ints_Z, num_draws, lanes_B=self.lanes_B, tuning=self.tuning)
+        return uniforms(self.lanes_B, ints_Z, ints_Z, num_draws, lanes_B=self.lanes_B)
 
     def probs(self) -> Probs:
         """Probabilities of all rows."""
@@ -219,9 +218,7 @@ def _mismatches(arm: str) -> float:
     settings = tuple(column.repeat_interleave(7) for column in step.settings)
     exact = plain.row_probs(step.logits_XV, settings, None, filters=step.filters)  # type: ignore[arg-type]
     probs, uniforms_BD = step.probs(), step.uniforms()
-    ids_XV = torch.arange(VOCABULARY, device="cuda").expand(len(step.logits_XV), -1)
-    rows_XV = torch.arange(len(ids_XV), device="cuda")[:, None].expand_as(ids_XV)
-    error = float((probability(probs, rows_XV, ids_XV) - exact.probs_XV).abs().max())
+    error = float((dense_probs(probs) - exact.probs_XV).abs().max())
     # Rounding decides on which side of top_p a token at its edge falls.
     assert error < (1e-6 if arm == "none" else 1e-2), f"{arm=} {error=}"
     verdict = step.verify(probs, uniforms_BD)
@@ -340,7 +337,7 @@ def _sweep(keys: list[str], rounds: int) -> None:
     print("\nsweep, N=4: us of probs / step")
     for key in keys:
         for value in SWEPT[key]:
-            tuning = dataclasses.replace(Tuning(), **{key: value})  # type: ignore[arg-type]
+            tuning = dataclasses.replace(Tuning(), **{key: value})
             cells = []
             for num_sequences, arm in ((1, "none"), (1, "qwen3"), (64, "none"), (64, "qwen3"), (64, "top_p")):
                 step = _make(num_sequences, 4, arm, tuning)

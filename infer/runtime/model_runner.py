@@ -27,7 +27,7 @@ from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
-from idlm.kernels.linear.linears import check_rows_agree
+from idlm.kernels.linear import check_rows_agree
 from idlm.kernels.paged_attention import AttentionRows, HeadShape, Plan, plan_attention
 from idlm.kernels.step_rows import map_slots
 

@@ -16,11 +16,9 @@ from idlm.kernels.swiglu.kernel import rounded_swiglu
 
 
 @triton.jit
-def _weight(p_w, box, row, column, m_column, EVEN: tl.constexpr, TMA: tl.constexpr):
-    """[BLOCK_M, BLOCK_I] of the weight: by pointers, or by its descriptor, which masks by itself."""
-    if TMA:
-        w = box.load([row, column])
-    elif EVEN:
+def _weight(p_w, column, m_column, EVEN: tl.constexpr):
+    """[BLOCK_M, BLOCK_I] of the weight."""
+    if EVEN:
         w = tl.load(p_w + column)
     else:
         w = tl.load(p_w + column, mask=m_column, other=0.0)
@@ -32,14 +30,10 @@ def _product(
     p_x,
     p_w,
     p_up,
-    box,
-    first_row,
     m_row,
     IN,
-    OUT,
     TWICE: tl.constexpr,
     EVEN: tl.constexpr,
-    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -54,10 +48,10 @@ def _product(
         m_column = (column + o_column < IN)[None, :]
         m_x = m_row[:, None] if EVEN else m_row[:, None] & m_column
         x = tl.load(p_x + column, mask=m_x, other=0.0)
-        w = _weight(p_w, box, first_row, column, m_column, EVEN, TMA)
+        w = _weight(p_w, column, m_column, EVEN)
         acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
         if TWICE:
-            up = _weight(p_up, box, first_row + OUT, column, m_column, EVEN, TMA)
+            up = _weight(p_up, column, m_column, EVEN)
             acc_up = tl.dot(up, x.T, acc_up, input_precision=PRECISION)
     return acc, acc_up
 
@@ -66,7 +60,6 @@ def _product(
 def grouped_kernel(
     x,
     w,
-    box,
     y,
     tiles_T4,
     order_P,
@@ -84,7 +77,6 @@ def grouped_kernel(
     STACKED: tl.constexpr,
     ALONE: tl.constexpr,
     EVEN: tl.constexpr,
-    TMA: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -97,7 +89,7 @@ def grouped_kernel(
     GATED: rows of `x` are looked up by pair, those of `y` are in sorted order, `w` has 2 OUT rows per expert,
     gate before up, and the output is silu(gate) * up; STACKED makes both by one product of twice as many
     weight rows. Otherwise `x` is sorted, and the output is stored at its pair's place. ALONE: there is one
-    row, so every pair is a tile and no plan is read. TMA: `box` describes all experts' rows as one matrix.
+    row, so every pair is a tile and no plan is read.
     """
     tiles_o = tl.cdiv(OUT, BLOCK_O)
     tile = tl.program_id(0) // tiles_o
@@ -135,14 +127,10 @@ def grouped_kernel(
         p_x,
         p_w,
         p_up,
-        box,
-        expert * (2 * OUT if GATED else OUT) + tl.program_id(0) % tiles_o * BLOCK_O,
         m_row,
         IN,
-        OUT,
         GATED and not STACKED,
         EVEN,
-        TMA,
         2 * BLOCK_O if STACKED else BLOCK_O,
         BLOCK_R,
         BLOCK_I,

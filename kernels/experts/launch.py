@@ -7,18 +7,15 @@ width, F ffn of an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.backend import pdl_options
 from idlm.kernels.experts.kernel import grouped_kernel
 from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
-from idlm.kernels.experts.reference import MIN_SUM
-from idlm.kernels.experts.types import Routing
+from idlm.kernels.experts.reference import MIN_SUM, Routing
 
 PLAN_PAIRS = 8192
 COMBINE_COLUMNS = 1024
@@ -30,8 +27,7 @@ class Tile:
     """Launch parameters of one product; benchmarks/kernels/experts.py sweeps them.
 
     `block_o` outputs; with `stacked` (gate and up only) the M side of the instruction is twice as large,
-    which must be a multiple of 64. `block_i` columns per step. `tma`: read weights by descriptor if their
-    layout allows it; not with `stacked`.
+    which must be a multiple of 64. `block_i` columns per step.
     """
 
     block_o: int
@@ -39,7 +35,6 @@ class Tile:
     warps: int = 4
     stages: int = 4
     stacked: bool = False
-    tma: bool = False
 
     def shared_bytes(self, itemsize: int, block_r: int, *, gated: bool) -> int:
         """Approximate shared memory of the pipeline."""
@@ -65,16 +60,12 @@ STREAMED = {
 }
 """For few rows, where the number of weight bytes on their way limits the speed."""
 COMPUTED = {
-    64: Launch(
-        block_r=64,
+    block_r: Launch(
+        block_r=block_r,
         gate_up=Tile(block_o=128, block_i=64, warps=8),
         down=Tile(block_o=256, block_i=64, warps=8),
-    ),
-    128: Launch(
-        block_r=128,
-        gate_up=Tile(block_o=128, block_i=64, warps=8),
-        down=Tile(block_o=256, block_i=64, warps=8),
-    ),
+    )
+    for block_r in (64, 128)
 }
 EXACT = Launch(
     block_r=16,
@@ -100,11 +91,6 @@ def choose(num_rows: int, num_chosen: int, num_experts: int, dtype: torch.dtype)
 def num_tiles(num_pairs: int, num_experts: int, block_r: int) -> int:
     """Maximum number of tiles of `num_pairs`: every expert has at most one that is not full."""
     return min(num_experts, num_pairs) + num_pairs // block_r
-
-
-def _launched(pdl: bool) -> dict[str, Any]:
-    pdl = pdl and not INTERPRETED
-    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def run_route(
@@ -138,7 +124,7 @@ def run_route(
             HAS_SLOTS=slots_R is not None,
             MIN_SUM=MIN_SUM,
             num_warps=1,
-            **_launched(pdl),
+            **pdl_options(pdl),
         )
     return experts_RC, weights_RC
 
@@ -149,11 +135,12 @@ def run_experts(
     chosen: tuple[Tensor, Tensor],
     *,
     first: int,
+    num_choices: int,
     shared_RD: Tensor | None,
-    launch: Launch,
+    launch: Launch | None,
     pdl: bool,
 ) -> Tensor:
-    """Plan the tiles, run both grouped products and sum; returns [R, D]."""
+    """Plan the tiles, run both grouped products and sum; returns [R, D]. `launch` None: chosen by rule."""
     (gate_up_EFD, down_EDF), (experts_RC, weights_RC) = weights, chosen
     experts_RC, weights_RC = experts_RC.contiguous(), weights_RC.contiguous()
     num_rows, num_chosen = experts_RC.shape
@@ -161,6 +148,7 @@ def run_experts(
     out_RD = x_RD.new_empty(num_rows, D)
     if num_rows == 0:
         return out_RD
+    launch = launch or choose(num_rows, num_chosen, num_choices, x_RD.dtype)
     plan = plan_tiles(experts_RC, first, num_experts, launch.block_r, pdl)
     hidden_PF, y_PD = x_RD.new_empty(experts_RC.numel(), F), x_RD.new_empty(experts_RC.numel(), D)
     grouped(x_RD, gate_up_EFD, hidden_PF, plan, experts_RC, first, launch.block_r, launch.gate_up, pdl, True)
@@ -180,7 +168,7 @@ def run_experts(
         HAS_SHARED=shared_RD is not None,
         BLOCK_D=block,
         num_warps=4,
-        **_launched(pdl),
+        **pdl_options(pdl),
     )
     return out_RD
 
@@ -208,7 +196,7 @@ def plan_tiles(
         BLOCK_R=block_r,
         PAD_E=max(32, triton.next_power_of_2(num_experts)),
         num_warps=8 if block_p > 1024 else 4,
-        **_launched(pdl),
+        **pdl_options(pdl),
     )
     return tiles_T4, order_P
 
@@ -230,11 +218,9 @@ def grouped(
     tiles_T4, order_P = (experts_RC, experts_RC) if plan is None else plan
     num = experts_RC.numel() if plan is None else len(tiles_T4)
     block_i = min(tile.block_i, max(16, triton.next_power_of_2(IN)))
-    box = _box(weight, tile.block_o, block_i) if tile.tma and not tile.stacked else None
     grouped_kernel[(num * triton.cdiv(OUT, tile.block_o),)](
         x,
         weight,
-        weight if box is None else box,
         y,
         tiles_T4,
         order_P,
@@ -252,20 +238,11 @@ def grouped(
         STACKED=tile.stacked,
         ALONE=plan is None,
         EVEN=IN % block_i == 0,
-        TMA=box is not None,
         BLOCK_O=tile.block_o,
         BLOCK_R=block_r,
         BLOCK_I=block_i,
         STAGES=tile.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
-        **_launched(pdl),
+        **pdl_options(pdl),
     )
-
-
-def _box(weight: Tensor, block_o: int, block_i: int) -> TensorDescriptor | None:
-    """The descriptor of all experts' rows as one matrix; None if the hardware cannot address them."""
-    rows = weight.flatten(0, 1) if weight.is_contiguous() else None
-    if rows is None or weight.data_ptr() % 16 or rows.stride(0) * rows.element_size() % 16:
-        return None
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_o, block_i])

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
-from idlm.kernels.experts.reference import MIN_SUM
-from idlm.kernels.experts.types import Routing
+from idlm.kernels.experts.reference import MIN_SUM, Routing
 
 if TYPE_CHECKING:
     from idlm.kernels.experts.launch import Launch
@@ -100,16 +99,11 @@ def experts(
             (experts_RC, weights_RC),
             first=first,
             shared_RD=shared_RD,
-            launch=launch or _launch(x_RD, experts_RC, num_choices or len(down_EDF)),
+            num_choices=num_choices or len(down_EDF),
+            launch=launch,
             pdl=has_pdl(x_RD.device) if pdl is None else pdl,
         )
     return plain_experts(x_RD, weights, (experts_RC, weights_RC), first, shared_RD)
-
-
-def _launch(x_RD: Tensor, experts_RC: Tensor, num_choices: int) -> Launch:
-    from idlm.kernels.experts.launch import choose
-
-    return choose(len(experts_RC), experts_RC.shape[1], num_choices, x_RD.dtype)
 
 
 def plain_experts(

@@ -5,19 +5,25 @@ R rows, E experts, C chosen experts, G groups, D width, F ffn of an expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from idlm.kernels.experts.types import Routing
-
 MIN_SUM = 1e-20
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How rows choose experts. `is_normalised`: divide the weights of the chosen experts by their sum."""
+
+    num_chosen: int
+    score: Literal["softmax", "sigmoid"]
+    is_normalised: bool
+    scaling: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
 
 
 def route_reference(
@@ -25,7 +31,7 @@ def route_reference(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Per row the numbers of the chosen experts, ascending, and their weights, not rounded."""
     experts, weights = [], []
-    for logits_E in logits_RE.to(_wide(logits_RE.dtype)):
+    for logits_E in logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32)):
         scores = (logits_E.softmax(dim=0) if routing.score == "softmax" else logits_E.sigmoid()).tolist()
         added = [0.0] * len(scores) if bias_E is None else bias_E.tolist()
         quality = [score + bias for score, bias in zip(scores, added, strict=True)]
@@ -57,7 +63,7 @@ def experts_reference(
     """The weighted sum of the chosen experts of this rank plus the shared expert's output [R, D], not
     rounded. A row whose experts are -1 is 0.
     """
-    dtype = _wide(x_RD.dtype)
+    dtype = torch.promote_types(x_RD.dtype, torch.float32)
     out_RD = torch.zeros(x_RD.shape, dtype=dtype, device=x_RD.device)
     for row, chosen in enumerate(experts_RC.tolist()):
         if min(chosen) < 0:

@@ -49,7 +49,7 @@ def expand_add(
     """
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
     if runs_kernels(y_RE):
-        from idlm.kernels.gated_lora.launch import run_expand
+        from idlm.kernels.gated_lora.kernel import run_expand
 
         run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling)
         return y_RE
@@ -61,7 +61,7 @@ def expand_swiglu(y_RE: Tensor, is_mask_R: Tensor, h_RX: Tensor, b_Er: Tensor, *
     sizes = (y_RE.shape[1] // 2,) * 2
     _check(y_RE, is_mask_R, h_RX, b_Er, sizes)
     if runs_kernels(y_RE):
-        from idlm.kernels.gated_lora.launch import run_expand
+        from idlm.kernels.gated_lora.kernel import run_expand
 
         out_RF = y_RE.new_empty(len(y_RE), sizes[0])
         run_expand(y_RE, is_mask_R, h_RX, b_Er, sizes, scaling, out_RF=out_RF)

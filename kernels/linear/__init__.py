@@ -1,13 +1,13 @@
 """Linear layers of few rows at the speed of reading the weight; contract in README.md."""
 
 from idlm.kernels.linear.fp8 import Fp8Weight, quantise_fp8
-from idlm.kernels.linear.linears import Linears
-from idlm.kernels.linear.op import linear, linear_swiglu
+from idlm.kernels.linear.op import Linears, check_rows_agree, linear, linear_swiglu
 from idlm.kernels.linear.reference import dequantised, linear_reference, linear_swiglu_reference
 
 __all__ = [
     "Fp8Weight",
     "Linears",
+    "check_rows_agree",
     "dequantised",
     "linear",
     "linear_reference",

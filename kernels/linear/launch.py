@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.backend import INTERPRETED, rounds_as_written
+from idlm.kernels.backend import pdl_options, rounds_as_written
 from idlm.kernels.gated_lora.op import GatedLora
 from idlm.kernels.linear.kernel import QUANTUM, linear_kernel
 
@@ -225,11 +225,10 @@ def run(
         BLOCK_D=block_d,
         STAGES=launch.stages,
         PRECISION="ieee" if x_RD.dtype == torch.float32 else "tf32",
-        PDL=launch.pdl and not INTERPRETED,
         AHEAD=columns_ahead(launch, num_rows, D),
         num_warps=launch.warps,
         **adapter,
-        **({"launch_pdl": True} if launch.pdl and not INTERPRETED else {}),
+        **pdl_options(launch.pdl),
     )
     return out_RE
 

@@ -1,29 +1,113 @@
-"""Linear layers of few rows: our kernel with a `Launch`, the library without one. Contract in README.md.
+"""Linear layers: our kernel where it is faster than the library, or always if deterministic; the library
+elsewhere. Contract in README.md.
 
-R rows, D input width, E output width, F half of it for a SwiGLU.
+R rows, D input width, E output width, F half of it for a SwiGLU, X ranks of an adapter.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idlm.kernels.backend import runs_kernels
+from idlm.kernels.backend import has_pdl, runs_kernels
+from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear.fp8 import Fp8Weight
+from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from idlm.kernels.gated_lora import GatedLora
     from idlm.kernels.linear.launch import Launch, Workspace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WORKSPACE_FLOATS = 1 << 23
+WORKSPACE_TILES = 1 << 14
+Weight = Tensor | Fp8Weight
+
+
+class Linears:
+    """Linear layers of one stream, whose split products share a workspace. `deterministic`: the bits of a row
+    do not depend on the number of rows (needs a GPU).
+    """
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+        self._workspace: Workspace | None = None
+
+    def linear(
+        self,
+        x_RD: Tensor,
+        weight_ED: Weight,
+        *,
+        bias_E: Tensor | None = None,
+        lora: GatedLora | None = None,
+    ) -> Tensor:
+        """x W^T (+ bias), [R, E]. `lora`, whose A are the last rows of the weight, is added to MASK rows and
+        changes no bit of the others.
+        """
+        launch = self._launch(x_RD, weight_ED, lora, gated=False)
+        y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=launch, workspace=self._workspace)
+        if lora is None:
+            return y_RE
+        y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
+        return expand_add(y_RE, lora.is_mask_R, h_RX, lora.b_Er, sizes=lora.sizes, scaling=lora.scaling)
+
+    def swiglu(
+        self,
+        x_RD: Tensor,
+        weight_ED: Weight,
+        *,
+        bias_E: Tensor | None = None,
+        lora: GatedLora | None = None,
+    ) -> Tensor:
+        """silu(gate) * up, [R, F], of the stacked gate and up projections; `lora` as in `linear`."""
+        launch = self._launch(x_RD, weight_ED, lora, gated=True)
+        if lora is None or self._adds(launch, weight_ED, lora):
+            return linear_swiglu(
+                x_RD, weight_ED, bias_E=bias_E, lora=lora, launch=launch, workspace=self._workspace
+            )
+        # The product of gate, up and A, then adapter and SwiGLU in a second kernel. In deterministic mode it
+        # has the splits of a SwiGLU without adapter, so that rows that are not MASK have the same bits.
+        product = self._launch(x_RD, weight_ED, lora, gated=False)
+        if self.deterministic and product is not None and launch is not None:
+            product = replace(product, splits=launch.splits)
+        y_RE = linear(x_RD, weight_ED, bias_E=bias_E, launch=product, workspace=self._workspace)
+        y_RE, h_RX = y_RE[:, : -lora.num_ranks], y_RE[:, -lora.num_ranks :]
+        return expand_swiglu(y_RE, lora.is_mask_R, h_RX, lora.b_Er, scaling=lora.scaling)
+
+    def _adds(self, launch: Launch | None, weight_ED: Weight, lora: GatedLora) -> bool:
+        """Whether the SwiGLU's own kernel adds the adapter's part."""
+        if launch is None or self.deterministic or isinstance(weight_ED, Fp8Weight):
+            return False
+        from idlm.kernels.linear.launch import adds_lora
+
+        return adds_lora(launch, len(lora.is_mask_R), lora.sizes[0], rank=lora.b_Er.shape[1])
+
+    def _launch(
+        self, x_RD: Tensor, weight_ED: Weight, lora: GatedLora | None, *, gated: bool
+    ) -> Launch | None:
+        if not _takes(x_RD):
+            return None
+        from idlm.kernels.linear.launch import few_rows_launch, fixed_launch, make_workspace, with_pdl
+
+        if self._workspace is None:
+            self._workspace = make_workspace(
+                x_RD.device, num_floats=WORKSPACE_FLOATS, num_tiles=WORKSPACE_TILES
+            )
+        shape = len(x_RD), _num_outputs(weight_ED, lora, gated), x_RD.shape[1], x_RD.dtype
+        launch: Launch | None
+        if self.deterministic:
+            launch = fixed_launch(*shape, gated=gated)
+        else:
+            launch = few_rows_launch(*shape, gated=gated, is_fp8=isinstance(weight_ED, Fp8Weight))
+        return None if launch is None else with_pdl(launch, has_pdl(x_RD.device))
 
 
 def linear(
     x_RD: Tensor,
-    weight_ED: Tensor | Fp8Weight,
+    weight_ED: Weight,
     *,
     bias_E: Tensor | None = None,
     launch: Launch | None = None,
@@ -35,27 +119,19 @@ def linear(
     Without a launch, or on a CPU, the library computes it. A launch with splits needs a workspace that no
     other stream uses meanwhile; without one it allocates its own.
     """
-    _check(x_RD, weight_ED, bias_E)
-    if launch is None or not _takes(x_RD):
-        return _library(x_RD, weight_ED, bias_E, out_RE)
-    from idlm.kernels.linear.launch import run
-
-    values_ED, scale_E = _parts(weight_ED)
-    out_RE = x_RD.new_empty(len(x_RD), len(values_ED)) if out_RE is None else out_RE
-    return run(
-        x_RD,
-        values_ED,
-        out_RE,
-        launch=launch,
-        scale_E=scale_E,
-        bias_E=bias_E,
-        workspace=workspace,
-    )
+    assert x_RD.shape[1] == weight_ED.shape[1] and x_RD.stride(1) == 1, f"{x_RD.shape=} {weight_ED.shape=}"
+    if launch is not None and _takes(x_RD):
+        return _launched(x_RD, weight_ED, bias_E, None, launch, workspace, out_RE, gated=False)
+    if isinstance(weight_ED, Fp8Weight):
+        y_RE = weight_ED.linear(x_RD, bias_E)
+    else:
+        y_RE = F.linear(x_RD, weight_ED, bias_E)
+    return y_RE if out_RE is None else out_RE.copy_(y_RE)
 
 
 def linear_swiglu(
     x_RD: Tensor,
-    weight_ED: Tensor | Fp8Weight,
+    weight_ED: Weight,
     *,
     bias_E: Tensor | None = None,
     lora: GatedLora | None = None,
@@ -68,47 +144,47 @@ def linear_swiglu(
 
     Rounded as torch rounds the separate ops: both products, the silu, the result.
     """
-    _check(x_RD, weight_ED, bias_E)
     assert lora is None or launch is not None, "without a launch the adapter has a kernel of its own"
-    width = (len(weight_ED) - (0 if lora is None else lora.num_ranks)) // 2
-    if launch is None or not _takes(x_RD):
-        gate_RF, up_RF = _library(x_RD, weight_ED, bias_E, None).chunk(2, dim=-1)
-        result_RF = F.silu(gate_RF) * up_RF
-        return result_RF if out_RF is None else out_RF.copy_(result_RF)
+    if launch is not None and _takes(x_RD):
+        return _launched(x_RD, weight_ED, bias_E, lora, launch, workspace, out_RF, gated=True)
+    result_RF = swiglu(linear(x_RD, weight_ED, bias_E=bias_E))
+    return result_RF if out_RF is None else out_RF.copy_(result_RF)
+
+
+def _launched(
+    x_RD: Tensor,
+    weight_ED: Weight,
+    bias_E: Tensor | None,
+    lora: GatedLora | None,
+    launch: Launch,
+    workspace: Workspace | None,
+    out_RE: Tensor | None,
+    *,
+    gated: bool,
+) -> Tensor:
     from idlm.kernels.linear.launch import run
 
-    values_ED, scale_E = _parts(weight_ED)
-    out_RF = x_RD.new_empty(len(x_RD), width) if out_RF is None else out_RF
+    scale_E = weight_ED.scale_E if isinstance(weight_ED, Fp8Weight) else None
+    values_ED = weight_ED.values_ED if isinstance(weight_ED, Fp8Weight) else weight_ED
+    assert x_RD.stride(1) == values_ED.stride(1) == 1, f"{x_RD.stride()=} {values_ED.stride()=}"
+    assert bias_E is None or bias_E.shape == values_ED.shape[:1], f"{bias_E=}"
     return run(
         x_RD,
         values_ED,
-        out_RF,
+        x_RD.new_empty(len(x_RD), _num_outputs(weight_ED, lora, gated)) if out_RE is None else out_RE,
         launch=launch,
         scale_E=scale_E,
         bias_E=bias_E,
-        gated=True,
+        gated=gated,
         lora=lora,
         workspace=workspace,
     )
 
 
-def _library(
-    x_RD: Tensor,
-    weight_ED: Tensor | Fp8Weight,
-    bias_E: Tensor | None,
-    out_RE: Tensor | None,
-) -> Tensor:
-    if isinstance(weight_ED, Fp8Weight):
-        y_RE = weight_ED.linear(x_RD, bias_E)
-    else:
-        y_RE = F.linear(x_RD, weight_ED, bias_E)
-    return y_RE if out_RE is None else out_RE.copy_(y_RE)
-
-
-def _parts(weight_ED: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None]:
-    if isinstance(weight_ED, Fp8Weight):
-        return weight_ED.values_ED, weight_ED.scale_E
-    return weight_ED, None
+def _num_outputs(weight_ED: Weight, lora: GatedLora | None, gated: bool) -> int:
+    """Number of columns of the result."""
+    height = len(weight_ED) - (0 if lora is None else lora.num_ranks)
+    return height // 2 if gated else height
 
 
 def _takes(x_RD: Tensor) -> bool:
@@ -116,8 +192,15 @@ def _takes(x_RD: Tensor) -> bool:
     return runs_kernels(x_RD) and x_RD.dtype in DTYPES
 
 
-def _check(x_RD: Tensor, weight_ED: Tensor | Fp8Weight, bias_E: Tensor | None) -> None:
-    values_ED, _ = _parts(weight_ED)
-    assert x_RD.shape[1] == values_ED.shape[1], f"{x_RD.shape=} {values_ED.shape=}"
-    assert x_RD.stride(1) == 1 and values_ED.stride(1) == 1, f"{x_RD.stride()=} {values_ED.stride()=}"
-    assert bias_E is None or bias_E.shape == values_ED.shape[:1], f"{bias_E=}"
+def check_rows_agree(device: torch.device, dtype: torch.dtype, *, E: int = 256, D: int = 2048) -> bool:
+    """Whether the fixed launches give a row the same bits at every number of rows on this device.
+
+    Deterministic mode relies on it; run it once at engine start. Waits for the device.
+    """
+    from idlm.kernels.linear.launch import fixed_launch
+
+    generator = torch.Generator().manual_seed(0)
+    x_RD, weight_ED = (torch.randn(n, D, generator=generator).to(device, dtype) for n in (300, E))
+    rows_of = (1, 7, 16, 17, 40, 64, 100, 128, 129, 300)
+    results = [linear(x_RD[:n], weight_ED, launch=fixed_launch(n, E, D, dtype)) for n in rows_of]
+    return all(torch.equal(result, results[-1][: len(result)]) for result in results)

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def linear_reference(
     x_RD: Tensor,
     weight_ED: Tensor,
@@ -20,7 +16,7 @@ def linear_reference(
     bias_E: Tensor | None = None,
 ) -> Tensor:
     """x W^T + bias, [R, E], not rounded."""
-    dtype = _wide(x_RD.dtype)
+    dtype = torch.promote_types(x_RD.dtype, torch.float32)
     y_RE = x_RD.to(dtype) @ weight_ED.to(dtype).T
     return y_RE if bias_E is None else y_RE + bias_E.to(dtype)
 

@@ -30,13 +30,7 @@ class Plan(Protocol):
     def backend(self) -> str: ...
 
 
-def problems(
-    name: str,
-    shape: HeadShape,
-    *,
-    device: torch.device,
-    deterministic: bool = False,
-) -> list[str]:
+def problems(name: str, shape: HeadShape, *, device: torch.device, deterministic: bool = False) -> list[str]:
     """Every reason why back end `name` cannot compute such heads; empty when it can.
 
     `deterministic`: a row's result must not depend on the rest of the batch, bit for bit.
@@ -45,8 +39,7 @@ def problems(
         module = importlib.import_module(BACKENDS[name])
     except ImportError as error:
         return [f"cannot be imported: {error}"]
-    found: list[str] = module.problems(shape, deterministic=deterministic, device=device)
-    return found
+    return module.problems(shape, deterministic=deterministic, device=device)
 
 
 def plan_attention(
@@ -64,7 +57,7 @@ def plan_attention(
     """
     if shape is None:
         assert backend in ("auto", "torch") and not deterministic, f"{backend=} needs the shape of the heads"
-        return op.plan_attention(rows)
+        return op.plan(rows)
     device = rows.cu_rows.device
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown back end {backend!r}, known are {sorted(BACKENDS)}")
@@ -74,8 +67,7 @@ def plan_attention(
         refused[name] = problems(name, shape, device=device, deterministic=deterministic)
         if not refused[name]:
             module = importlib.import_module(BACKENDS[name])
-            plan: Plan = module.plan(rows, shape, deterministic=deterministic, launch=launch)
-            return plan
+            return module.plan(rows, shape, deterministic=deterministic, launch=launch)
     reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
     raise ValueError(f"no back end for paged attention: {reasons}")
 
@@ -97,6 +89,6 @@ def paged_attention(
     values of an fp8 cache; lossy, which the caller must report.
     """
     module = importlib.import_module(BACKENDS[plan.backend])
-    scales = {"k_scale_K": k_scale_K, "v_scale_K": v_scale_K}
-    result: torch.Tensor = module.run(q_RNH, k_cache_SKH, v_cache_SKH, plan, scale=scale, out=out, **scales)
-    return result
+    return module.run(
+        q_RNH, k_cache_SKH, v_cache_SKH, plan, scale=scale, out=out, k_scale_K=k_scale_K, v_scale_K=v_scale_K
+    )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
 
-from idlm.kernels.backend import INTERPRETED, has_pdl
+from idlm.kernels.backend import INTERPRETED, has_pdl, pdl_options
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
@@ -342,11 +342,10 @@ def _attend(
         SCALED=k_scale_K is not None,
         STAGES=launch.stages,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-        PDL=launch.pdl,
         EARLY=launch.early and plan.num_items > plan.num_tiles,
         num_warps=launch.warps,
         num_stages=launch.stages,
-        **_launch_options(launch),
+        **pdl_options(launch.pdl),
     )
 
 
@@ -370,15 +369,9 @@ def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | No
         PARTS=1 if launch.split_slots else launch.combine_parts,
         STAGES=launch.sum_stages,
         SCALED=v_scale_K is not None,
-        PDL=launch.pdl,
         num_warps=launch.combine_warps,
-        **_launch_options(launch),
+        **pdl_options(launch.pdl),
     )
-
-
-def _launch_options(launch: Launch) -> dict[str, Any]:
-    """Launch option of dependent launch, only if it is on: the interpreter does not know it."""
-    return {"launch_pdl": True} if launch.pdl else {}
 
 
 def padded_head(head_dim: int) -> int:

@@ -1,10 +1,8 @@
 """Paged attention in plain torch, on any device: plan once per step, then gather and multiply per layer.
 
-`plan_attention` computes everything that does not depend on the layer. `problems`, `plan` and `run` make this
-module a back end (backends.py). Contract and formula in README.md.
+`problems`, `plan` and `run` make this module a back end (backends.py). Contract and formula in README.md.
 b sequences of a group, m rows and s slots they are padded to; R rows fed this pass, B sequences, P pages,
-S physical KV slots, N query heads, K KV heads, G = N / K, H head dim; W positions of a block, X = C listed
-slots + W own.
+S physical KV slots, N query heads, K KV heads, G = N / K, H head dim.
 """
 
 from __future__ import annotations
@@ -15,16 +13,12 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape, SlotLists
-
-__all__ = ["AttentionPlan", "AttentionRows", "paged_attention", "plan_attention", "sparse_attention"]
+from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
 
 FEW_ROWS = 16
 FEW_SLOTS = 512
 MAX_GATHERED_SLOTS = 1 << 18
 FP8 = torch.float8_e4m3fn
-Scales = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Factors of keys and values by KV head; None is 1."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,12 +47,16 @@ class AttentionPlan:
     """Index of each packed row in the concatenated padded rows of the groups; None: already in order."""
 
 
-def plan_attention(rows: AttentionRows) -> AttentionPlan:
-    """Group the sequences and build indices and masks.
+def plan(
+    rows: AttentionRows, shape: HeadShape | None = None, *, deterministic: bool = False, launch: Any = None
+) -> AttentionPlan:
+    """Group the sequences and build indices and masks, of the rows that belong to sequences.
 
-    No host synchronisation if every sequence is small (a decoding step); otherwise one, to read the sizes.
+    One host synchronisation reads their number, and another the sizes unless every sequence is small.
     """
-    num_rows, num_sequences = rows.own_slots_R.shape[0], rows.block_table.shape[0]
+    num_rows, num_sequences = int(rows.cu_rows[-1]), rows.block_table.shape[0]
+    names = ("own_slots_R", "limits_R", "branch_starts_R")
+    rows = replace(rows, **{name: getattr(rows, name)[:num_rows] for name in names})
     device = rows.cu_rows.device
     if num_rows == 0:
         return AttentionPlan(num_rows=0, groups=(), unpad_R=None)
@@ -146,15 +144,6 @@ def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> 
     return found
 
 
-def plan(
-    rows: AttentionRows, shape: HeadShape, *, deterministic: bool = False, launch: Any = None
-) -> AttentionPlan:
-    """The plan of the rows that belong to sequences; one host synchronisation reads their number."""
-    num_fed = int(rows.cu_rows[-1])
-    names = ("own_slots_R", "limits_R", "branch_starts_R")
-    return plan_attention(replace(rows, **{name: getattr(rows, name)[:num_fed] for name in names}))
-
-
 def run(
     q_RNH: torch.Tensor,
     k_cache_SKH: torch.Tensor,
@@ -166,53 +155,38 @@ def run(
     k_scale_K: torch.Tensor | None = None,
     v_scale_K: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [R, N, H], in `out` if given; rows after the last sequence are not read and become 0."""
-    num_fed, scales = plan.num_rows, (k_scale_K, v_scale_K)
-    o_RNH = paged_attention(q_RNH[:num_fed], k_cache_SKH, v_cache_SKH, plan, scale=scale, scales=scales)
-    if out is None and num_fed == q_RNH.shape[0]:
+    """Output [R, N, H] (q's dtype), in `out` if given; rows after the last sequence are not read and become
+    0. `k_scale_K`, `v_scale_K`: factors of keys and values by KV head.
+    """
+    caches = ((k_cache_SKH, k_scale_K), (v_cache_SKH, v_scale_K))
+    padded = [_attend(q_RNH, caches, group, scale) for group in plan.groups]
+    o_XNH = padded[0] if len(padded) == 1 else torch.cat([*padded, q_RNH[:0]])
+    o_RNH = o_XNH if plan.unpad_R is None else o_XNH.index_select(0, plan.unpad_R)
+    if out is None and plan.num_rows == len(q_RNH):
         return o_RNH
     out = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
-    out[:num_fed] = o_RNH
-    out[num_fed:] = 0
+    out[: plan.num_rows] = o_RNH
+    out[plan.num_rows :] = 0
     return out
-
-
-def paged_attention(
-    q_RNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    scale: float,
-    scales: Scales = (None, None),
-) -> torch.Tensor:
-    """Return o_RNH (fresh memory, q's dtype) of one layer, whose new keys and values are already cached."""
-    assert q_RNH.shape[0] == plan.num_rows, f"{q_RNH.shape=} {plan.num_rows=}"
-    if not plan.groups:
-        return torch.empty_like(q_RNH)
-    padded = [_attend(q_RNH, (k_cache_SKH, v_cache_SKH), group, scale, scales) for group in plan.groups]
-    o_XNH = padded[0] if len(padded) == 1 else torch.cat(padded)
-    return o_XNH if plan.unpad_R is None else o_XNH.index_select(0, plan.unpad_R)
 
 
 def _attend(
     q_RNH: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
+    caches: tuple[tuple[torch.Tensor, torch.Tensor | None], ...],
     group: _Group,
     scale: float,
-    scales: Scales,
 ) -> torch.Tensor:
-    """Return [b * m, N, H] of one group."""
+    """Return [b * m, N, H] of one group; `caches`: keys and values, each with its scales."""
     b, m, s = group.num_sequences, group.num_rows, group.num_slots
     num_heads, head_dim = q_RNH.shape[1:]
-    num_kv_heads = caches[0].shape[1]
+    num_kv_heads = caches[0][0].shape[1]
     per_kv_head = num_heads // num_kv_heads
-    q_XNH = q_RNH if group.rows_bm is None else q_RNH.index_select(0, group.rows_bm)
+    q_XNH = q_RNH[: b * m] if group.rows_bm is None else q_RNH.index_select(0, group.rows_bm)
     k_bKsH, v_bKsH = (
-        _gathered(cache_SKH, group.slots_bs, scale_K, q_RNH.dtype)
+        gathered(cache_SKH, group.slots_bs, scale_K, q_RNH.dtype)
         .view(b, s, num_kv_heads, head_dim)
         .transpose(1, 2)
-        for cache_SKH, scale_K in zip(caches, scales, strict=True)
+        for cache_SKH, scale_K in caches
     )
     if m > FEW_ROWS or per_kv_head == 1:
         o_bNmH = F.scaled_dot_product_attention(
@@ -237,7 +211,7 @@ def _attend(
     return o_bmKGH.reshape(b * m, num_heads, head_dim)
 
 
-def _gathered(
+def gathered(
     cache_SKH: torch.Tensor, slots_X: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Slots [X, K, H] of a cache, in `dtype`."""
@@ -258,55 +232,3 @@ def _bias(group: _Group, dtype: torch.dtype, repeats: int) -> torch.Tensor:
         bias_bms.masked_fill_(~group.visible_bms, float("-inf"))
         group.bias[key] = bias_bms.repeat(1, repeats, 1).unsqueeze(1)
     return group.bias[key]
-
-
-def sparse_attention(
-    q_BWNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
-    lists: SlotLists,
-    *,
-    scale: float,
-    k_scale_K: torch.Tensor | None = None,
-    v_scale_K: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return o_BWNH (q's dtype) of one block per sequence, whose rows see listed slots and their own block.
-
-    Computed in fp32 (fp64 of fp64). Shapes depend on the arguments' shapes only and nothing waits for the
-    device, so a CUDA graph can hold it. A slot that no row sees may hold NaN.
-    """
-    num_sequences, num_places, num_heads, head_dim = q_BWNH.shape
-    num_kv_heads = k_cache_SKH.shape[1]
-    own_BW = lists.starts_B[:, None] + torch.arange(num_places, device=q_BWNH.device)
-    slots_BKX = torch.cat((lists.slots_BKC, own_BW[:, None].expand(-1, num_kv_heads, -1)), dim=-1)
-    listed_BKWC = (lists.slots_BKC >= 0)[:, :, None].expand(-1, -1, num_places, -1)
-    sees_own_BWW = own_BW[:, None] < lists.limits_BW[:, :, None]
-    sees_BKWX = torch.cat((listed_BKWC, sees_own_BWW[:, None].expand(-1, num_kv_heads, -1, -1)), dim=-1)
-    slots_BKX = slots_BKX.clamp(0, lists.block_table.shape[1] * lists.page_size - 1)
-    pages_BKX = lists.block_table.gather(1, slots_BKX.flatten(1) // lists.page_size).view_as(slots_BKX)
-    physical_BKX = pages_BKX * lists.page_size + slots_BKX % lists.page_size
-    # A mask is not enough for slots that no row sees: 0 * NaN is NaN.
-    is_seen_BKX1 = sees_BKWX.any(dim=2)[..., None]
-    k_BKXH, v_BKXH = (
-        torch.where(is_seen_BKX1, _gathered_by_head(cache_SKH, physical_BKX, scale_K, q_BWNH.dtype), 0)
-        for cache_SKH, scale_K in ((k_cache_SKH, k_scale_K), (v_cache_SKH, v_scale_K))
-    )
-    q_BKGWH = q_BWNH.to(k_BKXH.dtype).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    scores_BKGWX = torch.einsum("bkgwh,bkxh->bkgwx", q_BKGWH, k_BKXH) * scale
-    scores_BKGWX = scores_BKGWX.masked_fill(~sees_BKWX[:, :, None], float("-inf"))
-    o_BKGWH = torch.einsum("bkgwx,bkxh->bkgwh", scores_BKGWX.softmax(dim=-1), v_BKXH)
-    o_BWNH = o_BKGWH.permute(0, 3, 1, 2, 4).reshape(num_sequences, num_places, num_heads, head_dim)
-    return o_BWNH.to(q_BWNH.dtype)
-
-
-def _gathered_by_head(
-    cache_SKH: torch.Tensor, physical_BKX: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Slots [B, K, X, H] of which each KV head has its own, in fp32 (fp64 if `dtype` is fp64)."""
-    num_kv_heads, head_dim = cache_SKH.shape[1:]
-    heads_K1 = torch.arange(num_kv_heads, device=physical_BKX.device)[:, None]
-    rows_Y = (physical_BKX * num_kv_heads + heads_K1).flatten()
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    read_YH = _gathered(cache_SKH.reshape(-1, head_dim), rows_Y, None, wide).to(wide)
-    read_BKXH = read_YH.view(*physical_BKX.shape, head_dim)
-    return read_BKXH if scale_K is None else read_BKXH * scale_K[:, None, None]

@@ -6,12 +6,13 @@ S physical KV slots.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
-from idlm.kernels.qkv_rope_cache.types import Rope
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -19,6 +20,18 @@ FEW_ROWS = 128
 """With more rows a program has four times the heads and the warps: a head then has as many threads, and the
 sum of its norm the same order.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding of a pass's rows. `positions_R` int64, `inv_freq_h` fp32 radians per position,
+    `scaling` a factor of cos and sin. `tables`: rounded cos and sin [R, 1, h] if no kernel computes them.
+    """
+
+    positions_R: Tensor
+    inv_freq_h: Tensor
+    scaling: float
+    tables: tuple[Tensor, Tensor] | None
 
 
 def make_rope(positions_R: Tensor, inv_freq_h: Tensor, *, scaling: float = 1.0, dtype: torch.dtype) -> Rope:
@@ -74,13 +87,15 @@ def qkv_rope_cache(
             None if qk_norm_YH is None else (qk_norm_YH, norm_eps),
             (k_scale_K, v_scale_K),
         )
-    from idlm.kernels.qkv_rope_cache.launch import run
+    from idlm.kernels.qkv_rope_cache.kernel import run
 
     is_few = len(qkv_RJH) <= FEW_ROWS
     run(
         qkv_RJH,
         (k_cache_SKH, v_cache_SKH),
-        rope=rope,
+        positions_R=rope.positions_R,
+        inv_freq_h=rope.inv_freq_h,
+        rope_scaling=rope.scaling,
         slot_mapping_R=slot_mapping_R,
         qk_norm_YH=qk_norm_YH,
         norm_eps=norm_eps,

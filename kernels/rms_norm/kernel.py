@@ -7,11 +7,11 @@ R rows, D width.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from idlm.kernels.backend import pdl_options
 
 
 @triton.jit
@@ -65,7 +65,6 @@ def run(
     if num_rows == 0:
         return
     residual = x_RD if residual_RD is None else residual_RD
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     add_rms_norm_kernel[(num_rows,)](
         x_RD,
         residual,
@@ -78,7 +77,6 @@ def run(
         eps,
         HAS_RESIDUAL=residual_RD is not None,
         BLOCK_D=triton.next_power_of_2(D),
-        PDL=pdl,
         num_warps=warps,
-        **options,
+        **pdl_options(pdl),
     )

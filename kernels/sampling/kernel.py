@@ -29,14 +29,6 @@ ANY_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Let the next kernel start early, and wait here for all writes of the previous one."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def scale_of(temperature):
     """log2(e) / temperature, fp64; finite in fp32 for any temperature; greedy rows use temperature 1."""
     is_greedy = temperature == 0
@@ -134,14 +126,12 @@ def stats_kernel(
     OWN: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Largest logit of each of TILE chunks of one row, and the chunk's weight relative to it.
 
     FORBIDS: the logit of token `forbidden` becomes LOWEST, in memory too. OWN: also the weight, and the sum
     of weight times logit, relative to the largest, at temperature 1.
     """
-    wait_for_previous(PDL)
     i_row = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     scale = scale_of(tl.load(p_temperature + setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)))
@@ -172,37 +162,8 @@ def stats_kernel(
 
 
 @triton.jit
-def probability_kernel(
-    p_logits,
-    p_numbers,
-    p_masses,
-    p_rows,
-    p_token_ids,
-    p_out,
-    row_stride,
-    num_pairs,
-    num_chunks,
-    PAIRS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Probability (fp64) of token `token_ids[i]` in row `rows[i]`; 0 for row -1."""
-    wait_for_previous(PDL)
-    o_pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    b_row = tl.load(p_rows + o_pair, mask=o_pair < num_pairs, other=-1).to(tl.int64)
-    m_pair = b_row >= 0
-    b_id = tl.load(p_token_ids + o_pair, mask=m_pair, other=0).to(tl.int64)
-    # A stored row has logits only in chunks that have mass.
-    m_pair = m_pair & (tl.load(p_masses + b_row * num_chunks + b_id // CHUNK, mask=m_pair, other=0.0) > 0)
-    b_values = tl.load(p_logits + b_row * row_stride + b_id, mask=m_pair, other=0.0)
-    b_probability = probability_of(b_values, b_id, p_numbers + b_row * NUM_NUMBERS, m_pair)
-    tl.store(p_out + o_pair, b_probability, mask=o_pair < num_pairs)
-
-
-@triton.jit
-def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr, PDL: tl.constexpr):
+def nonfinite_kernel(p_numbers, p_rows, p_out, num_rows, ROWS: tl.constexpr):
     """1 + the first place where a sequence's row has no finite largest logit, or 0; rows -1 are skipped."""
-    wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)
     o_row = tl.arange(0, ROWS)
     b_row = tl.load(p_rows + i_sequence * num_rows + o_row, mask=o_row < num_rows, other=-1).to(tl.int64)
@@ -256,10 +217,8 @@ def draw_kernel(
     num_chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Draw one token of one row; 0 for row -1."""
-    wait_for_previous(PDL)
     i_draw = tl.program_id(0).to(tl.int64)
     row = tl.load(p_rows + i_draw).to(tl.int64)
     token = tl.zeros((), tl.int32)
@@ -291,10 +250,8 @@ def judged_kernel(
     ALWAYS_OWN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One token of one row, drawn or the best, and its probability (the row's or the model's own)."""
-    wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     p_row, p_row_numbers = p_logits + i_row * row_stride, p_numbers + i_row * NUM_NUMBERS
     takes_best = 0
@@ -328,10 +285,8 @@ def uniforms_kernel(
     HAS_LANES: tl.constexpr,
     STEP_BY_LANE: tl.constexpr,
     DRAWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Philox4x32-10 numbers in (0, 1), fp64, of one sequence's sampling step."""
-    wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)
     lane = i_sequence
     if HAS_LANES:

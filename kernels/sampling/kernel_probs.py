@@ -26,7 +26,6 @@ from idlm.kernels.sampling.kernel import (
     own_scale,
     scale_of,
     setting_of,
-    wait_for_previous,
     weight,
 )
 from idlm.kernels.sampling.kernel_search import (
@@ -241,10 +240,8 @@ def probs_kernel(
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The numbers of a row and the kept masses of its chunks, which replace those of the statistics."""
-    wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     setting = setting_of(p_lanes, i_row, rows_per_lane, HAS_LANES)
     temperature = tl.load(p_temperature + setting)

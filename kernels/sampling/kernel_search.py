@@ -56,47 +56,25 @@ def share_of(b_values, largest, scale, by_count):
 
 
 @triton.jit
-def reached_in_row(
-    p_row, num_tokens, largest, scale, by_count, f0, f1, f2, f3, f4, f5, f6, f7, STEP: tl.constexpr
-):
+def reached_in_row(p_row, num_tokens, largest, scale, by_count, pivots, STEP: tl.constexpr):
     """Count or weight of a row at or above each of eight pivots, fp64.
 
     Every place of a step has its own sum: errors of fp32 average out, and the loop has no dependency.
     """
     o_step = tl.arange(0, STEP)
     b_next = tl.load(p_row + o_step, mask=o_step < num_tokens, other=float("-inf"))
-    b_sum0 = tl.zeros([STEP], tl.float32)
-    b_sum1 = tl.zeros([STEP], tl.float32)
-    b_sum2 = tl.zeros([STEP], tl.float32)
-    b_sum3 = tl.zeros([STEP], tl.float32)
-    b_sum4 = tl.zeros([STEP], tl.float32)
-    b_sum5 = tl.zeros([STEP], tl.float32)
-    b_sum6 = tl.zeros([STEP], tl.float32)
-    b_sum7 = tl.zeros([STEP], tl.float32)
+    b_sums = [tl.zeros([STEP], tl.float32) for _ in pivots]
     for start in range(0, num_tokens, STEP):
         b_values = b_next
         o_next = start + STEP + o_step
         b_next = tl.load(p_row + o_next, mask=o_next < num_tokens, other=float("-inf"))
         b_share = share_of(b_values, largest, scale, by_count)
         b_logits = b_values.to(tl.float32)
-        b_sum0 = tl.fma((b_logits >= f0).to(tl.float32), b_share, b_sum0)
-        b_sum1 = tl.fma((b_logits >= f1).to(tl.float32), b_share, b_sum1)
-        b_sum2 = tl.fma((b_logits >= f2).to(tl.float32), b_share, b_sum2)
-        b_sum3 = tl.fma((b_logits >= f3).to(tl.float32), b_share, b_sum3)
-        b_sum4 = tl.fma((b_logits >= f4).to(tl.float32), b_share, b_sum4)
-        b_sum5 = tl.fma((b_logits >= f5).to(tl.float32), b_share, b_sum5)
-        b_sum6 = tl.fma((b_logits >= f6).to(tl.float32), b_share, b_sum6)
-        b_sum7 = tl.fma((b_logits >= f7).to(tl.float32), b_share, b_sum7)
-    return (
-        tl.sum(b_sum0.to(tl.float64), 0),
-        tl.sum(b_sum1.to(tl.float64), 0),
-        tl.sum(b_sum2.to(tl.float64), 0),
-        tl.sum(b_sum3.to(tl.float64), 0),
-        tl.sum(b_sum4.to(tl.float64), 0),
-        tl.sum(b_sum5.to(tl.float64), 0),
-        tl.sum(b_sum6.to(tl.float64), 0),
-        tl.sum(b_sum7.to(tl.float64), 0),
-    )
+        b_sums = [
+            tl.fma((b_logits >= pivots[i]).to(tl.float32), b_share, b_sums[i])
+            for i in (0, 1, 2, 3, 4, 5, 6, 7)
+        ]
+    return [tl.sum(b_sum.to(tl.float64), 0) for b_sum in b_sums]
 
 
 @triton.jit
@@ -142,28 +120,13 @@ def search_row(
     while high - low > 1:
         # Keys crowd around 0 and logits do not, but only a search over keys is certain to end.
         by_key = (i_round % 2 == 1) | ((top - bottom < 1e30) == 0)
-        k0 = pivot_of(0, low, high, top, bottom, by_key, KEY_SHIFT)
-        k1 = pivot_of(1, low, high, top, bottom, by_key, KEY_SHIFT)
-        k2 = pivot_of(2, low, high, top, bottom, by_key, KEY_SHIFT)
-        k3 = pivot_of(3, low, high, top, bottom, by_key, KEY_SHIFT)
-        k4 = pivot_of(4, low, high, top, bottom, by_key, KEY_SHIFT)
-        k5 = pivot_of(5, low, high, top, bottom, by_key, KEY_SHIFT)
-        k6 = pivot_of(6, low, high, top, bottom, by_key, KEY_SHIFT)
-        k7 = pivot_of(7, low, high, top, bottom, by_key, KEY_SHIFT)
-        r0, r1, r2, r3, r4, r5, r6, r7 = reached_in_row(
-            p_row, num_tokens, largest, scale, by_count,
-            logit_of(k0, KEY_SHIFT), logit_of(k1, KEY_SHIFT), logit_of(k2, KEY_SHIFT),
-            logit_of(k3, KEY_SHIFT), logit_of(k4, KEY_SHIFT), logit_of(k5, KEY_SHIFT),
-            logit_of(k6, KEY_SHIFT), logit_of(k7, KEY_SHIFT), STEP,
-        )  # fmt: skip
-        low, high, above = narrowed_bracket(low, high, above, k0, r0, target)
-        low, high, above = narrowed_bracket(low, high, above, k1, r1, target)
-        low, high, above = narrowed_bracket(low, high, above, k2, r2, target)
-        low, high, above = narrowed_bracket(low, high, above, k3, r3, target)
-        low, high, above = narrowed_bracket(low, high, above, k4, r4, target)
-        low, high, above = narrowed_bracket(low, high, above, k5, r5, target)
-        low, high, above = narrowed_bracket(low, high, above, k6, r6, target)
-        low, high, above = narrowed_bracket(low, high, above, k7, r7, target)
+        keys = [
+            pivot_of(number, low, high, top, bottom, by_key, KEY_SHIFT) for number in (0, 1, 2, 3, 4, 5, 6, 7)
+        ]
+        pivots = [logit_of(key, KEY_SHIFT) for key in keys]
+        reached = reached_in_row(p_row, num_tokens, largest, scale, by_count, pivots, STEP)
+        for i in tl.static_range(8):
+            low, high, above = narrowed_bracket(low, high, above, keys[i], reached[i], target)
         ninth = (logit_of(high, KEY_SHIFT) - logit_of(low, KEY_SHIFT)) / 9
         top = logit_of(high, KEY_SHIFT) - ninth
         bottom = logit_of(low, KEY_SHIFT) + ninth

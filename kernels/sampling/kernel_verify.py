@@ -19,7 +19,6 @@ from idlm.kernels.sampling.kernel import (
     kept_weight,
     pick,
     probability_of,
-    wait_for_previous,
 )
 
 # Rows of the verdict [NUM_VERDICT, B].
@@ -61,10 +60,8 @@ def verify_kernel(
     num_masks,
     MASKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Accepted drafts of one sequence, and the rows that its next token and next drafts are drawn from."""
-    wait_for_previous(PDL)
     i_sequence = tl.program_id(0).to(tl.int64)
     is_active = tl.load(p_active + i_sequence).to(tl.int32) != 0
     p_out = p_verdict + i_sequence
@@ -141,10 +138,8 @@ def residual_kernel(
     num_masks,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Mass of max(0, p - q) in each of TILE chunks, for sequences with a rejected draft."""
-    wait_for_previous(PDL)
     i_sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     if tl.load(p_verdict + num_sequences * REJECTED + i_sequence) != 0:
@@ -206,26 +201,20 @@ def emit_kernel(
     num_chunks,
     num_sequences,
     num_masks,
-    num_draws,
-    FIRST_DRAW: tl.constexpr,
-    HAS_STATE: tl.constexpr,
     TAKES_BEST: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """One draw of a sequence, from FIRST_DRAW on: draw 0 is the token after its accepted drafts, from the
-    residual after a rejection, else from p; the others are its next drafts.
+    """One draw of a sequence: draw 0 is the token after its accepted drafts, from the residual after a
+    rejection, else from p; the others are its next drafts. TAKES_BEST: drafts are the argmax.
     """
-    wait_for_previous(PDL)
-    i_sequence = (tl.program_id(0) // num_draws).to(tl.int64)
-    i_uniform = tl.program_id(0) % num_draws
-    i_draw = i_uniform + FIRST_DRAW
+    i_sequence = (tl.program_id(0) // (num_masks + 1)).to(tl.int64)
+    i_draw = tl.program_id(0) % (num_masks + 1)
     emit_row = tl.load(p_verdict + num_sequences * EMIT_ROW + i_sequence)
     if emit_row >= 0:
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
         accepted = tl.load(p_verdict + num_sequences * ACCEPTED + i_sequence)
-        uniform = tl.load(p_uniforms + i_sequence * uniform_stride + i_uniform)
+        uniform = tl.load(p_uniforms + i_sequence * uniform_stride + i_draw)
         o_chunk = tl.arange(0, CHUNKS)
         b_mass = tl.zeros([CHUNKS], tl.float64)
         row = emit_row
@@ -264,9 +253,8 @@ def emit_kernel(
             tl.store(p_drafts + lane * num_masks + i_draw - 1, token.to(tl.int64))
         else:
             tl.store(p_tokens + i_sequence * (num_masks + 1) + accepted, token.to(tl.int64))
-        if HAS_STATE:
-            layout = tl.load(p_verdict + num_sequences * NEXT_LAYOUT + i_sequence)
-            tl.store(p_layout + lane, layout, mask=i_uniform == 0)
+        layout = tl.load(p_verdict + num_sequences * NEXT_LAYOUT + i_sequence)
+        tl.store(p_layout + lane, layout, mask=i_draw == 0)
 
 
 @triton.jit
@@ -287,10 +275,8 @@ def put_kernel(
     num_masks,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Copy TILE chunks of one draft row, those that have mass, and its numbers to the sequence's lane."""
-    wait_for_previous(PDL)
     i_draft = (tl.program_id(0) // num_tiles).to(tl.int64)
     i_tile = tl.program_id(0) % num_tiles
     i_sequence = i_draft // num_masks

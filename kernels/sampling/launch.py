@@ -1,6 +1,6 @@
-"""Grids and scratch memory of the kernels for probabilities and draws. Nothing here waits for the device.
+"""Grids and scratch memory of the kernels. Nothing here waits for the device.
 
-Shapes: X rows, V vocabulary, C chunks, B sequences.
+Shapes: X rows, V vocabulary, C chunks, Z lanes, B sequences, J drafts, A = J + 1.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from idlm.kernels.sampling import kernel
+from idlm.kernels.sampling import kernel, kernel_verify
 from idlm.kernels.sampling import kernel_probs as kernel_probs
-from idlm.kernels.sampling.types import NUM_NUMBERS, RowProbs, Tuning
+from idlm.kernels.sampling.types import NUM_NUMBERS, DraftProbs, LayoutTables, RowProbs, Tuning, Verdict
 
 KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low mantissa bits of an fp32 that a logit of this dtype leaves zero."""
 SMALLEST_CHUNK = 16
-PAIRS = 128
 ROW_REGISTERS = 128
 """Per thread; the kernel of filtered rows would take twice as many, which would halve occupancy."""
 
@@ -45,14 +44,6 @@ class Shape:
         # For kernels that hold two rows at once.
         self.half_tile = max(1, self.tile // 2)
         self.num_half_tiles = triton.cdiv(self.num_chunks, self.half_tile)
-        self.wide = options(tuning, warps=tuning.num_warps)
-        self.narrow = options(tuning, warps=4)
-        self.whole = options(tuning, warps=tuning.row_warps) | {"maxnreg": ROW_REGISTERS}
-
-
-def options(tuning: Tuning, *, warps: int) -> dict[str, Any]:
-    """Launch options; the interpreter does not know dependent launch, so it is named only if requested."""
-    return {"num_warps": warps, "PDL": tuning.pdl, **({"launch_pdl": True} if tuning.pdl else {})}
 
 
 def row_probs(
@@ -93,7 +84,7 @@ def row_probs(
         **has_lanes,
         TILE=shape.tile,
         CHUNK=shape.chunk,
-        **shape.wide,
+        num_warps=tuning.num_warps,
     )
     kernel_probs.probs_kernel[(num_rows,)](
         logits_XV,
@@ -110,7 +101,7 @@ def row_probs(
         FILTERS=filters,
         CHUNK=shape.chunk,
         CHUNKS=shape.chunks,
-        **(shape.whole if filters else shape.narrow),
+        **({"num_warps": tuning.row_warps, "maxnreg": ROW_REGISTERS} if filters else {"num_warps": 4}),
     )
     return probs
 
@@ -146,29 +137,6 @@ def _search_options(probs: RowProbs, shape: Shape) -> dict[str, int]:
     }
 
 
-def probability(probs: RowProbs, rows: Tensor, token_ids: Tensor) -> Tensor:
-    """fp64, shaped as `rows`."""
-    rows, token_ids = rows.contiguous(), token_ids.contiguous()
-    out = torch.empty(rows.shape, dtype=torch.float64, device=rows.device)
-    num_pairs = rows.numel()
-    if num_pairs:
-        kernel.probability_kernel[(triton.cdiv(num_pairs, PAIRS),)](
-            probs.logits_XV,
-            probs.numbers_XF,
-            probs.masses_XC,
-            rows,
-            token_ids,
-            out,
-            probs.logits_XV.stride(0),
-            num_pairs,
-            probs.masses_XC.shape[1],
-            PAIRS=PAIRS,
-            CHUNK=chunk_of(probs.logits_XV.shape[1], probs.tuning),
-            **options(probs.tuning, warps=4),
-        )
-    return out
-
-
 def nonfinite(probs: RowProbs, rows_BJ: Tensor) -> Tensor:
     """1 + the first place [B], or 0."""
     num_sequences, num_rows = rows_BJ.shape
@@ -181,7 +149,7 @@ def nonfinite(probs: RowProbs, rows_BJ: Tensor) -> Tensor:
             out_B,
             num_rows,
             ROWS=triton.next_power_of_2(max(1, num_rows)),
-            **options(probs.tuning, warps=1),
+            num_warps=1,
         )
     return out_B
 
@@ -193,9 +161,7 @@ def draw(probs: RowProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     out_B = torch.empty_like(rows_B)
     if len(rows_B):
         kernel.draw_kernel[(len(rows_B),)](
-            probs.logits_XV,
-            probs.numbers_XF,
-            probs.masses_XC,
+            *probs.tensors(),
             rows_B,
             uniforms_B,
             out_B,
@@ -205,7 +171,7 @@ def draw(probs: RowProbs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
             shape.num_chunks,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
-            **shape.narrow,
+            num_warps=4,
         )
     return out_B
 
@@ -226,9 +192,7 @@ def judged_draws(
     confidence_X = torch.empty(num_rows, dtype=torch.float64, device=device)
     if num_rows:
         kernel.judged_kernel[(num_rows,)](
-            probs.logits_XV,
-            probs.numbers_XF,
-            probs.masses_XC,
+            *probs.tensors(),
             uniforms_X,
             temperature,
             ids_X if lanes_B is None else lanes_B,
@@ -244,7 +208,7 @@ def judged_draws(
             ALWAYS_OWN=always_own,
             CHUNK=shape.chunk,
             CHUNKS=shape.chunks,
-            **shape.narrow,
+            num_warps=4,
         )
     return ids_X, confidence_X
 
@@ -255,7 +219,6 @@ def uniforms(
     steps: Tensor,
     lanes_B: Tensor | None,
     num_draws: int,
-    tuning: Tuning,
     *,
     steps_by_lane: bool = True,
 ) -> Tensor:
@@ -273,6 +236,127 @@ def uniforms(
             HAS_LANES=lanes_B is not None,
             STEP_BY_LANE=steps_by_lane,
             DRAWS=triton.next_power_of_2(num_draws),
-            **options(tuning, warps=1),
+            num_warps=1,
         )
     return out_BD
+
+
+def put(store: DraftProbs, lanes_B: Tensor, probs: RowProbs, rows_BJ: Tensor, active_B: Tensor) -> None:
+    """Copy rows into their lanes."""
+    num_tokens = probs.logits_XV.shape[1]
+    shape = Shape(num_tokens, probs.tuning)
+    if rows_BJ.numel():
+        kernel_verify.put_kernel[(rows_BJ.numel() * shape.num_half_tiles,)](
+            *probs.tensors(),
+            *store.tensors(),
+            lanes_B,
+            active_B,
+            rows_BJ,
+            probs.logits_XV.stride(0),
+            num_tokens,
+            shape.num_chunks,
+            shape.num_half_tiles,
+            rows_BJ.shape[1],
+            TILE=shape.half_tile,
+            CHUNK=shape.chunk,
+            num_warps=probs.tuning.num_warps,
+        )
+
+
+def verify(
+    probs: RowProbs,
+    store: DraftProbs,
+    tables: LayoutTables,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    uniforms_BJ: Tensor,
+) -> Verdict:
+    """`columns`: lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z."""
+    num_sequences, num_masks = len(columns[0]), columns[3].shape[1]
+    ints: dict[str, Any] = {"dtype": torch.int64, "device": probs.logits_XV.device}
+    values_FB = torch.empty(kernel_verify.NUM_VERDICT.value, num_sequences, **ints)
+    token_ids_BA = torch.empty(num_sequences, num_masks + 1, **ints)
+    draft_rows_BJ = torch.empty(num_sequences, num_masks, **ints)
+    verdict = Verdict(values_FB, token_ids_BA, draft_rows_BJ, *values_FB)
+    if num_sequences:
+        kernel_verify.verify_kernel[(num_sequences,)](
+            probs.logits_XV,
+            probs.numbers_XF,
+            *store.tensors(),
+            *columns,
+            tables.num_drafts_Y,
+            tables.draft_rows_YAJ,
+            tables.next_layouts_YA,
+            uniforms_BJ,
+            verdict.values_FB,
+            verdict.token_ids_BA,
+            verdict.draft_rows_BJ,
+            probs.logits_XV.stride(0),
+            uniforms_BJ.stride(0),
+            probs.logits_XV.shape[1],
+            probs.masses_XC.shape[1],
+            num_sequences,
+            num_masks,
+            MASKS=triton.next_power_of_2(max(1, num_masks)),
+            CHUNK=chunk_of(probs.logits_XV.shape[1], probs.tuning),
+            num_warps=1,
+        )
+    return verdict
+
+
+def emit_and_draft(
+    probs: RowProbs,
+    store: DraftProbs,
+    verdict: Verdict,
+    lanes_B: Tensor,
+    uniforms_BA: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    takes_best: bool,
+) -> None:
+    """The token after the accepted drafts, and the next drafts and layouts into `state` (drafts_ZJ,
+    layout_Z), one draw per column of `uniforms_BA`. Two launches: the residual's masses, the draws.
+    """
+    num_sequences, num_masks = verdict.draft_rows_BJ.shape
+    num_tokens = probs.logits_XV.shape[1]
+    shape = Shape(num_tokens, probs.tuning)
+    if num_sequences == 0:
+        return
+    excess_BC = torch.empty(num_sequences, shape.num_chunks, dtype=torch.float32, device=lanes_B.device)
+    if num_masks:
+        kernel_verify.residual_kernel[(num_sequences * shape.num_half_tiles,)](
+            *probs.tensors(),
+            *store.tensors(),
+            lanes_B,
+            verdict.values_FB,
+            excess_BC,
+            probs.logits_XV.stride(0),
+            num_tokens,
+            shape.num_chunks,
+            shape.num_half_tiles,
+            num_sequences,
+            num_masks,
+            TILE=shape.half_tile,
+            CHUNK=shape.chunk,
+            num_warps=probs.tuning.num_warps,
+        )
+    kernel_verify.emit_kernel[(num_sequences * (num_masks + 1),)](
+        *probs.tensors(),
+        *store.tensors(),
+        lanes_B,
+        verdict.values_FB,
+        excess_BC,
+        uniforms_BA,
+        verdict.token_ids_BA,
+        verdict.draft_rows_BJ,
+        *state,
+        probs.logits_XV.stride(0),
+        uniforms_BA.stride(0),
+        num_tokens,
+        shape.num_chunks,
+        num_sequences,
+        num_masks,
+        TAKES_BEST=takes_best,
+        CHUNK=shape.chunk,
+        CHUNKS=shape.chunks,
+        num_warps=4,
+    )

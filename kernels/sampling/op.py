@@ -8,17 +8,18 @@ vocabulary, Z lanes, B sequences, J drafts, A = J + 1, D draws.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import philox, plain
+from idlm.kernels.sampling import plain
 from idlm.kernels.sampling.types import (
     NUM_NUMBERS,
     DraftProbs,
     Drafts,
     LayoutTables,
     PlainDraftProbs,
-    PlainProbs,
     Probs,
     RowProbs,
     Tuning,
@@ -33,6 +34,15 @@ MAX_VOCABULARY = 1 << 24
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels compute on this device (a GPU), so that no probabilities are stored."""
     return device.type == "cuda"
+
+
+def _module(uses_kernels: bool) -> ModuleType:
+    """The module that computes the ops; both have the same functions."""
+    if not uses_kernels:
+        return plain
+    from idlm.kernels.sampling import launch
+
+    return launch
 
 
 def row_probs(
@@ -74,34 +84,16 @@ def row_probs(
     )
 
 
-def probability(probs: Probs, rows: Tensor, token_ids: Tensor) -> Tensor:
-    """Probability (fp64, shaped as `rows`) of each token in its row; 0 for row -1."""
-    assert rows.shape == token_ids.shape, f"{rows.shape=} {token_ids.shape=}"
-    if isinstance(probs, PlainProbs):
-        return plain.probability(probs, rows, token_ids)
-    from idlm.kernels.sampling import launch
-
-    return launch.probability(probs, rows, token_ids)
-
-
 def nonfinite(probs: Probs, rows_BJ: Tensor) -> Tensor:
     """1 + the place (int64 [B]) of the first of a sequence's rows without a distribution: a logit is NaN or
     infinite, or all are -inf. Draws from such a row are meaningless. 0: no such row. Rows -1 are skipped.
     """
-    if isinstance(probs, PlainProbs):
-        return plain.nonfinite(probs, rows_BJ)
-    from idlm.kernels.sampling import launch
-
-    return launch.nonfinite(probs, rows_BJ)
+    return _module(isinstance(probs, RowProbs)).nonfinite(probs, rows_BJ)
 
 
 def draw(probs: Probs, rows_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """One token (int64 [B]) per row by inversion of a uniform number in (0, 1); 0 for row -1."""
-    if isinstance(probs, PlainProbs):
-        return plain.draw(probs, rows_B, uniforms_B)
-    from idlm.kernels.sampling import launch
-
-    return launch.draw(probs, rows_B, uniforms_B)
+    return _module(isinstance(probs, RowProbs)).draw(probs, rows_B, uniforms_B)
 
 
 def judged_draws(
@@ -120,18 +112,14 @@ def judged_draws(
     if the row is greedy (settings as in `row_probs`) or `always_own`.
     """
     assert len(uniforms_X) == len(probs) and uniforms_X.is_contiguous(), f"{uniforms_X.shape=}"
-    if isinstance(probs, PlainProbs):
-        return plain.judged_draws(
-            probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own
-        )
-    from idlm.kernels.sampling import launch
-
-    return launch.judged_draws(probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own)
+    return _module(isinstance(probs, RowProbs)).judged_draws(
+        probs, uniforms_X, temperature, lanes_B, takes_best_X, always_own=always_own
+    )
 
 
 def entropy(probs: Probs) -> Tensor:
     """Entropy (nats, fp64 [X]) of every row at temperature 1 without filters; needs `own`."""
-    return plain.entropy(probs) if isinstance(probs, PlainProbs) else probs.entropy_X
+    return probs.numbers_XF[:, 7] if isinstance(probs, RowProbs) else plain.entropy(probs)
 
 
 def draft_probs(
@@ -159,35 +147,11 @@ def draft_probs(
 
 def put(store: Drafts, lanes_B: Tensor, probs: Probs, rows_BJ: Tensor, *, active_B: Tensor) -> None:
     """Store the probabilities of `rows_BJ` in the lanes of active sequences; row -1 changes nothing."""
-    if isinstance(probs, PlainProbs):
-        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
-        plain.put(store, lanes_B, probs, rows_BJ, active_B)
-        return
-    assert isinstance(store, DraftProbs), f"{type(store)=}"
-    dtypes = (probs.logits_XV.dtype, torch.float32)
-    assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
-    assert store.masses_ZJC.shape[2] == probs.masses_XC.shape[1], f"{store.masses_ZJC.shape=} {probs.tuning=}"
-    from idlm.kernels.sampling import launch_verify
-
-    launch_verify.put(store, lanes_B, probs, rows_BJ, active_B)
-
-
-def draft_probability(
-    store: Drafts, lanes_B: Tensor, token_ids_BJ: Tensor, *, tuning: Tuning = TUNING
-) -> Tensor:
-    """Probability (fp64 [B, J]) of each lane's tokens in its stored drafts; `tuning` as in the store."""
-    num_drafts = token_ids_BJ.shape[1]
-    slots_BJ = lanes_B[:, None] * num_drafts + torch.arange(num_drafts, device=lanes_B.device)
-    if isinstance(store, PlainDraftProbs):
-        probs: Probs = PlainProbs(probs_XV=store.probs_ZJV.flatten(0, 1))
-    else:
-        probs = RowProbs(
-            logits_XV=store.logits_ZJV.flatten(0, 1),
-            numbers_XF=store.numbers_ZJF.flatten(0, 1),
-            masses_XC=store.masses_ZJC.flatten(0, 1),
-            tuning=tuning,
-        )
-    return probability(probs, slots_BJ, token_ids_BJ)
+    if isinstance(probs, RowProbs) and isinstance(store, DraftProbs):
+        dtypes = (probs.logits_XV.dtype, torch.float32)
+        assert store.logits_ZJV.dtype in dtypes, f"{store.logits_ZJV.dtype=} {dtypes=}"
+        assert store.masses_ZJC.shape[2] == probs.masses_XC.shape[1], f"{probs.tuning=}"
+    _module(isinstance(probs, RowProbs)).put(store, lanes_B, probs, rows_BJ, active_B)
 
 
 def verify(
@@ -206,61 +170,13 @@ def verify(
     """Accept draft j while u * q < (1 + tau) * p, with p from row first + j and q from the store.
 
     `first_rows_B`: row of the pending token; `drafts_ZJ`, `layout_Z`, `lanes_B` int64, `active_B` bool,
-    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). `emit` adds the last token.
+    `tau_Z` and `uniforms_BJ` fp64 (at least J columns). `emit_and_draft` adds the last token.
     """
     assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
     num_masks = drafts_ZJ.shape[1]
     assert tables.draft_rows_YAJ.shape[1:] == (num_masks + 1, num_masks), f"{tables.draft_rows_YAJ.shape=}"
     columns = (lanes_B, first_rows_B, active_B, drafts_ZJ, tau_Z, layout_Z)
-    if isinstance(probs, PlainProbs):
-        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
-        return plain.verify(probs, store, tables, columns, uniforms_BJ)
-    assert isinstance(store, DraftProbs), f"{type(store)=}"
-    from idlm.kernels.sampling import launch_verify
-
-    return launch_verify.verify(probs, store, tables, columns, uniforms_BJ)
-
-
-def emit(probs: Probs, store: Drafts, verdict: Verdict, *, lanes_B: Tensor, uniforms_B: Tensor) -> None:
-    """Write the token after the accepted drafts into `verdict.token_ids_BA`: from normalise(max(0, p - q))
-    after a rejection (from p if that is zero), else from p.
-    """
-    if isinstance(probs, PlainProbs):
-        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
-        plain.emit(probs, store, verdict, lanes_B, uniforms_B)
-        return
-    assert isinstance(store, DraftProbs), f"{type(store)=}"
-    from idlm.kernels.sampling import launch_verify
-
-    token = (store, launch_verify.residual(probs, store, verdict, lanes_B))
-    launch_verify.draw_verdict(probs, verdict, lanes_B, uniforms_B[:, None], token=token, state=None)
-
-
-def draw_drafts(
-    probs: Probs,
-    verdict: Verdict,
-    *,
-    lanes_B: Tensor,
-    uniforms_BJ: Tensor,
-    drafts_ZJ: Tensor,
-    layout_Z: Tensor,
-    takes_best: bool = False,
-) -> None:
-    """Write the next drafts and layout of active sequences into their lanes; 0 if there is no draft row.
-
-    `takes_best`: the argmax instead of a draw, as in the published rule (lossy). Without drafts (J = 0) the
-    layout stays.
-    """
-    assert uniforms_BJ.shape[1] >= drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BJ.shape=}"
-    state = (drafts_ZJ, layout_Z)
-    if isinstance(probs, PlainProbs):
-        plain.draw_drafts(probs, verdict, lanes_B, uniforms_BJ, state, takes_best=takes_best)
-        return
-    from idlm.kernels.sampling import launch_verify
-
-    launch_verify.draw_verdict(
-        probs, verdict, lanes_B, uniforms_BJ, token=None, state=state, takes_best=takes_best
-    )
+    return _module(isinstance(probs, RowProbs)).verify(probs, store, tables, columns, uniforms_BJ)
 
 
 def emit_and_draft(
@@ -274,20 +190,17 @@ def emit_and_draft(
     layout_Z: Tensor,
     takes_best: bool = False,
 ) -> None:
-    """`emit` with `uniforms_BA[:, 0]` and `draw_drafts` with the other columns, in one launch less."""
+    """Write the token after the accepted drafts into `verdict.token_ids_BA`, and the next drafts and layout
+    of active sequences into their lanes (0 if there is no draft row).
+
+    The token comes from normalise(max(0, p - q)) after a rejection (from p if that is zero), else from p, by
+    the first column of `uniforms_BA`; the others are for the drafts. `takes_best`: drafts are the argmax
+    instead of a draw, as in the published rule (lossy). Without drafts (J = 0) the layout stays.
+    """
     assert uniforms_BA.shape[1] > drafts_ZJ.shape[1] and drafts_ZJ.is_contiguous(), f"{uniforms_BA.shape=}"
     state = (drafts_ZJ, layout_Z)
-    if isinstance(probs, PlainProbs):
-        assert isinstance(store, PlainDraftProbs), f"{type(store)=}"
-        plain.emit(probs, store, verdict, lanes_B, uniforms_BA[:, 0])
-        plain.draw_drafts(probs, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
-        return
-    assert isinstance(store, DraftProbs), f"{type(store)=}"
-    from idlm.kernels.sampling import launch_verify
-
-    token = (store, launch_verify.residual(probs, store, verdict, lanes_B))
-    launch_verify.draw_verdict(
-        probs, verdict, lanes_B, uniforms_BA, token=token, state=state, takes_best=takes_best
+    _module(isinstance(probs, RowProbs)).emit_and_draft(
+        probs, store, verdict, lanes_B, uniforms_BA, state, takes_best=takes_best
     )
 
 
@@ -299,18 +212,11 @@ def uniforms(
     *,
     lanes_B: Tensor | None = None,
     steps_by_lane: bool = True,
-    tuning: Tuning = TUNING,
 ) -> Tensor:
     """Numbers in (0, 1), fp64 [B, num_draws]: Philox4x32-10 of (seed, sample, step, draw), int64 tensors.
 
     One entry per sequence, or, with `lanes_B`, per lane (steps only if `steps_by_lane`). Devices agree
     exactly.
     """
-    if not has_kernels(seeds.device):
-        if lanes_B is not None:
-            seeds, samples = seeds[lanes_B], samples[lanes_B]
-            steps = steps[lanes_B] if steps_by_lane else steps
-        return philox.uniforms(seeds, samples, steps, num_draws)
-    from idlm.kernels.sampling import launch
-
-    return launch.uniforms(seeds, samples, steps, lanes_B, num_draws, tuning, steps_by_lane=steps_by_lane)
+    module = _module(has_kernels(seeds.device))
+    return module.uniforms(seeds, samples, steps, lanes_B, num_draws, steps_by_lane=steps_by_lane)

@@ -12,6 +12,11 @@ from torch import Tensor
 
 from idlm.kernels.sampling.types import LayoutTables, PlainDraftProbs, PlainProbs, Verdict
 
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+_ROUNDS = 10
+
 
 def row_probs(
     logits_XV: Tensor,
@@ -28,13 +33,11 @@ def row_probs(
             logits_XV[:, forbidden_id] = torch.finfo(logits_XV.dtype).min
     probs_XV = _warped_probs(logits_XV, settings, lanes_B, filters=filters)
     is_nonfinite_X = ~logits_XV.amax(-1).isfinite()
-    if not own:
-        return PlainProbs(probs_XV=probs_XV, is_nonfinite_X=is_nonfinite_X)
     return PlainProbs(
         probs_XV=probs_XV,
         is_nonfinite_X=is_nonfinite_X,
-        own_XV=logits_XV.double().softmax(-1),
-        best_X=logits_XV.argmax(-1),
+        own_XV=logits_XV.double().softmax(-1) if own else None,
+        best_X=logits_XV.argmax(-1) if own else None,
     )
 
 
@@ -181,7 +184,7 @@ def verify(
     rows_BJ = tables.draft_rows_YAJ[layout_B, accepted_B]
     is_row_BJ = (rows_BJ >= 0) & active_B[:, None]
     active = active_B.long()
-    values = (
+    fields = (
         accepted_B,
         accepted_B + rejected_B,
         accepted_B + active,
@@ -190,11 +193,25 @@ def verify(
         tables.next_layouts_YA[layout_B, accepted_B] * active,
     )
     accepted_ids_BJ = torch.where(depth_J < accepted_B[:, None], ids_BJ, 0)
-    return Verdict(
-        values_FB=torch.stack(values),
-        token_ids_BA=torch.nn.functional.pad(accepted_ids_BJ, (0, 1)),
-        draft_rows_BJ=torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1),
-    )
+    token_ids_BA = torch.nn.functional.pad(accepted_ids_BJ, (0, 1))
+    values_FB = torch.stack(fields)
+    draft_rows_BJ = torch.where(is_row_BJ, first_B[:, None] + rows_BJ, -1)
+    return Verdict(values_FB, token_ids_BA, draft_rows_BJ, *values_FB)
+
+
+def emit_and_draft(
+    probs: PlainProbs,
+    store: PlainDraftProbs,
+    verdict: Verdict,
+    lanes_B: Tensor,
+    uniforms_BA: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    takes_best: bool,
+) -> None:
+    """The token of `emit`, then the drafts of `draw_drafts`."""
+    emit(probs, store, verdict, lanes_B, uniforms_BA[:, 0])
+    draw_drafts(probs, verdict, lanes_B, uniforms_BA[:, 1:], state, takes_best=takes_best)
 
 
 def emit(
@@ -232,3 +249,51 @@ def draw_drafts(
         uniforms_bJ = uniforms_BJ[is_active_B, : rows_bJ.shape[1]]
         drafts_ZJ[lanes_b] = draw(probs, rows_bJ.flatten(), uniforms_bJ.flatten()).view(rows_bJ.shape)
     layout_Z[lanes_b] = verdict.next_layout_B[is_active_B]
+
+
+def uniforms(
+    seeds: Tensor,
+    samples: Tensor,
+    steps: Tensor,
+    lanes_B: Tensor | None,
+    num_draws: int,
+    *,
+    steps_by_lane: bool = True,
+) -> Tensor:
+    """Philox4x32-10 (Salmon et al., SC 2011), the generator behind `tl.philox`: [B, num_draws], fp64.
+
+    A number is a pure function of (request seed, sample index, sampling step, draw). Nothing is stored or
+    advanced, so an answer cannot depend on the rest of the batch, on preemption or on the order of draws, and
+    no number is used twice. All 64 bits of the seed are key.
+    """
+    if lanes_B is not None:
+        seeds, samples = seeds[lanes_B], samples[lanes_B]
+        steps = steps[lanes_B] if steps_by_lane else steps
+    shape = (len(seeds), num_draws)
+    counter = (
+        torch.arange(num_draws, device=seeds.device).expand(shape),
+        steps[:, None].expand(shape) & _WORD,
+        (steps[:, None].expand(shape) >> 32) & _WORD,
+        samples[:, None].expand(shape) & _WORD,
+    )
+    key = (seeds[:, None] & _WORD, (seeds[:, None] >> 32) & _WORD)
+    return (_philox4x32(counter, key).double() + 0.5) * 2.0**-32
+
+
+def _philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """First output word. All operands are int64 tensors that hold unsigned 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, without leaving signed int64."""
+    low_half = (word & 0xFFFF) * multiplier
+    high_half = (word >> 16) * multiplier + (low_half >> 16)
+    return high_half >> 16, ((high_half & 0xFFFF) << 16) | (low_half & 0xFFFF)

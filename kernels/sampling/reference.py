@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from idlm.kernels.sampling.types import PlainProbs, Probs
+
 
 def probs_reference(
     logits_XV: Tensor, temperature_X: Tensor, top_k_X: Tensor, top_p_X: Tensor, min_p_X: Tensor
@@ -99,3 +101,20 @@ def emitted_reference(p_BV: Tensor, q_BV: Tensor, tau: float = 0.0) -> Tensor:
     residual_BV = torch.where(mass_B1 > 0, excess_BV / mass_B1.where(mass_B1 > 0, 1.0), p_BV)
     accepted_BV = q_BV * ((1.0 + tau) * p_BV / q_BV.where(q_BV > 0, 1.0)).clamp(max=1.0)
     return accepted_BV + (1.0 - accepted_BV.sum(-1, keepdim=True)) * residual_BV
+
+
+def dense_probs(probs: Probs) -> Tensor:
+    """The probabilities [X, V] (fp64) that `probs` stands for, all in memory; 0 in rows that have none."""
+    if isinstance(probs, PlainProbs):
+        return probs.probs_XV
+    from idlm.kernels.sampling.launch import chunk_of
+
+    num_tokens = probs.logits_XV.shape[1]
+    max_X1, scale_X1, threshold_X1, tie_X1, mass_X1 = probs.numbers_XF[:, :5, None].unbind(1)
+    logits_XV, ids_V = probs.logits_XV.double(), torch.arange(num_tokens, device=mass_X1.device)
+    # A stored row has logits only in chunks that have mass.
+    chunk = chunk_of(num_tokens, probs.tuning)
+    is_kept_XV = (probs.masses_XC > 0).repeat_interleave(chunk, dim=1)[:, :num_tokens] & (mass_X1 > 0)
+    is_kept_XV &= (logits_XV > threshold_X1) | ((logits_XV == threshold_X1) & (ids_V <= tie_X1))
+    power_XV = (logits_XV - max_X1) * scale_X1
+    return torch.where(is_kept_XV & (power_XV > -126), power_XV.exp2() / mass_X1, 0.0)

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 NUM_NUMBERS = 8
-NUM_VERDICT = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How the kernels divide a row. Another tuning may change the last bits of a row; another batch never
-    does.
+    """How the kernels divide a row, in powers of two. Another tuning may change the last bits of a row;
+    another batch never does.
 
     `chunk` tokens have one stored mass. A program of the pass over all rows takes `tile` chunks with
     `num_warps` warps; a program of the thresholds takes a row with `row_warps`. Its list of candidates holds
     `capacity` tokens from at most `listed` chunks, which are read `group` at a time. Rows with more
-    candidates are sampled (`sample` tokens) and read `step` tokens at a time. `pdl`: programmatic dependent
-    launch.
+    candidates are sampled (`sample` tokens) and read `step` tokens at a time.
     """
 
     chunk: int = 512
@@ -37,12 +34,6 @@ class Tuning:
     group: int = 8
     sample: int = 8192
     step: int = 2048
-    pdl: bool = False
-
-    def __post_init__(self) -> None:
-        sizes = (self.chunk, self.tile, self.capacity, self.group, self.sample, self.step)
-        warps = (self.num_warps, self.row_warps)
-        assert all(size & (size - 1) == 0 < size for size in (*sizes, *warps)), f"{self=}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,30 +51,9 @@ class RowProbs:
     masses_XC: Tensor
     tuning: Tuning
 
-    @property
-    def max_X(self) -> Tensor:
-        """Largest logit."""
-        return self.numbers_XF[:, 0]
-
-    @property
-    def threshold_X(self) -> Tensor:
-        """Smallest logit that is kept; -inf without filters."""
-        return self.numbers_XF[:, 2]
-
-    @property
-    def tie_id_X(self) -> Tensor:
-        """Last id that is kept among tokens whose logit is the threshold."""
-        return self.numbers_XF[:, 3]
-
-    @property
-    def mass_X(self) -> Tensor:
-        """Sum of the kept weights exp((l - max) / temperature)."""
-        return self.numbers_XF[:, 4]
-
-    @property
-    def entropy_X(self) -> Tensor:
-        """Entropy of the model's own distribution, in nats."""
-        return self.numbers_XF[:, 7]
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """In the order in which the kernels take them."""
+        return self.logits_XV, self.numbers_XF, self.masses_XC
 
     def __len__(self) -> int:
         return len(self.numbers_XF)
@@ -115,6 +85,10 @@ class DraftProbs:
     numbers_ZJF: Tensor
     masses_ZJC: Tensor
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """In the order in which the kernels take them."""
+        return self.logits_ZJV, self.numbers_ZJF, self.masses_ZJC
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainDraftProbs:
@@ -137,53 +111,26 @@ class LayoutTables:
     next_layouts_YA: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of a step, int64. For an inactive sequence everything is 0 and rows are -1.
 
-    `values_FB` holds the fields below; `token_ids_BA`: the accepted drafts, then the token that `emit` draws,
-    then 0; `draft_rows_BJ`: rows that the next drafts are drawn from, or -1.
+    `token_ids_BA`: the accepted drafts, then the token drawn after them, then 0; `draft_rows_BJ`: rows that
+    the next drafts are drawn from, or -1. The other fields are the rows of `values_FB`.
     """
 
     values_FB: Tensor
     token_ids_BA: Tensor
     draft_rows_BJ: Tensor
-
-    @classmethod
-    def empty(cls, num_sequences: int, num_masks: int, device: torch.device) -> Verdict:
-        """An uninitialised verdict."""
-        return cls(
-            values_FB=torch.empty(NUM_VERDICT, num_sequences, dtype=torch.int64, device=device),
-            token_ids_BA=torch.empty(num_sequences, num_masks + 1, dtype=torch.int64, device=device),
-            draft_rows_BJ=torch.empty(num_sequences, num_masks, dtype=torch.int64, device=device),
-        )
-
-    @property
-    def accepted_B(self) -> Tensor:
-        """Length of the accepted prefix of the drafts."""
-        return self.values_FB[0]
-
-    @property
-    def tested_B(self) -> Tensor:
-        """Number of drafts tested, up to the first rejection."""
-        return self.values_FB[1]
-
-    @property
-    def num_emitted_B(self) -> Tensor:
-        """Number of tokens emitted: the accepted drafts and one more."""
-        return self.values_FB[2]
-
-    @property
-    def emit_rows_B(self) -> Tensor:
-        """Row whose distribution the last token follows, before the correction of a rejection."""
-        return self.values_FB[3]
-
-    @property
-    def rejected_B(self) -> Tensor:
-        """1 where a draft was rejected."""
-        return self.values_FB[4]
-
-    @property
-    def next_layout_B(self) -> Tensor:
-        """Layout of the next step."""
-        return self.values_FB[5]
+    accepted_B: Tensor
+    """Length of the accepted prefix of the drafts."""
+    tested_B: Tensor
+    """Number of drafts tested, up to the first rejection."""
+    num_emitted_B: Tensor
+    """Number of tokens emitted: the accepted drafts and one more."""
+    emit_rows_B: Tensor
+    """Row whose distribution the last token follows, before the correction of a rejection."""
+    rejected_B: Tensor
+    """1 where a draft was rejected."""
+    next_layout_B: Tensor
+    """Layout of the next step."""

@@ -17,6 +17,12 @@ import triton.language as tl
 
 
 @triton.jit
+def _limits(tile):
+    """Union and intersection of the ranges of a tile of rows."""
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
+@triton.jit
 def forward_kernel(
     desc_q,
     desc_k,
@@ -48,19 +54,8 @@ def forward_kernel(
     b = flat // num_tiles
     row = ((flat % num_tiles) * SPLITS + place % SPLITS) * BLOCK_Q
     num_rows = tl.load(num_rows_B + b)
-    tile = tiles_BI8 + flat * 8
-    low_a, high_a, full_low_a, full_high_a = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    low_o, high_o, full_low_o, full_high_o = (
-        tl.load(tile + 4),
-        tl.load(tile + 5),
-        tl.load(tile + 6),
-        tl.load(tile + 7),
-    )
+    low_a, high_a, full_low_a, full_high_a = _limits(tiles_BI8 + flat * 8)
+    low_o, high_o, full_low_o, full_high_o = _limits(tiles_BI8 + flat * 8 + 4)
     num_across = tl.cdiv(high_a - low_a, BLOCK_K)
     num_own = tl.cdiv(high_o - low_o, BLOCK_K)
 
@@ -181,19 +176,8 @@ def backward_kernel(
     b = flat // num_tiles
     row = ((flat % num_tiles) * SPLITS + tile_place % SPLITS) * BLOCK_K
     num_rows = tl.load(num_rows_B + b)
-    tile = tiles_BI8 + flat * 8
-    low_a, high_a, full_low_a, full_high_a = (
-        tl.load(tile),
-        tl.load(tile + 1),
-        tl.load(tile + 2),
-        tl.load(tile + 3),
-    )
-    low_o, high_o, full_low_o, full_high_o = (
-        tl.load(tile + 4),
-        tl.load(tile + 5),
-        tl.load(tile + 6),
-        tl.load(tile + 7),
-    )
+    low_a, high_a, full_low_a, full_high_a = _limits(tiles_BI8 + flat * 8)
+    low_o, high_o, full_low_o, full_high_o = _limits(tiles_BI8 + flat * 8 + 4)
     num_across = tl.cdiv(high_a - low_a, BLOCK_Q)
     num_own = tl.cdiv(high_o - low_o, BLOCK_Q)
 

@@ -15,17 +15,15 @@ BLOCK = 32
 def run_pack_rows(
     lanes: Lanes,
     table: RowTable,
-    *,
-    lanes_B: Tensor,
-    num_feed_B: Tensor,
-    wants_B: Tensor,
+    columns_B: tuple[Tensor, Tensor, Tensor],
     num_rows: int,
     mask_token_id: int,
 ) -> PackedRows:
-    """One launch; the arguments are those of the op."""
+    """One launch; `columns_B`: lanes_B, num_feed_B, wants_B."""
+    lanes_B = columns_B[0]
     num_sequences, width = len(lanes_B), table.source_YW.shape[1]
     device = lanes_B.device
-    assert lanes_B.stride(0) == num_feed_B.stride(0) == wants_B.stride(0) == 1, f"{lanes_B.stride()=}"
+    assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{lanes_B.stride()=}"
     drafts_ZJ = lanes.drafts_ZJ
     has_drafts = drafts_ZJ is not None and drafts_ZJ.shape[1] > 0
     cu_rows_B1 = torch.empty(num_sequences + 1, dtype=torch.int64, device=device)
@@ -39,7 +37,7 @@ def run_pack_rows(
         lanes_B if lanes.draft_buffer_Z is None else lanes.draft_buffer_Z,
         lanes_B if drafts_ZJ is None else drafts_ZJ,
         *(table.width_Y, table.source_YW, table.position_YW, table.limit_YW, table.branch_YW),
-        *(lanes_B, num_feed_B, wants_B),
+        *columns_B,
         *(cu_rows_B1, samples_B, advances_B, logit_rows_X, rows_IR, is_mask_R),
         *(num_sequences, num_rows, width),
         0 if drafts_ZJ is None else drafts_ZJ.shape[1],
@@ -52,15 +50,14 @@ def run_pack_rows(
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= 16 else 4,
     )
-    sequence_R, token_ids_R, positions_R, slots_R, limits_R, branch_starts_R = rows_IR
     return PackedRows(
         cu_rows_B1=cu_rows_B1,
-        sequence_R=sequence_R,
-        token_ids_R=token_ids_R,
-        positions_R=positions_R,
-        slots_R=slots_R,
-        limits_R=limits_R,
-        branch_starts_R=branch_starts_R,
+        sequence_R=rows_IR[0],
+        token_ids_R=rows_IR[1],
+        positions_R=rows_IR[2],
+        slots_R=rows_IR[3],
+        limits_R=rows_IR[4],
+        branch_starts_R=rows_IR[5],
         is_mask_R=is_mask_R,
         logit_rows_X=logit_rows_X,
         samples_B=samples_B,

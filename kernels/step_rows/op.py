@@ -34,15 +34,7 @@ def pack_rows(
     if runs_kernels(lanes_B):
         from idlm.kernels.step_rows.launch import run_pack_rows
 
-        return run_pack_rows(
-            lanes,
-            table,
-            lanes_B=lanes_B,
-            num_feed_B=num_feed_B,
-            wants_B=wants_B,
-            num_rows=num_rows,
-            mask_token_id=mask_token_id,
-        )
+        return run_pack_rows(lanes, table, (lanes_B, num_feed_B, wants_B), num_rows, mask_token_id)
     return _plain(lanes, table, (lanes_B, num_feed_B, wants_B), num_rows, mask_token_id)
 
 

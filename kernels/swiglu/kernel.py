@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from idlm.kernels.backend import pdl_options
 
 
 @triton.jit
@@ -41,7 +41,6 @@ def swiglu_kernel(gate_up_RE, out_RF, stride_in, stride_out, F, BLOCK_F: tl.cons
 def run(gate_up_RE: Tensor, out_RF: Tensor, *, block: int, warps: int, pdl: bool) -> None:
     """Launch the kernel."""
     num_rows, F = out_RF.shape
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     block = min(block, triton.next_power_of_2(F))
     if num_rows:
         swiglu_kernel[(num_rows * triton.cdiv(F, block),)](
@@ -51,7 +50,6 @@ def run(gate_up_RE: Tensor, out_RF: Tensor, *, block: int, warps: int, pdl: bool
             out_RF.stride(0),
             F,
             BLOCK_F=block,
-            PDL=pdl,
             num_warps=warps,
-            **options,
+            **pdl_options(pdl),
         )

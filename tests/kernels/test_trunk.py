@@ -144,7 +144,7 @@ def test_the_tiles_of_a_wide_swiglu_run_at_once(F: int, rows: int) -> None:
 
 def test_columns_are_prefetched_if_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.linear import linears
+    from idlm.kernels.linear import op
     from idlm.kernels.linear.launch import AHEAD, Launch, columns_ahead
 
     launch = Launch(block_r=16, ahead=128)
@@ -155,11 +155,11 @@ def test_columns_are_prefetched_if_that_helps(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(AssertionError, match="ahead"):
             Launch(ahead=wrong)
     x_RD, weight_ED = torch.zeros(7, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
-    monkeypatch.setattr(linears, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(op, "runs_kernels", lambda x: True)
     for has_pdl, expected in ((True, (True, AHEAD)), (False, (False, 0))):
-        monkeypatch.setattr(linears, "has_pdl", lambda device, value=has_pdl: value)
+        monkeypatch.setattr(op, "has_pdl", lambda device, value=has_pdl: value)
         for deterministic in (False, True):
-            made = linears.Linears(deterministic=deterministic)._launch(x_RD, weight_ED, 64, gated=False)
+            made = op.Linears(deterministic=deterministic)._launch(x_RD, weight_ED, None, gated=False)
             assert made is not None and (made.pdl, made.ahead) == expected
 
 
@@ -285,8 +285,7 @@ def test_a_swiglu_with_an_adapter_compiles_for_hopper_without_spills(rows: int) 
 
 def test_the_small_ops_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.gated_lora.kernel import expand_kernel
-    from idlm.kernels.gated_lora.launch import WARPS
+    from idlm.kernels.gated_lora.kernel import WARPS, expand_kernel
     from idlm.kernels.linear.launch import SHARED_BYTES
     from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
     from idlm.kernels.rms_norm.kernel import add_rms_norm_kernel

@@ -31,6 +31,7 @@ from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Probs, Verdict
+from tests.law.sampling_halves import PARTS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -60,9 +61,9 @@ def fault(check: str, strategy: str = "cold") -> Callable[[Plant], Plant]:
 
 def _replace(patch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
     """Make the decoder call `change(op, *args, **kwargs)` in place of a sampling op."""
-    if op in ("emit", "draw_drafts"):
+    if op in PARTS:
         _part(patch)
-    patch.setattr(isd, op, functools.partial(change, getattr(sampling, op)))
+    patch.setattr(isd, op, functools.partial(change, PARTS.get(op) or getattr(sampling, op)))
 
 
 def _part(patch: pytest.MonkeyPatch) -> None:
@@ -76,9 +77,8 @@ def _part(patch: pytest.MonkeyPatch) -> None:
         ops["draw_drafts"](probs, verdict, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
 
     patch.setattr(isd, "emit_and_draft", emit_and_draft)
-    for name in ("emit", "draw_drafts"):
-        if not hasattr(isd, name):
-            patch.setattr(isd, name, getattr(sampling, name), raising=False)
+    for name in PARTS.keys() - vars(isd).keys():
+        patch.setattr(isd, name, PARTS[name], raising=False)
 
 
 def _seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -213,14 +213,14 @@ def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
     """u * p < q; the same numbers are accepted as by u' * q < p with u' = u * p^2 / q^2."""
 
     def verify(
-        op: Any, probs: Probs, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
+        op: Any, probs: Any, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
     ) -> Verdict:
         lanes_B, first_B, drafts_ZJ = (columns[name] for name in ("lanes_B", "first_rows_B", "drafts_ZJ"))
         num_rows = len(lanes_B) * (drafts_ZJ.shape[1] + 1)
         depth_J = torch.arange(drafts_ZJ.shape[1], device=lanes_B.device)
         ids_BJ, rows_BJ = drafts_ZJ[lanes_B], (first_B[:, None] + depth_J).clamp(max=num_rows - 1)
-        p_BJ = sampling.probability(probs, rows_BJ, ids_BJ)
-        q_BJ = sampling.draft_probability(store, lanes_B, ids_BJ).clamp(min=1e-300)
+        p_BJ = probs.probs_XV[rows_BJ, ids_BJ]
+        q_BJ = store.probs_ZJV[lanes_B[:, None], depth_J, ids_BJ].clamp(min=1e-300)
         return op(probs, store, tables, uniforms_BJ=uniforms_BJ * (p_BJ / q_BJ) ** 2, **columns)
 
     _replace(patch, "verify", verify)

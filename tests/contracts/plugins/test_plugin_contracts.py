@@ -22,7 +22,7 @@ from idlm.infer.engine import Engine
 from idlm.infer.memory.base import MEMORY_MANAGERS
 from idlm.infer.state.kv_cache import CanvasCache
 from idlm.infer.state.wanted_rows import WantedRows
-from idlm.kernels.sampling import philox
+from idlm.kernels.sampling import uniforms
 from idlm.semantics import Semantics
 from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
 from tests.contracts.plugins.plugged_in import plugged_in
@@ -78,7 +78,7 @@ class SlowCanvas:
         while None in canvas:
             assert params.seed is not None
             stream = (torch.tensor([number]) for number in (params.seed, 0, step))
-            numbers = philox.uniforms(*stream, len(canvas))[0].tolist()
+            numbers = uniforms(*stream, len(canvas))[0].tolist()
             probs_LV = self._logits([MASK_ID if token is None else token for token in canvas])
             found = {
                 place: self._draw(probs_LV[place], params.temperature, numbers[place])

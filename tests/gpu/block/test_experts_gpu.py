@@ -6,7 +6,6 @@ python -m pytest tests/gpu/block/test_experts_gpu.py -m gpu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BOXED = tuple(
-    replace(one, gate_up=replace(one.gate_up, tma=True), down=replace(one.down, tma=True))
-    for one in COMPUTED.values()
-)
-LAUNCHES = (*STREAMED.values(), *COMPUTED.values(), *BOXED)
+LAUNCHES = (*STREAMED.values(), *COMPUTED.values())
 SHAPES_PER_BATCH, BATCHES = 125, 8
 ROUTING = Routing(num_chosen=8, score="softmax", is_normalised=True)
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from idlm.kernels.sampling import RowProbs, Tuning, draw, plain, probability, row_probs, uniforms
-from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
+from idlm.kernels.sampling import RowProbs, Tuning, draw, plain, row_probs, uniforms
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -34,7 +33,7 @@ CASES_PER_SEED = 12
 VOCABULARIES = (37, 4097, 50_257, 151_936)
 TUNINGS = (
     Tuning(),
-    Tuning(pdl=True, chunk=256, tile=8, num_warps=4, capacity=64, listed=32, sample=2048, step=1024),
+    Tuning(chunk=256, tile=8, num_warps=4, capacity=64, listed=32, sample=2048, step=1024),
 )
 
 
@@ -51,7 +50,7 @@ def check_case(draw_from: random.Random) -> None:
     fed_XV = poisoned(case.logits_XV, padding_rows=2)
     settings = [torch.cat([column, column[:1], column[:1]]) for column in case.settings]
     probs = row_probs(fed_XV, *settings, filters=case.has_filters, tuning=tuning)
-    probs_XV = all_probs(probs, num_rows, num_tokens, device="cuda")
+    probs_XV = all_probs(probs, num_rows)
     check_probs(probs_XV, case, oracle)
     uniforms_X = torch.rand(num_rows + 2, dtype=torch.float64, device="cuda")
     ids_X = draw(probs, torch.arange(num_rows + 2, device="cuda"), uniforms_X)
@@ -117,16 +116,16 @@ def test_draws_follow_the_law() -> None:
     counts_V = draw(probs, torch.zeros(num_draws, dtype=torch.int64, device="cuda"), uniforms_M).bincount(
         minlength=200
     )
-    expected_V = all_probs(probs, 1, 200, device="cuda")[0] * num_draws
+    expected_V = all_probs(probs, 1)[0] * num_draws
     statistic = float(((counts_V - expected_V) ** 2 / expected_V.clamp(min=1e-9)).sum())
     assert statistic < 199 + 6 * (2 * 199) ** 0.5, f"{statistic=}"
 
 
-def test_uniform_numbers_equal_the_core() -> None:
+def test_uniform_numbers_equal_those_of_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     seeds, steps = (torch.randint(-(2**62), 2**62, (500,), generator=generator) for _ in range(2))
     samples = torch.randint(0, 2**31, (500,), generator=generator)
-    expected = uniforms_of_core(seeds, samples, steps, 15)
+    expected = uniforms(seeds, samples, steps, 15)
     assert torch.equal(uniforms(seeds.cuda(), samples.cuda(), steps.cuda(), 15).cpu(), expected)
 
 
@@ -138,13 +137,10 @@ def test_one_kept_token_and_massive_ties_at_full_size() -> None:
     settings = (ones, torch.tensor([0, 5, 0], device="cuda"), 0.25 * ones, 0 * ones)
     case = Case(logits_XV=logits_XV, settings=settings)
     probs = row_probs(logits_XV, *settings, filters=True)
-    check_probs(all_probs(probs, 3, 151_936, device="cuda"), case, oracle)
-    ids = torch.tensor([37_983, 37_984, 77_777], device="cuda")
-    assert (probability(probs, torch.tensor([0, 0, 2], device="cuda"), ids) > 0).tolist() == [
-        True,
-        False,
-        True,
-    ]
+    probs_XV = all_probs(probs, 3)
+    check_probs(probs_XV, case, oracle)
+    kept = probs_XV[torch.tensor([0, 0, 2]), torch.tensor([37_983, 37_984, 77_777])] > 0
+    assert kept.tolist() == [True, False, True]
 
 
 def test_nothing_waits_for_the_device_and_a_graph_repeats_the_step() -> None:

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.stock import rms_norm, rotate
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
-from idlm.kernels.linear import Linears, linear, linear_swiglu
+from idlm.kernels.linear import Linears, check_rows_agree, linear, linear_swiglu
 from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch, fixed_launch, make_workspace
-from idlm.kernels.linear.linears import check_rows_agree
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 from idlm.kernels.swiglu import swiglu

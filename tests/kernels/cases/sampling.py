@@ -16,10 +16,10 @@ from torch import Tensor
 from idlm.kernels.sampling import (
     LayoutTables,
     Probs,
+    dense_probs,
     entropy,
     judged_draws,
     nonfinite,
-    probability,
     row_probs,
 )
 
@@ -93,11 +93,9 @@ def poisoned(logits_XV: Tensor, *, padding_rows: int) -> Tensor:
     return view_XV
 
 
-def all_probs(probs: Probs, num_rows: int, num_tokens: int, device: str = "cpu") -> Tensor:
-    """The distribution [X, V] that `probability` returns."""
-    ids_XV = torch.arange(num_tokens, device=device).expand(num_rows, -1)
-    rows_XV = torch.arange(num_rows, device=device)[:, None].expand(-1, num_tokens)
-    return probability(probs, rows_XV, ids_XV)
+def all_probs(probs: Probs, num_rows: int) -> Tensor:
+    """The distribution of the first `num_rows` rows."""
+    return dense_probs(probs)[:num_rows]
 
 
 def check_probs(found_XV: Tensor, case: Case, oracle: Oracle) -> None:
@@ -171,7 +169,7 @@ def check_judged(draw: random.Random, num_rows: int, num_tokens: int, *, device:
     allowed_XV = case.logits_XV.clone()
     allowed_XV[:, forbidden] = torch.finfo(allowed_XV.dtype).min
     assert torch.equal(fed_XV[:num_rows], allowed_XV)
-    probs_XV = all_probs(probs, num_rows, num_tokens, device=device)
+    probs_XV = all_probs(probs, num_rows)
     own_XV = allowed_XV.double().softmax(-1)
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     uniforms_X = torch.rand(len(fed_XV), dtype=torch.float64, generator=generator).to(device)
@@ -203,9 +201,7 @@ def check_nonfinite(
     """Rows with a NaN or infinite logit, or with -inf alone, are reported; other rows do not change."""
     case = make_case(draw, num_rows, num_tokens, device=device)
     settings, logits_XV = case.settings, case.logits_XV
-    ids_XV = torch.arange(num_tokens, device=device).expand(num_rows, -1)
-    rows_XV = torch.arange(num_rows, device=device)[:, None].expand(-1, num_tokens)
-    before_XV = probability(row_probs(logits_XV, *settings, filters=True, **options), rows_XV, ids_XV)
+    before_XV = dense_probs(row_probs(logits_XV, *settings, filters=True, **options))
     has_probs_X = torch.ones(num_rows, dtype=torch.bool, device=device)
     for row, row_V in enumerate(logits_XV):
         kind = draw.choice(["whole", "whole", "nan", "nans", "overflow", "nothing"])
@@ -215,7 +211,7 @@ def check_nonfinite(
         elif kind != "whole":
             row_V.fill_(torch.nan if kind == "nans" else -torch.inf)
     probs = row_probs(logits_XV, *settings, filters=case.has_filters, **options)
-    after_XV = probability(probs, rows_XV, ids_XV)
+    after_XV = dense_probs(probs)
     assert torch.equal(after_XV[has_probs_X], before_XV[has_probs_X])
     rows_BJ = torch.tensor([[draw.randrange(-1, num_rows) for _ in range(3)] for _ in range(40)]).to(device)
     for rows in (rows_BJ, rows_BJ[:, 1:], rows_BJ[:, :1]):

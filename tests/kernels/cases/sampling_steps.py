@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.sampling import (
+    DraftProbs,
     Drafts,
     LayoutTables,
+    RowProbs,
     Tuning,
     Verdict,
-    draft_probability,
+    dense_probs,
     draft_probs,
-    draw_drafts,
-    emit,
     emit_and_draft,
     put,
     residual_reference,
@@ -50,7 +50,6 @@ class Step:
     drafts_ZJ: Tensor
     layout_Z: Tensor
     tau_Z: Tensor
-    in_one_launch: bool
 
 
 def run_steps(
@@ -82,7 +81,6 @@ def run_steps(
         drafts_ZJ=torch.zeros(num_lanes, num_masks, dtype=torch.int64, device=device),
         layout_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
         tau_Z=torch.full((num_lanes,), draw.choice([0.0, 0.3]), dtype=torch.float64, device=device),
-        in_one_launch=draw.random() < 0.7,
     )
     state.tables.num_drafts_Y[0] = 0
     base = make_case(draw, num_lanes, num_tokens, device=device)
@@ -102,8 +100,8 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
     is_padding_X = (~state.active_B).repeat_interleave(width)
     fed_XV = poisoned(logits_XV.masked_fill(is_padding_X[:, None], torch.nan), padding_rows=0)
     probs = row_probs(fed_XV, *base.settings, filters=base.has_filters, lanes_B=state.lanes_B, tuning=tuning)
-    p_XV = all_probs(probs, *logits_XV.shape, device=str(logits_XV.device))
-    q_ZJV = _stored(state, logits_XV.shape[1], tuning)
+    p_XV = all_probs(probs, len(logits_XV))
+    q_ZJV = _stored(state.store, tuning)
     before = (state.drafts_ZJ.clone(), state.layout_Z.clone(), q_ZJV.clone())
     verdict = verify(
         probs,
@@ -121,25 +119,20 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
     lanes = {"lanes_B": state.lanes_B}
     held = {"drafts_ZJ": state.drafts_ZJ, "layout_Z": state.layout_Z}
     uniforms_BA = uniforms_BD[:, num_masks:]
-    if state.in_one_launch:
-        emit_and_draft(probs, state.store, verdict, **lanes, **held, uniforms_BA=uniforms_BA)
-    else:
-        emit(probs, state.store, verdict, **lanes, uniforms_B=uniforms_BA[:, 0])
-        draw_drafts(probs, verdict, **lanes, **held, uniforms_BJ=uniforms_BA[:, 1:])
+    emit_and_draft(probs, state.store, verdict, **lanes, **held, uniforms_BA=uniforms_BA)
     _check_verdict(drafted, verdict, p_XV, q_ZJV, uniforms_BD)
     put(state.store, state.lanes_B, probs, verdict.draft_rows_BJ, active_B=state.active_B)
-    kept_ZJV = _stored(state, logits_XV.shape[1], tuning)
+    kept_ZJV = _stored(state.store, tuning)
     _check_lanes(state, verdict, p_XV, (*before, kept_ZJV), uniforms_BD[:, num_masks + 1 :])
 
 
-def _stored(state: Step, num_tokens: int, tuning: Tuning) -> Tensor:
+def _stored(store: Drafts, tuning: Tuning) -> Tensor:
     """The stored probabilities [Z, J, V]."""
-    num_lanes, num_masks = state.drafts_ZJ.shape
-    ids_V = torch.arange(num_tokens, device=state.lanes_B.device)
-    lanes_M = torch.arange(num_lanes, device=ids_V.device).repeat_interleave(num_tokens)
-    ids_MJ = ids_V.repeat(num_lanes)[:, None].expand(-1, num_masks)
-    probs_MJ = draft_probability(state.store, lanes_M, ids_MJ, tuning=tuning)
-    return probs_MJ.view(num_lanes, num_tokens, num_masks).transpose(1, 2)
+    if not isinstance(store, DraftProbs):
+        return store.probs_ZJV.clone()
+    logits_XV, numbers_XF, masses_XC = (tensor.flatten(0, 1) for tensor in store.tensors())
+    rows = RowProbs(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
+    return dense_probs(rows).view_as(store.logits_ZJV)
 
 
 def _check_verdict(state: Step, verdict: Verdict, p_XV: Tensor, q_ZJV: Tensor, uniforms_BD: Tensor) -> None:

@@ -22,11 +22,6 @@ STACKED = Launch(
     gate_up=Tile(block_o=16, block_i=32, stages=1, stacked=True),
     down=Tile(block_o=32, block_i=16, stages=1),
 )
-BOXED = Launch(
-    block_r=16,
-    gate_up=Tile(block_o=16, block_i=16, stages=1, tma=True),
-    down=Tile(block_o=32, block_i=32, stages=1, tma=True),
-)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
@@ -39,7 +34,7 @@ def test_routing(dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("seed", range(3))
 def test_experts(dtype: torch.dtype, seed: int) -> None:
-    check_experts(Case(seed, "cpu", dtype, SMALL), (TINY, STACKED, BOXED)[seed])
+    check_experts(Case(seed, "cpu", dtype, SMALL), (TINY, STACKED)[seed % 2])
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from idlm.kernels.sampling import RowProbs, Tuning, draw, op, probs_reference, row_probs, uniforms
-from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
+from idlm.kernels.sampling import RowProbs, Tuning, draw, op, plain, probs_reference, row_probs, uniforms
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -43,7 +42,7 @@ def test_probabilities_and_draws(num_tokens: int, num_rows: int, tuning: Tuning)
     fed_XV = poisoned(case.logits_XV, padding_rows=1)
     settings = tuple(torch.cat([column, column[:1]]) for column in case.settings)
     probs = row_probs(fed_XV, *settings, filters=True, tuning=tuning)
-    probs_XV = all_probs(probs, num_rows, num_tokens)
+    probs_XV = all_probs(probs, num_rows)
     check_probs(probs_XV, case, probs_reference)
     uniforms_X = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows_X = torch.arange(num_rows + 1)
@@ -56,7 +55,7 @@ def test_probabilities_and_draws(num_tokens: int, num_rows: int, tuning: Tuning)
 def test_without_filters_and_at_the_ends_of_the_unit_interval() -> None:
     case = make_case(random.Random(5), 6, 300, filters=False)
     probs = row_probs(case.logits_XV, *case.settings, filters=False, tuning=SMALL)
-    probs_XV = all_probs(probs, 6, 300)
+    probs_XV = all_probs(probs, 6)
     check_probs(probs_XV, case, probs_reference)
     for uniform in (2.0**-33, 1 - 2.0**-33):
         uniforms_X = torch.full((6,), uniform, dtype=torch.float64)
@@ -104,10 +103,10 @@ def test_a_sampled_bracket_of_a_smooth_row() -> None:
     settings = (ones, torch.tensor([0, 70]), 0.6 * ones, 0 * ones)
     case = Case(logits_XV=logits_XV, settings=settings)
     probs = row_probs(logits_XV, *settings, filters=True, tuning=tuning)
-    check_probs(all_probs(probs, 2, 250), case, probs_reference)
+    check_probs(all_probs(probs, 2), case, probs_reference)
 
 
-# Sequences and masks. The first has 4 rejections; in the second tau decides; the third takes two launches.
+# Sequences and masks. The first has 4 rejections; in the second tau decides; the last has no masks.
 @pytest.mark.parametrize(
     ("seed", "sizes", "num_tokens"),
     [(54, (6, 1), 40), (11, (4, 3), 11), (31, (4, 3), 11), (1, (2, 1), 33), (3, (2, 0), 9)],
@@ -118,11 +117,11 @@ def test_steps(seed: int, sizes: tuple[int, int], num_tokens: int) -> None:
     run_steps(random.Random(seed), num_tokens=num_tokens, tuning=tuning, sizes=sizes, count=2)
 
 
-def test_uniform_numbers_equal_the_core() -> None:
+def test_uniform_numbers_equal_the_plain_ones() -> None:
     seeds = torch.tensor([0, -5, 2**62 + 7])
     samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
     lanes = torch.tensor([2, 0, 2])
-    expected = uniforms_of_core(seeds[lanes], samples[lanes], steps[lanes], 7)
+    expected = plain.uniforms(seeds, samples, steps, lanes, 7)
     assert torch.equal(uniforms(seeds, samples, steps, 7, lanes_B=lanes), expected)
     of_sequences = uniforms(seeds, samples, steps[lanes], 7, lanes_B=lanes, steps_by_lane=False)
     assert torch.equal(of_sequences, expected)

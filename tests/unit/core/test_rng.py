@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from idlm.kernels.sampling.philox import _philox4x32, uniforms
+from idlm.kernels.sampling import uniforms
+from idlm.kernels.sampling.plain import _philox4x32
 
 
 def _words(*values: int) -> tuple[torch.Tensor, ...]:
