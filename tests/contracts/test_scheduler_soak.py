@@ -26,6 +26,7 @@ from tests.contracts.engines import (
     assert_idle,
     build_engine,
     prompts_of,
+    shaken_answers,
     write_foreseeing_toy,
 )
 
@@ -172,11 +173,12 @@ def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, A
     assert len(soak.finished) + sum(soak.struck.values()) == count
 
     roomy = _engine(checkpoint, decoder, ROOMY | {"prefix_cache": False})
-    undisturbed = roomy.generate([a.prompt for a in arrivals], [a.params for a in arrivals])
+    undisturbed, is_clear = shaken_answers(roomy, [a.prompt for a in arrivals], [a.params for a in arrivals])
+    assert sum(is_clear) > 0.95 * count, "too few answers are free of near ties"
     assert roomy.scheduler.num_preemptions == 0
-    for arrival, expected in zip(arrivals, undisturbed, strict=True):
+    for arrival, expected, clear in zip(arrivals, undisturbed, is_clear, strict=True):
         survivor = soak.finished.get(arrival.request_id)
-        if survivor is not None:
+        if survivor is not None and clear:
             assert survivor.token_ids == expected.token_ids, arrival
             assert survivor.finish_reason == expected.finish_reason
             assert survivor.tested_by_position == expected.tested_by_position
