@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import shutil
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,10 +42,19 @@ def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int 
 def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_steps: int = 120) -> Path:
     """A toy taught for seconds to walk a cycle of tokens, behind masks too: its drafts are often right.
 
-    Trained on `[tokens, M x 7]` with shifted labels, in plain torch.
+    Each process trains it once.
     """
+    shutil.copytree(_foreseeing_toy(architecture, num_steps), directory, dirs_exist_ok=True)
+    return directory
+
+
+@functools.cache
+def _foreseeing_toy(architecture: str, num_steps: int) -> Path:
+    """Trained on `[tokens, M x 7]` with shifted labels, in plain torch."""
     import transformers
 
+    directory = Path(tempfile.mkdtemp(prefix="idlm-toy-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_toy_checkpoint(directory, architecture=architecture, seed=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
     generator = torch.Generator().manual_seed(7)
@@ -145,7 +157,9 @@ def clear_answers(
         return found
     found, is_clear = shaken_answers(engine, prompts, own)
     if not all(is_clear):
-        raise NearTie(f"logits that move by {MARGIN} change answers {[i for i, ok in enumerate(is_clear) if not ok]}")
+        raise NearTie(
+            f"logits that move by {MARGIN} change answers {[i for i, ok in enumerate(is_clear) if not ok]}"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""2,000 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
+"""1,600 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
 
 An answer is a function of prompt, settings and seed alone: survivors must equal an abort-free run in a pool
 that never preempts, whatever other requests arrive, finish or are aborted meanwhile.
@@ -30,7 +30,7 @@ from tests.contracts.engines import (
     write_foreseeing_toy,
 )
 
-NUM_REQUESTS = 2_000
+NUM_REQUESTS = 900
 MARKED_SHARE = 0.4
 """Marked for an abort; a quarter of them finishes first, so that 30 % are aborted."""
 TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_num_batched_tokens": 10, "max_length": 64}
