@@ -1,4 +1,4 @@
-"""The sampling ops on a CPU against their definition; their kernels interpreted and compiled."""
+"""The sampling ops on a CPU against their definition; their kernels compiled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from idlm.kernels.sampling.philox import uniforms as uniforms_of_core
 from idlm.kernels.sampling.types import PlainDraftProbs, PlainProbs
 from tests.kernels.cases.sampling import all_probs, check_judged, check_nonfinite, check_probs, make_case
 from tests.kernels.cases.sampling_steps import run_steps
-from tests.kernels.interpreter import run_interpreted
 
 CPU = torch.device("cpu")
 QWEN3_VOCABULARY = 151_936
@@ -206,11 +205,6 @@ def test_the_published_rule_drafts_the_best_token() -> None:
 def test_uniform_numbers_equal_the_core() -> None:
     seeds, samples, steps = torch.tensor([7, -9]), torch.tensor([0, 2]), torch.tensor([2**34, 5])
     assert torch.equal(uniforms(seeds, samples, steps, 5), uniforms_of_core(seeds, samples, steps, 5))
-
-
-def test_the_kernels_in_the_interpreter() -> None:
-    """Runs in another process: Triton chooses between interpreter and compiler when it is imported."""
-    run_interpreted("interpreted/sampling.py")
 
 
 class Recorder:
