@@ -74,6 +74,7 @@ def _ar(checkpoint: Path, lengths: tuple[int, ...], vocab_size: int, max_tokens:
     return clear_answers(build_engine(checkpoint, "ar"), prompts, greedy(max_tokens=max_tokens))
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("stride", STRIDES)
 def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -> None:
@@ -110,6 +111,7 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
             assert answers(engine.generate(prompts[:size], greedy(max_tokens=12))) == expected[:size]
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
     """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that
@@ -185,6 +187,7 @@ def test_tree_never_needs_more_passes_than_cold(
         assert passes["tree"] >= passes["cold"], (stride, passes)
 
 
+@pytest.mark.decides
 def test_stride_one_is_ar(converted: Path) -> None:
     prompts = prompts_of([1, 6, 20])
     expected = answers(clear_answers(build_engine(converted, "ar"), prompts, greedy(max_tokens=10)))

@@ -86,6 +86,7 @@ def _uncached(
     return prompts, params, _said(completions)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("num_inflight_steps", [0, 3])
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_inflight_steps: int) -> None:
@@ -110,6 +111,7 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_i
     assert_idle(tight)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
     prompts, params, expected = _uncached(checkpoint, decoder)
@@ -119,9 +121,7 @@ def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
 
 
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
-def test_nobody_reads_a_page_that_was_given_up(
-    checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages hold NaN from the moment they are free, evicted ones from the moment copies of them are made."""
     engine = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=3)
     memory = engine._parts.runner._cache

@@ -53,6 +53,7 @@ def _expected(checkpoint: Path, decoder: str, options: tuple[tuple[str, Any], ..
     return clear_answers(build_engine(checkpoint, decoder, **dict(options)), PROMPTS, greedy(max_tokens=20))
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("decoder", "options"), DECODERS, ids=str)
 def test_answers_are_those_of_exact_shapes_read_at_once(
@@ -69,6 +70,7 @@ def test_answers_are_those_of_exact_shapes_read_at_once(
             assert mine.tested_by_position == other.tested_by_position
 
 
+@pytest.mark.decides
 def test_draws_and_logprobs_are_the_same_too(checkpoint: Path) -> None:
     params = [
         SamplingParams(temperature=0.9, top_p=0.95, seed=k, max_tokens=16, logprobs=k) for k in range(4)

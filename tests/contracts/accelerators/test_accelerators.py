@@ -136,6 +136,7 @@ def slow_answers(toys: dict[str, Path]) -> Any:
     return answers
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("kind", ["block", "shifted"])
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_every_pass_sees_what_the_equations_say(
@@ -161,9 +162,10 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_answers_do_not_depend_on_company(
+def test_answers_do_not_depend_on_the_batch(
     toys: dict[str, Path], slow_answers: Any, name: str, way: dict[str, Any]
 ) -> None:
     engine = engine_of(toys, accelerators={name: THIN[name]}, **way)
@@ -182,7 +184,7 @@ def _fail(schedule: object) -> None:
 
 
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
-def test_no_stack_depends_on_company_or_on_earlier_sequences(
+def test_no_stack_depends_on_the_batch_or_on_earlier_sequences(
     toys: dict[str, Path], stack: tuple[str, ...]
 ) -> None:
     expected = tokens(engine_of(toys, accelerators=thinly(stack)).generate(PROMPTS, PARAMS))

@@ -109,6 +109,7 @@ class SlowEvenPages:
         return [[slot for slot in range(len(k_PKH)) if slot // 4 % 2 == 0]] * k_PKH.shape[1]
 
 
+@pytest.mark.decides
 def test_every_second_page_is_what_rows_see(directories: dict[str, Path]) -> None:
     found = engine_of(directories, accelerators="even_pages").generate(PROMPTS, PARAMS)
     slow = SlowLists(directories["block"], rules_of("block"), SlowEvenPages())
@@ -120,7 +121,7 @@ def test_every_second_page_is_what_rows_see(directories: dict[str, Path]) -> Non
 @pytest.mark.parametrize(
     ("stack", "kind"), [*((stack, "block") for stack in TOY_STACKS), (ROOM, "shifted")], ids=str
 )
-def test_company_static_shapes_and_waiting_change_no_answer(
+def test_batches_static_shapes_and_waiting_change_no_answer(
     directories: dict[str, Path],
     known: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -152,7 +153,7 @@ def test_company_static_shapes_and_waiting_change_no_answer(
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("stack", TOY_STACKS[2:4], ids=str)
-def test_aborts_and_prompts_beside_waiting_sequences(
+def test_aborts_and_new_prompts_while_sequences_wait(
     directories: dict[str, Path],
     known: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -184,7 +185,9 @@ def test_aborts_and_prompts_beside_waiting_sequences(
             assert completion.token_ids == expected[int(name.split("-")[1])]
 
 
-def test_none_waits_for_ever(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sequence_finds_room_within_three_passes(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With room for two of six whole blocks, each finds some in the third pass at the latest."""
     engine = engine_of(directories, accelerators=ROOM, max_num_seqs=6)
     num_waits: list[int] = []

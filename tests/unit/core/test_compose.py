@@ -238,7 +238,7 @@ def test_broken_files_of_conf_are_user_errors(conf: Path) -> None:
     assert "not_there" in refused(conf, "recipe=lost", code="IDLM-0105")
 
 
-def test_a_surrounding_hydra_session_survives(conf: Path) -> None:
+def test_a_surrounding_hydra_session_is_restored(conf: Path) -> None:
     with initialize_config_dir(str(conf), version_base="1.3"):
         before = GlobalHydra.instance().hydra
         fixture(conf, "recipe=tiny")
