@@ -21,14 +21,15 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-# Tests that compare what models decide run on a second instruction set too: rounding must not decide them.
-TWO_CPUS := tests/contracts/block/test_block_traps.py tests/contracts/block/test_block_decoder.py tests/unit/engine/test_ties.py \
-	tests/contracts/test_greedy_parity.py::test_random_checkpoints_agree
+# A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
+# compare what models decide run on a second instruction set too: rounding must not decide them.
+PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
+TWO_CPUS := -m "decides and not slow and not gpu and not multigpu" tests/contracts tests/unit/engine
 
 # tests/gpu has a folder for each part, of at most eight minutes on an H200.
 GPU_WORKERS ?= 8
 
-.PHONY: demo test gpu-test docs format clean
+.PHONY: demo test types run-tests gpu-test docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-$(KEY)
@@ -37,10 +38,16 @@ demo: $(VENV)/.demo-$(KEY)
 test: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
-	$(RUN) -m pytest -n 2
-	ATEN_CPU_CAPABILITY=default $(RUN) -m pytest -n 2 -q $(TWO_CPUS)
+	@$(MAKE) --no-print-directory -j2 types run-tests
+
+# mypy has one process: alone it would leave a core idle for a minute.
+types:
+	$(RUN) -m mypy
+
+run-tests:
+	$(PYTEST)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) $(TWO_CPUS)
 
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import shutil
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,10 +42,19 @@ def write_converted_toy(directory: Path, architecture: str = "Qwen3", seed: int 
 def write_foreseeing_toy(directory: Path, architecture: str = "Qwen3", *, num_steps: int = 120) -> Path:
     """A toy taught for seconds to walk a cycle of tokens, behind masks too: its drafts are often right.
 
-    Trained on `[tokens, M x 7]` with shifted labels, in plain torch.
+    Each process trains it once.
     """
+    shutil.copytree(_foreseeing_toy(architecture, num_steps), directory, dirs_exist_ok=True)
+    return directory
+
+
+@functools.cache
+def _foreseeing_toy(architecture: str, num_steps: int) -> Path:
+    """Trained on `[tokens, M x 7]` with shifted labels, in plain torch."""
     import transformers
 
+    directory = Path(tempfile.mkdtemp(prefix="idlm-toy-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_toy_checkpoint(directory, architecture=architecture, seed=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).float()
     generator = torch.Generator().manual_seed(7)
@@ -127,20 +139,65 @@ def wanted_of(logits_XV: Tensor, has_logits_X: Tensor | None = None) -> WantedRo
 def clear_answers(
     engine: Engine, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Completion]:
-    """The answers of an engine on a CPU (decoder `ar` or `block`) that others are compared with."""
+    """The answers of an engine on a CPU that others are compared with; a `NearTie` if rounding decides one.
+
+    Random answers need a seed each. Not for `adaptive` strides, which follow the clock.
+    """
     if isinstance(engine.decoder, BlockDecoder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.decoder, "advance", _Shaking(engine.decoder))
             return engine.generate(prompts, params)
-    assert engine.decoder.name == "ar", f"{engine.decoder.name=}"
-    own = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    told = [dataclasses.replace(one, logprobs=max(2, one.logprobs or 0)) for one in own]
-    found = engine.generate(prompts, told)
-    for one, completion in zip(own, found, strict=True):
-        assert one.temperature == 0, "draws of decoder `ar` have no margin here"
+    found, is_clear = answers_and_margins(engine, prompts, params)
+    if not all(is_clear):
+        unclear = [number for number, clear in enumerate(is_clear) if not clear]
+        raise NearTie(f"a choice of each of the answers {unclear} changes if logits move by {MARGIN}")
+    return found
+
+
+def answers_and_margins(
+    engine: Engine, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]
+) -> tuple[list[Completion], list[bool]]:
+    """Answers, and of each: do logits that move by about `MARGIN` leave it as it is?
+
+    Greedy answers of decoder `ar` are judged by their logprobs. Others are given twice more, on a CPU, with
+    the same noise on the logits in opposite directions: one of them reverses a tie.
+    """
+    own = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if engine.decoder.name == "ar" and all(one.temperature == 0 for one in own):
+        told = [dataclasses.replace(one, logprobs=max(2, one.logprobs or 0)) for one in own]
+        found = engine.generate(prompts, told)
+        return found, [_has_gaps(completion) for completion in found]
+    found = engine.generate(prompts, own)
+    advance, is_clear = engine.decoder.advance, [True] * len(found)
+    for size in (MARGIN, -MARGIN):
+        generator = torch.Generator().manual_seed(0)
+
+        def moved(
+            table: Any, batch: Any, plan: Any, wanted: WantedRows, size: float = size, noise: Any = generator
+        ) -> Any:
+            logits_XV = wanted.logits()
+            noise_XV = torch.randn(logits_XV.shape, generator=noise)
+            return advance(table, batch, plan, wanted_of(logits_XV + size * noise_XV, wanted.has_logits_X))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.decoder, "advance", moved)
+            others = engine.generate(prompts, own)
+        for number, (mine, other) in enumerate(zip(found, others, strict=True)):
+            is_clear[number] &= _decided(mine) == _decided(other)
+    return found, is_clear
+
+
+def _has_gaps(completion: Completion) -> bool:
+    try:
         for token in completion.logprobs or ():
             assert_gap(list(token.top.values()))
-    return found
+    except NearTie:
+        return False
+    return True
+
+
+def _decided(completion: Completion) -> tuple[Any, ...]:
+    return (completion.token_ids, completion.tested_by_position, completion.accepted_by_position)
 
 
 class _Shaking:

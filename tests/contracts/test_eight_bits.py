@@ -160,6 +160,7 @@ def test_the_logits_are_those_of_rounded_keys_and_values(
     _assert_equal(found, _logits(reference, monkeypatch), plain)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_greedy_isd_equals_greedy_ar_of_the_same_setting(foreseeing: Path, options: dict[str, Any]) -> None:
     prompts = prompts_of([1, 7, 30, 5, 17], vocab_size=CYCLE)
@@ -174,6 +175,7 @@ def test_greedy_isd_equals_greedy_ar_of_the_same_setting(foreseeing: Path, optio
         assert_idle(engine)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_an_adapter_on_an_eight_bit_base_answers_as_that_base(
     foreseeing: Path, strategy: str, tmp_path: Path
@@ -218,7 +220,7 @@ def test_shared_beginnings_and_preemption_change_no_answer(foreseeing: Path) -> 
 
 
 @pytest.mark.parametrize("options", [{}, *OPTIONS], ids=str)
-def test_answers_say_that_they_are_lossy(foreseeing: Path, options: dict[str, Any]) -> None:
+def test_answers_are_labelled_lossy(foreseeing: Path, options: dict[str, Any]) -> None:
     for decoder in ("ar", "isd"):
         [done] = build_engine(foreseeing, decoder, **options).generate([[3, 1, 4]], greedy(max_tokens=4))
         tally = Tally()

@@ -12,7 +12,7 @@ from idlm.infer.models import weights
 from idlm.infer.models.loader import load_model
 from idlm.infer.models.moe import MoeLayer
 from idlm.infer.models.shards import Shards
-from tests.contracts.engines import assert_idle, build_engine, greedy
+from tests.contracts.engines import assert_idle, build_engine, clear_answers, greedy
 from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada2_bare, sdar_moe
 from tests.ranks import group_engine, group_of_threads
 
@@ -25,12 +25,13 @@ def _prompts() -> list[list[int]]:
     return [[(7 * place + 5 * number) % MASK for place in range(n)] for number, n in enumerate(lengths)]
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("family", WRITERS)
 def test_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
     """A softmax router; and groups, a shared expert and a fused projection that is put in another order."""
     WRITERS[family](tmp_path)
     options: dict[str, Any] = {"strategy": "low_confidence_dynamic"}
-    expected = build_engine(tmp_path, "block", **options).generate(_prompts(), greedy(max_tokens=8))
+    expected = clear_answers(build_engine(tmp_path, "block", **options), _prompts(), greedy(max_tokens=8))
     assert len({tuple(answer.token_ids) for answer in expected}) > 1
     with group_of_threads(2) as group:
         engine = group_engine(group, tmp_path, "block", **options, **AS_ON_A_GPU)

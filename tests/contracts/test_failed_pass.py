@@ -76,7 +76,7 @@ def test_others_answer_as_if_it_had_not_happened(monkeypatch: pytest.MonkeyPatch
         assert not engine._active
 
 
-def test_a_name_whose_answer_was_not_read_is_still_taken() -> None:
+def test_an_id_whose_answer_was_not_read_stays_in_use() -> None:
     engine = _engine("isd")
     engine.add_request("a", SURVIVOR, GREEDY)
     engine.generate([VICTIM], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))

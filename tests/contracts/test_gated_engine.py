@@ -70,6 +70,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepP
     return seen
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: str, stride: int) -> None:
@@ -83,6 +84,7 @@ def test_greedy_answers_are_the_bases(foreseeing: tuple[Path, Path], strategy: s
     assert_idle(engine)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_greedy_answers_are_the_bases_in_every_family(random_pair: tuple[Path, Path], strategy: str) -> None:
     base, adapter = random_pair

@@ -5,10 +5,13 @@ Runs on random checkpoints, whose drafts are nearly always rejected, and on one 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from idlm.contracts import Completion
 from idlm.infer.decoders.rejection import STRATEGIES
 from tests.contracts.engines import (
     CYCLE,
@@ -64,11 +67,19 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write_converted_toy(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@functools.cache
+def _ar(checkpoint: Path, lengths: tuple[int, ...], vocab_size: int, max_tokens: int) -> list[Completion]:
+    """Greedy AR's answers to random prompts, which tests of all strategies share."""
+    prompts = prompts_of(lengths, vocab_size=vocab_size)
+    return clear_answers(build_engine(checkpoint, "ar"), prompts, greedy(max_tokens=max_tokens))
+
+
+@pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("stride", STRIDES)
 def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -> None:
     prompts = prompts_of(_lengths(stride))
-    expected = answers(clear_answers(build_engine(converted, "ar"), prompts, greedy(max_tokens=14)))
+    expected = answers(_ar(converted, tuple(_lengths(stride)), MASK_ID, 14))
     engine = build_engine(converted, "isd", stride=stride, rejection_strategy=strategy)
     assert answers(engine.generate(prompts, greedy(max_tokens=14))) == expected
     assert_idle(engine)
@@ -77,10 +88,10 @@ def test_random_checkpoints_agree(converted: Path, stride: int, strategy: str) -
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("stride", STRIDES)
 def test_accepted_runs_agree_at_every_batch_size(foreseeing: Path, stride: int, strategy: str) -> None:
-    """Batch sizes 1 to 16, and more prompts than lanes; drafts are accepted and rejected in the same pass."""
+    """One lane, more prompts than lanes, 16 at once; drafts are accepted and rejected in the same pass."""
     prompts = prompts_of(_lengths(stride), vocab_size=CYCLE)
-    expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=24)))
-    for num_lanes, num_prompts in ((1, 3), (2, 2), (3, 5), (7, 7), (16, 16)):
+    expected = answers(_ar(foreseeing, tuple(_lengths(stride)), CYCLE, 24))
+    for num_lanes, num_prompts in ((1, 2), (3, 5), (16, 16)):
         engine = build_engine(
             foreseeing, "isd", stride=stride, rejection_strategy=strategy, max_num_seqs=num_lanes
         )
@@ -100,13 +111,14 @@ def test_all_batch_sizes(foreseeing: Path) -> None:
             assert answers(engine.generate(prompts[:size], greedy(max_tokens=12))) == expected[:size]
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path, strategy: str) -> None:
     """max_num_batched_tokens = 2N-2 feeds chunks of exactly 2N-1 rows, alone and beside sequences that
     decode.
     """
     prompts = prompts_of([21, 7, 14, 1, 28], vocab_size=CYCLE)
-    expected = answers(clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=16)))
+    expected = answers(_ar(foreseeing, (21, 7, 14, 1, 28), CYCLE, 16))
     for num_lanes in (1, 5):
         engine = build_engine(
             foreseeing,
@@ -122,7 +134,7 @@ def test_a_prompt_chunk_as_wide_as_a_decoding_step_is_a_prompt(foreseeing: Path,
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_every_length_limit_cuts_at_the_same_token(foreseeing: Path, strategy: str) -> None:
     prompts = prompts_of([1, 7, 30], vocab_size=CYCLE)
-    full = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=12))
+    full = _ar(foreseeing, (1, 7, 30), CYCLE, 12)
     engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy=strategy)
     for max_tokens in range(1, 13):
         cut = engine.generate(prompts, with_length(greedy(), max_tokens))
@@ -134,7 +146,7 @@ def test_every_length_limit_cuts_at_the_same_token(foreseeing: Path, strategy: s
 def test_a_stop_id_inside_an_accepted_run_ends_the_answer(foreseeing: Path, strategy: str) -> None:
     """Each token of the answer in turn is the stop id, so that it falls on every place of an accepted run."""
     prompts = prompts_of([5, 12], vocab_size=CYCLE)
-    full = clear_answers(build_engine(foreseeing, "ar"), prompts, greedy(max_tokens=20))
+    full = _ar(foreseeing, (5, 12), CYCLE, 20)
     engine = build_engine(foreseeing, "isd", stride=4, rejection_strategy=strategy)
     num_inside = 0
     for stop_id in sorted(set(full[0].token_ids) | set(full[1].token_ids)):
@@ -160,25 +172,22 @@ def test_the_context_limit_ends_the_answer_at_the_same_token(foreseeing: Path, s
     assert [len(c.token_ids) for c in expected] == [6, 1, 24]
 
 
-def test_tree_never_needs_more_passes_than_cold(foreseeing: Path, converted: Path) -> None:
-    for checkpoint, vocab_size in ((foreseeing, CYCLE), (converted, MASK_ID)):
-        prompts = prompts_of(_lengths(4), vocab_size=vocab_size)
-        for stride in STRIDES:
-            passes = {
-                strategy: tokens_per_forward(
-                    build_engine(
-                        checkpoint,
-                        "isd",
-                        stride=stride,
-                        rejection_strategy=strategy,
-                        max_num_batched_tokens=500,
-                    ).generate(prompts, greedy(max_tokens=40))
-                )
-                for strategy in ("cold", "tree")
-            }
-            assert passes["tree"] >= passes["cold"], (checkpoint, stride, passes)
+@pytest.mark.parametrize("is_foreseeing", [True, False])
+def test_tree_never_needs_more_passes_than_cold(
+    foreseeing: Path, tmp_path: Path, is_foreseeing: bool
+) -> None:
+    checkpoint = foreseeing if is_foreseeing else write_converted_toy(tmp_path)
+    prompts = prompts_of(_lengths(4), vocab_size=CYCLE if is_foreseeing else MASK_ID)
+    options: dict[str, Any] = {"max_num_batched_tokens": 500}
+    for stride in STRIDES:
+        passes = {}
+        for strategy in ("cold", "tree"):
+            engine = build_engine(checkpoint, "isd", stride=stride, rejection_strategy=strategy, **options)
+            passes[strategy] = tokens_per_forward(engine.generate(prompts, greedy(max_tokens=32)))
+        assert passes["tree"] >= passes["cold"], (stride, passes)
 
 
+@pytest.mark.decides
 def test_stride_one_is_ar(converted: Path) -> None:
     prompts = prompts_of([1, 6, 20])
     expected = answers(clear_answers(build_engine(converted, "ar"), prompts, greedy(max_tokens=10)))

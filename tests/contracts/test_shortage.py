@@ -261,7 +261,7 @@ def test_other_errors_reach_the_caller(checkpoint: Path, monkeypatch: pytest.Mon
     assert {answer.finish_reason for answer in _drain(engine).values()} == {"length"}
 
 
-def test_ranks_end_and_say_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_end_with_the_reason(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("idlm.infer.distributed.launcher.FAILURE_REASON_TIMEOUT", 0.1)
     with group_of_threads(2) as group:
         engine = group_engine(group, checkpoint, "ar")

@@ -98,6 +98,7 @@ def test_greedy_answers_of_the_bundled_model(pair: TensorParallelGroup) -> None:
     _check_parity(pair, TINY, DECODERS[::2], mask_token_id=170)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
 def test_greedy_answers_of_random_models(
     pair: TensorParallelGroup, tmp_path: Path, architecture: str
@@ -111,6 +112,7 @@ def test_four_ranks(tmp_path: Path) -> None:
         _check_parity(group, _toy(tmp_path / "toy", "Qwen3", num_kv_heads=4), DECODERS[::2])
 
 
+@pytest.mark.decides
 def test_an_adapter_is_divided_like_its_base(
     pair: TensorParallelGroup, foreseeing: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The fused loss of a linear head on a CPU against its definition; its kernels in Triton's interpreter."""
+"""The fused loss of a linear head on a CPU against its definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from idlm.kernels.linear_cross_entropy import (
     linear_overlap,
     token_nll,
 )
-from tests.kernels.interpreter import run_interpreted
 
 SHAPES = [(0, 8, 4), (1, 1, 1), (1, 33, 5), (63, 64, 8), (130, 101, 16), (300, 257, 7)]
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -143,8 +142,3 @@ def test_chunks_cover_the_rows_within_the_budget(num_rows: int, row_bytes: int) 
     assert rows == 1 or rows * row_bytes <= budget
     fewest = -(-num_rows // max(1, budget // row_bytes))
     assert -(-num_rows // rows) <= fewest + fewest // 4 + 1
-
-
-def test_the_kernels_in_the_interpreter() -> None:
-    """Runs in another process: Triton chooses between interpreter and compiler when it is imported."""
-    run_interpreted("interpreted/linear_cross_entropy.py")

@@ -36,24 +36,11 @@ from tests.kernels.cases.paged_attention import (
     steady,
     tree,
 )
-from tests.kernels.interpreter import run_interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 MAX_SHARED_BYTES = 227 * 1024
-
-
-def test_the_kernels_in_the_interpreter() -> None:
-    run_interpreted("interpreted/paged_attention.py")
-
-
-@pytest.mark.slow
-def test_many_random_steps_in_the_interpreter() -> None:
-    """python -m pytest tests/kernels/test_paged_attention.py -m slow"""
-    run_interpreted(
-        "interpreted/paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100"
-    )
 
 
 def compiled(

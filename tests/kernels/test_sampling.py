@@ -1,4 +1,4 @@
-"""The sampling ops on a CPU against their definition; their kernels interpreted and compiled."""
+"""The sampling ops on a CPU against their definition; their kernels compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from idlm.kernels.sampling import (
 from idlm.kernels.sampling.types import PlainDraftProbs, PlainProbs
 from tests.kernels.cases.sampling import all_probs, check_judged, check_nonfinite, check_probs, make_case
 from tests.kernels.cases.sampling_steps import run_steps
-from tests.kernels.interpreter import run_interpreted
 
 CPU = torch.device("cpu")
 QWEN3_VOCABULARY = 151_936
@@ -196,11 +195,6 @@ def test_the_published_rule_drafts_the_best_token() -> None:
         takes_best=True,
     )
     assert drafts_ZJ.tolist() == [[2]]
-
-
-def test_the_kernels_in_the_interpreter() -> None:
-    """Runs in another process: Triton chooses between interpreter and compiler when it is imported."""
-    run_interpreted("interpreted/sampling.py")
 
 
 class Recorder:

@@ -6,7 +6,6 @@ import pytest
 
 from idlm.kernels.step_rows import pack_rows_reference
 from tests.kernels.cases.step_rows import MASK_ID, Case
-from tests.kernels.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -45,7 +44,3 @@ def test_a_commit_appends_and_counts() -> None:
         assert int(after["known"][lane]) == start + emitted
         assert int(after["computed"][lane]) == int(before["num_computed_Z"][lane]) + case.num_computed[b]
         assert int(after["steps"][lane]) == int(steps[lane]) + (emitted > 0)
-
-
-def test_interpreted_kernels_equal_plain_torch() -> None:
-    run_interpreted("interpreted/step_rows.py")

@@ -1,5 +1,5 @@
-"""The trunk's ops: the plain paths against the references, the interpreted kernels, the kernels compiled for
-sm_90, the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on a GPU.
+"""The trunk's ops: the plain paths against the references, the kernels compiled for sm_90,
+the choice of a linear. tests/gpu/kernels/test_trunk_gpu.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,9 @@ from idlm.kernels.backend import rounds_as_written
 from idlm.kernels.linear import dequantised, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
-from tests.kernels.interpreter import run_interpreted
 
 if TYPE_CHECKING:
     from idlm.kernels.linear.launch import Launch
-
-
-def test_interpreted_kernels_equal_the_references() -> None:
-    """Run all checks of interpreted/trunk.py in a process with interpreted Triton."""
-    run_interpreted("interpreted/trunk.py")
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_the_training_attentions_agree(family: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_comparison_can_tell_layouts_apart(family: str) -> None:
+def test_the_comparison_distinguishes_layouts(family: str) -> None:
     """A mask that sees one token less, or is off by one position, is far outside the tolerance."""
     rows = training_rows(family, 4, "idlm_documents")
     for (doc, start, place), logits_V in rows.masks.items():

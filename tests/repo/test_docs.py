@@ -57,7 +57,7 @@ def broken(path: Path) -> list[str]:
     return bad
 
 
-def test_links_are_found_and_broken_ones_told(tmp_path: Path) -> None:
+def test_links_are_found_and_broken_ones_reported(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     linked = '[x](#a-b-c) [y](#d) [z](other.md) [w](https://x.y)\n<img src="f.svg">'
     page.write_text(f"# A `b`, c\n{linked}\n```\n[no](n.md)\n```\n")

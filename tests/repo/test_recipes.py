@@ -48,7 +48,7 @@ def test_its_assets_are_found_from_anywhere(
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_without_paths_it_says_what_to_give(name: str) -> None:
+def test_without_paths_the_error_names_the_missing_options(name: str) -> None:
     with pytest.raises(UserError, match="IDLM-0504") as caught:
         check_config(compose("train", TrainConfig, [f"recipe={name}"]))
     assert "model.path" in caught.value.message

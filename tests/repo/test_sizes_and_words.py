@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -74,29 +75,38 @@ def forbidden(tree: ast.AST) -> list[str]:
 FILES = python_files(*CODE)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def test_there_is_something_to_check() -> None:
     assert len(FILES) > 10
     assert ROOT / "idlm" / "checkpoint.py" in FILES
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_file_and_function_sizes(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    num_lines, most = text.count("\n"), MAX_CENTRAL if relative(path) in CENTRAL else MAX_FILE
-    assert num_lines <= most, f"{relative(path)} has {num_lines} lines, at most {most}"
-    limit = MAX_KERNEL if is_kernel(path) else MAX_FUNCTION
-    too_long = [(name, lines) for name, lines in sizes(ast.parse(text)) if lines > limit]
-    assert not too_long, f"functions above {limit} lines: {too_long}"
+def test_file_and_function_sizes() -> None:
+    found = []
+    for path in FILES:
+        num_lines = path.read_text(encoding="utf-8").count("\n")
+        most = MAX_CENTRAL if relative(path) in CENTRAL else MAX_FILE
+        if num_lines > most:
+            found.append(f"{relative(path)} has {num_lines} lines, at most {most}")
+        limit = MAX_KERNEL if is_kernel(path) else MAX_FUNCTION
+        too_long = [(name, lines) for name, lines in sizes(tree_of(path)) if lines > limit]
+        if too_long:
+            found.append(f"{relative(path)} has functions above {limit} lines: {too_long}")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_no_forbidden_words(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert not forbidden(ast.parse(text))
-    marks = [
-        f"line {number}" for number, line in enumerate(text.splitlines(), start=1) if WORK_MARKS.search(line)
-    ]
-    assert not marks, f"work that is left belongs into an issue: {marks}"
+def test_no_forbidden_words() -> None:
+    found = []
+    for path in FILES:
+        found += [f"{relative(path)}: {fault}" for fault in forbidden(tree_of(path))]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if WORK_MARKS.search(line):
+                found.append(f"{relative(path)}: line {number}: work that is left belongs into an issue")
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,7 @@ def test_importing_the_package_is_cheap() -> None:
 def imports(path: Path) -> list[str]:
     """Full dotted names that a file imports, wherever in it."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -157,9 +167,11 @@ def test_the_core_imports_no_kernels_and_the_linter_knows_all_of_it() -> None:
     assert set(contracts["core"]["source_modules"]) >= modules
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_one_import_name_for_each_module(path: Path) -> None:
-    twins = [name for name in imports(path) if name.split(".")[0] in ("train", "infer", "conf")]
+def test_one_import_name_for_each_module() -> None:
+    roots = ("train", "infer", "conf")
+    twins = [
+        (relative(path), name) for path in FILES for name in imports(path) if name.split(".")[0] in roots
+    ]
     assert not twins, f"import them as idlm.train, idlm.infer: {twins} would be loaded twice"
 
 

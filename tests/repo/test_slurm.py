@@ -102,7 +102,7 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_requeued(cluster: Cl
     assert job.returncode == 1
 
 
-def test_a_job_that_is_told_to_end_saves_and_stays_out_of_the_queue(cluster: Cluster) -> None:
+def test_a_terminated_job_saves_and_is_not_requeued(cluster: Cluster) -> None:
     job = cluster.start(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="90")
     cluster.signal_when_started(signal.SIGTERM)
     told, _ = job.communicate(timeout=60)
@@ -120,7 +120,7 @@ def test_a_finished_run_is_not_requeued_and_works_from_any_folder(cluster: Clust
     assert torchrun.endswith(f"--nproc-per-node 8 {rendezvous} -m idlm.train.cli config=/frozen.yaml")
 
 
-def test_a_requeued_job_goes_on_where_it_was_told_to_begin_anew(cluster: Cluster) -> None:
+def test_a_requeued_job_resumes_despite_resume_never(cluster: Cluster) -> None:
     told, _ = cluster.start(FINISHES="1", SLURM_RESTART_COUNT="1", PORT="29500").communicate(timeout=60)
     freeze, torchrun = cluster.lines()
     assert freeze.endswith("recipe=tiny resume=never resume=auto"), told

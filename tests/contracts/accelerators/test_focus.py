@@ -102,6 +102,7 @@ def expected(toys: dict[bool, Path]) -> Callable[..., list[list[int]]]:
     return answers
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize(("shifted", "options", "focus", "way"), ALL_CASES, ids=str)
 def test_mixed_batches_equal_a_slow_decoder(
     toys: dict[bool, Path],
@@ -162,6 +163,7 @@ class Watch:
         return cache.keys[:, slots], cache.values[:, slots]
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize(("shifted", "options", "focus"), CASES, ids=str)
 @pytest.mark.parametrize("number", [1, 3])
 def test_passes_and_stored_keys_and_values_equal_a_slow_decoders(
@@ -259,7 +261,7 @@ def test_aborts_and_passes_that_fail_leave_nothing_behind(
 
 
 @pytest.mark.parametrize(("shifted", "options", "focus"), [CASES[0], CASES[3]], ids=str)
-def test_mage_beside_it_has_the_rows_that_it_needs(
+def test_mage_with_focus_has_the_rows_that_it_needs(
     toys: dict[bool, Path], shifted: bool, options: dict[str, Any], focus: dict[str, Any]
 ) -> None:
     slow = slow_focus(toys[shifted], shifted, options, focus, begins_full=True)
@@ -278,7 +280,7 @@ def test_mage_beside_it_has_the_rows_that_it_needs(
     assert_idle(alone)
 
 
-def test_edits_look_at_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edits_compute_whole_blocks(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"threshold": 0.5, "edit_threshold": 0.3}
     prompts, settings = PROMPTS[:3], params()[:3]
     plain = build_engine(toys[False], "block", **options).generate(prompts, settings)

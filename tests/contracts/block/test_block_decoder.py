@@ -26,6 +26,8 @@ from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.engines import MASK_ID, PLACE, assert_idle, build_engine, greedy, prompts_of, wanted_of
 from tests.toy import write_toy_checkpoint
 
+pytestmark = pytest.mark.decides
+
 SIZE = 4
 LENGTHS = (1, 3, 4, 5, 8, 11, 16, 30)
 SETTINGS = (
@@ -106,7 +108,7 @@ def test_mixed_batches_equal_a_slow_decoder(
     assert_idle(engine)
 
 
-def test_the_host_knows_what_a_pass_has_stored_once_its_results_are_back() -> None:
+def test_the_host_counts_stored_tokens_once_results_are_read() -> None:
     kv_policy = KVWritePolicy(kind="block", block_size=4)
     # A tail of the prompt, then two blocks whose results come at once.
     assert kv_policy.num_stored(0, num_before=6, num_known=8) == 4
@@ -210,9 +212,7 @@ def test_nothing_looks_at_values(shifted: bool, name: str) -> None:
     assert outcome.token_ids_BJ.shape == (num_sequences, SIZE)
 
 
-def test_trap_27_alone_is_as_in_company_and_passes_are_those_that_are_needed(
-    toys: dict[bool, Path], expected: Any
-) -> None:
+def test_trap_27_answers_and_passes_do_not_depend_on_the_batch(toys: dict[bool, Path], expected: Any) -> None:
     strategy = STRATEGIES[2]
     for fused in (True, False):
         engine = build_engine(toys[False], "block", max_num_batched_tokens=64, fused_commit=fused, **strategy)
@@ -269,9 +269,7 @@ def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool,
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_prompt_of_whole_blocks_that_is_known_still_says_what_follows(
-    toys: dict[bool, Path], shifted: bool
-) -> None:
+def test_a_cached_prompt_of_whole_blocks_still_has_logits(toys: dict[bool, Path], shifted: bool) -> None:
     """Where logits are shifted, by its last row."""
     prompt = prompts_of([4 * SIZE])[0]
     engine = build_engine(toys[shifted], "block", page_size=SIZE)
@@ -281,7 +279,7 @@ def test_a_prompt_of_whole_blocks_that_is_known_still_says_what_follows(
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(1, 16), (4, 16), (6, 18), (24, 24), (32, 32)])
-def test_pages_hold_whole_blocks_unless_told_otherwise(tmp_path: Path, size: int, page_size: int) -> None:
+def test_pages_hold_whole_blocks_by_default(tmp_path: Path, size: int, page_size: int) -> None:
     directory = write_block_toy(tmp_path, shifted=False, size=size)
     engine = Engine.from_pretrained(directory, **PLACE, max_length=128, max_num_seqs=1)
     assert (engine.settings.page_size, engine.pool.page_size) == (page_size, page_size)
@@ -292,7 +290,7 @@ def test_pages_hold_whole_blocks_unless_told_otherwise(tmp_path: Path, size: int
 
 
 @pytest.mark.parametrize("way", [{}, {"graphs": "on", "num_inflight_steps": 3}], ids=str)
-def test_aborts_leak_nothing_and_disturb_nobody(
+def test_aborts_leak_nothing_and_change_no_other_answer(
     toys: dict[bool, Path], expected: Any, way: dict[str, Any]
 ) -> None:
     engine = build_engine(toys[False], "block", num_pages=24, **STRATEGIES[2], **way)

@@ -111,6 +111,7 @@ def compare(
     assert_idle(engine)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("options", "shifted"), [(EDITS[0], False), (EDITS[1], False), (EDITS[2], True)])
 def test_edits_equal_a_slow_decoder(
@@ -170,6 +171,7 @@ def test_passes_of_edits_are_those_that_are_needed(
         assert (list(found.token_ids), found.num_forwards) == (ids, num_passes)
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 @pytest.mark.parametrize(
     ("options", "shifted"), [(REUSES[0], True), (REUSES[1], True), (REUSES[2], True), (REUSES[0], False)]
@@ -227,6 +229,7 @@ def mixed_params() -> tuple[list[SamplingParams], list[dict[str, Any]]]:
     return params, options
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_requests_have_options_of_their_own(
     toys: dict[bool, Path], slow: dict[bool, SlowBlocks], way: dict[str, Any]
@@ -240,7 +243,7 @@ def test_requests_have_options_of_their_own(
     assert_idle(engine)
 
 
-def test_ranks_are_told_the_options_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
+def test_ranks_receive_the_options_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
     params, options = mixed_params()
     with group_of_threads(2) as group:
         engine = group_engine(group, toys[False], "block", mode="quality", graphs="on", num_inflight_steps=2)
@@ -277,6 +280,7 @@ def test_lines_of_a_file_have_options_of_their_own(
     assert caught.value.code == "IDLM-0453"
 
 
+@pytest.mark.decides
 def test_entropy_bounds_of_requests(toys: dict[bool, Path], slow: dict[bool, SlowBlocks]) -> None:
     engine = build_block(toys[False], strategy="entropy_bounded", max_num_batched_tokens=64)
     passes = []

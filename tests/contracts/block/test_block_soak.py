@@ -17,7 +17,7 @@ from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import lane_of
 from tests.contracts.block.test_block_decoder import write_block_toy
-from tests.contracts.engines import MASK_ID, assert_idle, build_engine, prompts_of
+from tests.contracts.engines import MASK_ID, answers_and_margins, assert_idle, build_engine, prompts_of
 from tests.contracts.test_scheduler_soak import ROOMY, TINY, Arrival, _Soak
 
 SIZE = 4
@@ -97,14 +97,18 @@ def soak(toy: Path, count: int, options: dict[str, Any]) -> None:
     assert sum(run.struck.values()) > count // 5
     plain = {key: value for key, value in options.items() if key not in ("num_inflight_steps", "graphs")}
     roomy = build_engine(toy, "block", **(ROOMY | plain | {"prefix_cache": False}))
-    expected = roomy.generate([a.prompt for a in arrivals], [a.params for a in arrivals])
-    for arrival, undisturbed in zip(arrivals, expected, strict=True):
+    expected, is_clear = answers_and_margins(
+        roomy, [a.prompt for a in arrivals], [a.params for a in arrivals]
+    )
+    assert sum(is_clear) > 0.9 * count, "too few answers are free of near ties"
+    for arrival, undisturbed, clear in zip(arrivals, expected, is_clear, strict=True):
         survivor = run.finished.get(arrival.request_id)
-        if survivor is not None:
+        if survivor is not None and clear:
             assert survivor.token_ids == undisturbed.token_ids, arrival
             assert survivor.finish_reason == undisturbed.finish_reason
 
 
+@pytest.mark.decides
 @pytest.mark.parametrize("number", range(len(WAYS)))
 def test_hundreds_with_aborts_leak_nothing(toys: dict[bool, Path], number: int) -> None:
     soak(toys[number == 2], 100, WAYS[number])
@@ -150,7 +154,9 @@ def test_64_requests_at_steps_of_their_own_are_as_one_by_one(
     together = drive(engine, arrivals)
     assert_idle(engine)
     alone = build_engine(toys[shifted], "block", **options, prefix_cache=False)
-    for arrival in arrivals:
+    _, is_clear = answers_and_margins(alone, [a.prompt for a in arrivals], [a.params for a in arrivals])
+    assert sum(is_clear) > 55, "too few answers are free of near ties"
+    for arrival, clear in zip(arrivals, is_clear, strict=True):
         [found] = alone.generate([arrival.prompt], arrival.params)
-        assert together[arrival.request_id] == found.token_ids, arrival
+        assert together[arrival.request_id] == found.token_ids or not clear, arrival
         assert MASK_ID not in found.token_ids

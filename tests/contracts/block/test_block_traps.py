@@ -23,6 +23,8 @@ from tests.block_reference import Rules, Sampling, SlowBlocks
 from tests.contracts.block.test_block_decoder import SIZE, write_block_toy
 from tests.contracts.engines import MASK_ID, build_engine, greedy, prompts_of
 
+pytestmark = pytest.mark.decides
+
 ROOT = Path(__file__).resolve().parents[3]
 MOST = 3 * SIZE
 
@@ -141,7 +143,7 @@ def test_trap_16_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> Non
     assert found.num_forwards == MOST
 
 
-def test_trap_17_confidence_behind_top_k_1_says_nothing(toy: Path) -> None:
+def test_trap_17_confidence_after_top_k_1_is_constant(toy: Path) -> None:
     """As published, a block is then decided at once. Greedy requests, and confidence=model, are judged by the
     model's own law.
     """

@@ -32,6 +32,7 @@ from idlm.infer.models.loader import LoadedModel, load_model
 from idlm.tasks import TASKS
 from idlm.train.cli import main as train
 from tests.adapters import write_adapter
+from tests.contracts.engines import answers_and_margins
 from tests.toy import write_toy_checkpoint
 
 pytestmark = [
@@ -59,10 +60,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 def test_greedy_isd_equals_greedy_ar(converted: Path, strategy: str, stride: int) -> None:
     prompts = [s.prompt for s in task_samples(TASKS.get("ledger")(level="tiny"), "validation", 40)]
-    ar = Engine.from_pretrained(converted, "ar", device="cuda", dtype="float32").generate(prompts, GREEDY)
+    engine = Engine.from_pretrained(converted, "ar", device="cuda", dtype="float32")
+    ar, is_clear = answers_and_margins(engine, prompts, GREEDY)
+    assert sum(is_clear) >= 36, "too few answers are free of near ties"
     options = {"stride": stride, "rejection_strategy": strategy, "dtype": "float32", "device": "cuda"}
     isd = Engine.from_pretrained(converted, "isd", **options).generate(prompts, GREEDY)
-    assert [done.token_ids for done in isd] == [done.token_ids for done in ar]
+    for mine, expected, clear in zip(isd, ar, is_clear, strict=True):
+        assert mine.token_ids == expected.token_ids or not clear
 
 
 def test_conversion_on_the_gpu_keeps_the_task_and_accepts_drafts(converted: Path) -> None:

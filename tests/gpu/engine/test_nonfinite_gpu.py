@@ -13,14 +13,14 @@ import torch
 from tests.contracts import engines
 from tests.contracts.test_nonfinite import (
     checkpoints,
-    test_masks_that_overflow_are_told_and_not_drawn_from,
-    test_only_who_sees_what_overflows_ends_with_an_error,
+    test_masks_that_overflow_are_reported_and_not_drawn_from,
+    test_only_sequences_that_see_an_overflow_end_with_an_error,
 )
 
 __all__ = [
     "checkpoints",
-    "test_masks_that_overflow_are_told_and_not_drawn_from",
-    "test_only_who_sees_what_overflows_ends_with_an_error",
+    "test_masks_that_overflow_are_reported_and_not_drawn_from",
+    "test_only_sequences_that_see_an_overflow_end_with_an_error",
 ]
 pytestmark = [
     pytest.mark.gpu,

@@ -26,7 +26,16 @@ from idlm.infer.engine import Engine
 from idlm.infer.options import check_options
 from idlm.semantics import Semantics
 from tests.adapters import write_adapter
-from tests.contracts.engines import CYCLE, MASK_ID, acceptance_of, assert_idle, greedy, prompts_of
+from tests.contracts.engines import (
+    CYCLE,
+    MASK_ID,
+    acceptance_of,
+    answers_and_margins,
+    assert_idle,
+    clear_answers,
+    greedy,
+    prompts_of,
+)
 from tests.numerics.test_family_parity import MASK, llada2
 from tests.toy import write_toy_checkpoint
 
@@ -79,13 +88,29 @@ def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def _one(path: Path, decoder: str, **options: Any) -> Engine:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Engine.from_pretrained(path, decoder, **SETTINGS, **options)
+        return Engine.from_pretrained(path, decoder, **{**SETTINGS, **options})
 
 
 def _several(group: TensorParallelGroup, path: Path, decoder: str, **options: Any) -> Engine:
     checked = check_options(decoder, {**SETTINGS, **options, "tensor_parallel": group.shards.size})
     worker = create_worker(path, checked, group)
     return Engine(worker.parts, worker)
+
+
+def _is_clear(
+    path: Path, decoder: str, prompts: list[list[int]], max_tokens: int, **options: Any
+) -> list[bool]:
+    """Which greedy answers do not hang on rounding, which differs between one rank and several."""
+    place = {"device": "cpu", "graphs": "off", "num_inflight_steps": 0}
+    _, is_clear = answers_and_margins(
+        _one(path, decoder, **place, **options), prompts, greedy(max_tokens=max_tokens)
+    )
+    assert sum(is_clear) >= 0.6 * len(prompts), "too few answers are free of near ties"
+    return is_clear
+
+
+def _clear(completions: list[Completion], is_clear: list[bool]) -> list[Completion]:
+    return [completion for completion, clear in zip(completions, is_clear, strict=True) if clear]
 
 
 def _compare(engine: Engine) -> None:
@@ -98,9 +123,12 @@ def test_greedy_answers_are_those_of_one_gpu(
     group: TensorParallelGroup, toy: Path, decoder: str, options: dict[str, Any]
 ) -> None:
     prompts = prompts_of([1, 7, 30, 5, 12, 64, 100, 3, 9, 18])
-    expected = _one(toy, decoder, **options).generate(prompts, greedy(max_tokens=40))
+    # Adaptive strides follow the clock: only their tokens are compared, which are those of decoder ar.
+    judge = ("ar", {}) if options.get("adaptive") else (decoder, options)
+    is_clear = _is_clear(toy, judge[0], prompts, 40, **judge[1])
+    expected = _clear(_one(toy, decoder, **options).generate(prompts, greedy(max_tokens=40)), is_clear)
     engine = _several(group, toy, decoder, **options)
-    found = engine.generate(prompts, greedy(max_tokens=40))
+    found = _clear(engine.generate(prompts, greedy(max_tokens=40)), is_clear)
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     if not options.get("adaptive"):
         assert acceptance_of(found) == acceptance_of(expected)
@@ -113,9 +141,10 @@ def test_experts_are_split_by_number(group: TensorParallelGroup, tmp_path: Path)
     """With groups, a shared expert and a fused projection; every rank holds some of the 12."""
     llada2(tmp_path, num_key_value_heads=4, max_position_embeddings=256)
     prompts = prompts_of([1, 7, 30, 5, 12], vocab_size=MASK)
-    expected = _one(tmp_path, "block").generate(prompts, greedy(max_tokens=12))
+    is_clear = _is_clear(tmp_path, "block", prompts, 12)
+    expected = _clear(_one(tmp_path, "block").generate(prompts, greedy(max_tokens=12)), is_clear)
     engine = _several(group, tmp_path, "block")
-    found = engine.generate(prompts, greedy(max_tokens=12))
+    found = _clear(engine.generate(prompts, greedy(max_tokens=12)), is_clear)
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     _compare(engine)
     assert_idle(engine)
@@ -148,9 +177,10 @@ def test_a_tight_pool_aborts_and_draws_keep_the_ranks_in_step(group: TensorParal
 def test_an_adapter_keeps_its_bases_answers(group: TensorParallelGroup, toy: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", toy, mask_token_id=MASK_ID, stride=4, size=0.12, rank=16)
     prompts = prompts_of([1, 7, 30])
-    expected = _one(toy, "ar").generate(prompts, greedy(max_tokens=24))
+    is_clear = _is_clear(toy, "ar", prompts, 24)
+    expected = _clear(_one(toy, "ar").generate(prompts, greedy(max_tokens=24)), is_clear)
     engine = _several(group, adapter, "isd", stride=4)
-    found = engine.generate(prompts, greedy(max_tokens=24))
+    found = _clear(engine.generate(prompts, greedy(max_tokens=24)), is_clear)
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]
     _compare(engine)
     engine.close()
@@ -161,7 +191,7 @@ def test_a_killed_rank_is_an_error_and_the_next_engine_works() -> None:
     """Also when the killed rank leaves a captured collective hanging on the GPU of rank 0."""
     code = (
         "import sys, time\n"
-        "from tests.gpu import test_tensor_parallel_gpu as it\n"
+        "from tests.gpu.engine import test_tensor_parallel_gpu as it\n"
         "it.lose_a_rank()\n"
         "print('began anew', flush=True)\n"
     )
@@ -178,7 +208,7 @@ def lose_a_rank() -> None:
     """Runs in another process, because the test is whether that process ends."""
     prompts = prompts_of([5, 30])
     options = {"mask_token_id": 170, "stride": 4, "tensor_parallel": 2}
-    expected = _one(TINY, "ar").generate(prompts, greedy(max_tokens=40))
+    expected = clear_answers(_one(TINY, "ar"), prompts, greedy(max_tokens=40))
     engine = _one(TINY, "isd", **options)
     found = engine.generate(prompts, greedy(max_tokens=40))
     assert [mine.token_ids for mine in found] == [one.token_ids for one in expected]

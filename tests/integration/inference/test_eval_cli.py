@@ -161,7 +161,7 @@ def block(tmp_path: Path) -> list[str]:
     return [*BASE, f"model={directory}", "num=1", "sampling.max_tokens=8"]
 
 
-def test_beside_blocks_stands_one_token_per_pass(
+def test_block_rows_are_compared_with_one_token_per_pass(
     block: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     dynamic = ["decoder.strategy=low_confidence_dynamic", "decoder.threshold=0.01"]

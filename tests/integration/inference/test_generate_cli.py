@@ -244,7 +244,7 @@ def test_a_chat_remembers_until_an_empty_line(
     assert capsys.readouterr().out.splitlines() == [first, second, answer(PROMPTS[1]).text]
 
 
-def test_a_chat_survives_a_turn_that_is_too_long(
+def test_a_chat_continues_after_a_turn_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     give_chat(monkeypatch, ["Lea has 9 shells. " * 60, PROMPTS[1]])

@@ -212,7 +212,7 @@ def test_no_line_has_the_number_of_another_for_its_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [[2, 1], ["a", None, "b"], [1, None], ["x", None, "02"], [3, None]])
-def test_ids_that_are_told_apart_or_meant_alike(tmp_path: Path, ids: list[Any]) -> None:
+def test_ids_of_records_are_kept_as_given(tmp_path: Path, ids: list[Any]) -> None:
     lines = [GOOD if name is None else {**GOOD, "id": name} for name in ids]
     source = write_lines(tmp_path / "in.jsonl", lines)
     assert generate([*BASE, f"input={source}", f"output={tmp_path / 'out'}"]) == 0

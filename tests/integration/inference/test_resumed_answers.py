@@ -174,7 +174,7 @@ def test_every_setting_is_compared_or_listed_as_irrelevant() -> None:
     }
 
 
-def test_a_record_says_what_it_was_made_with(tmp_path: Path) -> None:
+def test_a_record_holds_its_run_config(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [{"prompt": PROMPTS[0], "sampling": {"stop": ["q"], "top_k": 4}}])
     assert generate([*BASE, "max_length=100", f"input={source}", f"output={tmp_path / 'out'}"]) == 0
     [record] = read_lines(tmp_path / "out")

@@ -117,7 +117,7 @@ def test_the_command_starts_its_ranks_and_ctrl_c_ends_all(tmp_path: Path) -> Non
     _wait_until_gone(ranks)
 
 
-def test_no_rank_outlives_a_killed_rank_0(toy: Path) -> None:
+def test_all_ranks_end_after_rank_0_is_killed(toy: Path) -> None:
     script = (
         "from idlm.infer.engine import Engine\n"
         f"engine = Engine.from_pretrained({str(toy)!r}, 'ar', device='cpu', tensor_parallel=2)\n"
@@ -135,7 +135,7 @@ def test_no_rank_outlives_a_killed_rank_0(toy: Path) -> None:
     _wait_until_gone(ranks)
 
 
-def test_a_rank_ends_whose_rank_0_was_gone_before_it_began() -> None:
+def test_a_rank_ends_if_rank_0_ended_before_it_started() -> None:
     """Though another process still has the other end of its connection."""
     ours, theirs = Pipe()
     with ours, theirs:

@@ -104,7 +104,7 @@ def test_held_out_data_is_measured_at_every_stage_end(watched: tuple[Path, Servi
         assert record["mask_loss"] > 0 and record["clean_loss"] > 0
 
 
-def test_metrics_say_what_was_fed_and_how_fast(watched: tuple[Path, Service]) -> None:
+def test_metrics_hold_token_counts_and_speed(watched: tuple[Path, Service]) -> None:
     records = training_records(records_of(watched[0]))
     assert [(record["first_item"], record["last_item"]) for record in records] == [
         (2 * step, 2 * step + 1) for step in range(5)
@@ -317,7 +317,7 @@ def test_a_dry_run_shows_problems_and_plan_before_the_configuration(
     ("changes", "expected"),
     [({}, "1 x H200, assumed"), ({"plan.gpu": "H100", "plan.num_gpus": 2}, "2 x H100")],
 )
-def test_a_dry_run_without_a_gpu_says_which_device_it_assumes(
+def test_a_dry_run_without_a_gpu_names_the_assumed_device(
     changes: dict[str, object],
     expected: str,
     base: Path,
@@ -336,7 +336,7 @@ def test_a_dry_run_without_a_gpu_says_which_device_it_assumes(
     assert "plan.gpu=... and plan.num_gpus=... plan for others" in out
 
 
-def test_a_dry_run_tells_all_problems_at_once(
+def test_a_dry_run_lists_all_problems_at_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from idlm.train.planning import state as estimate

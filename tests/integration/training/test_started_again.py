@@ -47,7 +47,7 @@ def files_of(output: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_says_so_and_does_nothing(
+def test_a_finished_run_is_reported_and_not_repeated(
     given: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, output = given

@@ -62,7 +62,7 @@ def test_every_item_is_trained_once_and_in_order(quick: dict[str, Any]) -> None:
         assert not quick[world]["clashes"] and len(told) == 10
 
 
-def test_a_rank_that_dies_while_saving_loses_nothing(quick: dict[str, Any]) -> None:
+def test_a_rank_killed_while_saving_loses_nothing(quick: dict[str, Any]) -> None:
     assert -9 in quick["killed_status"]
     assert quick["checkpoints"], "there was something to resume from"
     assert quick["resumes"] == [1, 1], quick["complaints"]
@@ -86,7 +86,7 @@ def test_another_number_of_processes_is_refused_with_numbers(quick: dict[str, An
 
 
 @pytest.mark.slow
-def test_every_zero_stage_trains_dies_resumes_and_exports() -> None:
+def test_every_zero_stage_trains_resumes_and_exports() -> None:
     told = told_by("stages")
     alone = losses(told.pop("one"))
     for name, run in told.items():
@@ -98,7 +98,7 @@ def test_every_zero_stage_trains_dies_resumes_and_exports() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_or_stops_ends_the_others_by_name() -> None:
+def test_a_killed_or_stopped_rank_ends_the_others_and_is_named() -> None:
     told = told_by("watchdog")
     for name, words in (("killed", "died without a word"), ("stopped", "silent for")):
         run = told[name]

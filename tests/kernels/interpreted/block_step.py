@@ -1,4 +1,4 @@
-"""The kernels of block_step in Triton's interpreter: started by test_block_step.py."""
+"""The kernels of block_step in Triton's interpreter: started by test_interpreted.py."""
 
 from __future__ import annotations
 

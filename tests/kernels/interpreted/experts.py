@@ -1,4 +1,4 @@
-"""The Triton kernels of experts in the interpreter: started by test_experts.py.
+"""The Triton kernels of experts in the interpreter: started by test_interpreted.py.
 
 float32 and float16: the interpreter has no bfloat16. tests/gpu/block/test_experts_gpu.py has larger shapes.
 """

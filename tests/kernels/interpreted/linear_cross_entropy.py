@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused loss, in the interpreter: started by test_linear_cross_entropy.py.
+"""The Triton kernels of the fused loss, in the interpreter: started by test_interpreted.py.
 
 Memory around every row is NaN, so that a wrong read is detected.
 """

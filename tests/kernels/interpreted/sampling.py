@@ -1,4 +1,4 @@
-"""The sampling kernels in Triton's interpreter: started by test_sampling.py."""
+"""The sampling kernels in Triton's interpreter: started by test_interpreted.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of step_rows in Triton's interpreter: started by test_step_rows.py."""
+"""The kernels of step_rows in Triton's interpreter: started by test_interpreted.py."""
 
 from __future__ import annotations
 

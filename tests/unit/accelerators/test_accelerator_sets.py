@@ -325,7 +325,7 @@ def test_bounds_of_copied_pages() -> None:
     assert torch.equal(quest.bounds.least[:, 7], before[:, 7])
 
 
-def test_quest_says_what_a_page_costs() -> None:
+def test_quest_reports_the_bytes_of_a_page() -> None:
     for page in (4, 6, 8, 16):
         quest: Any = accelerator_of("quest", page=page)
         held = quest.bounds.least.nbytes + quest.bounds.largest.nbytes

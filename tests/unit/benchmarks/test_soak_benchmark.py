@@ -39,7 +39,7 @@ def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("number", [1, 9, 60])
-def test_the_engine_survives_a_missing_allocation(number: int) -> None:
+def test_the_engine_continues_after_a_failed_allocation(number: int) -> None:
     options = {**soak.DEFAULTS, "device": "cpu", "lanes": "4"}
     found = soak.survive(lambda: soak.make_engine(options, share_of_pages=1.0), number, twice=True)
     assert found.is_alive

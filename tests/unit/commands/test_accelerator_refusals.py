@@ -106,7 +106,7 @@ def test_command_lines_set_options_of_accelerators() -> None:
     assert all(f"accelerators=[{name}]" in describe_plugins() for name in ACCELERATORS.names())
 
 
-def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_left_off_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(build, "get_logger", lambda name: logger)
@@ -129,7 +129,9 @@ def test_graphs_are_left_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=str,
 )
-def test_what_names_no_accelerators_says_how_they_are_named(given: Any, words: str) -> None:
+def test_a_value_that_is_not_a_list_of_accelerators_is_refused_with_an_example(
+    given: Any, words: str
+) -> None:
     with pytest.raises(UserError, match="IDLM-0461") as refusal:
         as_options(given)
     assert words in str(refusal.value)

@@ -86,7 +86,7 @@ def test_help_begins_with_what_a_newcomer_needs(name: str, capsys: pytest.Captur
     assert all(f"\n{key}" in listed for key in ("output", "train." if name == "idlm-train" else "sampling."))
 
 
-def test_help_of_training_says_what_each_recipe_is_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_training_describes_each_recipe_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--help"]) == 0
     text = capsys.readouterr().out
     told = text[text.index("\nRecipes:") : text.index("\nExamples:")].strip().splitlines()[1:]
@@ -152,7 +152,7 @@ def test_help_on_plugins_from_their_source_is_that_of_the_plugins(
     assert from_sources(package, f"{kind.upper()}S") == from_registry(registry)  # type: ignore[arg-type]
 
 
-def test_help_knows_plugins_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_plugins_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no source in our folders, so all are imported."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
     monkeypatch.setattr("idlm.infer.cli.help.from_registry", lambda registry: {"decoders": registry})

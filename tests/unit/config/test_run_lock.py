@@ -61,7 +61,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_is_told(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(descriptor: int, operation: int) -> None:

@@ -190,7 +190,7 @@ def test_unwritable_parent_is_a_user_error(tmp_path: Path) -> None:
         save(tmp_path / "file" / "model", NEW)
 
 
-def test_what_others_put_beside_is_kept_and_never_overwritten(tmp_path: Path) -> None:
+def test_other_files_of_the_folder_are_never_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "model"
     save(target, OLD)
     write(target, {"notes.txt": "mine", "state/step.json": "{}"})

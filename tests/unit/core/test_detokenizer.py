@@ -75,7 +75,7 @@ def _random_ids(tokenizer: Any, dice: random.Random) -> list[int]:
     ]
 
 
-def test_text_survives(all_tokenizers: dict[str, Any]) -> None:
+def test_text_is_unchanged_by_a_round_trip(all_tokenizers: dict[str, Any]) -> None:
     dice = random.Random(0)
     for name, tokenizer in all_tokenizers.items():
         for text in TEXTS if name != "task" else []:

@@ -59,7 +59,9 @@ def test_a_damaged_checkpoint_is_not_called_intact(tmp_path: Path, damage: str) 
     assert "intact" not in told_of(tmp_path / "out", full)
 
 
-def test_the_cause_the_path_and_the_bytes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_has_the_cause_the_path_and_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The space is measured before the half-written files are removed, which frees theirs."""
 
     def usage(path: Path) -> SimpleNamespace:
@@ -71,7 +73,9 @@ def test_the_cause_the_path_and_the_bytes_are_told(tmp_path: Path, monkeypatch: 
     assert f"cannot save {tmp_path / 'out'}: {NO_SPACE} (0.0 MiB free, 3.0 MiB of it were written)" in told
 
 
-def test_what_torch_hides_is_told_as_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_hidden_by_torch_is_reported_by_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch.save says "unexpected pos 704 vs 598" of every disk that refuses."""
     target = tmp_path / "optimizer.pt"
     target.symlink_to("/dev/full")

@@ -252,7 +252,7 @@ def test_pieces_predict_every_token_but_the_first_once(
         assert is_longest or rows_of(sample.piece(start, stop + 1)) > row_length
 
 
-def test_a_split_corpus_is_trained_whole(tmp_path: Path, tokenizer) -> None:
+def test_all_pieces_of_a_split_corpus_are_trained(tmp_path: Path, tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": "1" * num}) for num in (300, 20, 95)))
     dataset = dataset_of(read(config_of(path), encoder_of(tokenizer)), overlong="split", row_length=80)

@@ -240,7 +240,7 @@ def judged(watchdog: Watchdog) -> Any:
     return watchdog._judge()
 
 
-def test_tokenising_for_hours_survives_the_default_watchdog(
+def test_tokenising_for_hours_does_not_trigger_the_default_watchdog(
     tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulate 4.5 B tokens at 296 K tokens/s, in records of 75 M, with a fake clock."""

@@ -89,7 +89,7 @@ def test_a_page_is_found_behind_its_own_beginning_only() -> None:
     assert cache.nearest(cache.key(cache.root, [1, 2, 3, 3]), [5, 6, 7, 8]) == (-1, 0)
 
 
-def test_a_key_says_model_page_size_and_every_token() -> None:
+def test_a_key_depends_on_model_page_size_and_every_token() -> None:
     keys = {
         cache.key(parent, token_ids)
         for cache in (_cache("m"), _cache("n"), _cache("m", "n"), PrefixCache(("m",), page_size=3))

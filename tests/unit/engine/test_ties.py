@@ -18,6 +18,8 @@ from idlm.kernels.experts import Routing, route
 from idlm.kernels.sampling import draw, judged_draws, row_probs
 from tests.margins import MARGIN, NearTie, assert_apart, assert_gap, clear_choice
 
+pytestmark = pytest.mark.decides
+
 
 @pytest.fixture
 def device() -> str:
@@ -82,7 +84,7 @@ def test_of_equal_logprobs_the_lower_id_is_reported_first(
     assert torch.equal(told.top_logprobs_BJK.flatten(), law_V[told.top_ids_BJK.flatten()])
 
 
-def test_of_equal_slots_an_accelerator_keeps_the_first_beside_whatever_prefix(device: str) -> None:
+def test_of_equal_slots_an_accelerator_keeps_the_first_at_any_prefix(device: str) -> None:
     """In long prefixes many slots have an attention mass of 0."""
     for num_slots in (9, 100, 5000):
         scores_bKS = torch.zeros(1, 2, num_slots, device=device)

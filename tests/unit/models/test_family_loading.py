@@ -104,7 +104,7 @@ def test_trap_02_architecture_and_model_type_must_go_together(
     refused(tmp_path, "IDLM-0615", architecture, model_type)
 
 
-def test_trap_03_every_family_says_which_row_predicts_a_token(tmp_path: Path) -> None:
+def test_trap_03_every_family_declares_which_row_predicts_a_token(tmp_path: Path) -> None:
     meanings = {
         name: load_model(write(tmp_path / name, name), device="cpu").semantics
         for name in CONFIGS
@@ -175,7 +175,7 @@ def test_trap_09_head_dim_is_never_width_by_heads() -> None:
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}, "rotary_dim": 8},
     ],
 )
-def test_trap_09_the_rotated_part_of_a_head_is_said_and_agrees(
+def test_trap_09_the_rotated_part_of_a_head_is_read_and_consistent(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM", **changes)
@@ -186,7 +186,7 @@ def test_trap_09_the_rotated_part_of_a_head_is_said_and_agrees(
     "changes",
     [{"partial_rotary_factor": "REMOVED"}, {"rotary_dim": "REMOVED"}, {"rope_parameters": "in there"}],
 )
-def test_trap_09_either_word_for_the_rotated_part_will_do(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_trap_09_either_key_for_the_rotated_part_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
     if "rope_parameters" in changes:
         rope = {"rope_type": "default", "rope_theta": 600.0, "partial_rotary_factor": 2 / 3}
         gone = dict.fromkeys(("partial_rotary_factor", "rotary_dim", "rope_theta"), "REMOVED")
@@ -195,7 +195,7 @@ def test_trap_09_either_word_for_the_rotated_part_will_do(changes: dict[str, Any
     assert spec.rotary_dim == 8 and spec.rope_inv_freq[4:] == (0.0, 0.0)
 
 
-def test_trap_12_sdar_moe_must_say_that_its_router_normalises(tmp_path: Path) -> None:
+def test_trap_12_sdar_moe_requires_a_normalising_router(tmp_path: Path) -> None:
     write(tmp_path, "SDARMoeForCausalLM", norm_topk_prob="REMOVED")
     refused(tmp_path, "IDLM-0604", "norm_topk_prob", semantics=BLOCKS)
 
@@ -219,7 +219,7 @@ def test_trap_14_llada2_fills_no_field_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_said", [True, False, None])
-def test_trap_14_the_tensors_say_whether_llada2_normalises_queries(
+def test_trap_14_tensors_decide_whether_llada2_normalises_queries(
     is_said: bool | None, tmp_path: Path
 ) -> None:
     changes = {} if is_said is None else {"use_qk_norm": is_said}
@@ -306,7 +306,7 @@ def test_describe_names_decoder_and_accelerators_and_refuses_misspelt_ones(
             generate([*base, *arguments])
 
 
-def test_describe_says_what_was_understood_without_reading_weights(
+def test_describe_reports_the_configuration_without_reading_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "LLaDA2MoeModelLM")

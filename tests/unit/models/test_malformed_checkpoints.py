@@ -81,7 +81,7 @@ def test_an_invalid_end_of_sequence_id_is_named(checkpoint: Path, file: str, giv
 
 
 @pytest.mark.parametrize("given", [5, [5, 7]])
-def test_a_checkpoint_without_a_tokenizer_still_says_where_answers_end(checkpoint: Path, given: Any) -> None:
+def test_a_checkpoint_without_a_tokenizer_has_stop_ids(checkpoint: Path, given: Any) -> None:
     (checkpoint / "generation_config.json").unlink(missing_ok=True)
     _edit(checkpoint / "config.json", eos_token_id=given)
     answer = Engine.from_pretrained(checkpoint, **OPTIONS).generate([[1, 2]])[0]

@@ -84,7 +84,7 @@ def test_a_file_that_contradicts_the_run_is_refused(tmp_path: Path, content: str
     assert words in problems_of(**{"train.deepspeed": path})
 
 
-def test_settings_that_do_not_fit_are_told() -> None:
+def test_settings_that_do_not_fit_are_reported() -> None:
     assert "train.zero_stage=4" in problems_of(**{"train.zero_stage": 4})
     assert "needs train.zero_stage" in problems_of(**{"train.offload_optimizer": "true"})
     told = problems_of(**{"train.zero_stage": 2, "train.deepspeed": "nowhere.json"})

@@ -265,7 +265,7 @@ class Words:
         return str(token_id) if token_id < self.num_ids else None
 
 
-def test_a_usable_row_is_kept_and_any_other_is_learnt_beside_the_table() -> None:
+def test_a_usable_mask_row_is_kept_and_any_other_is_trained_outside_the_table() -> None:
     model = tiny_model("qwen3")
     assert choose_mask(model, Words(60), None) == (60, None)
     table_VD = model.get_input_embeddings().weight

@@ -62,7 +62,7 @@ def test_the_newest_intact_checkpoint_is_taken(tmp_path: Path, caplog: pytest.Lo
     assert choose_checkpoint(config_of(tmp_path), SHAPE) == newer, "its place is free again"
 
 
-def test_a_file_beside_the_manifest_is_refused(tmp_path: Path) -> None:
+def test_a_file_not_in_the_manifest_is_refused(tmp_path: Path) -> None:
     target = save(tmp_path, 4)
     verify(target, sealed=True)
     (target / "global_step" / "mp_rank_00x_model_states.pt").write_bytes(b"")
@@ -281,7 +281,7 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(tmp_path: Path) -
     assert "give one of them" in _fix(other, 8)
 
 
-def test_one_process_is_told_what_fits(tmp_path: Path) -> None:
+def test_one_process_gets_an_error_with_settings_that_fit(tmp_path: Path) -> None:
     config = config_of(tmp_path, **{"train.global_batch": 5, "train.batch_size": 2})
     assert _fix(config, 1) == "set train.batch_size=1, or set train.global_batch=4"
     config = config_of(tmp_path, **{"train.global_batch": 12, "train.batch_size": 8})
@@ -304,7 +304,7 @@ def _fix(config: TrainConfig, world_size: int) -> str:
         RuntimeError("I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_told_alike_by_every_writer_and_rank(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_is_the_same_error_in_every_writer_and_rank(tmp_path: Path, error: Exception) -> None:
     kept = save(tmp_path, 4)
     for writing in (publish(kept), translate_disk_errors(kept)):
         with pytest.raises(UserError, match="IDLM-0301"), writing:

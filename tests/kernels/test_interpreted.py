@@ -1,0 +1,40 @@
+"""All kernels in Triton's interpreter against their references: the files of tests/kernels/interpreted.
+
+One process runs them all, because Triton chooses between interpreter and compiler when it is imported, and an
+import costs as much as a file of checks. tests/gpu/kernels runs the kernels on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.interpreter import run_interpreted
+
+FOLDER = Path(__file__).parent / "interpreted"
+FILES = sorted(path.name for path in FOLDER.glob("*.py") if "\ndef test_" in path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def report() -> str:
+    """What pytest says of every check of every file."""
+    return run_interpreted(*(f"interpreted/{name}" for name in FILES), must_pass=False, timeout_s=900)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_interpreted_kernels_equal_the_references(name: str, report: str) -> None:
+    checks = [line for line in report.splitlines() if line.startswith(f"tests/kernels/interpreted/{name}::")]
+    assert checks and all(" PASSED" in line for line in checks), report[-6000:]
+
+
+def test_all_kernels_are_interpreted() -> None:
+    assert len(FILES) >= 7
+
+
+@pytest.mark.slow
+def test_many_random_steps_of_paged_attention() -> None:
+    """python -m pytest tests/kernels/test_interpreted.py -m slow"""
+    run_interpreted(
+        "interpreted/paged_attention.py", "-k", "random_steps", timeout_s=None, RANDOM_STEPS="100"
+    )
