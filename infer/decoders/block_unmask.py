@@ -11,6 +11,7 @@ Shapes: B sequences, W positions of a block.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ class Masks:
     entropy_bound_B: Tensor
 
 
-class Unmasking:
+class Unmasking(ABC):
     """Chooses the masks to decide, at least one in every sequence that has any. `reads`: the options among
     threshold, entropy_bound and steps that it uses.
     """
@@ -44,9 +45,9 @@ class Unmasking:
     needs_entropy: ClassVar[bool] = False
     reads: ClassVar[tuple[str, ...]] = ("steps",)
 
+    @abstractmethod
     def choose(self, masks: Masks) -> Tensor:
         """Bool [B, W], a subset of `is_maskable_BW`."""
-        raise NotImplementedError
 
 
 UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)

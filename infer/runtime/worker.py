@@ -1,9 +1,10 @@
 """Executes schedules on one device: fills lanes, rewinds KV pointers, copies pages and launches steps, whose
 results `InflightStep` copies to the host without waiting for them.
 
-A worker takes no decisions. With tensor parallelism each rank has one, and that of
-rank 0 (`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
-Shapes: Z lanes, L tokens of the longest sequence.
+A worker takes no decisions. With tensor parallelism each rank has one, and that of rank 0
+(`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
+Shapes: Z lanes, L tokens of the longest sequence, B sequences, J tokens that a pass can emit, K likeliest
+tokens.
 """
 
 from __future__ import annotations
