@@ -4,95 +4,79 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from idlm.checkpoint import read_json
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
-from idlm.infer.eos import eos_ids
-from idlm.infer.memory.base import MEMORY_MANAGERS, MemoryManager
+from idlm.infer.errors import is_out_of_memory
+from idlm.infer.memory.base import LOGITS, MEMORY_MANAGERS, MemoryDemand, MemoryManager, Transient
 from idlm.infer.models import fp8
-from idlm.infer.models.loader import LoadedModel, Outline, load_outline, read_outline
+from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
+from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.memory_check import check_memory, memory_demand, translate_memory_errors
-from idlm.infer.runtime.model_runner import EagerStep, Runner, Step, StepResult, head_shape, set_deterministic
+from idlm.infer.runtime.model_runner import EagerStep, Runner, Step, head_shape, set_deterministic
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
-from idlm.infer.sparse.stack import NO_ACCELERATORS, AcceleratorStack, stack_of
-from idlm.infer.state.batch import Schedule
-from idlm.infer.state.kv_cache import KV_STORES
-from idlm.infer.state.kv_policy import KVWritePolicy
+from idlm.infer.sparse.stack import AcceleratorStack, stack_of
+from idlm.infer.state.kv_cache import KV_STORES, KVCache
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
-from idlm.infer.stop_strings import IncrementalDetokenizer
 from idlm.kernels.paged_attention import problems as attention_problems
 from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
-from idlm.text.detokenizer import Detokenizer, answer_text
-from idlm.text.tokenizer import check_vocabulary, encode_prompt, load_tokenizer
+from idlm.text.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 
 PAGE_SIZE = 16
 MIN_LANE_BYTES = 256
 """Estimated bytes of one lane's counters on the device and of its bookkeeping on the host."""
+# The CPU allocator, and sizes beyond 64 bits, raise a plain RuntimeError with one of these texts.
+MEMORY_TEXTS = (
+    "can't allocate memory",
+    "not enough memory",
+    "Storage size calculation overflowed",
+    "invalid size",
+)
+MEMORY_FIX = "lower max_num_seqs, max_length or num_pages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """What `Engine` is made of. Without a `tokenizer` (None), prompts and answers are token ids only.
-
-    `stride_controller` is None if the decoder has one mode only.
+class _Sizes:
+    """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; decoding
+    rows and KV slots of one sequence at most.
     """
 
-    settings: EngineSettings
-    model: LoadedModel
-    tokenizer: Any
-    eos_ids: tuple[int, ...]
-    decoder: Decoder
-    table: SequenceState
-    pool: PagePool
-    scheduler: Scheduler
-    stride_controller: StrideController | None
-    runner: Runner
-    stack: AcceleratorStack
-    step: Callable[[Schedule], StepResult]
+    num_lanes: int
+    max_length: int
+    max_rows: int
+    max_slots: int
+    kv_dtype: torch.dtype
 
-    @property
-    def is_lossy(self) -> bool:
-        """Whether answers may follow another distribution than that of the checkpoint and its decoder."""
-        return self.settings.is_lossy or self.stack.is_lossy or self.decoder.exactness != "exact"
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a text prompt, through the chat template if the tokenizer has one.
-
-        Raises UserError IDLM-0414 without a tokenizer.
-        """
-        if self.tokenizer is None:
-            raise UserError(
-                "IDLM-0414", "the checkpoint has no tokenizer files", fix="give prompts as token ids"
-            )
-        if not prompt:
-            return []
-        template, max_tokens = self.settings.chat_template, self.settings.max_length
-        return list(encode_prompt(self.tokenizer, prompt, template=template, max_tokens=max_tokens))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer; empty without a tokenizer."""
-        return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)
-
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A new incremental detokenizer; its pieces add up to what `decode` returns."""
-        return Detokenizer(self.tokenizer)
+def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _Sizes:
+    assert settings.max_length is not None
+    num_rows = max_rows(decoder, settings.max_length)
+    return _Sizes(
+        num_lanes=settings.max_num_seqs + 1,
+        max_length=settings.max_length,
+        max_rows=num_rows,
+        max_slots=decoder.kv_policy.num_slots(settings.max_length, num_rows),
+        kv_dtype=torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype,
+    )
 
 
 def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> EngineParts:
@@ -102,7 +86,8 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     """
     path, settings = Path(path), options.settings
     device = shards.device(resolve_device(settings.device))
-    fp8.check_device(device, is_wanted=settings.is_lossy)
+    if settings.is_lossy:
+        fp8.check_device(device)
     # What the checkpoint's small files refuse is refused before weights are read.
     outline = read_outline(
         path, dtype=settings.dtype, mask_token_id=settings.mask_token_id, base=settings.base, shards=shards
@@ -110,46 +95,16 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
-    model = _load(outline, settings, device, shards)
-    tokenizer = None if shards.rank else _tokenizer(path, model)
-    settings = dataclasses.replace(
-        settings,
-        max_length=_max_length(settings, model),
-        page_size=_page_size(settings, decoder.kv_policy.block_size),
-    )
-    _check_mask_row(settings, model, decoder)
-    stack = _stack(settings, model, decoder, dataclasses.asdict(config), options.accelerators)
-    return _assemble(settings, model, tokenizer, decoder, eos_ids(model, tokenizer), shards, stack)
-
-
-def _load(outline: Outline, settings: EngineSettings, device: torch.device, shards: Shards) -> LoadedModel:
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
-    return model
-
-
-def _tokenizer(path: Path, model: LoadedModel) -> Any:
-    """The tokenizer in `path` (an adapter may bring its own), else the model's; None if there is none."""
-    tokenizer = load_tokenizer(path) or load_tokenizer(model.directory)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, model.spec.vocab_size)
-    return tokenizer
-
-
-def _check_mask_row(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> None:
-    """Raise UserError IDLM-0606 if the embedding of MASK is not finite: attention would spread it."""
-    mask_token_id = model.semantics.mask_token_id
-    assert settings.max_length is not None
-    if mask_token_id is None or max_rows(decoder, settings.max_length) == 1:
-        return
-    row_D = model.trunk.embed[mask_token_id] if model.trunk.mask_row is None else model.trunk.mask_row
-    if not bool(row_D.isfinite().all()):
-        raise UserError(
-            "IDLM-0606",
-            f"the embedding row of mask_token_id={mask_token_id} has values that are not finite",
-            fix="give the id that the checkpoint was trained with, or decoder=ar, which needs no mask",
-        )
+    tokenizer = None if shards.rank else _tokenizer(path, model)
+    max_length = _max_length(settings, model)
+    page_size = _page_size(settings, decoder.kv_policy.block_size)
+    settings = dataclasses.replace(settings, max_length=max_length, page_size=page_size)
+    _check_mask_row(model, max_rows(decoder, max_length))
+    end_ids = _eos_ids(model, tokenizer)
+    return _assemble(settings, model, tokenizer, decoder, end_ids, shards, options.accelerators)
 
 
 def _assemble(
@@ -159,31 +114,21 @@ def _assemble(
     decoder: Decoder,
     eos_ids: tuple[int, ...],
     shards: Shards = ALONE,
-    stack: AcceleratorStack = NO_ACCELERATORS,
+    accelerators: Mapping[str, Any] | None = None,
 ) -> EngineParts:
-    assert settings.max_length is not None
-    device, dtype, max_length = model.trunk.embed.device, model.trunk.embed.dtype, settings.max_length
-    num_lanes, kv_dtype = _num_lanes(settings), _kv_dtype(settings, model)
-    _check_lanes(settings, decoder, device)
+    """Allocate the state of sequences and the KV pool, and join them with model, decoder and scheduler."""
+    sizes = _sizes(settings, model, decoder)
+    stack = _stack(settings, model, decoder, sizes, accelerators) if accelerators else None
+    device, dtype, num_lanes, max_length = model.device, model.dtype, sizes.num_lanes, sizes.max_length
+    _check_lanes(settings, sizes, device)
     with translate_memory_errors(device):
         decoder.allocate(num_lanes, max_length, model.spec.vocab_size, dtype=dtype, device=device)
         memory = MEMORY_MANAGERS.get(settings.memory)()
-        pool = _pool(settings, model, decoder, stack, shards, memory)
-        stack.allocate_pages(pool.num_pages)
-        cache = KV_STORES[decoder.kv_policy.kind](
-            (
-                model.spec.num_layers,
-                pool.num_pages * pool.page_size,
-                model.local.num_kv_heads,
-                model.spec.head_dim,
-            ),
-            dtype=kv_dtype,
-            device=device,
-            scales=None if kv_dtype == dtype else model.kv_scales,
-        )
+        pool = _pool(settings, model, decoder, sizes, stack, shards, memory)
+        cache = _kv_store(model, decoder, sizes, pool)
         table = SequenceState(num_lanes, max_length, device)
-    attention = _attention(settings, model, kv_dtype)
-    settings = _resolve_graphs(settings, attention, model, stack.eager)
+    attention = _attention(settings, model, sizes.kv_dtype)
+    settings = _resolve_graphs(settings, attention, model, [] if stack is None else stack.eager)
     set_deterministic(model, settings.deterministic)
     runner = Runner(model, cache, pool, attention=attention, stack=stack, memory=memory)
     return EngineParts(
@@ -211,154 +156,38 @@ def _assemble(
     )
 
 
-def _num_lanes(settings: EngineSettings) -> int:
-    """Lanes of the device tables: one per running sequence, and one for the padding of static shapes."""
-    return settings.max_num_seqs + 1
+def _tokenizer(path: Path, model: LoadedModel) -> Any:
+    """The tokenizer in `path` (an adapter may bring its own), else the model's; None if there is none."""
+    tokenizer = load_tokenizer(path) or load_tokenizer(model.directory)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.spec.vocab_size)
+    return tokenizer
 
 
-def _check_lanes(settings: EngineSettings, decoder: Decoder, device: torch.device) -> None:
-    """Raise UserError IDLM-0405 if the token ids and page numbers of all lanes cannot fit in memory."""
-    assert settings.max_length is not None
-    max_pages = -(-_max_slots(settings, decoder) // settings.slots_per_page)
-    lane_bytes = MIN_LANE_BYTES + 8 * (settings.max_length + 1 + max_pages)
-    what = f"the tokens of max_num_seqs={settings.max_num_seqs} sequences of max_length={settings.max_length}"
-    check_memory(what, _num_lanes(settings) * lane_bytes, device)
+def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
+    """The stop ids of the checkpoint's semantics, else those that transformers uses and the tokenizer's.
 
-
-def _kv_dtype(settings: EngineSettings, model: LoadedModel) -> torch.dtype:
-    return torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype
-
-
-def _max_slots(settings: EngineSettings, decoder: Decoder) -> int:
-    assert settings.max_length is not None
-    return decoder.kv_policy.num_slots(settings.max_length, max_rows(decoder, settings.max_length))
-
-
-def _stack(
-    settings: EngineSettings,
-    model: LoadedModel,
-    decoder: Decoder,
-    options: dict[str, Any],
-    configs: Mapping[str, Any],
-) -> AcceleratorStack:
-    """The accelerators from their `configs` by name; `options` are those of the decoder."""
-    kv_policy, local = decoder.kv_policy, model.local
-    spec = EngineSpec(
-        decoder=decoder.name,
-        decoder_options=options,
-        block_size=kv_policy.block_size if kv_policy.kind == "block" else None,
-        is_shifted=model.semantics.logit_shift,
-        num_layers=local.num_layers,
-        num_heads=local.num_heads,
-        num_kv_heads=local.num_kv_heads,
-        head_dim=local.head_dim,
-        dtype=model.dtype,
-        kv_dtype=_kv_dtype(settings, model),
-        num_lanes=_num_lanes(settings),
-        max_slots=_max_slots(settings, decoder),
-        page_size=settings.slots_per_page,
-        device=model.device,
-        tensor_parallel=settings.tensor_parallel,
-        deterministic=settings.deterministic,
-        graphs=settings.graphs,
-    )
-    return stack_of(configs, spec)
-
-
-def _pool(
-    settings: EngineSettings,
-    model: LoadedModel,
-    decoder: Decoder,
-    stack: AcceleratorStack,
-    shards: Shards,
-    memory: MemoryManager,
-) -> PagePool:
-    """The pool of KV pages; the memory manager decides how many, after accelerators allocated their state."""
-    demand = memory_demand(settings, model, decoder, _kv_dtype(settings, model), stack.allocate())
-    if settings.num_pages is not None:
-        check_memory(f"num_pages={settings.num_pages}", settings.num_pages * demand.page_bytes, model.device)
-    return PagePool(
-        num_pages=settings.num_pages or shards.least(memory.plan(demand).num_pages),
-        page_size=settings.slots_per_page,
-        num_lanes=_num_lanes(settings),
-        max_slots=_max_slots(settings, decoder),
-        device=model.device,
-        cache=_prefix_cache(settings, model, decoder.kv_policy),
-    )
-
-
-def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
-    """The back end of paged attention: the one asked for, or for "auto" the first that supports the model.
-
-    Raises UserError IDLM-0422 with the reasons of every back end tried.
+    Like transformers, reads config.json if generation_config.json is missing; without a tokenizer also if
+    generation_config.json has no `eos_token_id`. Raises UserError IDLM-0216 for a value that is not an id.
     """
-    names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
-    reasons = {}
-    for name in names:
-        reasons[name] = attention_problems(
-            name,
-            head_shape(model, kv_dtype),
-            device=model.device,
-            deterministic=settings.deterministic,
-        )
-        if not reasons[name]:
-            return name
-    tried = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
-    asked = f"attention={settings.attention}, kv_cache={settings.kv_cache}"
-    asked += ", deterministic=true" * settings.deterministic
-    raise UserError(
-        "IDLM-0422",
-        f"{asked} is not available for this model here: {tried}",
-        fix="use attention=auto on a GPU",
-    )
+    if model.semantics.stop_token_ids:
+        return model.semantics.stop_token_ids
+    path = model.directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else None
+    if generation is None or (tokenizer is None and "eos_token_id" not in generation):
+        return stop_token_ids(tokenizer, read_json(model.directory / "config.json"), source="config.json")
+    return stop_token_ids(tokenizer, generation)
 
 
-def _resolve_graphs(
-    settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
-) -> EngineSettings:
-    """Settings with `graphs` "on" or "off" and a number of `num_inflight_steps`.
-
-    `eager` names the accelerators whose steps have dynamic shapes, which CUDA graphs cannot capture.
-    """
-    is_cuda, graphs = model.device.type == "cuda", settings.graphs
-    waits = f"attention={attention}" * (attention != "triton")
-    if graphs == "auto":
-        graphs = "on" if is_cuda and not waits and not eager else "off"
-        if is_cuda and not waits and eager:
-            get_logger(__name__).info(
-                "graphs=off: CUDA graphs cannot capture steps of accelerator %s", ", ".join(eager)
-            )
-    if graphs == "on" and is_cuda and waits:
+def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
+    context = model.spec.max_positions
+    if settings.max_length is not None and settings.max_length > context:
         raise UserError(
-            "IDLM-0424",
-            f"graphs=on captures kernels that never wait for the host; {waits} would wait",
-            fix="give attention=triton, or graphs=off",
+            "IDLM-0420",
+            f"max_length={settings.max_length} is more than the {context} positions of the model",
+            fix=f"give max_length <= {context}",
         )
-    ahead = 4 if is_cuda and graphs == "on" else 0
-    return dataclasses.replace(
-        settings,
-        graphs=graphs,
-        num_inflight_steps=ahead if settings.num_inflight_steps is None else settings.num_inflight_steps,
-    )
-
-
-def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
-    """Runs a schedule: with eager shapes, or with static shapes (in CUDA graphs on a GPU)."""
-    if settings.graphs == "off":
-        return EagerStep(step)
-    captures = step.table.device.type == "cuda"
-    return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
-
-
-def _prefix_cache(settings: EngineSettings, model: LoadedModel, policy: KVWritePolicy) -> PrefixCache | None:
-    """The prefix cache of this engine; None if it is off, if nothing is stored, or if pages split blocks.
-
-    KV of a block depends on tokens after the end of such a page; `_page_size` warns about it.
-    """
-    if not settings.prefix_cache or policy.kind == "none" or settings.slots_per_page % policy.block_size:
-        return None
-    namespace = (str(model.directory), model.architecture, str(model.dtype), str(model.device))
-    return PrefixCache((*namespace, settings.weights, settings.kv_cache), page_size=settings.slots_per_page)
+    return settings.max_length or context
 
 
 def _page_size(settings: EngineSettings, block_size: int) -> int:
@@ -374,6 +203,203 @@ def _page_size(settings: EngineSettings, block_size: int) -> int:
             stacklevel=4,
         )
     return page_size
+
+
+def _check_mask_row(model: LoadedModel, num_rows: int) -> None:
+    """Raise UserError IDLM-0606 if the embedding of MASK is not finite: attention would spread it."""
+    mask_token_id = model.semantics.mask_token_id
+    if mask_token_id is None or num_rows == 1:
+        return
+    row_D = model.trunk.embed[mask_token_id] if model.trunk.mask_row is None else model.trunk.mask_row
+    if not bool(row_D.isfinite().all()):
+        raise UserError(
+            "IDLM-0606",
+            f"the embedding row of mask_token_id={mask_token_id} has values that are not finite",
+            fix="give the id that the checkpoint was trained with, or decoder=ar, which needs no mask",
+        )
+
+
+def _stack(
+    settings: EngineSettings,
+    model: LoadedModel,
+    decoder: Decoder,
+    sizes: _Sizes,
+    configs: Mapping[str, Any],
+) -> AcceleratorStack:
+    """The accelerators from their `configs` by name."""
+    kv_policy, local = decoder.kv_policy, model.local
+    spec = EngineSpec(
+        decoder=decoder.name,
+        decoder_options=dataclasses.asdict(decoder.config),
+        block_size=kv_policy.block_size if kv_policy.kind == "block" else None,
+        num_layers=local.num_layers,
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        kv_dtype=sizes.kv_dtype,
+        num_lanes=sizes.num_lanes,
+        max_slots=sizes.max_slots,
+        page_size=settings.slots_per_page,
+        device=model.device,
+        tensor_parallel=settings.tensor_parallel,
+        deterministic=settings.deterministic,
+        graphs=settings.graphs,
+    )
+    return stack_of(configs, spec)
+
+
+def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) -> None:
+    """Raise UserError IDLM-0405 if the token ids and page numbers of all lanes cannot fit in memory."""
+    max_pages = -(-sizes.max_slots // settings.slots_per_page)
+    lane_bytes = MIN_LANE_BYTES + 8 * (sizes.max_length + 1 + max_pages)
+    what = f"the tokens of max_num_seqs={settings.max_num_seqs} sequences of max_length={sizes.max_length}"
+    _check_memory(what, sizes.num_lanes * lane_bytes, device)
+
+
+def _check_memory(what: str, num_bytes: int, device: torch.device) -> None:
+    """Raise UserError IDLM-0405 if `what` takes more bytes than the whole memory of `device`."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > total:
+        message = f"{what}: {num_bytes:,} bytes; {device} has {total:,}"
+        raise UserError("IDLM-0405", message, fix=MEMORY_FIX)
+
+
+@contextmanager
+def translate_memory_errors(device: torch.device) -> Iterator[None]:
+    """Within this context, a failed allocation raises UserError IDLM-0405."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        is_known = not isinstance(error, RuntimeError) or any(text in str(error) for text in MEMORY_TEXTS)
+        if not is_known and not is_out_of_memory(error):
+            raise
+        message = f"KV pages and the state of sequences do not fit on {device}: {error}"
+        raise UserError("IDLM-0405", message, fix=MEMORY_FIX) from error
+
+
+def _memory_demand(
+    settings: EngineSettings,
+    model: LoadedModel,
+    decoder: Decoder,
+    sizes: _Sizes,
+    stack: AcceleratorStack | None,
+) -> MemoryDemand:
+    """The KV pages that full lanes could use, and the logits of the largest pass. Allocates the accelerators'
+    state of lanes, which pages must not take the memory of.
+    """
+    spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
+    num_buffers = 2 * KV_STORES[policy.kind].num_buffers(spec.num_layers)
+    slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
+    most_rows = policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=settings.max_num_batched_tokens)
+    max_pages = -(-sizes.max_slots // page_size) * settings.max_num_seqs
+    if policy.kind == "none":
+        # Canvases of one pass, each of which may leave part of a page unused.
+        max_pages = min(max_pages, -(-most_rows // page_size) + settings.max_num_seqs)
+    return MemoryDemand(
+        device=model.device,
+        page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
+        max_pages=max_pages,
+        transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
+    )
+
+
+def _pool(
+    settings: EngineSettings,
+    model: LoadedModel,
+    decoder: Decoder,
+    sizes: _Sizes,
+    stack: AcceleratorStack | None,
+    shards: Shards,
+    memory: MemoryManager,
+) -> PagePool:
+    """The pool of KV pages, as many as the memory manager decides; accelerators allocate their state."""
+    demand = _memory_demand(settings, model, decoder, sizes, stack)
+    if settings.num_pages is not None:
+        num_bytes = settings.num_pages * demand.page_bytes
+        _check_memory(f"num_pages={settings.num_pages}", num_bytes, model.device)
+    policy, page_size = decoder.kv_policy, settings.slots_per_page
+    # KV of a block that a page splits depends on tokens after the page; `_page_size` warns of that.
+    has_cache = settings.prefix_cache and policy.kind != "none" and page_size % policy.block_size == 0
+    pool = PagePool(
+        num_pages=settings.num_pages or shards.least(memory.plan(demand).num_pages),
+        page_size=page_size,
+        num_lanes=sizes.num_lanes,
+        max_slots=sizes.max_slots,
+        device=model.device,
+        cache=PrefixCache(page_size=page_size) if has_cache else None,
+    )
+    if stack is not None:
+        stack.allocate_pages(pool.num_pages)
+    return pool
+
+
+def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePool) -> KVCache:
+    num_slots = pool.num_pages * pool.page_size
+    return KV_STORES[decoder.kv_policy.kind](
+        (model.spec.num_layers, num_slots, model.local.num_kv_heads, model.spec.head_dim),
+        dtype=sizes.kv_dtype,
+        device=model.device,
+        scales=None if sizes.kv_dtype == model.dtype else model.kv_scales,
+    )
+
+
+def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dtype) -> str:
+    """The back end of paged attention: the one asked for, or for "auto" the first that supports the model.
+
+    Raises UserError IDLM-0422 with the reasons of every back end tried.
+    """
+    names = AUTO[model.device.type] if settings.attention == "auto" else (settings.attention,)
+    heads, deterministic, reasons = head_shape(model, kv_dtype), settings.deterministic, {}
+    for name in names:
+        reasons[name] = attention_problems(name, heads, device=model.device, deterministic=deterministic)
+        if not reasons[name]:
+            return name
+    tried = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items())
+    asked = f"attention={settings.attention}, kv_cache={settings.kv_cache}"
+    asked += ", deterministic=true" * deterministic
+    raise UserError(
+        "IDLM-0422",
+        f"{asked} is not available for this model here: {tried}",
+        fix="use attention=auto on a GPU",
+    )
+
+
+def _resolve_graphs(
+    settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
+) -> EngineSettings:
+    """Settings with `graphs` "on" or "off" and a number of `num_inflight_steps`.
+
+    `eager` names the accelerators whose steps have dynamic shapes, which CUDA graphs cannot capture.
+    """
+    is_cuda, graphs = model.device.type == "cuda", settings.graphs
+    waits = attention != "triton"
+    if graphs == "auto":
+        graphs = "on" if is_cuda and not waits and not eager else "off"
+        if is_cuda and not waits and eager:
+            get_logger(__name__).info(
+                "graphs=off: CUDA graphs cannot capture steps of accelerator %s", ", ".join(eager)
+            )
+    if graphs == "on" and is_cuda and waits:
+        raise UserError(
+            "IDLM-0424",
+            f"graphs=on captures kernels that never wait for the host; attention={attention} would wait",
+            fix="give attention=triton, or graphs=off",
+        )
+    ahead = settings.num_inflight_steps
+    if ahead is None:
+        ahead = 4 if is_cuda and graphs == "on" else 0
+    return dataclasses.replace(settings, graphs=graphs, num_inflight_steps=ahead)
+
+
+def _step(settings: EngineSettings, step: Step) -> EagerStep | StaticStep:
+    """Runs a schedule: with eager shapes, or with static shapes (in CUDA graphs on a GPU)."""
+    if settings.graphs == "off":
+        return EagerStep(step)
+    captures = step.table.device.type == "cuda"
+    return StaticStep(step, spare_lane=settings.max_num_seqs, captures=captures)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -392,14 +418,3 @@ def resolve_device(device: str) -> torch.device:
         raise UserError("IDLM-0417", problem, fix="use auto, cpu or cuda:0")
     require_gpu(device, key="device")
     return resolved
-
-
-def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
-    context = model.spec.max_positions
-    if settings.max_length is not None and settings.max_length > context:
-        raise UserError(
-            "IDLM-0420",
-            f"max_length={settings.max_length} is more than the {context} positions of the model",
-            fix=f"give max_length <= {context}",
-        )
-    return settings.max_length or context

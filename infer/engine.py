@@ -10,23 +10,24 @@ worker, and only rank 0 has an engine.
 
 from __future__ import annotations
 
+import itertools
+import reprlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
-from idlm.infer.admission import Admission, Prompt
-from idlm.infer.build import EngineParts, build
+from idlm.infer.build import build
 from idlm.infer.errors import MIN_CONSECUTIVE_OOM, is_out_of_memory, nonfinite_logits, out_of_memory
 from idlm.infer.options import check_options
-from idlm.infer.request import Request, fresh_ids, strip_stop_id
-from idlm.infer.runtime.inflight import Emission, InflightStep
-from idlm.infer.runtime.worker import Worker
+from idlm.infer.parts import EngineParts, Prompt
+from idlm.infer.request import AnswerText, Request, strip_stop_id
+from idlm.infer.runtime.worker import Emission, InflightStep, Worker
 from idlm.infer.settings import EngineSettings
-from idlm.infer.stop_strings import AnswerText
+from idlm.text.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,6 @@ class Engine:
         self.tokenizer, self.semantics = parts.tokenizer, parts.model.semantics
         self.decoder, self.table, self.pool = parts.decoder, parts.table, parts.pool
         self.scheduler, self._stride_controller = parts.scheduler, parts.stride_controller
-        self._admission = Admission(parts)
         self._active: dict[str, list[Request]] = {}
         self._texts: dict[Request, AnswerText] = {}
         self._events: list[StreamEvent] = []
@@ -90,15 +90,16 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        request_ids: Sequence[str] | None = None,
+        request_ids: Iterable[str] | None = None,
     ) -> list[Completion]:
         """Answers in the order of the prompts; the `n` samples of a prompt are adjacent.
 
-        Raises UserError IDLM-0448 if memory is too short for a request and IDLM-0457 if its logits are not
-        finite, and aborts the others; use `add_request` and `step` to keep their answers.
+        Raises UserError IDLM-0407 if `prompts` is not a list (or another iterable) of texts and lists of
+        token ids; IDLM-0448 if memory is too short for a request and IDLM-0457 if its logits are not finite,
+        and aborts the others. Use `add_request` and `step` to keep their answers.
         """
         keys = self._add_all(prompts, params, request_ids)
         own = {request_id for request_id, _ in keys}
@@ -140,17 +141,17 @@ class Engine:
     ) -> None:
         """Queue a prompt (text or token ids). With `streams` every event has text, not only the last one."""
         self._check_new(request_id)
-        for request in self._admission.samples(request_id, prompt, params):
+        for request in self._parts.samples(request_id, prompt, params):
             self._num_added += 1
             self._active.setdefault(request_id, []).append(request)
             stop = request.params.stop
             if (stop or streams) and self.tokenizer is not None:
-                self._texts[request] = AnswerText(self._parts.detokenizer(), stop)
+                self._texts[request] = AnswerText(Detokenizer(self.tokenizer), stop)
             self.scheduler.add(request)
 
     def check_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raise the UserError that `add_request` would raise, except for an id in use. Queues nothing."""
-        self._admission.samples(request_id, prompt, params)
+        self._parts.samples(request_id, prompt, params)
 
     def abort(self, request_id: str) -> list[Completion]:
         """Stop a request, queued or running; returns its samples so far, [] for an unknown id."""
@@ -252,7 +253,8 @@ class Engine:
         if is_done and request in self._texts:
             text += self._texts[request].finish()
         completion = self._finish(request) if is_done else None
-        self._emit(request, tuple(new_ids), text, completion)
+        event = StreamEvent(request.request_id, request.index, tuple(new_ids), text, completion)
+        self._events.append(event)
         if emission.nonfinite and not is_done:
             self._fail_nonfinite(request)
 
@@ -296,17 +298,6 @@ class Engine:
         is_lossy = self._parts.is_lossy or request.params.tau > 0
         return request.complete(text, "lossy" if is_lossy else "exact", error=error)
 
-    def _emit(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        text: str,
-        completion: Completion | None,
-        error: UserError | None = None,
-    ) -> None:
-        event = StreamEvent(request.request_id, request.index, token_ids, text, completion, error)
-        self._events.append(event)
-
     def _step_for(self, request_ids: set[str]) -> list[StreamEvent]:
         """Run a step and take the events of these requests; others stay for their own reader.
 
@@ -347,30 +338,31 @@ class Engine:
         request.finish_reason = "error"
         text = self._texts[request].finish() if request in self._texts else ""
         completion = self._finish(request, error, invalidate=invalidate)
-        self._emit(request, (), text, completion, error)
+        self._events.append(StreamEvent(request.request_id, request.index, (), text, completion, error))
 
     def _add_all(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        request_ids: Sequence[str] | None,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        request_ids: Iterable[str] | None,
         *,
         streams: bool = False,
     ) -> list[tuple[str, int]]:
         """Queue all prompts, or none if one is refused; returns (request id, index) of every sample."""
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | bytes | Mapping | Set) or not isinstance(prompts, Iterable):
             raise UserError(
                 "IDLM-0407",
-                f"prompts={prompts!r} is one prompt, not a list of prompts",
-                fix="give a list: generate([prompt], ...)",
+                f"prompts={reprlib.repr(prompts)} is not a list of prompts",
+                fix="give a list, each prompt a text or a list of token ids: generate([prompt], ...)",
             )
-        if isinstance(params, Sequence):
+        prompts = list(prompts)
+        settings: list[Any] = [SamplingParams() if params is None else params] * len(prompts)
+        if isinstance(params, Iterable) and not isinstance(params, Mapping):
             settings = list(params)
-        else:
-            settings = [SamplingParams() if params is None else params] * len(prompts)
         if request_ids is None:
             in_use = {*self._active, *(event.request_id for event in self._events)}
-            ids = fresh_ids(self._num_added, len(prompts), in_use)
+            names = (f"r{number}" for number in itertools.count(self._num_added))
+            ids = list(itertools.islice((name for name in names if name not in in_use), len(prompts)))
         else:
             ids = list(request_ids)
         if not len(prompts) == len(settings) == len(ids):

@@ -54,7 +54,7 @@ def check_options(decoder: str | None, keywords: Mapping[str, Any]) -> EngineOpt
     MEMORY_MANAGERS.get(settings.memory)
     return EngineOptions(
         settings=settings,
-        accelerators=accelerator_configs(settings.accelerator_options),
+        accelerators=accelerator_configs(settings.accelerator_options) if settings.accelerators else {},
         decoder=decoder,
         decoder_options=decoder_options,
         decoder_config=None if decoder is None else decoder_config(DECODERS.get(decoder), decoder_options),

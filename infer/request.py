@@ -1,16 +1,16 @@
-"""One sample of one request: its prompt, the tokens it has emitted, and when it is finished."""
+"""One sample of one request: its prompt, its tokens and text so far, and when it is finished."""
 
 from __future__ import annotations
 
-import itertools
 import operator
 import reprlib
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from idlm.contracts import Completion, SamplingParams, TokenLogprob
 from idlm.errors import UserError
+from idlm.text.detokenizer import Detokenizer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,13 +106,10 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
     [0, num_rows).
     """
     try:
-        tokens = list(prompt)
-        # These can be iterated too, and True is an index.
-        is_wrong = isinstance(prompt, bytes | Mapping | Set) or any(isinstance(each, bool) for each in tokens)
-        token_ids = [] if is_wrong else [operator.index(token) for token in tokens]
+        token_ids = None if isinstance(prompt, bytes) else [operator.index(token) for token in prompt]
     except TypeError:
-        is_wrong = True
-    if is_wrong:
+        token_ids = None
+    if token_ids is None:
         raise UserError(
             "IDLM-0421",
             f"request {request_id!r}: a prompt is text or a list of token ids, not {reprlib.repr(prompt)}",
@@ -133,7 +130,52 @@ def token_list(request_id: str, prompt: Any, num_rows: int) -> list[int]:
     return token_ids
 
 
-def fresh_ids(first: int, count: int, taken: Collection[str]) -> list[str]:
-    """`count` request ids r<number>, from number `first` on, without those in `taken`."""
-    names = (f"r{number}" for number in itertools.count(first))
-    return list(itertools.islice((name for name in names if name not in taken), count))
+class AnswerText:
+    """Releases text as soon as it cannot belong to a stop string; the stop string ends it and is left out."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+        self._detokenizer = detokenizer
+        # By first character, so that a long list costs little where none of its strings begins.
+        self._stops: dict[str, list[str]] = {}
+        for text in stop:
+            self._stops.setdefault(text[0], []).append(text)
+        self._held = ""
+        self._released: list[str] = []
+        self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All released text."""
+        return "".join(self._released)
+
+    def push(self, token_ids: list[int]) -> str:
+        """Append tokens; returns the newly released text."""
+        return self._release(self._detokenizer.push(token_ids), is_last=False)
+
+    def finish(self) -> str:
+        """End the answer; returns the text that was held back."""
+        return self._release(self._detokenizer.flush(), is_last=True)
+
+    def _release(self, delta: str, *, is_last: bool) -> str:
+        if self.is_stopped:
+            return ""
+        self._held += delta
+        begins = [(place, stops) for place, char in enumerate(self._held) if (stops := self._stops.get(char))]
+        hits = (place for place, stops in begins if self._held.startswith(tuple(stops), place))
+        hit = next(hits, None)
+        if hit is not None:
+            self.is_stopped = True
+            released, self._held = self._held[:hit], ""
+        else:
+            cut = len(self._held) if is_last else self._first_open(begins)
+            released, self._held = self._held[:cut], self._held[cut:]
+        self._released.append(released)
+        return released
+
+    def _first_open(self, begins: list[tuple[int, list[str]]]) -> int:
+        """First position from which the held text, to its end, is the beginning of a stop string."""
+        for place, stops in begins:
+            rest = self._held[place:]
+            if any(stop.startswith(rest) for stop in stops):
+                return place
+        return len(self._held)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from idlm.infer.request import Request
 from idlm.infer.state.batch import Schedule, lane_of
-from idlm.infer.state.kv_policy import TOKEN_BY_TOKEN, KVWritePolicy
+from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 STEPS_TO_RESTORE = 16
@@ -72,10 +72,8 @@ class Scheduler:
         is_stalled = False
         self._commit_computed_pages()
         for request in list(self.running):
-            if (
-                request.num_known + request.num_inflight * self._kv_policy.num_lookahead_tokens
-                >= request.max_length
-            ):
+            num_certain = request.num_known + request.num_inflight * schedule.num_lookahead_tokens
+            if num_certain >= request.max_length:
                 continue  # Every launched pass brings a token: the answer is complete.
             had_pages = self.pool.num_owned(lane_of(request)) > 0
             if not had_pages and is_stalled:
@@ -94,7 +92,8 @@ class Scheduler:
             num_committed = self._commit_scheduled_pages(schedule, num_committed)
             request = self.waiting[0]
             request.lane = self._free_lanes.pop()
-            if not self._allocate(request, self._slots(request, request.num_known), schedule):
+            num_slots = self.slots_needed(request.num_known, request.max_length)
+            if not self._allocate(request, num_slots, schedule):
                 self._free_lanes.append(request.lane)
                 request.lane = None
                 break
@@ -174,9 +173,6 @@ class Scheduler:
         """Known tokens that the request may have by the time of its next pass."""
         return min(request.num_known + request.num_inflight * self._max_emitted, request.max_length)
 
-    def _slots(self, request: Request, num_known: int) -> int:
-        return self.slots_needed(num_known, request.max_length)
-
     def _reserve(self, request: Request, schedule: Schedule) -> bool | None:
         """Reserve pages for the request's next pass, preempting younger sequences if necessary.
 
@@ -184,7 +180,7 @@ class Scheduler:
         Returns None if a sequence would be preempted whose results are still to come.
         """
         lane = lane_of(request)
-        num_slots = self._slots(request, self._longest(request))
+        num_slots = self.slots_needed(self._longest(request), request.max_length)
         while not self._extend(request, num_slots, schedule):
             if self.pool.num_owned(lane) == 0:
                 return False
@@ -233,7 +229,10 @@ class Scheduler:
         request.num_computed = start + num_equal
         if request.num_forwards == 0:
             request.num_cached_tokens = request.num_computed
-        cache.counts.add(num_tokens=most, num_hit_tokens=request.num_computed, is_copied=num_equal > 0)
+        cache.counts.num_lookups += 1
+        cache.counts.num_tokens += most
+        cache.counts.num_hit_tokens += request.num_computed
+        cache.counts.num_copied += num_equal > 0
         return True
 
     def _commit_computed_pages(self) -> None:

@@ -108,38 +108,29 @@ def as_options(given: Any) -> dict[str, dict[str, Any]]:
     if given is None:
         return {}
     if isinstance(given, str):
-        return {_one_name(given): {}}
+        if "," in given:
+            names = ",".join(map(str.strip, given.split(",")))
+            raise UserError(
+                "IDLM-0461", f"accelerators={given} is not a list", fix=f"write accelerators=[{names}]"
+            )
+        if given.strip().lower() in NO_NAMES:
+            raise UserError(
+                "IDLM-0461", f"accelerators={given} names none", fix="write accelerators=[], or leave it out"
+            )
+        return {given: {}}
     if isinstance(given, Mapping):
-        return {str(name): _options_of(name, options) for name, options in given.items()}
+        for name, options in given.items():
+            if not isinstance(options, Mapping | None):
+                raise UserError(
+                    "IDLM-0461",
+                    f"accelerators: the options of {name} are {options!r}, not options by name",
+                    fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for defaults',
+                )
+        return {str(name): dict(options or {}) for name, options in given.items()}
     if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
         raise UserError("IDLM-0461", f"accelerators={given!r} are not names", fix='write ["mage"], or []')
-    names = list(given)
-    twice = sorted({name for name in names if names.count(name) > 1})
+    several = list(given)
+    twice = ", ".join(sorted({name for name in several if several.count(name) > 1}))
     if twice:
-        raise UserError(
-            "IDLM-0461", f"accelerators={names} names {', '.join(twice)} twice", fix="name each once"
-        )
-    return {name: {} for name in names}
-
-
-def _one_name(given: str) -> str:
-    names = [name.strip() for name in given.split(",")]
-    if len(names) > 1:
-        raise UserError(
-            "IDLM-0461", f"accelerators={given} is not a list", fix=f"write accelerators=[{','.join(names)}]"
-        )
-    if given.strip().lower() in NO_NAMES:
-        raise UserError(
-            "IDLM-0461", f"accelerators={given} names none", fix="write accelerators=[], or leave it out"
-        )
-    return given
-
-
-def _options_of(name: Any, options: Any) -> dict[str, Any]:
-    if options is not None and not isinstance(options, Mapping):
-        raise UserError(
-            "IDLM-0461",
-            f"accelerators: the options of {name} are {options!r}, not options by name",
-            fix=f'write {{"{name}": {{"option": {options!r}}}}}, or {{"{name}": {{}}}} for its defaults',
-        )
-    return dict(options or {})
+        raise UserError("IDLM-0461", f"accelerators={several} names {twice} twice", fix="name each once")
+    return {name: {} for name in several}

@@ -139,8 +139,7 @@ class SlowBlocks:
             decided = {} if began_clean else self._decide(masked, sampling, number, num_passes)
             for place, token in decided.items():
                 work[place] = token
-            for place, token in edits.items():
-                work[place] = token
+            work = [edits.get(place, token) for place, token in enumerate(work)]
             self.num_edits += len(edits)
             num_passes += 1
             num_clean += began_clean

@@ -90,7 +90,7 @@ class Simulation:
     def __init__(self, world: World, dice: random.Random, *, max_length: int) -> None:
         self.world, self.dice, self.max_length = world, dice, max_length
         kind = _Forgetful if world.invalidate else PrefixCache
-        cache = kind(("toy",), page_size=world.page_size) if world.has_cache else None
+        cache = kind(page_size=world.page_size) if world.has_cache else None
         if isinstance(cache, _Forgetful):
             cache.dice = dice
         self.pool = PagePool(

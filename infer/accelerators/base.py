@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.device import fill_lanes
+from idlm.infer.state.batch import fill_lanes
 from idlm.registry import Registry
 
 Side = Literal["kv", "rows"]
@@ -36,12 +36,10 @@ class EngineSpec:
     decoder: str
     decoder_options: Mapping[str, Any]
     block_size: int | None
-    is_shifted: bool
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
     kv_dtype: torch.dtype
     num_lanes: int
     max_slots: int

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
 from idlm.infer.sparse.view import PassView, by_row
-from idlm.infer.state.device import fill_lanes
+from idlm.infer.state.batch import fill_lanes
 
 LAST_LAYER = 1
 """The last layer whose attention is measured; rows are dropped after its queries and keys."""
@@ -179,10 +179,9 @@ class FocusPass(RowsPass):
             return None
         view, masked_BW = self.view, self.view.is_mask_BW
         keys_BW = masked_BW if self._config.importance == "masked" else torch.ones_like(masked_BW)
-        sequences_B = torch.arange(len(masked_BW), device=masked_BW.device)
         found_BW = importance(
-            view.queries(q_RNH, sequences_B),
-            view.keys(layer, view.block_slots(sequences_B), sequences_B),
+            view.queries(q_RNH, view.sequences_B),
+            view.keys(layer, view.block_slots(view.sequences_B), view.sequences_B),
             queries_BW=keys_BW & (view.rows_BW >= 0),
             keys_BW=keys_BW,
             scale=view.scale,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.sparse.view import PassView
-from idlm.infer.state.device import to_device
+from idlm.infer.state.batch import to_device
 
 NOT_LISTED = -1
 EVERYTHING = 1 << 30
@@ -63,16 +63,10 @@ class PrefixSets:
 
     def __init__(self, spec: EngineSpec, *, exact_layers: int, num: int) -> None:
         self.exact_layers, self.num = exact_layers, min(num, spec.max_slots)
-        self.memory = BlockMemory(spec.num_lanes, spec.device)
-        self._spec = spec
+        self.spec, self.memory = spec, BlockMemory(spec.num_lanes, spec.device)
         num_layers = max(0, spec.num_layers - exact_layers)
         shape = (num_layers, spec.num_lanes, spec.num_kv_heads, self.num)
         self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=spec.device)
-
-    def numbers_per_slot(self, num_places: int) -> int:
-        """Return how many elements ranking holds per slot of one sequence: its scores, or its keys."""
-        spec = self._spec
-        return max(spec.num_heads * num_places, spec.num_kv_heads * spec.head_dim)
 
     def reset(self, lanes: list[int]) -> None:
         """Clear the sets of these lanes."""
@@ -90,8 +84,10 @@ class PrefixPass(KVPass):
     def __init__(self, view: PassView, sets: PrefixSets, *, is_sparse_B: Tensor, ranks_B: Tensor) -> None:
         super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
-        max_sequences = MAX_NUMBERS // (view.max_slots * sets.numbers_per_slot(view.active.size))
-        self._parts = view.sequences_B.split(max(1, max_sequences))
+        # Per slot of a sequence ranking holds its scores, or its keys.
+        spec = sets.spec
+        num_per_slot = max(spec.num_heads * view.active.size, spec.num_kv_heads * spec.head_dim)
+        self._parts = view.sequences_B.split(max(1, MAX_NUMBERS // (view.max_slots * num_per_slot)))
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """Return the sets made in an earlier pass over the block; make those of `ranks_B`."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from idlm.infer.accelerators.base import ACCELERATORS, KVAccelerator, KVPass
+from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.accelerators.prefix import EVERYTHING, NOT_LISTED, best, set_problems
 from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled_rows
 
@@ -85,19 +85,13 @@ class Quest(KVAccelerator):
             found.append(f"page={self.config.page!r} is below 1")
         return [*super().problems(), *found]
 
-    @property
-    def piece(self) -> int:
-        """Number of slots of a piece."""
-        return math.gcd(self.config.page, self.spec.page_size)
-
-    @property
-    def _dtype(self) -> torch.dtype:
+    def __init__(self, config: QuestConfig, spec: EngineSpec) -> None:
+        super().__init__(config, spec)
+        # Slots of a piece.
+        self.piece = math.gcd(config.page, spec.page_size)
         # Keys of eight bits are multiplied by a scale, which no narrower dtype can hold.
-        return torch.float32 if self.spec.kv_dtype == FP8 else self.spec.kv_dtype
-
-    @property
-    def _num_layers(self) -> int:
-        return max(0, self.spec.num_layers - self.config.exact_layers)
+        self._dtype = torch.float32 if spec.kv_dtype == FP8 else spec.kv_dtype
+        self._num_layers = max(0, spec.num_layers - config.exact_layers)
 
     def page_bytes(self) -> int:
         """Return the bytes of two keys per piece, layer and KV head."""

@@ -21,7 +21,7 @@ from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
 from idlm.infer.decoders.layout import DraftLayout
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
-from idlm.infer.state.kv_policy import TOKEN_BY_TOKEN, KVWritePolicy
+from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN, KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.step_rows import pack_rows
@@ -129,8 +129,11 @@ def fitting_decoders(semantics: Semantics) -> list[str]:
 
 def choose_decoder(name: str | None, semantics: Semantics) -> type[Decoder]:
     """The decoder called `name`, or the checkpoint's default; UserError IDLM-0619 if no decoder fits it."""
-    default = fitting_decoders(semantics)[0]
-    return DECODERS.get(name or default)
+    # No decoder of this version runs full diffusion: say so, whichever is named.
+    if name is None or semantics.causality == "full":
+        fitting = fitting_decoders(semantics)
+        name = name or fitting[0]
+    return DECODERS.get(name)
 
 
 def rows_by_mode(decoder: Decoder, max_length: int) -> tuple[int, ...]:

@@ -32,9 +32,8 @@ from idlm.infer.decoders.block_config import (
 )
 from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
-from idlm.infer.state.device import to_device
-from idlm.infer.state.kv_policy import KVWritePolicy
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, to_device
+from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.backend import runs_kernels
@@ -144,7 +143,9 @@ class BlockDecoder(Decoder):
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Draw a token for every mask, decide some masks, and emit the blocks that are clean then."""
         assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
-        plan, logits_XV = replace(plan, has_logits_X=wanted.has_logits_X), wanted.logits()
+        if wanted.has_logits_X is not None:
+            plan = replace(plan, has_logits_BW=wanted.has_logits_X.view(-1, self.shape.size))
+        logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
         decide = self._decide_by_kernel if has_kernel else self._decide
@@ -202,18 +203,14 @@ class BlockDecoder(Decoder):
             assert places.editable_BW is not None
             return places.is_maskable_BW | places.editable_BW
         is_maskable_BW = plan.active.is_maskable_BW
-        return (
-            is_maskable_BW
-            if plan.has_logits_X is None
-            else is_maskable_BW & plan.has_logits_X.view(is_maskable_BW.shape)
-        )
+        return is_maskable_BW if plan.has_logits_BW is None else is_maskable_BW & plan.has_logits_BW
 
     def _decide_by_kernel(
         self, table: SequenceState, plan: BlockPlan, proposed: Proposed
     ) -> tuple[Tensor, Tensor]:
         """`_decide` and the commit in one launch."""
         assert plan.active is not None
-        options, has_logits_X = self.options, plan.has_logits_X
+        options = self.options
         return decide_blocks(
             table.lanes(),
             table.steps_Z,
@@ -232,9 +229,7 @@ class BlockDecoder(Decoder):
             num_feed_B=plan.num_feed_B,
             samples_B=plan.samples_B,
             is_maskable_BW=plan.active.is_maskable_BW,
-            has_logits_BW=None
-            if has_logits_X is None
-            else has_logits_X.view(plan.active.is_maskable_BW.shape),
+            has_logits_BW=plan.has_logits_BW,
             proposed=proposed,
         )
 
@@ -298,10 +293,9 @@ class BlockDecoder(Decoder):
             # Inside a shifted block no row predicts the first position.
             has_row_W = place_W >= int(self.shape.shifted)
             editable_BW = (plan.samples_B & ~opens_B)[:, None] & decided_BW & ~fixed_BW & has_row_W
-        if plan.has_logits_X is not None:
-            has_logits_BW = plan.has_logits_X.view(is_maskable_BW.shape)
-            is_maskable_BW = is_maskable_BW & has_logits_BW
-            editable_BW = None if editable_BW is None else editable_BW & has_logits_BW
+        if plan.has_logits_BW is not None:
+            is_maskable_BW = is_maskable_BW & plan.has_logits_BW
+            editable_BW = None if editable_BW is None else editable_BW & plan.has_logits_BW
         return _Places(
             fixed_BW=fixed_BW,
             decided_BW=decided_BW,

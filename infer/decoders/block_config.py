@@ -14,11 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.infer.state.device import to_device
+from idlm.infer.state.batch import to_device
 
-CONFIDENCES = ("law", "model")
 THRESHOLD = 0.9
 NO_EDITS = 1.0
 """No confidence exceeds this."""
@@ -56,7 +54,7 @@ class BlockConfig:
     entropy_bound: float = 0.35
     sub_block_size: int | None = None
     dual_cache: bool = False
-    confidence: str = "law"
+    confidence: Literal["law", "model"] = "law"
     fused_commit: bool = True
 
     @property
@@ -92,15 +90,14 @@ class LaneOptions:
     @classmethod
     def empty(cls, num_lanes: int, device: torch.device) -> LaneOptions:
         """Any finite values, for lanes without a request."""
-
-        def ones(dtype: torch.dtype) -> Tensor:
-            return torch.ones(num_lanes, dtype=dtype, device=device)
-
+        threshold_Z, edit_threshold_Z, entropy_bound_Z = torch.ones(
+            3, num_lanes, dtype=torch.float64, device=device
+        )
         return cls(
-            threshold_Z=ones(torch.float64),
-            edit_threshold_Z=ones(torch.float64),
-            entropy_bound_Z=ones(torch.float64),
-            steps_Z=ones(torch.int64),
+            threshold_Z=threshold_Z,
+            edit_threshold_Z=edit_threshold_Z,
+            entropy_bound_Z=entropy_bound_Z,
+            steps_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
         )
 
     def admit(self, lanes: list[int], configs: Sequence[BlockConfig], *, block_size: int) -> None:
@@ -117,80 +114,35 @@ class LaneOptions:
 
 def check(config: BlockConfig, block_size: int, *, prefix: str = "decoder.") -> None:
     """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
-    checks = [*_ranges(config, block_size, prefix), *_conflicts(config, block_size, prefix)]
-    problems = [(text, fix) for text, fix, is_bad in checks if is_bad]
+    steps, part_size = config.steps, config.sub_block_size
+    divisors = [size for size in range(1, block_size + 1) if block_size % size == 0]
+    largest = max(size for size in divisors if size <= max(part_size or 1, 1))
+    parts = f"a part of the block of {block_size} (allowed: {', '.join(map(str, divisors))})"
+    checks = (
+        (prefix, "steps", f"in [1, {block_size}]", block_size, steps is None or 1 <= steps <= block_size),
+        ("decoder.", "sub_block_size", parts, largest, part_size is None or part_size in divisors),
+        (prefix, "threshold", "in [0, 1]", THRESHOLD, 0 <= config.sure <= 1),
+        (prefix, "edit_threshold", "in [0, 1]", NO_EDITS, 0 <= config.sure_edit <= 1),
+        ("decoder.", "max_edit_passes", "1 or more", 1, config.max_edit_passes >= 1),
+        (prefix, "entropy_bound", "0 or more", BlockConfig().entropy_bound, config.entropy_bound >= 0),
+    )
+    problems = [
+        (f"{start}{name}={getattr(config, name)!r} is not {allowed}", f"{start}{name}={better}")
+        for start, name, allowed, better, is_good in checks
+        if not is_good
+    ]
+    if config.dual_cache and part_size in (None, block_size):
+        smaller = divisors[:-1]
+        needs = f"needs decoder.sub_block_size= (allowed: {', '.join(map(str, smaller)) or 'none'})"
+        fix = f"decoder.sub_block_size={smaller[-1]}" if smaller else "decoder.dual_cache=false"
+        problems.append((f"decoder.dual_cache=true {needs}", fix))
+    if config.dual_cache and config.sure_edit < NO_EDITS:
+        edits = f"edits (edit_threshold={config.sure_edit}) look at positions that it does not compute"
+        fix = f"decoder.dual_cache=false, or {prefix}edit_threshold={NO_EDITS} for no edits"
+        problems.append((f"decoder.dual_cache=true: {edits}", fix))
     if problems:
         texts, fixes = zip(*problems, strict=True)
         raise UserError("IDLM-0451", "; ".join(texts), fix=f"give {'; '.join(fixes)}")
-
-
-Check = tuple[str, str, bool]
-"""The problem, its fix, and whether it applies."""
-
-
-def _divisors(block_size: int) -> list[int]:
-    return [size for size in range(1, block_size + 1) if block_size % size == 0]
-
-
-def _ranges(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
-    steps, part_size, divisors = config.steps, config.sub_block_size, _divisors(block_size)
-    return [
-        (
-            f"{prefix}steps={steps!r} is not in [1, {block_size}], the block size",
-            f"{prefix}steps={block_size}",
-            steps is not None and not 1 <= steps <= block_size,
-        ),
-        (
-            f"decoder.sub_block_size={part_size!r} does not divide the block size {block_size} (allowed: "
-            f"{', '.join(map(str, divisors))})",
-            f"decoder.sub_block_size={max(s for s in divisors if s <= max(part_size or 1, 1))}",
-            part_size is not None and part_size not in divisors,
-        ),
-        (
-            f"{prefix}threshold={config.threshold!r} is not in [0, 1]",
-            f"{prefix}threshold={THRESHOLD}",
-            not 0 <= config.sure <= 1,
-        ),
-        (
-            f"{prefix}edit_threshold={config.edit_threshold!r} is not in [0, 1]",
-            f"{prefix}edit_threshold={NO_EDITS} for no edits",
-            not 0 <= config.sure_edit <= 1,
-        ),
-        (
-            f"decoder.max_edit_passes={config.max_edit_passes!r} is below 1",
-            f"decoder.max_edit_passes={BlockConfig().max_edit_passes}",
-            config.max_edit_passes < 1,
-        ),
-        (
-            f"{prefix}entropy_bound={config.entropy_bound!r} is below 0",
-            f"{prefix}entropy_bound={BlockConfig().entropy_bound}",
-            not config.entropy_bound >= 0,
-        ),
-        (
-            f"decoder.confidence={config.confidence!r} is not one of {', '.join(CONFIDENCES)}"
-            f"{did_you_mean(config.confidence, CONFIDENCES)}",
-            f"decoder.confidence={CONFIDENCES[0]}",
-            config.confidence not in CONFIDENCES,
-        ),
-    ]
-
-
-def _conflicts(config: BlockConfig, block_size: int, prefix: str) -> list[Check]:
-    parts = _divisors(block_size)[:-1]
-    return [
-        (
-            f"decoder.dual_cache=true needs decoder.sub_block_size=, smaller than the block of "
-            f"{block_size} (allowed: {', '.join(map(str, parts)) or 'none'})",
-            f"decoder.sub_block_size={parts[-1]}" if parts else "decoder.dual_cache=false",
-            config.dual_cache and config.sub_block_size in (None, block_size),
-        ),
-        (
-            f"decoder.dual_cache=true does not compute the positions that {prefix}edit_threshold="
-            f"{config.sure_edit} (of decoder.mode, if it is not given) would look at",
-            f"decoder.dual_cache=false, or {prefix}edit_threshold={NO_EDITS} for no edits",
-            config.dual_cache and config.sure_edit < NO_EDITS,
-        ),
-    ]
 
 
 def warn_of_unread(strategy: str, reads: Sequence[str], names: Iterable[str], *, prefix: str) -> None:

@@ -30,7 +30,7 @@ class BlockPlan(StepPlan):
     """
 
     draw_steps_B: Tensor
-    has_logits_X: Tensor | None = None
+    has_logits_BW: Tensor | None = None
 
 
 def plan_blocks(

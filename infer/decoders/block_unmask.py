@@ -11,8 +11,9 @@ Shapes: B sequences, W positions of a block.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,16 +37,17 @@ class Masks:
     entropy_bound_B: Tensor
 
 
-class Unmasking(Protocol):
-    """Chooses the masks to decide, at least one in every sequence that has any."""
+class Unmasking(ABC):
+    """Chooses the masks to decide, at least one in every sequence that has any. `reads`: the options among
+    threshold, entropy_bound and steps that it uses.
+    """
 
-    needs_entropy: ClassVar[bool]
-    reads: ClassVar[tuple[str, ...]]
-    """The options among threshold, entropy_bound and steps that it uses."""
+    needs_entropy: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("steps",)
 
+    @abstractmethod
     def choose(self, masks: Masks) -> Tensor:
         """Bool [B, W], a subset of `is_maskable_BW`."""
-        ...
 
 
 UNMASKINGS: Registry[type[Unmasking]] = Registry("unmasking_strategy", None)
@@ -64,11 +66,8 @@ def ranks(keys_BW: Tensor, is_maskable_BW: Tensor) -> Tensor:
 
 
 @UNMASKINGS.register("sequential")
-class Sequential:
+class Sequential(Unmasking):
     """The leftmost."""
-
-    needs_entropy: ClassVar[bool] = False
-    reads: ClassVar[tuple[str, ...]] = ("steps",)
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
@@ -76,11 +75,8 @@ class Sequential:
 
 
 @UNMASKINGS.register("low_confidence_static")
-class Static:
+class Static(Unmasking):
     """The most confident; the others stay masked."""
-
-    needs_entropy: ClassVar[bool] = False
-    reads: ClassVar[tuple[str, ...]] = ("steps",)
 
     def choose(self, masks: Masks) -> Tensor:
         """As many as the quota."""
@@ -103,7 +99,7 @@ class Dynamic(Static):
 
 
 @UNMASKINGS.register("entropy_bounded")
-class EntropyBounded:
+class EntropyBounded(Unmasking):
     """The masks of lowest entropy while their sum is below the bound; at least one."""
 
     needs_entropy: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -19,15 +19,13 @@ from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.layout import DraftLayout
 from idlm.infer.decoders.rejection import STRATEGIES, layouts
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
-from idlm.infer.state.device import fill_lanes
-from idlm.infer.state.kv_policy import KVWritePolicy
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
+from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import draft_probs, emit_and_draft, nonfinite, put, verify
 from idlm.semantics import MAX_STRIDE, Semantics
 
-ACCEPTANCES = ("exact", "published")
 ADAPTIVE_STRIDES = (2, 3, 4, 8)
 
 
@@ -42,7 +40,7 @@ class IsdConfig:
     stride: int | None = None
     adaptive: bool = False
     rejection_strategy: str = "tree"
-    acceptance: str = "exact"
+    acceptance: Literal["exact", "published"] = "exact"
 
 
 @DECODERS.register("isd")
@@ -97,12 +95,6 @@ class IsdDecoder(Decoder):
                 "IDLM-0402",
                 f"decoder.stride={self.stride} must be in [1, {MAX_STRIDE}]",
                 fix="give decoder.stride, 1 is AR",
-            )
-        if config.acceptance not in ACCEPTANCES:
-            raise UserError(
-                "IDLM-0403",
-                f"decoder.acceptance={config.acceptance!r} is not one of {', '.join(ACCEPTANCES)}",
-                fix="use decoder.acceptance=exact",
             )
         if self.stride > 1 and semantics.mask_token_id is None:
             raise UserError(

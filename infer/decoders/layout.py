@@ -10,6 +10,7 @@ J = num_masks drafts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,14 +103,14 @@ class DraftLayout:
         # Of all modes that sequences may come from.
         self.max_stride = max_drafts + 1
 
-        def stack(rows: list[list[int]]) -> Tensor:
-            return torch.tensor(rows, dtype=torch.int64, device=device)
+        def stack(rows: Iterable[Sequence[int]], width: int, fill: int = 0) -> Tensor:
+            padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+            return torch.tensor(padded, dtype=torch.int64, device=device)
 
-        def column(field: int) -> Tensor:
-            pad = self.max_width
-            return stack([[row[field] for row in y.rows] + [0] * (pad - y.width) for y in layouts])
-
-        source_YW, position_YW, limit_YW, branch_YW = (column(field) for field in range(4))
+        source_YW, position_YW, limit_YW, branch_YW = (
+            stack(([row[field] for row in layout.rows] for layout in layouts), self.max_width)
+            for field in range(4)
+        )
         self.rows = RowTable(
             width_Y=torch.tensor([layout.width for layout in layouts], device=device),
             source_YW=source_YW,
@@ -117,25 +118,12 @@ class DraftLayout:
             limit_YW=limit_YW,
             branch_YW=branch_YW,
         )
-        draft_rows = [
-            [
-                self._pad(y.draft_rows[a] if a <= y.num_drafts else (), max_drafts, NO_ROW)
-                for a in range(max_drafts + 1)
-            ]
-            for y in layouts
-        ]
+        counts = range(max_drafts + 1)
+        draft_rows = (y.draft_rows[a] if a <= y.num_drafts else () for y in layouts for a in counts)
+        next_layouts = ([buffer.index(max_drafts) for buffer in y.next_buffers] for y in layouts)
         shape = (len(layouts), max_drafts + 1, max_drafts)
         self.tables = LayoutTables(
-            num_drafts_Y=stack([[layout.num_drafts] for layout in layouts])[:, 0],
-            draft_rows_YAJ=torch.tensor(draft_rows, dtype=torch.int64, device=device).view(shape),
-            next_layouts_YA=stack(
-                [
-                    self._pad(tuple(k.index(max_drafts) for k in y.next_buffers), max_drafts + 1, 0)
-                    for y in layouts
-                ]
-            ),
+            num_drafts_Y=torch.tensor([layout.num_drafts for layout in layouts], device=device),
+            draft_rows_YAJ=stack(draft_rows, max_drafts, NO_ROW).view(shape),
+            next_layouts_YA=stack(next_layouts, max_drafts + 1),
         )
-
-    @staticmethod
-    def _pad(values: tuple[int, ...], length: int, fill: int) -> list[int]:
-        return [*values, *[fill] * (length - len(values))]

@@ -10,24 +10,24 @@ does leaving out drafts by a choice that does not look at them, which is how the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.infer.decoders.layout import DraftBuffer, RowLayout, draft_buffers, mask_rows
 from idlm.registry import Registry
 
 
-class RejectionStrategy(Protocol):
+class RejectionStrategy(ABC):
     """Says which rows are fed for a buffer of drafts, of which it may use the first `num_masks`."""
 
+    @abstractmethod
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
         """The layout of one step at stride num_masks + 1."""
-        ...
 
     def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
-        """Expected tokens of a pass; see `Decoder.tokens_per_forward`."""
-        ...
+        """Expected tokens of a pass, those of `cold` (eq. 3) at least; see `Decoder.tokens_per_forward`."""
+        return tokens_per_forward_cold(acceptance_J)
 
 
 STRATEGIES: Registry[type[RejectionStrategy]] = Registry("rejection_strategy", None)
@@ -40,7 +40,7 @@ def layouts(strategy: str, *, num_masks: int, max_drafts: int) -> list[RowLayout
 
 
 @STRATEGIES.register("cold")
-class Cold:
+class Cold(RejectionStrategy):
     """Drop the drafts; the next pass only proposes. TPF (2 + P_1 + .. + P_{N-2}) / (2 - P_{N-1}), eq. 3."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:
@@ -54,13 +54,9 @@ class Cold:
             next_buffers=(DraftBuffer(0),) * num_drafts + (DraftBuffer(num_masks),),
         )
 
-    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
-        """Eq. 3 of the paper."""
-        return tokens_per_forward_cold(acceptance_J)
-
 
 @STRATEGIES.register("tree")
-class Tree:
+class Tree(RejectionStrategy):
     """Draft from the rejected pass's own distributions, masks beside them. Never fewer tokens than `cold` in
     as many rows.
 
@@ -96,13 +92,9 @@ class Tree:
             next_buffers=tuple(DraftBuffer(num_masks - a) for a in range(num_drafts + 1)),
         )
 
-    def tokens_per_forward(self, acceptance_J: Sequence[float]) -> float:
-        """At least the tokens of `cold`."""
-        return tokens_per_forward_cold(acceptance_J)
-
 
 @STRATEGIES.register("branch")
-class Branch:
+class Branch(RejectionStrategy):
     """Masks after every possible rejection point. TPF 1 + P_1 + .. + P_{N-1}, for N^2 rows."""
 
     def layout(self, draft_buffer: DraftBuffer, num_masks: int) -> RowLayout:

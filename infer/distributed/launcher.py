@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 
 from idlm.errors import UserError
-from idlm.infer.build import EngineParts, build, resolve_device
+from idlm.infer.build import build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions
+from idlm.infer.parts import EngineParts
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.runtime.worker import Worker

@@ -1,4 +1,4 @@
-"""The memory manager contract: sizes in, a plan out. A manager knows no algorithm."""
+"""The contract of memory managers, which know sizes and no algorithm, and the default manager."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Protocol
 
 import torch
 
+from idlm.errors import UserError
 from idlm.registry import Registry
 
 LOGITS = "logits"
 """Name of the transient of the output head: the logits of the wanted rows and what is made of them."""
+CPU_POOL_BYTES = 2 << 30
+GPU_SHARE_OF_FREE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +63,26 @@ class MemoryManager(Protocol):
 
 
 MEMORY_MANAGERS: Registry[type[MemoryManager]] = Registry("memory_manager", "idlm.infer.memory")
+
+
+@MEMORY_MANAGERS.register("caching")
+class Caching:
+    """The default: torch's caching allocator for transients, without chunks. The KV pool takes 2 GiB on a
+    CPU, and on a GPU 80 % of what the weights leave free.
+    """
+
+    def plan(self, demand: MemoryDemand) -> MemoryPlan:
+        """As many pages as fit into the share; UserError IDLM-0405 if that is none."""
+        if not demand.max_pages:
+            return MemoryPlan()
+        budget = CPU_POOL_BYTES
+        if demand.device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(demand.device)[0] * GPU_SHARE_OF_FREE)
+        num_pages = min(demand.max_pages, budget // demand.page_bytes)
+        if num_pages < 1:
+            raise UserError(
+                "IDLM-0405",
+                f"a KV page takes {demand.page_bytes} bytes and {budget} are available",
+                fix="free memory on the device, or use a smaller page_size or dtype",
+            )
+        return MemoryPlan(num_pages=num_pages)

@@ -25,9 +25,9 @@ PROJECTIONS = ("qkv", "o", "gate_up", "down")
 MIN_CAPABILITY = (8, 9)
 
 
-def check_device(device: torch.device, *, is_wanted: bool) -> None:
-    """Raise UserError IDLM-0447 if fp8 is wanted on a GPU without e4m3."""
-    if device.type != "cuda" or not is_wanted:
+def check_device(device: torch.device) -> None:
+    """Raise UserError IDLM-0447 for a GPU without e4m3."""
+    if device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
     if found < MIN_CAPABILITY:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.runtime.model_runner import Step, StepResult
-from idlm.infer.state.batch import Batch, Schedule, lane_of
-from idlm.infer.state.device import to_device
-from idlm.infer.state.kv_policy import KVWritePolicy
+from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
+from idlm.infer.state.kv_cache import KVWritePolicy
 
 Columns = list[list[int]]
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

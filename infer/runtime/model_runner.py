@@ -63,13 +63,8 @@ class Step:
         if wanted.dropped is not None:
             plan, waits_B = wanted.dropped.apply(plan), wanted.dropped.waits_B
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
-        counts = (
-            outcome.nonfinite_B,
-            waits_B.long(),
-            outcome.num_emitted_B,
-            outcome.num_accepted_B,
-            outcome.num_tested_B,
-        )
+        drafts = (outcome.num_accepted_B, outcome.num_tested_B)
+        counts = (outcome.nonfinite_B, waits_B.long(), outcome.num_emitted_B, *drafts)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)
@@ -97,7 +92,7 @@ class Runner:
         pool: PagePool,
         *,
         attention: str,
-        stack: AcceleratorStack,
+        stack: AcceleratorStack | None,
         memory: MemoryManager,
     ) -> None:
         self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
@@ -121,15 +116,17 @@ class Runner:
             block_table_BP, plan.sequence_R, plan.slots_R, plan.cu_rows_B1, page_size=page_size
         )
         make_plan = partial(self._plan_attention, block_table_BP)
-        sparse_pass = self._stack.begin(
-            plan,
-            self._cache,
-            block_table_BP=block_table_BP,
-            page_size=page_size,
-            slot_mapping_R=slot_mapping_R,
-            scale=self._scale,
-            make_plan=make_plan,
-        )
+        sparse_pass = None
+        if self._stack is not None:
+            sparse_pass = self._stack.begin(
+                plan,
+                self._cache,
+                block_table_BP=block_table_BP,
+                page_size=page_size,
+                slot_mapping_R=slot_mapping_R,
+                scale=self._scale,
+                make_plan=make_plan,
+            )
         if sparse_pass is not None:
             fed = sparse_pass.plan
             hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
@@ -163,7 +160,7 @@ class Runner:
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of pages (from, to), before the next pass."""
         self._cache.copy_pages(copies, self.pool.page_size)
-        if copies:
+        if self._stack is not None:
             self._stack.copy_pages(copies)
 
 

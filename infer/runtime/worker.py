@@ -1,20 +1,28 @@
-"""Executes schedules on one device: fills lanes, rewinds KV pointers, copies pages and launches steps.
+"""Executes schedules on one device: fills lanes, rewinds KV pointers, copies pages and launches steps, whose
+results `InflightStep` copies to the host without waiting for them.
 
-A worker takes no decisions and reads no results back. With tensor parallelism each rank has one, and that of
-rank 0 (`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
-Shapes: Z lanes, L tokens of the longest sequence.
+A worker takes no decisions. With tensor parallelism each rank has one, and that of rank 0
+(`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
+Shapes: Z lanes, L tokens of the longest sequence, B sequences, J tokens that a pass can emit, K likeliest
+tokens.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from idlm.infer.build import EngineParts, build
+from idlm.contracts import TokenLogprob
+from idlm.infer.build import build
 from idlm.infer.distributed.messages import Message, schedule_from_message
 from idlm.infer.models.shards import Shards
 from idlm.infer.options import check_options
+from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
@@ -22,6 +30,8 @@ from idlm.infer.state.batch import Schedule, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 
 DIGEST_PRIME = 1_000_003
+POLL_SECONDS = 5e-5
+POLLS_PER_CHECK = 1000
 
 
 class Worker:
@@ -58,10 +68,11 @@ class Worker:
     def _admit(self, schedule: Schedule) -> None:
         """Fill the lanes of new requests, and rewind those that were preempted or resumed."""
         parts, new = self.parts, schedule.scheduled_new_requests
+        rewound = [*schedule.preempted, *schedule.resumed]
+        new_lanes, rewound_lanes = ([lane_of(request) for request in part] for part in (new, rewound))
         if new:
-            lanes = [lane_of(request) for request in new]
             parts.table.admit(
-                lanes,
+                new_lanes,
                 [[*request.prompt_ids, *request.token_ids] for request in new],
                 [request.params for request in new],
                 [request.index for request in new],
@@ -69,16 +80,113 @@ class Worker:
                 steps=[request.num_steps for request in new],
                 computed=[request.num_computed for request in new],
             )
-            parts.decoder.admit(lanes, [request.params.decoder_options for request in new])
-            parts.stack.reset(lanes)
-        rewound = (*schedule.preempted, *schedule.resumed)
-        for request in rewound:
-            parts.table.rewind(lane_of(request), request.num_computed)
+            parts.decoder.admit(new_lanes, [request.params.decoder_options for request in new])
+        for request, lane in zip(rewound, rewound_lanes, strict=True):
+            parts.table.rewind(lane, request.num_computed)
         if rewound:
-            lanes = [lane_of(request) for request in rewound]
-            parts.decoder.rewind(lanes)
-            parts.stack.reset(lanes)
-        parts.runner.copy_pages(schedule.copies)
+            parts.decoder.rewind(rewound_lanes)
+        if parts.stack is not None and (new or rewound):
+            parts.stack.reset(new_lanes + rewound_lanes)
+        if schedule.copies:
+            parts.runner.copy_pages(schedule.copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emission:
+    """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
+
+    `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`).
+    """
+
+    nonfinite: int
+    waited: bool
+    token_ids: list[int]
+    num_accepted: int
+    num_tested: int
+    logprobs: list[TokenLogprob]
+
+
+class InflightStep:
+    """Launches a schedule on construction; `emissions` reads its results later."""
+
+    def __init__(self, schedule: Schedule, worker: Worker) -> None:
+        self.requests: list[Request] = schedule.requests
+        self.samples: list[bool] = schedule.samples
+        self.mode = schedule.mode
+        self.only_decodes = all(schedule.samples) and max(schedule.num_feed) == 1
+        launch_time = time.perf_counter()
+        self._start = _mark(worker.device)
+        result = worker.launch(schedule)
+        self._counts = _to_host(result.counts_BJ)
+        logprobs = (result.logprobs_BJ, result.top_ids_BJK, result.top_logprobs_BJK)
+        self._logprobs = [_to_host(tensor) for tensor in logprobs if tensor is not None]
+        self._event = _mark(worker.device)
+        self._check = worker.check
+        self._seconds = time.perf_counter() - launch_time
+
+    def is_ready(self) -> bool:
+        """Whether the GPU has finished the step; False on a CPU, where reading early gains nothing."""
+        return self._event is not None and bool(self._event.query())
+
+    def seconds(self) -> float:
+        """Duration of the step; on a GPU it excludes waiting for earlier steps and needs a finished step."""
+        if self._start is None or self._event is None:
+            return self._seconds
+        return self._start.elapsed_time(self._event) / 1e3
+
+    def emissions(self) -> list[Emission]:
+        """Results in the order of `requests`; waits for the step, and polls whether its ranks are alive."""
+        num_polls = 0
+        while self._event is not None and not self._event.query():
+            time.sleep(POLL_SECONDS)
+            num_polls += 1
+            if num_polls % POLLS_PER_CHECK == 0:
+                self._check()
+        logprobs = [tensor.tolist() for tensor in self._logprobs]
+        emissions = []
+        counts = self._counts.tolist()[: len(self.requests)]
+        for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
+            nonfinite, waited, num_emitted, num_accepted, num_tested, *tokens = row
+            token_ids, wanted = tokens[:num_emitted], request.params.logprobs
+            emissions.append(
+                Emission(
+                    nonfinite=nonfinite,
+                    waited=waited > 0,
+                    token_ids=token_ids,
+                    num_accepted=num_accepted,
+                    num_tested=num_tested,
+                    logprobs=[] if wanted is None else _read(wanted, b, token_ids, logprobs),
+                )
+            )
+        return emissions
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """A recorded event on the current stream of a GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _to_host(result: Tensor) -> Tensor:
+    if not result.is_cuda:
+        return result
+    on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    return on_host.copy_(result, non_blocking=True)
+
+
+def _read(num_top: int, b: int, token_ids: list[int], results: list[Any]) -> list[TokenLogprob]:
+    chosen_BJ, top_ids_BJK, top_BJK = results
+    return [
+        TokenLogprob(
+            token_id=token_id,
+            logprob=chosen_BJ[b][j],
+            top=dict(zip(top_ids_BJK[b][j][:num_top], top_BJK[b][j][:num_top], strict=True)),
+        )
+        for j, token_id in enumerate(token_ids)
+    ]
 
 
 @torch.inference_mode()

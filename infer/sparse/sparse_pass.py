@@ -17,8 +17,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
 from idlm.infer.sparse.view import PassView, block_rows, flagged, rows_by_place, scheduled_rows
-from idlm.infer.state.batch import ActiveBlocks, StepPlan
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels.paged_attention import Plan, SlotLists, sparse_attention
 
@@ -66,21 +65,13 @@ class SparseKV:
         if rows is not None:
             self._drop(rows.initial_rows())
 
-    @property
-    def _cache(self) -> KVCache:
-        return self.view.cache
-
-    @property
-    def _active(self) -> ActiveBlocks:
-        return self.view.active
-
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [S, K, H]."""
-        return self._cache.layer(number)
+        return self.view.cache.layer(number)
 
     def scales(self, number: int) -> tuple[Tensor | None, Tensor | None]:
         """Scales of keys and values [K]."""
-        return self._cache.layer_scales(number)
+        return self.view.cache.layer_scales(number)
 
     def select_rows(self, number: int, q_RNH: Tensor) -> Tensor | None:
         """Rows [I] that go on once keys and values of the layer are stored; None: all."""
@@ -94,11 +85,11 @@ class SparseKV:
         """
         slots_BKC = None if self._kv is None else self._kv.select_kv(number, q_RNH)
         if slots_BKC is None:
-            return self._cache.attend(number, q_RNH, self._plan(narrow=False), scale=self.view.scale)
-        exact_RNH = self._cache.attend(number, q_RNH, self._plan(narrow=True), scale=self.view.scale)
+            return self.view.cache.attend(number, q_RNH, self._plan(narrow=False), scale=self.view.scale)
+        exact_RNH = self.view.cache.attend(number, q_RNH, self._plan(narrow=True), scale=self.view.scale)
         sparse_BWNH = self._sparse(number, q_RNH, slots_BKC)
-        size, plan = self._active.size, self.plan
-        place_R = (plan.slots_R - self._active.starts_B[plan.sequence_R]).clamp(0, size - 1)
+        size, plan = self.view.active.size, self.plan
+        place_R = (plan.slots_R - self.view.active.starts_B[plan.sequence_R]).clamp(0, size - 1)
         sparse_RNH = sparse_BWNH.flatten(0, 1)[plan.sequence_R * size + place_R]
         return torch.where(self._sees_lists()[:, None, None], sparse_RNH.to(exact_RNH.dtype), exact_RNH)
 
@@ -126,7 +117,7 @@ class SparseKV:
         all."""
         if kept is None:
             return None
-        plan, active, view, num_rows = self.plan, self._active, self.view, len(self._origin_R)
+        plan, active, view, num_rows = self.plan, self.view.active, self.view, len(self._origin_R)
         rows_R = torch.arange(num_rows, device=plan.slots_R.device)
         is_open_R = block_rows(plan, active) & ~view.needs_all_rows_B[plan.sequence_R]
         limits_R = plan.limits_R
@@ -154,7 +145,7 @@ class SparseKV:
         Sequences take room in order, but first those that have waited longest: one always finds room, so none
         starves. Rows that the host scheduled need none.
         """
-        plan, active, view = self.plan, self._active, self.view
+        plan, active, view = self.plan, self.view.active, self.view
         assert capacity >= 2 * active.size, (
             f"no room for a clean block and the next: {capacity=} {active.size=}"
         )
@@ -171,7 +162,7 @@ class SparseKV:
     def _sees_lists(self) -> Tensor:
         """Which rows see lists, bool [R]."""
         assert self._kv is not None
-        return block_rows(self.plan, self._active) & self._kv.is_sparse_B[self.plan.sequence_R]
+        return block_rows(self.plan, self.view.active) & self._kv.is_sparse_B[self.plan.sequence_R]
 
     def _plan(self, *, narrow: bool) -> Plan:
         """The plan of exact attention until rows are dropped; `narrow`: rows that see lists see slot 0 only.
@@ -189,7 +180,7 @@ class SparseKV:
     def _sparse(self, number: int, q_RNH: Tensor, slots_BKC: Tensor) -> Tensor:
         """Attention output [B, W, N, H] of all active blocks over lists."""
         view, rows_BW = self.view, self.view.rows_BW
-        starts_B = self._active.starts_B
+        starts_B = self.view.active.starts_B
         # A position without a row sees one slot; its output is not used.
         limits_BW = torch.where(rows_BW >= 0, self.plan.limits_R[rows_BW.clamp(min=0)], starts_B[:, None] + 1)
         lists = SlotLists(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from idlm.infer.accelerators.base import (
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
-from idlm.infer.state.batch import StepPlan
-from idlm.infer.state.device import fill_lanes
+from idlm.infer.state.batch import StepPlan, fill_lanes
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
 
@@ -31,19 +29,15 @@ AcceleratorOptions = Mapping[str, Mapping[str, Any]]
 """The options of each accelerator, by its name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorStack:
-    """At most one accelerator of each side; none in an engine without accelerators."""
+    """At most one accelerator of each side."""
 
-    kv: KVAccelerator | None = None
-    rows: RowsAccelerator | None = None
-    _waits: list[Tensor] = field(default_factory=list)
-    """Number of passes in a row in which each lane waited for room, int64 [Z], once it is allocated."""
-
-    @property
-    def members(self) -> list[Accelerator]:
-        """All accelerators of the stack."""
-        return [each for each in (self.kv, self.rows) if each is not None]
+    def __init__(self, members: Sequence[Accelerator]) -> None:
+        self.members = members
+        self.kv = next((each for each in members if isinstance(each, KVAccelerator)), None)
+        self.rows = next((each for each in members if isinstance(each, RowsAccelerator)), None)
+        # Number of passes in a row in which each lane waited for room, int64, once it is allocated.
+        self.num_waits_Z: Tensor | None = None
 
     @property
     def is_lossy(self) -> bool:
@@ -61,7 +55,7 @@ class AcceleratorStack:
             each.allocate()
         if self.rows is not None:
             spec = self.rows.spec
-            self._waits[:] = [torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)]
+            self.num_waits_Z = torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)
         return sum(each.page_bytes() for each in self.members)
 
     def allocate_pages(self, num_pages: int) -> None:
@@ -74,8 +68,8 @@ class AcceleratorStack:
         """Clear the state of these lanes."""
         for each in self.members:
             each.reset(lanes)
-        if self._waits:
-            fill_lanes(lanes, 0, *self._waits)
+        if self.num_waits_Z is not None:
+            fill_lanes(lanes, 0, self.num_waits_Z)
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -96,7 +90,7 @@ class AcceleratorStack:
     ) -> SparseKV | None:
         """Start a sparse pass; None if the pass is exact. `make_plan` plans exact attention of a plan's
         rows."""
-        if not self.members or plan.active is None:
+        if plan.active is None:
             return None
         rows_BW = rows_by_place(plan, plan.active)
         is_fed_BW = rows_BW >= 0
@@ -122,13 +116,10 @@ class AcceleratorStack:
         rows = None if self.rows is None else self.rows.begin(view)
         if kv is None and rows is None:
             return None
-        num_waits_Z = self._waits[0] if rows is not None else None
+        waits_Z = None if rows is None else self.num_waits_Z
         return SparseKV(
-            plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan, num_waits_Z=num_waits_Z
+            plan, view, slot_mapping_R, kv=kv, rows=rows, make_plan=make_plan, num_waits_Z=waits_Z
         )
-
-
-NO_ACCELERATORS = AcceleratorStack()
 
 
 def accelerator_configs(given: AcceleratorOptions) -> dict[str, Any]:
@@ -177,6 +168,4 @@ def stack_of(configs: Mapping[str, Any], spec: EngineSpec) -> AcceleratorStack:
             + "".join(f"\n  - {reason}" for reason in reasons),
             fix="set each to what is allowed, or leave the accelerator out (accelerators=[])",
         )
-    kv = next((each for each in made if isinstance(each, KVAccelerator)), None)
-    rows = next((each for each in made if isinstance(each, RowsAccelerator)), None)
-    return AcceleratorStack(kv=kv, rows=rows)
+    return AcceleratorStack(made)

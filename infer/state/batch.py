@@ -1,20 +1,20 @@
 """One forward pass as plain data: the host's schedule, the decoders' batch, the rows that are fed, and the
-outcome.
+outcome; and how lists of the host become tensors.
 
 Shapes: B sequences of the pass, R rows (tokens fed, packed over sequences), X rows whose logits are wanted,
-J tokens that a pass can emit for one sequence, W positions of a block.
+J tokens that a pass can emit for one sequence, W positions of a block, Z lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from idlm.infer.request import Request
-from idlm.infer.state.device import to_device
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,3 +183,20 @@ class StepOutcome:
     num_accepted_B: Tensor
     num_tested_B: Tensor
     nonfinite_B: Tensor
+
+
+def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`values` (numbers, or rows of equal length) as a tensor on `device`, in the order of its stream."""
+    on_host = torch.tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def fill_lanes(lanes: Sequence[int], value: int, *columns_Z: Tensor) -> None:
+    """Set these lanes of columns on one device. An assignment, column_Z[lanes] = value, would copy the number
+    to the device and wait for everything that runs there.
+    """
+    lanes_B = to_device(lanes, columns_Z[0].device)
+    for column_Z in columns_Z:
+        column_Z.index_fill_(0, lanes_B, value)

@@ -1,4 +1,5 @@
-"""Keys and values on the device: one store per kind of KV policy, chosen by `KV_STORES`.
+"""Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
+with), and where (one store per kind of policy, `KV_STORES`).
 
 Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query heads, C pages to copy.
 """
@@ -6,16 +7,101 @@ Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query head
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from idlm.infer.state.device import to_device
-from idlm.infer.state.kv_policy import KVKind
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.state.batch import to_device
 from idlm.kernels.paged_attention import Plan, paged_attention
 
 MAX_PAGES_PER_COPY = 32
 """Bounds the temporary memory of copies."""
+KVKind = Literal["append", "block", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVWritePolicy:
+    """Which known tokens have their KV stored, and when.
+
+    `kind`: "append" stores known tokens one by one. Every decoding pass feeds the last known token for its
+    logits, emits at least one token, and stores what it emits but for the last. "block" stores whole groups
+    of `block_size` tokens, counted from the first one, whose rows see one another; a decoding pass may emit
+    nothing, and a later one stores what it emits. "none" stores nothing for later: every pass feeds the whole
+    canvas (prompt and answer) and computes its keys and values anew.
+
+    `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else it
+    takes the place of a sequence's decoding rows. `has_drafts`: drafts are tested, which `tau` relaxes.
+    """
+
+    kind: KVKind = "append"
+    block_size: int = 1
+    fused_commit: bool = True
+    has_drafts: bool = False
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Known tokens that a decoding pass feeds and the next one stores for good."""
+        return int(self.kind == "append")
+
+    def num_computable(self, num_known: int) -> int:
+        """How many of `num_known` tokens are stored before a pass decodes, or by it."""
+        return 0 if self.kind == "none" else num_known // self.block_size * self.block_size
+
+    def num_reusable(self, num_known: int) -> int:
+        """Known tokens whose KV may come from the prefix cache. The last group is fed for its logits."""
+        return self.num_computable(num_known - 1)
+
+    def num_slots(self, num_known: int, num_rows: int) -> int:
+        """Slots of a sequence of `num_known` tokens in a pass with `num_rows` decoding rows."""
+        return self.num_computable(num_known) - self.num_lookahead_tokens + num_rows
+
+    def num_budgeted(self, num_feed: int, num_rows: int) -> int:
+        """Rows that count against `max_num_batched_tokens`: known tokens after the first group, and whole
+        canvases.
+        """
+        return num_rows if self.kind == "none" else max(0, num_feed - self.block_size)
+
+    def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
+        """Decoding rows of a pass at most, if a sequence has at most `num_rows`. A canvas is fed whole as
+        soon as some of the `budget` is left.
+        """
+        most = num_sequences * num_rows
+        return min(most, budget + num_rows) if self.kind == "none" else most
+
+    def num_stored(self, num_computed: int, *, num_before: int, num_known: int) -> int:
+        """Tokens that are certainly stored after a decoding pass which found `num_before` known tokens,
+        `num_computed` of them stored, and left `num_known` known ones.
+        """
+        assert num_known >= num_before + self.num_lookahead_tokens, f"a pass decoded nothing: {num_known=}"
+        if self.kind == "append":
+            return num_known - 1
+        return max(num_computed, self.num_computable(num_before))
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise UserError IDLM-0455 for `tau` without drafts, and IDLM-0449 for logprobs that a decoder
+        cannot report.
+        """
+        if params.tau > 0 and not self.has_drafts:
+            raise UserError(
+                "IDLM-0455",
+                f"tau={params.tau} relaxes the acceptance of drafts, and this decoder has none",
+                fix="leave tau out (0), or use decoder=isd",
+            )
+        if params.logprobs is not None and self.kind != "append":
+            raise UserError(
+                "IDLM-0449",
+                f"logprobs={params.logprobs}: diffusion cannot report log-probabilities, because a token is "
+                "emitted some passes after it was drawn, when its distribution is gone",
+                fix="leave logprobs out, or use decoder=ar or isd on a token-causal checkpoint",
+            )
+
+
+TOKEN_BY_TOKEN = KVWritePolicy()
+"""The policy of token-causal decoding without drafts."""
 
 
 class KVCache:

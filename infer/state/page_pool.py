@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from idlm.infer.state.device import to_device
+from idlm.infer.state.batch import to_device
 from idlm.infer.state.prefix_cache import PrefixCache
 
 
@@ -180,8 +180,7 @@ class PagePool:
 
     def _decref(self, page: int) -> None:
         self._num_refs[page] -= 1
-        is_last = self._num_refs[page] == 0
-        if is_last and not (self.cache is not None and self.cache.make_evictable(page)):
+        if self._num_refs[page] == 0 and (self.cache is None or not self.cache.make_evictable(page)):
             self._free.append(page)
 
     def _allocate(self) -> int:

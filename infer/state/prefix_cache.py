@@ -1,17 +1,16 @@
 """Which pages hold the KV of which text: found by content, evicted least recently used first.
 
-A page's key is sha256 over the key of the page before it and its own token ids, from a root that names the
-engine's model: equal keys mean equal text from the first token on, whatever prompts an attacker builds. The
-pages form a tree. A sequence that holds a page holds all pages before it and releases the last one first, so
-the page that has been evictable for longest has no children left: eviction never cuts off a branch.
-This file knows neither lanes nor tensors. The cache lives as long as its engine; one that outlives it would
-need a digest of the weights in the root.
+A page's key is sha256 over the key of the page before it and its own token ids: equal keys mean equal text
+from the first token on, whatever prompts an attacker builds. The pages form a tree. A sequence that holds a
+page holds all pages before it and releases the last one first, so the page that has been evictable for
+longest has no children left: eviction never cuts off a branch.
+This file knows neither lanes nor tensors. The cache lives as long as its engine: keys do not say which model
+computed the KV.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -31,13 +30,6 @@ class PrefixCacheCounts:
     num_copied: int = 0
     num_evicted: int = 0
 
-    def add(self, *, num_tokens: int, num_hit_tokens: int, is_copied: bool) -> None:
-        """Count one look-up."""
-        self.num_lookups += 1
-        self.num_tokens += num_tokens
-        self.num_hit_tokens += num_hit_tokens
-        self.num_copied += is_copied
-
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -52,9 +44,11 @@ class _Entry:
 class PrefixCache:
     """Index of committed pages. A page is evictable when no lane holds it."""
 
-    def __init__(self, namespace: Sequence[str], *, page_size: int) -> None:
+    root = bytes(32)
+    """The key before the first page of every text."""
+
+    def __init__(self, *, page_size: int) -> None:
         self.page_size = page_size
-        self.root = hashlib.sha256(json.dumps([*namespace, page_size]).encode()).digest()
         self.counts = PrefixCacheCounts()
         self.clear()
 

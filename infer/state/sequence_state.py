@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import SamplingParams
-from idlm.infer.state.device import to_device
+from idlm.infer.state.batch import to_device
 from idlm.kernels.sampling import Probs, row_probs, uniforms
 from idlm.kernels.step_rows import Lanes, commit
 

@@ -311,9 +311,8 @@ def test_what_cannot_be_had_is_refused(
 def test_a_gpu_without_eight_bit_floats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    fp8.check_device(device, is_wanted=False)
     with pytest.raises(UserError, match="IDLM-0447") as caught:
-        fp8.check_device(device, is_wanted=True)
+        fp8.check_device(device)
     assert "8.0" in caught.value.message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    fp8.check_device(device, is_wanted=True)
+    fp8.check_device(device)

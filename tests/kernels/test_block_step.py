@@ -30,7 +30,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
     ]
 
     emitted_BW, num_emitted_B = case.decoder._decide(case.table, plan, proposed)
-    has_logits = plan.has_logits_X
+    has_logits = plan.has_logits_BW
     assert proposed.entropy_BW is not None
     for b, (sequence, _, _) in enumerate(sequences):
         _, num_feed, samples, places = expected[b]
@@ -41,9 +41,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
             num_feed=num_feed,
             samples=samples,
             places=places,
-            has_logits=[True] * case.size
-            if has_logits is None
-            else has_logits.view(-1, case.size)[b].tolist(),
+            has_logits=[True] * case.size if has_logits is None else has_logits[b].tolist(),
             proposed=proposed.token_ids_BW[b].tolist(),
             confidence=proposed.confidence_BW[b].tolist(),
             entropy=proposed.entropy_BW[b].tolist(),

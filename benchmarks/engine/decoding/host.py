@@ -17,8 +17,8 @@ import torch
 from benchmarks.engine.decoding.harness import SteadyEngine
 from benchmarks.engine.decoding.replay import replaying
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.inflight import Emission, InflightStep
 from idlm.infer.runtime.model_runner import Step, StepResult
+from idlm.infer.runtime.worker import Emission, InflightStep
 from idlm.infer.state.batch import Batch
 
 

@@ -22,7 +22,7 @@ from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.engine import Engine
 from idlm.infer.options import check_options
 from idlm.infer.request import Request
-from idlm.infer.runtime.inflight import Emission
+from idlm.infer.runtime.worker import Emission
 from idlm.tasks import TASKS
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"

@@ -24,8 +24,8 @@ from idlm.infer.accelerators.base import ACCELERATORS, RowSelection
 from idlm.infer.accelerators.focus import FocusPass
 from idlm.infer.engine import Engine
 from idlm.infer.models import dense
-from idlm.infer.runtime.inflight import InflightStep
 from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.runtime.worker import InflightStep
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import flagged
 from idlm.infer.state.kv_cache import KVCache
@@ -195,7 +195,7 @@ def test_every_sequence_finds_room_within_three_passes(
 
     def watched(kv: SparseKV) -> None:
         finish(kv)
-        num_waits.append(int(engine._parts.stack._waits[0].max()))
+        num_waits.append(int(engine._parts.stack.num_waits_Z.max()))
 
     monkeypatch.setattr(SparseKV, "finish", watched)
     engine.generate(PROMPTS, PARAMS)

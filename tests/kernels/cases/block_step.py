@@ -122,7 +122,7 @@ class Case:
         """Tokens with few different probabilities, so that there are ties; sometimes without some logits."""
         shape = (len(self.sequences), self.size)
         if self.kinds.random() < 0.4:
-            plan = replace(plan, has_logits_X=self._ints(0, 3, shape[0] * shape[1]) > 0)
+            plan = replace(plan, has_logits_BW=self._ints(0, 3, shape[0], shape[1]) > 0)
         looked_BW = plan.samples_B[:, None].expand(shape)
         confidence_BW, entropy_BW = (self._ints(1, 4, *shape).double() / 4 for _ in range(2))
         garbage_BW = torch.full_like(confidence_BW, torch.nan)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
-from idlm.infer.stop_strings import AnswerText
+from idlm.infer.request import AnswerText
+from idlm.text.detokenizer import Detokenizer
 
 ALPHABET = "abc"
 
 
-class _Letters:
+class _Letters(Detokenizer):
     """Token ids are letters."""
 
-    def push(self, token_ids: list[int]) -> str:
+    def __init__(self) -> None:
+        """Without a tokenizer."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
         return "".join(ALPHABET[token_id] for token_id in token_ids)
 
     def flush(self) -> str:

@@ -125,7 +125,7 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
         ("IDLM-0411", [[1]], SamplingParams(stop_token_ids=(3, VOCAB)), ("stop_token_ids [48]", "[0, 48)")),
         ("IDLM-0411", [[1]], SamplingParams(logprobs=VOCAB + 1), ("logprobs=49", "48 tokens")),
         ("IDLM-0421", [[1, "a"]], None, ("[1, 'a']", "list of token ids")),
-        ("IDLM-0421", [[1, True]], None, ("[1, True]", "list of token ids")),
+        ("IDLM-0421", [b"text"], None, ("list of token ids",)),
         ("IDLM-0421", [[MESSAGE]], None, ("'role'", "encode_messages")),
         ("IDLM-0421", [MESSAGE], None, ("'role'", "encode_messages")),
         ("IDLM-0412", [[1] * 64], None, ("64", "context")),
@@ -133,6 +133,8 @@ def test_the_edges_of_the_settings_are_allowed() -> None:
         ("IDLM-0406", [[1]], SamplingParams(stop=("x",)), ("stop", "tokenizer")),
         ("IDLM-0421", [1, 2], None, ("not 1", "list of token ids")),
         ("IDLM-0407", "hello", None, ("'hello'", "generate([prompt]")),
+        ("IDLM-0407", {"a": [1, 2]}, None, ("{'a': [1, 2]}", "a list of token ids")),
+        ("IDLM-0407", None, None, ("prompts=None", "give a list")),
         ("IDLM-0454", [[1]], {"temperature": 0}, ("{'temperature': 0}", "SamplingParams")),
         ("IDLM-0454", [[1]], {}, ("{}",)),
         ("IDLM-0454", [[1], [2]], [SamplingParams(), 0.5], ("0.5",)),
@@ -153,6 +155,14 @@ def test_bad_requests_are_refused_and_leave_nothing(
     assert all(word in str(error) for word in words), str(error)
     assert not engine._active
     assert engine.step() == []
+
+
+def test_prompts_may_be_a_generator(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    given = [[1, 2], [3, 4]]
+    expected = [answer.token_ids for answer in engine.generate(given, params)]
+    found = engine.generate((prompt for prompt in given), (params for _ in given), request_ids=iter("ab"))
+    assert [(one.request_id, one.token_ids) for one in found] == list(zip("ab", expected, strict=True))
 
 
 def test_prompts_may_be_rows_of_an_array(engine: Engine) -> None:

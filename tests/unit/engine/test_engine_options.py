@@ -65,7 +65,7 @@ def test_help_says_that_a_seed_does_not_reproduce_an_adaptive_stride() -> None:
         ("IDLM-0416", "isd", {"strid": 4}, ("stride",)),
         ("IDLM-0416", "isd", {"max_num_seq": 4}, ("max_num_seqs",)),
         ("IDLM-0416", "ar", {"stride": 4}, ("stride",)),
-        ("IDLM-0403", "isd", {"acceptance": "sloppy"}, ("exact", "published")),
+        ("IDLM-0416", "isd", {"acceptance": "sloppy"}, ("exact", "published")),
         ("IDLM-0402", "isd", {"stride": 0}, ("stride=0",)),
         ("IDLM-0415", "ar", {"num_pages": 0}, ("num_pages=0",)),
         ("IDLM-0415", "ar", {"max_num_seqs": 0}, ("max_num_seqs=0",)),

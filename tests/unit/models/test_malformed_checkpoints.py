@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from idlm.errors import UserError
+from idlm.infer.build import translate_memory_errors
 from idlm.infer.engine import Engine
-from idlm.infer.runtime.memory_check import translate_memory_errors
 from idlm.semantics import FILE_NAME
 from tests.toy import write_toy_checkpoint
 

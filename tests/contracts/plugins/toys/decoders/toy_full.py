@@ -15,9 +15,8 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
-from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
-from idlm.infer.state.device import fill_lanes
-from idlm.infer.state.kv_policy import KVWritePolicy
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
+from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms

@@ -1,0 +1,147 @@
+"""What an engine is made of, and which requests it takes: their checks, and their samples."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders.base import Decoder
+from idlm.infer.models.loader import LoadedModel
+from idlm.infer.request import Request, token_list
+from idlm.infer.runtime.model_runner import Runner, StepResult
+from idlm.infer.runtime.stride_controller import StrideController
+from idlm.infer.scheduler import Scheduler
+from idlm.infer.settings import EngineSettings
+from idlm.infer.sparse.stack import AcceleratorStack
+from idlm.infer.state.batch import Schedule
+from idlm.infer.state.page_pool import PagePool
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.text.detokenizer import answer_text
+from idlm.text.tokenizer import encode_prompt
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What `Engine` is made of. Without a `tokenizer` (None), prompts and answers are token ids only.
+
+    `stride_controller` is None if the decoder has one mode only, `stack` without accelerators.
+    """
+
+    settings: EngineSettings
+    model: LoadedModel
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    decoder: Decoder
+    table: SequenceState
+    pool: PagePool
+    scheduler: Scheduler
+    stride_controller: StrideController | None
+    runner: Runner
+    stack: AcceleratorStack | None
+    step: Callable[[Schedule], StepResult]
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether answers may follow another distribution than that of the checkpoint and its decoder."""
+        is_sparse = self.stack is not None and self.stack.is_lossy
+        return self.settings.is_lossy or is_sparse or self.decoder.exactness != "exact"
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer; empty without a tokenizer."""
+        return "" if self.tokenizer is None else answer_text(self.tokenizer, token_ids)
+
+    def samples(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+        """The `n` samples of a request. Raises UserError if this engine cannot answer it."""
+        params, vocab_size = SamplingParams() if params is None else params, self.model.spec.vocab_size
+        if not isinstance(params, SamplingParams):
+            raise UserError(
+                "IDLM-0454",
+                f"request {request_id!r}: params={params!r} is not SamplingParams",
+                fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
+            )
+        self.decoder.kv_policy.check(params)
+        self.decoder.configure(params.decoder_options)
+        _check_vocabulary(request_id, params, vocab_size)
+        known = self.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(known, list):
+            # Check the length first, because checking millions of ids takes gigabytes.
+            self._check_length(request_id, len(known))
+        prompt_ids = token_list(request_id, known, vocab_size)
+        params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+        if params.stop and self.tokenizer is None:
+            raise UserError("IDLM-0406", "stop strings need a tokenizer", fix="use stop_token_ids")
+        max_length = self._max_length(request_id, prompt_ids, params)
+        return [
+            Request(
+                request_id=request_id,
+                index=index,
+                prompt_ids=prompt_ids,
+                params=params,
+                stop_ids=frozenset(stop_ids),
+                max_length=max_length,
+            )
+            for index in range(params.n)
+        ]
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text prompt, through the chat template if the tokenizer has one.
+
+        Raises UserError IDLM-0414 without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise UserError(
+                "IDLM-0414", "the checkpoint has no tokenizer files", fix="give prompts as token ids"
+            )
+        if not prompt:
+            return []
+        template, max_tokens = self.settings.chat_template, self.settings.max_length
+        return list(encode_prompt(self.tokenizer, prompt, template=template, max_tokens=max_tokens))
+
+    def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
+        """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it."""
+        context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
+        longest = min(context, len(prompt_ids) + params.max_tokens)
+        needed, num_slots = self.scheduler.slots_needed(longest, longest), self.pool.num_pages * page_size
+        if needed > num_slots:
+            raise UserError(
+                "IDLM-0413",
+                f"request {request_id!r} may need {needed} KV slots; the pool has {num_slots}",
+                fix=f"lower max_tokens, or raise num_pages to {math.ceil(needed / page_size)} or more",
+            )
+        return longest
+
+    def _check_length(self, request_id: str, num_tokens: int) -> int:
+        """The context length. Raises UserError IDLM-0412 if the prompt leaves no room for an answer."""
+        context = self.table.max_length
+        if num_tokens >= context:
+            raise UserError(
+                "IDLM-0412",
+                f"request {request_id!r}: the prompt has {num_tokens} tokens and the context {context}",
+                fix="shorten the prompt so that a token can follow, or raise max_length if the model allows",
+            )
+        return context
+
+
+def _check_vocabulary(request_id: str, params: SamplingParams, num_rows: int) -> None:
+    """Raise UserError IDLM-0411 for stop ids, or numbers of logprobs, beyond the vocabulary."""
+    outside = [token for token in params.stop_token_ids if token >= num_rows]
+    if outside:
+        raise UserError(
+            "IDLM-0411",
+            f"request {request_id!r}: stop_token_ids {outside[:5]} are not in the vocabulary [0, {num_rows})",
+            fix="give ids of the checkpoint's own tokenizer",
+        )
+    if params.logprobs is not None and params.logprobs > num_rows:
+        raise UserError(
+            "IDLM-0411",
+            f"request {request_id!r}: logprobs={params.logprobs}, but the vocabulary has {num_rows} tokens",
+            fix=f"give logprobs <= {num_rows}",
+        )
