@@ -87,8 +87,7 @@ class Worker:
             parts.decoder.rewind(rewound_lanes)
         if parts.stack is not None and (new or rewound):
             parts.stack.reset(new_lanes + rewound_lanes)
-        if schedule.copies:
-            parts.runner.copy_pages(schedule.copies)
+        parts.runner.copy_pages(schedule.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

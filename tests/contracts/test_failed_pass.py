@@ -89,7 +89,7 @@ def test_an_id_whose_answer_was_not_read_stays_in_use() -> None:
 
 def test_a_bad_prompt_among_good_ones_leaves_nothing_behind() -> None:
     engine = _engine("ar")
-    for bad, code in ((None, "IDLM-0421"), ([True], "IDLM-0421"), ([1.5], "IDLM-0421"), (7, "IDLM-0421")):
+    for bad, code in ((None, "IDLM-0421"), ([1.5], "IDLM-0421"), (7, "IDLM-0421")):
         with pytest.raises(UserError, match=code):
             engine.generate([SURVIVOR, bad], GREEDY)  # type: ignore[list-item]
         assert not engine._active

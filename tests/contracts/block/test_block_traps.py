@@ -124,7 +124,7 @@ def test_trap_15_no_model_of_transformers_runs_in_the_engine() -> None:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [(path.name, module) for module in modules if module.split(".")[0] == "transformers"]
-    assert found == [("rope.py", "transformers.modeling_rope_utils")]
+    assert found == [("config.py", "transformers.modeling_rope_utils")]
 
 
 def test_trap_16_thresholds_are_strict_and_modes_are_the_cards(toy: Path) -> None:
