@@ -15,12 +15,13 @@ import pytest
 
 from idlm.errors import UserError
 from idlm.tasks import TASKS
-from idlm.tasks.tokenizer import TaskEncoder, save_tokenizer
+from idlm.tasks.tokenizer import save_tokenizer
 from idlm.text.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.files import SUFFIXES, find_files
+from tests.task_encoder import TaskEncoder
 
 MASK = 190
 USER, ASSISTANT = "Sam has 1 keys.", "Sam has 2."

@@ -15,7 +15,8 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
-from idlm.tasks.tokenizer import num_embedding_rows, save_tokenizer
+from idlm.tasks.tokenizer import save_tokenizer
+from tests.task_encoder import num_embedding_rows
 from tests.toy import write_toy_checkpoint
 
 MASK_ID, VOCAB = 47, 48

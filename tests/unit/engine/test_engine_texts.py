@@ -12,8 +12,9 @@ import pytest
 from idlm.contracts import SamplingParams
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
-from idlm.tasks.tokenizer import num_embedding_rows, save_tokenizer
+from idlm.tasks.tokenizer import save_tokenizer
 from tests.small_tokenizers import save_byte_fallback
+from tests.task_encoder import num_embedding_rows
 from tests.toy import write_toy_checkpoint
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 128}
