@@ -51,13 +51,12 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
     chosen, values = _split(overrides, schema, problems)
     if len(chosen) == 2:
         problems.append(f"{FROZEN}={chosen[FROZEN]} is a whole configuration; {RECIPE} cannot be added")
-    if FROZEN in chosen:
-        layers = [_read_yaml(Path(chosen[FROZEN]).expanduser(), kind="configuration")]
-    else:
-        layers = [_read_yaml(conf_dir / f"{config_name}.yaml", kind="configuration")]
-        if chosen.get(RECIPE):
-            layers += _recipe_layers(_recipe_path(chosen[RECIPE], conf_dir), conf_dir)
+    frozen = FROZEN in chosen
+    file = Path(chosen[FROZEN]).expanduser() if frozen else conf_dir / f"{config_name}.yaml"
+    layers = [_read_yaml(file, kind="configuration")]
     try:
+        if chosen.get(RECIPE) and not frozen:
+            layers += _recipe_layers(_recipe_path(chosen[RECIPE], conf_dir), conf_dir)
         data = OmegaConf.merge(schemas.defaults_of(schema), *layers)
         for override in values:
             _apply(data, override, schema, problems)
@@ -159,23 +158,28 @@ def _recipe_path(recipe: str, conf_dir: Path) -> Path:
     return conf_dir / RECIPE / f"{recipe}.yaml"
 
 
-def _recipe_layers(path: Path, conf_dir: Path) -> list[dict[str, Any]]:
+def _recipe_layers(path: Path, conf_dir: Path, *above: Path) -> list[dict[str, Any]]:
     """Return the contents to merge: a recipe, and the recipes next to it or bundled that its list `defaults`
-    names. Later ones win; the recipe itself stands where the list says `_self_`, else at the end.
+    names. Later ones win; the recipe itself stands where the list says `_self_`, else at the end. `above` are
+    the recipes that lead here, which none of them may name again.
     """
-    content = _read_yaml(path, kind=RECIPE)
+    content, known = _read_yaml(path, kind=RECIPE), (path, *above)
     names, layers = content.pop("defaults", None) or [], []
+    if not isinstance(names, list):
+        raise UserError("IDLM-0105", f"{path}: `defaults` is {names!r}", fix="list names of recipes")
     for name in names if SELF in names else [*names, SELF]:
         if name == SELF:
             layers.append(_located(content, conf_dir))
             continue
         places = [folder / f"{name}.yaml" for folder in (path.parent, conf_dir / RECIPE)]
-        found = next((place for place in places if place.is_file() and place != path), None)
+        found = next((place for place in places if place.is_file() and place not in known), None)
         if found is None:
             raise UserError(
-                "IDLM-0105", f"{path}: `defaults` names {name!r}, which is no recipe", fix="correct the file"
+                "IDLM-0105",
+                f"{path}: `defaults` names {name!r}, which is no other recipe",
+                fix="correct the file",
             )
-        layers += _recipe_layers(found, conf_dir)
+        layers += _recipe_layers(found, conf_dir, *known)
     return layers
 
 

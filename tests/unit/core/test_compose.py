@@ -229,6 +229,27 @@ def test_broken_files_of_conf_are_user_errors(conf: Path) -> None:
     assert "not_there" in refused(conf, "recipe=lost", code="IDLM-0105")
 
 
+@pytest.mark.parametrize(
+    ("content", "code", "told"),
+    [
+        ("output_dir: ${oops", "IDLM-0106", "${oops"),
+        ("output_dir: ${no.such}", "IDLM-0106", "no.such"),
+        ("defaults: tiny", "IDLM-0105", "`defaults` is 'tiny'"),
+        ("defaults: 3", "IDLM-0105", "`defaults` is 3"),
+        ("defaults: [mine]", "IDLM-0105", "names 'mine', which is no other recipe"),
+        ("defaults: [ring]", "IDLM-0105", "names 'mine', which is no other recipe"),
+        ("- a", "IDLM-0105", "does not hold a mapping"),
+        ("null: 3", "IDLM-0105", "not YAML"),
+    ],
+)
+def test_wrong_content_of_a_recipe_is_a_user_error(
+    conf: Path, tmp_path: Path, content: str, code: str, told: str
+) -> None:
+    (tmp_path / "ring.yaml").write_text("defaults: [mine]\n")
+    (tmp_path / "mine.yaml").write_text(f"{content}\n")
+    assert told in refused(conf, f"recipe={tmp_path}/mine.yaml", code=code)
+
+
 def test_help_lists_every_key_with_default_and_text() -> None:
     text = describe(FixtureSchema)
     assert "optimizer.learning_rate = 0.001\n    peak learning rate [a number]" in text
