@@ -63,8 +63,10 @@ def _reader(config: GenerateConfig) -> Reader | None:
         )
     elif config.prompt:
         source = partial(text_prompts, config.prompt, config.sampling, place="prompt")
-    elif not sys.stdin.isatty():
-        source = partial(text_prompts, [sys.stdin.read().rstrip("\r\n")], config.sampling, place="stdin")
+    # None: the command was started with standard input closed.
+    elif sys.stdin is None or not sys.stdin.isatty():
+        text = "" if sys.stdin is None else sys.stdin.read().rstrip("\r\n")
+        source = partial(text_prompts, [text], config.sampling, place="stdin")
     elif config.output is not None or config.sampling.n > 1:
         raise UserError(
             "IDLM-0440", "a chat has no output file and one answer per turn", fix="give -p TEXT or input=FILE"

@@ -249,6 +249,12 @@ def test_empty_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_no_model")
+def test_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert _refusal(BASE).message == "stdin: prompt is empty"
+
+
+@pytest.mark.usefixtures("_no_model")
 @pytest.mark.parametrize("argument", ["output=out.jsonl", "sampling.n=2"])
 def test_a_chat_has_one_answer_and_no_file(monkeypatch: pytest.MonkeyPatch, argument: str) -> None:
     give_stdin(monkeypatch, "", is_terminal=True)
