@@ -18,7 +18,7 @@ from idlm.text import chat
 from idlm.text import tokenizer as tokens
 from idlm.text.mask_token import resolve_mask_token_id
 from tests.small_tokenizers import CHATML, save_byte_level
-from tests.task_encoder import TaskEncoder, num_embedding_rows
+from tests.unit.task_encoder import TaskEncoder, num_embedding_rows
 
 ROOT = Path(__file__).parents[3]
 QWEN3 = ROOT.parent / "shared" / "data" / "tokenizers" / "qwen3"

@@ -21,7 +21,7 @@ from idlm.train.config.data import DataConfig
 from idlm.train.data import sources
 from idlm.train.data.base import SOURCES, Encoder
 from idlm.train.data.files import SUFFIXES, find_files
-from tests.task_encoder import TaskEncoder
+from tests.unit.task_encoder import TaskEncoder
 
 MASK = 190
 USER, ASSISTANT = "Sam has 1 keys.", "Sam has 2."

@@ -16,8 +16,8 @@ from idlm.errors import UserError
 from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
-from tests.task_encoder import num_embedding_rows
 from tests.toy import write_toy_checkpoint
+from tests.unit.task_encoder import num_embedding_rows
 
 MASK_ID, VOCAB = 47, 48
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 64}

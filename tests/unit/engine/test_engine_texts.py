@@ -14,8 +14,8 @@ from idlm.infer.engine import Engine
 from idlm.semantics import Semantics
 from idlm.tasks.tokenizer import save_tokenizer
 from tests.small_tokenizers import save_byte_fallback
-from tests.task_encoder import num_embedding_rows
 from tests.toy import write_toy_checkpoint
+from tests.unit.task_encoder import num_embedding_rows
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 128}
 NUM_FALLBACK_ROWS = 288
