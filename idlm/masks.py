@@ -1,7 +1,7 @@
 """The attention mask of training: whether query row q sees key row k (arXiv 2604.11035, 3.1, appendix E).
 
 A training row `[x_t | x_0]` holds noisy rows (mask tokens) and clean rows of one or more packed documents.
-The engine states the same rule as two ranges of KV slots per row: `kernels/paged_attention/rows.py`.
+The engine states the same rule as two ranges of KV slots per row: `kernels/paged_attention/types.py`.
 
 Shape letters: B sequences, T rows of one packed training row.
 """
