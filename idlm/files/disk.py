@@ -48,7 +48,7 @@ def translate_disk_errors(target: Path, *, written: Path | None = None) -> Itera
 
 def replace_text(target: Path, text: str) -> None:
     """Replace `target` as a whole or leave it unchanged. UserError IDLM-0301 as `translate_disk_errors`."""
-    staged = target.with_suffix(".tmp")
+    staged = target.with_suffix(f".{os.getpid()}.tmp")
     with translate_disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         staged.write_text(text, encoding="utf-8")

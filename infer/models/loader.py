@@ -226,7 +226,7 @@ def checkpoint_directory(path: str | Path) -> Path:
 
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     architectures = config.get("architectures")
-    given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     if not isinstance(given, str) or given not in FAMILIES.names():
         name = FULL_DIFFUSION.get(str(given))
         what = "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
