@@ -29,14 +29,13 @@ class Admission:
                 f"request {request_id!r}: params={params!r} is not SamplingParams",
                 fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
             )
-        parts.decoder.kv_policy.check(params)
-        parts.decoder.configure(params.decoder_options)
         _check_vocabulary(request_id, params, parts.model.spec.vocab_size)
         known = parts.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(known, list):
             # Check the length first, because checking millions of ids takes gigabytes.
             self._check_length(request_id, len(known))
         prompt_ids = token_list(request_id, known, parts.model.spec.vocab_size)
+        parts.decoder.check(params, prompt_ids)
         params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(parts.eos_ids))
         if params.stop and parts.tokenizer is None:

@@ -36,7 +36,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-FULL_DIFFUSION = {"LLaDAModelLM": "LLaDA-8B", "LLaDAMoEModelLM": "LLaDA-MoE", "DreamModel": "Dream"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,19 +208,13 @@ def checkpoint_directory(path: str | Path) -> Path:
     return directory
 
 
-def _full_diffusion(architecture: Any) -> str:
-    """An addition to the error message for the architectures of full-diffusion models."""
-    name = FULL_DIFFUSION.get(architecture) if isinstance(architecture, str) else None
-    return "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
-
-
 def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     architectures = config.get("architectures")
     given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     if not isinstance(given, str) or given not in FAMILIES.names():
         raise UserError(
             "IDLM-0601",
-            f"config.json says architectures={architectures!r}{_full_diffusion(given)}; known are "
+            f"config.json says architectures={architectures!r}; known are "
             f"{', '.join(FAMILIES.names())}"
             f"{did_you_mean(given, FAMILIES.names()) if isinstance(given, str) else ''}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",

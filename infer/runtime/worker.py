@@ -69,7 +69,7 @@ class Worker:
                 steps=[request.num_steps for request in new],
                 computed=[request.num_computed for request in new],
             )
-            parts.decoder.admit(lanes, [request.params.decoder_options for request in new])
+            parts.decoder.admit(lanes, [request.params for request in new])
             parts.stack.reset(lanes)
         rewound = (*schedule.preempted, *schedule.resumed)
         for request in rewound:

@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from idlm.infer.models.base import FAMILIES, ModelSpec
-from idlm.infer.models.blocks import BlockFamily
 from idlm.infer.models.config import ConfigReader
+from idlm.infer.models.diffusion import DiffusionFamily
 from idlm.infer.models.families.qwen2 import Qwen2
 
 
 @FAMILIES.register("Fast_dLLM_QwenForCausalLM")
-class FastDllm(BlockFamily, Qwen2):
+class FastDllm(DiffusionFamily, Qwen2):
     """The config's `bd_size` is the block size."""
 
     model_types: ClassVar[tuple[str, ...]] = ("Fast_dLLM_Qwen",)
+    causality: ClassVar[str] = "block"
     logit_shift: ClassVar[bool] = True
     mask_token_id: ClassVar[int] = 151_665
     """Written |<MASK>|; in Qwen3's tokenizer this id is <tool_response>."""

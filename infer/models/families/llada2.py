@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from idlm.config_keys import READ
 from idlm.infer.models.base import FAMILIES, ModelSpec, MoeSpec, TensorNames
-from idlm.infer.models.blocks import BlockFamily
 from idlm.infer.models.config import MAX_HEAD_DIM, ConfigReader, dense_spec
+from idlm.infer.models.diffusion import DiffusionFamily
 
 BLOCK_SIZE = 32
 REQUIRED = (
@@ -57,10 +57,11 @@ LLADA22, LLADA20_UNI = (
 
 
 @FAMILIES.register("LLaDA2MoeModelLM")
-class Llada2(BlockFamily):
+class Llada2(DiffusionFamily):
     """2.1 differs from 2.0 only in how it is decoded."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
+    causality: ClassVar[str] = "block"
     logit_shift: ClassVar[bool] = False
     mask_token_id: ClassVar[int] = 156_895
     """In the tokenizer of Ling, their AR parent, this id is <|role_end|>, which stops there."""
