@@ -114,8 +114,7 @@ def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "d
         raise UserError("IDLM-0451", "; ".join(problems), fix="change or leave out the options named")
     if threshold is not None and config.steps is not None:
         warnings.warn(
-            f"{prefix}steps={config.steps} does nothing: {prefix}threshold={threshold} decides how many masks "
-            "a pass decides",
+            f"{prefix}steps={config.steps} does nothing beside {prefix}threshold={threshold}",
             stacklevel=4,
         )
 

@@ -73,7 +73,7 @@ class Llada(FullFamily):
         config = cls.standard(config, STANDARD_NAMES)
         reader = ConfigReader(config)
         reader.require("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-        reader.require("rope_theta", "rms_norm_eps", "max_position_embeddings")
+        reader.require("rms_norm_eps", "max_position_embeddings")
         for name, value in ONLY.items():
             reader.allow(name, value, None)
         reader.check()

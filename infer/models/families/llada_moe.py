@@ -43,7 +43,7 @@ class LladaMoe(FullFamily):
         """Experts in every layer and no shared one, as published."""
         config = cls.standard(config, STANDARD_NAMES)
         reader = ConfigReader(config)
-        reader.require("rope_theta", "max_position_embeddings", "num_experts", "num_experts_per_tok")
+        reader.require("max_position_embeddings", "num_experts", "num_experts_per_tok")
         num_experts, num_chosen = reader.integer("num_experts"), reader.integer("num_experts_per_tok")
         if num_chosen > num_experts:
             reader.problems.append(f"num_experts_per_tok={num_chosen} of num_experts={num_experts}")

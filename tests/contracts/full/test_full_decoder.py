@@ -122,3 +122,40 @@ def test_canvases_that_cannot_be_divided_are_refused(family: tuple[str, Path]) -
             engine.generate([prompt], params)
         assert words in str(caught.value), str(caught.value)
     engine.generate([[1]], SamplingParams(max_tokens=16, seed=1, ignore_eos=True))
+
+
+def test_logits_equal_the_reference(family: tuple[str, Path]) -> None:
+    """Canvases of different lengths in one pass, no row of which sees another canvas."""
+    kind, directory = family
+    tensors = full_reference.random_tensors(kind)
+    engine = engine_of(directory, {})
+    passes: list[tuple[Any, Any]] = []
+    runner: Any = engine._parts.runner
+    forward = runner.forward
+
+    def recorded(plan: Any) -> Any:
+        wanted = forward(plan)
+        passes.append((plan, wanted.head(wanted.hidden_RD)))
+        return wanted
+
+    runner.forward = recorded
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, params_of(number, 1))
+    engine.step()
+    [(plan, logits_RV)] = passes
+    ends = plan.cu_rows_B1.tolist()
+    assert len(ends) > 2
+    for start, end in zip(ends[:-1], ends[1:], strict=True):
+        expected = full_reference.logits(kind, tensors, plan.token_ids_R[start:end].tolist())
+        assert (logits_RV[start:end] - expected).abs().max() < 1e-4
+
+
+def test_a_canvas_beyond_the_trained_length_runs_with_a_warning(family: tuple[str, Path]) -> None:
+    kind, directory = family
+    trained = 2048 if kind == "dream" else 64
+    with pytest.warns(UserWarning, match=f"more than the {trained} tokens"):
+        engine = Engine.from_pretrained(
+            directory, steps=1, max_length=trained + 40, max_num_seqs=1, device="cpu"
+        )
+    [found] = engine.generate([[1] * (trained - 8)], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    assert len(found.token_ids) == 40
