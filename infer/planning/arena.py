@@ -1,9 +1,9 @@
 """The workspace of a plan: one range of bytes that grows and shrinks between requests.
 
-`PlainArena` is one torch tensor. `MappedArena` reserves addresses once and maps physical pages into them up to
-the planned peak (Mosaic, section 4.5), so that addresses stay. Contents do not survive `resize`.
+`PlainArena` is one torch tensor. `MappedArena` reserves addresses once and maps physical pages into them up
+to the planned peak (Mosaic, section 4.5), so that addresses stay. Contents do not survive `resize`.
 
-Departure from the paper: it maps extents of up to 256 MiB, because a call per page costs time; the last extent
+Departure from the paper: it maps extents of up to 256 MiB, as a call per page costs time; the last extent
 is replaced by a smaller one when the arena shrinks, so that no more than the plan stays mapped.
 """
 
@@ -52,7 +52,7 @@ class Arena(Protocol):
 
 
 def open_arena(kind: str, device: torch.device) -> Arena:
-    """Return an empty arena of a kind; one of MAPPED becomes PLAIN, and says so, where pages cannot be mapped."""
+    """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work."""
     assert kind in (PLAIN, MAPPED), kind
     if kind == MAPPED:
         try:
@@ -82,7 +82,7 @@ def _refused(num_bytes: int, current: int, reason: str) -> UserError:
 
 
 class PlainArena:
-    """One uint8 tensor of torch's allocator. It grows to what is asked for and shrinks when half is unused."""
+    """One uint8 tensor of torch's allocator, which shrinks when less than half of it is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,7 +106,9 @@ class PlainArena:
         self._free_cached()
         try:
             self._base = self._allocate(num_bytes)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if self._device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+                raise
             self._base = self._allocate(current)
             raise _refused(num_bytes, current, "the device is out of memory") from error
 

@@ -7,12 +7,13 @@ count is large enough. That search never raises the count further, and the count
 because tensors of chunk size live in loops of one chunk count only. A binary search finds it. From there on
 the search goes one chunk at a time, which matters only where first fit leaves a gap.
 
-Departures from the paper: query rows are chunked too, as the last resort; a chunk has at least `min_rows` rows;
-the error names the longest canvas that fits.
+Departures from the paper: query rows are chunked too; a chunk has at least `min_rows` rows; the
+error names the longest canvas that fits.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ def search(
     forward: Forward, *, length: int, wanted: int, capacity: int, min_rows: int = MIN_CHUNK_ROWS
 ) -> Plan | Misfit:
     """Return the plan with the fewest chunks, or what does not fit."""
-    assert 0 <= wanted <= length and min_rows > 0, f"{length=} {wanted=} {min_rows=}"
+    assert 0 <= wanted <= length > 0 and min_rows > 0, f"{length=} {wanted=} {min_rows=}"
     sizes = Sizes(length=length, wanted=wanted)
     most = _most_chunks(forward, sizes, min_rows)
     for name in forward.chunk_counts:
@@ -123,14 +124,15 @@ def max_length(
     """
 
     def is_too_long(length: int) -> bool:
-        wanted = min(length, ceil_div(int(length * wanted_share * MIB), MIB))
+        # A share that is a quotient of two counts must give the count back, whatever its rounding.
+        wanted = min(length, math.ceil(length * wanted_share - 1e-9))
         found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows)
         return isinstance(found, Misfit)
 
     end = 1
     while not is_too_long(end):
         end *= 2
-    return bisect_left(range(end), True, lo=end // 2, key=is_too_long) - 1
+    return bisect_left(range(end), True, lo=max(1, end // 2), key=is_too_long) - 1
 
 
 def _most_chunks(forward: Forward, sizes: Sizes, min_rows: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ None of this depends on sizes, so a template computes it once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from idlm.infer.planning.graph import Graph
@@ -51,13 +52,18 @@ def find_lifetimes(graph: Graph) -> Lifetimes:
                 first, last = min(first, start), max(last, stop)
         storages.append(Storage(name, tuple(dict.fromkeys(views)), first, last))
     _check_chunks(graph, used, storages)
+    return relate(storages, len(graph.ops), graph.aliases)
+
+
+def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]) -> Lifetimes:
+    """Return which storages are alive at each op and which conflict."""
     index_of = {storage.name: index for index, storage in enumerate(storages)}
-    index_of |= {alias: index_of[root] for alias, root in graph.aliases.items()}
+    index_of |= {alias: index_of[root] for alias, root in aliases.items()}
     return Lifetimes(
         storages=tuple(storages),
         alive=tuple(
             tuple(index for index, storage in enumerate(storages) if storage.first <= place <= storage.last)
-            for place in range(len(graph.ops))
+            for place in range(num_ops)
         ),
         conflicts=tuple(
             tuple(
@@ -96,7 +102,8 @@ def _check_chunks(graph: Graph, used: dict[str, list[int]], storages: list[Stora
                 continue
             loops = {graph.ops[place].loop for place in used[storage.name]}
             loop = next(iter(loops))
-            fits = (
-                len(loops) == 1 and loop is not None and (loop.chunks, loop.rows) == (size.chunks, size.rows)
+            is_inside = len(loops) == 1 and loop is not None
+            assert is_inside, f"{graph.name}: {storage.name} has chunk size and is used outside of its loop"
+            assert loop is not None and (loop.chunks, loop.rows) == (size.chunks, size.rows), (
+                f"{graph.name}: {storage.name} has chunks of {size}, and its loop is {loop}"
             )
-            assert fits, f"{graph.name}: {storage.name} has chunk size and is used outside of its loop"
