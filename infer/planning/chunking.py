@@ -7,8 +7,8 @@ count is large enough. That search never raises the count further, and the count
 because tensors of chunk size live in loops of one chunk count only. A binary search finds it. From there on
 the search goes one chunk at a time, which matters only where first fit leaves a gap.
 
-Departures from the paper: query rows are chunked too; a chunk has at least `min_rows` rows; the
-error names the longest canvas that fits.
+Departures from the paper: query rows are chunked too; a chunk has at least `min_rows` rows; the error names
+the longest canvas that fits.
 """
 
 from __future__ import annotations

@@ -10,9 +10,15 @@ from collections.abc import Sequence
 
 
 def least_peak(
-    num_bytes: Sequence[int], conflicts: Sequence[Sequence[int]], upper: int, *, time_limit: float = 60.0
+    num_bytes: Sequence[int],
+    conflicts: Sequence[Sequence[int]],
+    upper: int,
+    *,
+    lower: int = 0,
+    time_limit: float = 60.0,
 ) -> float:
-    """Return the smallest workspace in bytes; `upper` is a peak that some plan reaches (that of first fit).
+    """Return the smallest workspace in bytes; `upper` is a peak that some plan reaches (that of first fit),
+    `lower` a bound that none beats (the most bytes alive), with which the proof is shorter.
 
     Sizes are divided by `upper`, so that the big-M of "either below or above" is 1. HiGHS is exact to about
     1e-6 of `upper`. RuntimeError if it does not prove optimality.
@@ -23,7 +29,7 @@ def least_peak(
 
     if not upper:
         return 0.0
-    num = len(num_bytes)
+    num = peak = len(num_bytes)
     shares = np.array(num_bytes, dtype=np.float64) / upper
     pairs = [(one, two) for one in range(num) for two in conflicts[one] if one < two]
     rows: list[int] = []
@@ -40,7 +46,6 @@ def least_peak(
         limits.append(limit)
 
     # Variables: the offset of each storage, the peak, and for each pair whether the first lies above.
-    peak = num
     for index in range(num):
         add((index, 1.0), (peak, -1.0), limit=-shares[index])
     for place, (one, two) in enumerate(pairs):
@@ -53,7 +58,7 @@ def least_peak(
         c=np.eye(1, num_variables, peak)[0],
         constraints=LinearConstraint(matrix, ub=np.array(limits)),
         integrality=np.concatenate([np.zeros(num + 1), np.ones(len(pairs))]),
-        bounds=Bounds(0.0, 1.0),
+        bounds=Bounds(np.where(np.arange(num_variables) == peak, lower / upper, 0.0), 1.0),
         options={"time_limit": time_limit},
     )
     if found.status != 0:

@@ -78,15 +78,16 @@ def orders(lifetimes: Lifetimes, num_bytes: Sequence[int]) -> Iterator[list[int]
     """Yield the orders in which storages are placed, the most successful one first.
 
     Longest lives first: x lies at the bottom, and every region stacks its tensors on what outlives it. Then
-    by size, by size times life, and by first use.
+    by size, by size times life, and by first use. Ties go to the earlier first use, which is the best order
+    for tensors of one size (it colours an interval graph).
     """
     storages = lifetimes.storages
+    by_start = sorted(range(len(storages)), key=lambda index: (storages[index].first, -num_bytes[index]))
     spans = [storage.last - storage.first + 1 for storage in storages]
-    every = range(len(storages))
-    yield sorted(every, key=lambda index: (-spans[index], -num_bytes[index]))
-    yield sorted(every, key=lambda index: (-num_bytes[index], -spans[index]))
-    yield sorted(every, key=lambda index: -num_bytes[index] * spans[index])
-    yield sorted(every, key=lambda index: (storages[index].first, -num_bytes[index]))
+    yield sorted(by_start, key=lambda index: (-spans[index], -num_bytes[index]))
+    yield sorted(by_start, key=lambda index: (-num_bytes[index], -spans[index]))
+    yield sorted(by_start, key=lambda index: -num_bytes[index] * spans[index])
+    yield by_start
 
 
 def plan_template(template: Template, sizes: Sizes) -> Plan:

@@ -3,9 +3,8 @@
 Three arms of attention (issue 15): `paper` keeps x, norm, q, k, v and out alive together, as attention
 without a plan does; `whole` gives them their true lifetimes; `query` computes K and V of all rows first and
 then attends in chunks of query rows, each of which updates x in place. K and V come from products of their
-own: a
-fused product would keep both twice. The FFN is a loop of its own after attention, not part of the query
-chunks: K and V are free by then, so it needs fewer chunks.
+own: a fused product would keep both twice. The FFN is a loop of its own after attention, not part of the
+query chunks: K and V are free by then, so it needs fewer chunks.
 
 Every product writes its own buffer, and residuals are added to x afterwards. Projections add their bias,
 normalise and rotate in place. The sizes of what libraries allocate are `workspaces`.

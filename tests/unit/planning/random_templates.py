@@ -93,7 +93,7 @@ def check_places(plan: Plan) -> None:
     """Everything lies inside the workspace, aligned, and no peak is below the bytes alive."""
     for name, offset in plan.offsets.items():
         assert offset % ALIGNMENT == 0
-        assert 0 <= offset and offset + plan.num_bytes[name] <= plan.peak_bytes, name
+        assert offset >= 0 and offset + plan.num_bytes[name] <= plan.peak_bytes, name
     for name, target in plan.template.aliases.items():
         assert plan.offsets[name] == plan.offsets[target], name
     assert plan.peak_bytes >= plan.live_bytes > 0
@@ -144,7 +144,8 @@ def simulate(plan: Plan) -> int:
     """Walk the steps of a plan; return their number. Corrupted if a read finds something else."""
     template, root = plan.template, plan.template.root
     overlaps, homes, barriers = _overlaps(plan), _homes(template), _barriers(template)
-    valid: set[str] = set()
+    valid: set[str] = set(template.inputs)
+    overlaps |= {name: [] for name in template.inputs}
     num_steps = 0
     for step in plan.steps():
         num_steps += 1

@@ -1,4 +1,4 @@
-"""10,000 random graphs: no overlap of live tensors, aliases and barriers honoured, all inside the workspace."""
+"""10,000 random graphs: live tensors never overlap, aliases and barriers hold, all lies inside."""
 
 from __future__ import annotations
 
