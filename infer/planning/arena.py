@@ -31,9 +31,12 @@ log = get_logger(__name__)
 
 
 class Arena(Protocol):
-    """A workspace of `num_bytes` bytes on one device."""
+    """A workspace on one device."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the arena holds."""
+        ...
 
     def resize(self, num_bytes: int) -> None:
         """Hold at least `num_bytes` bytes; views taken before are invalid.

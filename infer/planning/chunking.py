@@ -108,11 +108,11 @@ def search(
         if plan.peak_bytes <= capacity:
             return plan
         op = plan.template.ops[plan.peak_op]
-        name = None if op.loop is None else op.loop.chunks
-        count = sizes.chunks.get(name, 1) if name is not None else 1
-        if name is None or count >= most.get(name, 1):
+        knob = "" if op.loop is None else op.loop.chunks
+        count = sizes.chunks.get(knob, 1)
+        if count >= most.get(knob, 1):
             return Misfit(op.name, plan.peak_bytes)
-        sizes = _with_chunks(sizes, name, count + 1)
+        sizes = _with_chunks(sizes, knob, count + 1)
 
 
 def max_length(
@@ -138,8 +138,12 @@ def max_length(
 def _most_chunks(forward: Forward, sizes: Sizes, min_rows: int) -> dict[str, int]:
     """The largest value of each chunk count: that of the smallest chunks."""
     template = forward.query or forward.whole
-    rows = {op.loop.chunks: op.loop.rows for op in template.ops if op.loop is not None}
-    return {name: max(1, ceil_div(sizes.num_rows(rows[name]), min_rows)) for name in forward.chunk_counts}
+    most = dict.fromkeys(forward.chunk_counts, 1)
+    for op in template.ops:
+        if op.loop is not None and op.loop.chunks in most:
+            count = ceil_div(sizes.num_rows(op.loop.rows), min_rows)
+            most[op.loop.chunks] = max(most[op.loop.chunks], count)
+    return most
 
 
 def _with_chunks(sizes: Sizes, name: str, count: int) -> Sizes:

@@ -14,7 +14,7 @@ def describe_plan(plan: Plan) -> str:
     The number before an op is its place in the template, counted over the ops as registered.
     """
     template, lifetimes, sizes = plan.template, plan.template.lifetimes, plan.sizes
-    rows = [HEADER]
+    rows: list[tuple[str, ...]] = [HEADER]
     for name, size in template.tensors.items():
         storage = lifetimes.storages[lifetimes.index_of[name]]
         formula = f"alias of {template.root(name)}" if name in template.aliases else str(size)
