@@ -149,7 +149,8 @@ class MappedArena:
     def resize(self, num_bytes: int) -> None:
         """Map exactly `num_bytes` bytes, rounded up to pages; see `Arena`.
 
-        A mapping that fails midway is undone.
+        A mapping that fails midway is undone. Shrinking replaces the last extent by a smaller one; if the
+        driver refuses that, the arena ends before this extent.
         """
         assert num_bytes >= 0 and not self._is_closed
         wanted = self._round_up(num_bytes)

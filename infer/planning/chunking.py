@@ -81,15 +81,17 @@ def plan_forward(
         return found
     share = wanted / length
     nearest = max_length(forward, capacity=capacity, wanted_share=share, min_rows=min_rows)
-    fix = f"use at most {nearest} rows (prompt and gen_length), or free memory on the device"
-    if not nearest:
-        fix = "free memory on the device"
-    raise UserError(
-        "IDLM-0466",
+    message = (
         f"a canvas of {length} rows, {wanted} of them wanted, does not fit: {found.op_name} needs "
         f"{found.num_bytes} bytes ({ceil_div(found.num_bytes, MIB)} MiB) and {max(0, capacity)} bytes "
-        f"({max(0, capacity) // MIB} MiB) are free",
-        fix=fix,
+        f"({max(0, capacity) // MIB} MiB) are free"
+    )
+    if not nearest:
+        raise UserError("IDLM-0466", message, fix="free memory on the device")
+    raise UserError(
+        "IDLM-0466",
+        message,
+        fix=f"use at most {nearest} rows (prompt and gen_length), or free memory on the device",
     )
 
 

@@ -24,26 +24,38 @@ from idlm.infer.planning.sizes import LENGTH, Size, Sizes
 class Step:
     """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
 
-    `layer` is 0 outside the layers; `op.in_layers` tells. `offsets` has the byte offset of every tensor of
-    the op; it is empty without a plan. A tensor with a chunk count starts at its offset in each chunk; a
-    tensor of all rows keeps row r at offset + r * row bytes.
+    `place` is the op's place in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells. `ends`
+    names the tensors (not their aliases) whose bytes nothing needs after this call. `offsets` has the byte
+    offset of every tensor of the op; it is empty without a plan. A tensor with a chunk count starts at its
+    offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes.
     """
 
     op: Op
+    place: int
     layer: int
     chunk: int
     start: int
     stop: int
+    ends: tuple[str, ...]
     offsets: Mapping[str, int]
 
 
 @dataclass(slots=True)
 class _Group:
-    """Consecutive ops that run together: one loop, or the ops between loops."""
+    """Consecutive ops that run together, with their places: one loop, or the ops between loops."""
 
     loop: Loop | None
     in_layers: bool
-    ops: list[Op] = field(default_factory=list)
+    ops: list[tuple[int, Op]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A tensor that ends after an op: in every chunk and layer, or in the last ones only."""
+
+    name: str
+    is_per_chunk: bool
+    is_per_layer: bool
 
 
 class Template:
@@ -126,21 +138,59 @@ class Template:
 
     def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[Step]:
         """Yield the calls of one forward pass in order; `offsets` are those of a plan for `sizes`."""
-        assert self.lifetimes
-        places = offsets or {}
-        of_op = {
-            id(op): {name: places[name] for name in (*op.reads, *op.writes) if name in places}
-            for op in self.ops
-        }
+        known = offsets or {}
+        places = [{name: known[name] for name in (*op.reads, *op.writes) if name in known} for op in self.ops]
         first, last = self._layer_groups
         groups = self._groups
         for group in groups[:first]:
-            yield from _run(group, 0, sizes, of_op)
+            yield from self._run(group, 0, sizes, places)
         for layer in range(self.num_layers):
             for group in groups[first:last]:
-                yield from _run(group, layer, sizes, of_op)
+                yield from self._run(group, layer, sizes, places)
         for group in groups[last:]:
-            yield from _run(group, 0, sizes, of_op)
+            yield from self._run(group, 0, sizes, places)
+
+    def _run(
+        self, group: _Group, layer: int, sizes: Sizes, places: Sequence[Mapping[str, int]]
+    ) -> Iterator[Step]:
+        """Yield the calls of one group in one layer."""
+        num_rows, chunk_rows = sizes.num_rows(LENGTH), 0
+        if group.loop is not None:
+            num_rows = sizes.num_rows(group.loop.rows)
+            chunk_rows = sizes.chunk_rows(group.loop.rows, group.loop.chunks)
+        starts = range(0, num_rows, chunk_rows) if chunk_rows else range(0 if group.loop else 1)
+        is_last_layer = not group.in_layers or layer == self.num_layers - 1
+        for chunk, start in enumerate(starts):
+            stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
+            is_last_chunk = chunk == len(starts) - 1
+            for place, op in group.ops:
+                if op.is_barrier:
+                    continue
+                ends = tuple(
+                    end.name
+                    for end in self._ends[place]
+                    if (is_last_chunk or end.is_per_chunk) and (is_last_layer or end.is_per_layer)
+                )
+                yield Step(op, place, layer, chunk, start, stop, ends, places[place])
+
+    @cached_property
+    def _ends(self) -> list[list[_End]]:
+        """Tensors that end after each op. Those that live to the last op are results and never end."""
+        ends: list[list[_End]] = [[] for _ in self.ops]
+        body = [place for place, op in enumerate(self.ops) if op.in_layers]
+        loops = {id(op): group for group in self._groups for _, op in group.ops}
+        for storage in self.lifetimes.storages:
+            place = storage.last
+            if place == len(self.ops) - 1:
+                continue
+            while place and self.ops[place].is_barrier:
+                place -= 1
+            group = loops[id(self.ops[place])]
+            first, last = group.ops[0][0], group.ops[-1][0]
+            is_local = group.loop is None or (first <= storage.first and storage.last <= last)
+            in_body = not body or (body[0] <= storage.first and storage.last <= body[-1])
+            ends[place].append(_End(storage.name, is_local, in_body))
+        return ends
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return the first and last op of every loop over chunks, and of the layers."""
@@ -158,12 +208,12 @@ class Template:
     @cached_property
     def _groups(self) -> list[_Group]:
         groups: list[_Group] = []
-        for op in self.ops:
+        for place, op in enumerate(self.ops):
             last = groups[-1] if groups else None
             if last is None or last.loop != op.loop or last.in_layers != op.in_layers:
                 last = _Group(op.loop, op.in_layers)
                 groups.append(last)
-            last.ops.append(op)
+            last.ops.append((place, op))
         return groups
 
     @cached_property
@@ -199,16 +249,3 @@ class Template:
                 is_barrier=op.is_barrier,
             )
         )
-
-
-def _run(group: _Group, layer: int, sizes: Sizes, of_op: Mapping[int, Mapping[str, int]]) -> Iterator[Step]:
-    ops = [op for op in group.ops if not op.is_barrier]
-    if group.loop is None:
-        for op in ops:
-            yield Step(op, layer, 0, 0, sizes.num_rows(LENGTH), of_op[id(op)])
-        return
-    num_rows = sizes.num_rows(group.loop.rows)
-    chunk_rows = max(1, sizes.chunk_rows(group.loop.rows, group.loop.chunks))
-    for chunk, start in enumerate(range(0, num_rows, chunk_rows)):
-        for op in ops:
-            yield Step(op, layer, chunk, start, min(num_rows, start + chunk_rows), of_op[id(op)])

@@ -146,6 +146,7 @@ def simulate(plan: Plan) -> int:
     overlaps, homes, barriers = _overlaps(plan), _homes(template), _barriers(template)
     valid: set[str] = set(template.inputs)
     overlaps |= {name: [] for name in template.inputs}
+    ended: set[str] = set()
     num_steps = 0
     for step in plan.steps():
         num_steps += 1
@@ -166,4 +167,11 @@ def simulate(plan: Plan) -> int:
         kept = {root(name) for name in barriers.get(id(op), ())}
         if not kept <= valid:
             raise Corrupted(f"the barrier after {op.name} misses {kept - valid}")
+        # What ends here may be overwritten with anything.
+        valid.difference_update(step.ends)
+        ended.update(step.ends)
+    last = len(template.ops) - 1
+    missing = {storage.name for storage in template.lifetimes.storages if storage.last < last} - ended
+    if missing and num_steps:
+        raise Corrupted(f"{missing} never end")
     return num_steps

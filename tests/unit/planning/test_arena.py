@@ -11,7 +11,7 @@ import torch
 
 from idlm.errors import UserError
 from idlm.infer.planning import arena as arena_module
-from idlm.infer.planning.arena import MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena
+from idlm.infer.planning.arena import MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
 from idlm.infer.planning.chunking import plan_forward, trunk_forward
 from idlm.infer.planning.driver import CudaDriver, DriverError
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
@@ -212,6 +212,13 @@ def test_a_missing_package_is_a_driver_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
     with pytest.raises(DriverError, match="cuda-bindings cannot be imported"):
         CudaDriver(torch.device("cuda", 0))
+
+
+def test_views_of_more_elements_than_32_bits_count() -> None:
+    base = torch.empty(12 << 30, dtype=torch.uint8, device="meta")
+    view = view_of(base, 5 << 30, (700_000, 4096), torch.bfloat16)
+    assert view.numel() > 2**31 and view.storage_offset() * 2 == 5 << 30
+    assert view[600_000:].storage_offset() > 2**32
 
 
 def test_every_tensor_of_a_plan_can_be_viewed() -> None:

@@ -33,21 +33,23 @@ def test_a_plan_of_a_random_graph_keeps_what_is_needed(part: int) -> None:
 
 
 def test_the_check_finds_a_lifetime_that_is_one_op_too_short() -> None:
-    """A planted fault: each storage in turn ends, or begins, one op too early or too late."""
+    """A planted fault: each storage in turn ends one op too early, and so may lose its bytes there."""
     num_planted = num_caught = 0
     for seed in range(150):
         template, sizes = random_template(seed)
         right = template.lifetimes
         for index, storage in enumerate(right.storages):
-            if storage.first == storage.last:
+            last = template.ops[storage.last]
+            is_read = any(template.root(name) == storage.name for name in last.reads)
+            if storage.first == storage.last or last.is_barrier or not is_read:
                 continue
             short = dataclasses.replace(storage, last=storage.last - 1)
             storages = (*right.storages[:index], short, *right.storages[index + 1 :])
+            template.__dict__.pop("_ends", None)
             template.__dict__["lifetimes"] = relate(storages, len(template.ops), template.aliases)
             num_planted += 1
             try:
                 simulate(plan_template(template, sizes))
             except Corrupted:
                 num_caught += 1
-    # Most faults are harmless in a small graph: nothing is placed into the gap.
-    assert num_planted > 200 and num_caught > num_planted / 10, (num_planted, num_caught)
+    assert num_planted > 100 and num_caught == num_planted, (num_planted, num_caught)
