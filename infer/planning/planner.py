@@ -8,10 +8,10 @@ bound, and the best one is kept. Offsets are multiples of 512 bytes, and so are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from idlm.infer.planning.lifetimes import Lifetimes
-from idlm.infer.planning.sizes import Sizes
+from idlm.infer.planning.sizes import WANTED, Sizes, ceil_div
 from idlm.infer.planning.template import Step, Template
 
 ALIGNMENT = 512
@@ -34,9 +34,22 @@ class Plan:
     live_bytes: int
     peak_op: int
 
-    def steps(self) -> Iterator[Step]:
-        """Yield the calls of one forward pass, with offsets."""
-        return self.template.steps(self.sizes, self.offsets)
+    def steps(self, wanted: int | None = None) -> Iterator[Step]:
+        """Yield the calls of one forward pass, with offsets.
+
+        `wanted`: the wanted rows of this pass, at most those of the plan. Chunks keep the planned number of
+        rows, so fewer wanted rows run in fewer chunks.
+        """
+        sizes = self.sizes
+        if wanted is not None:
+            assert 0 <= wanted <= sizes.wanted, f"{wanted=}, planned for {sizes.wanted}"
+            chunks = dict(sizes.chunks)
+            for op in self.template.ops:
+                if op.loop is not None and op.loop.rows == WANTED:
+                    chunk_rows = max(1, sizes.chunk_rows(WANTED, op.loop.chunks))
+                    chunks[op.loop.chunks] = max(1, ceil_div(wanted, chunk_rows))
+            sizes = replace(sizes, wanted=wanted, chunks=chunks)
+        return self.template.steps(sizes, self.offsets)
 
 
 def storage_bytes(lifetimes: Lifetimes, sizes: Sizes) -> list[int]:

@@ -159,7 +159,7 @@ class Template:
             num_rows = sizes.num_rows(group.loop.rows)
             chunk_rows = sizes.chunk_rows(group.loop.rows, group.loop.chunks)
         starts = range(0, num_rows, chunk_rows) if chunk_rows else range(0 if group.loop else 1)
-        is_last_layer = not group.in_layers or layer == self.num_layers - 1
+        all_ends, is_last_layer = self._ends, not group.in_layers or layer == self.num_layers - 1
         for chunk, start in enumerate(starts):
             stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
             is_last_chunk = chunk == len(starts) - 1
@@ -167,9 +167,11 @@ class Template:
                 if op.is_barrier:
                     continue
                 ends = tuple(
-                    end.name
-                    for end in self._ends[place]
-                    if (is_last_chunk or end.is_per_chunk) and (is_last_layer or end.is_per_layer)
+                    [
+                        end.name
+                        for end in all_ends[place]
+                        if (is_last_chunk or end.is_per_chunk) and (is_last_layer or end.is_per_layer)
+                    ]
                 )
                 yield Step(op, place, layer, chunk, start, stop, ends, places[place])
 

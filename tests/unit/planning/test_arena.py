@@ -13,7 +13,6 @@ from idlm.errors import UserError
 from idlm.infer.planning import arena as arena_module
 from idlm.infer.planning.arena import MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
 from idlm.infer.planning.chunking import plan_forward, trunk_forward
-from idlm.infer.planning.driver import CudaDriver, DriverError
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
 from tests.unit.planning.shapes import LLADA_8B
 
@@ -206,12 +205,6 @@ def test_an_arena_without_the_driver_is_plain_and_says_so(
     assert "arena=plain is used: cpu is not a CUDA device" in caplog.text
     caplog.clear()
     assert isinstance(open_arena(PLAIN, CPU), PlainArena) and not caplog.text
-
-
-def test_a_missing_package_is_a_driver_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
-    with pytest.raises(DriverError, match="cuda-bindings cannot be imported"):
-        CudaDriver(torch.device("cuda", 0))
 
 
 def test_views_of_more_elements_than_32_bits_count() -> None:

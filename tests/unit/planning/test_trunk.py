@@ -99,6 +99,19 @@ def test_an_executor_can_walk_a_moe_template() -> None:
     assert plan.offsets["hidden"] == plan.offsets["gate_up"]
 
 
+def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:
+    plan = plan_template(
+        trunk_template(LLADA_8B), Sizes(length=500, wanted=300, chunks={"logits": 4, "ffn": 2})
+    )
+    for wanted, rows in ((300, [75] * 4), (160, [54, 54, 52]), (75, [75]), (1, [1]), (0, [])):
+        steps = [step for step in plan.steps(wanted) if step.op.name == "logits"]
+        assert [step.stop - step.start for step in steps] == rows
+        assert all(step.offsets["logits"] == plan.offsets["logits"] for step in steps)
+    assert sum(step.op.name == "down" for step in plan.steps(5)) == 2 * 32
+    with pytest.raises(AssertionError, match="planned for 300"):
+        plan.steps(301)
+
+
 def test_workspaces_and_scratch_are_part_of_the_plan() -> None:
     sizes = Sizes(length=1000, wanted=500, chunks={"ffn": 8, "logits": 100})
     plain = plan_template(trunk_template(LLADA_8B, WHOLE), sizes)
