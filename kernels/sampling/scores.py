@@ -46,13 +46,12 @@ def _plain(probs: PlainProbs, takes_own_X: Tensor) -> Tensor:
 def _weights(probs: Probs, takes_own_X: Tensor) -> tuple[Tensor, Tensor]:
     """Unnormalised probabilities [X, V] relative to the largest, 0 for dropped tokens; their exponents."""
     assert not isinstance(probs, PlainProbs)
-    scale_X = torch.where(takes_own_X, math.log2(math.e), probs.numbers_XF[:, 1])
+    max_X, scale_X, threshold_X, tie_id_X = probs.numbers_XF[:, :4].unbind(1)
+    scale_X = torch.where(takes_own_X, math.log2(math.e), scale_X)
     logits_XV = probs.logits_XV.float()
-    exponents_XV = (logits_XV - probs.max_X[:, None].float()) * scale_X[:, None].float()
+    exponents_XV = (logits_XV - max_X[:, None].float()) * scale_X[:, None].float()
     ids_V = torch.arange(logits_XV.shape[1], device=logits_XV.device)
-    threshold_X1 = probs.threshold_X[:, None].float()
-    is_kept_XV = (logits_XV > threshold_X1) | (
-        (logits_XV == threshold_X1) & (ids_V <= probs.tie_id_X[:, None])
-    )
+    threshold_X1 = threshold_X[:, None].float()
+    is_kept_XV = (logits_XV > threshold_X1) | ((logits_XV == threshold_X1) & (ids_V <= tie_id_X[:, None]))
     is_kept_XV |= takes_own_X[:, None]
     return torch.where(is_kept_XV, exponents_XV.exp2(), 0.0), exponents_XV
