@@ -15,7 +15,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.kernels.block_step import PASSES_BITS
-from idlm.kernels.sampling import plain as philox
+from idlm.kernels.sampling import uniforms
 from tests.margins import DRAW_MARGIN, assert_apart, assert_gap
 
 Logits = Callable[[list[int]], Tensor]
@@ -63,7 +63,7 @@ class SlowCanvas:
         logits_LV = self.logits([self.mask_id if token is None else token for token in canvas]).double()
         assert params.seed is not None
         stream = (torch.tensor([number]) for number in (params.seed, 0, (start << PASSES_BITS) + step))
-        numbers = philox.uniforms(*stream, 2 * size)[0].tolist()
+        numbers = uniforms(*stream, 2 * size)[0].tolist()
         masks = [place for place in range(start, start + size) if canvas[place] is None]
         tokens, scores = {}, {}
         for place in masks:
