@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
 from tests.contracts.engines import assert_idle, build_engine, prompts_of
 from tests.contracts.full.slow_canvas import SlowCanvas
 from tests.margins import NearTie
@@ -53,8 +54,15 @@ def params_of(number: int, seed: int) -> SamplingParams:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     directory = tmp_path_factory.mktemp(request.param)
     save_file(full_reference.random_tensors(request.param), directory / "model.safetensors")
-    config = full_reference.CONFIGS[request.param] | {"stop_token_ids": None, "dtype": "float32"}
+    config = full_reference.CONFIGS[request.param] | {"dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(config))
+    meaning = Semantics(
+        causality="full",
+        logit_shift=request.param == "dream",
+        mask_token_id=MASK_ID,
+        stop_token_ids=STOP_IDS,
+    )
+    meaning.save(directory)
     return request.param, directory
 
 
