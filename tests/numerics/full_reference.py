@@ -147,9 +147,14 @@ def random_tensors(kind: str, *, seed: int = 0, sharpness: float = 3.0) -> Tenso
     return tensors
 
 
-def logits(kind: str, tensors: Tensors, token_ids: list[int]) -> Tensor:
-    """Logits [L, V] of all places of a canvas, each of which sees all others; not shifted."""
-    return {"llada": _llada, "dream": _dream, "llada_moe": _llada_moe}[kind](tensors, torch.tensor(token_ids))
+def logits(kind: str, tensors: Tensors, token_ids: list[int], *, normalises: bool = False) -> Tensor:
+    """Logits [L, V] of all places of a canvas, each of which sees all others; not shifted. `normalises`: the
+    planted mistake of a router that divides its weights by their sum.
+    """
+    ids_L = torch.tensor(token_ids)
+    if kind == "llada_moe":
+        return _llada_moe(tensors, ids_L, normalises)
+    return {"llada": _llada, "dream": _dream}[kind](tensors, ids_L)
 
 
 def _llada(tensors: Tensors, ids_L: Tensor) -> Tensor:
@@ -192,7 +197,7 @@ def _dream(tensors: Tensors, ids_L: Tensor) -> Tensor:
     return _norm(x_LD, tensors["model.norm.weight"], 1e-6) @ tensors["lm_head.weight"].T
 
 
-def _llada_moe(tensors: Tensors, ids_L: Tensor) -> Tensor:
+def _llada_moe(tensors: Tensors, ids_L: Tensor, normalises: bool) -> Tensor:
     x_LD = tensors["model.embed_tokens.weight"][ids_L]
     for number in range(LLADA_MOE["num_hidden_layers"]):
         layer = f"model.layers.{number}."
@@ -207,6 +212,8 @@ def _llada_moe(tensors: Tensors, ids_L: Tensor) -> Tensor:
         normed_LD = _norm(x_LD, tensors[f"{layer}post_attention_layernorm.weight"], 1e-5)
         probs_LE = (normed_LD @ tensors[f"{layer}mlp.gate.weight"].T).softmax(-1)
         weights_LC, experts_LC = probs_LE.topk(LLADA_MOE["num_experts_per_tok"], dim=-1)
+        if normalises:
+            weights_LC = weights_LC / weights_LC.sum(-1, keepdim=True)
         out_LD = torch.zeros_like(x_LD)
         for place in range(len(ids_L)):
             for weight, expert in zip(weights_LC[place], experts_LC[place].tolist(), strict=True):
