@@ -1,5 +1,5 @@
-"""Full diffusion on a CUDA device decides the tokens of the slow decoder, in fp32, with and without graphs; the
-mapped arena grows and shrinks at one address.
+"""Full diffusion on a CUDA device decides the tokens of the slow decoder, in fp32, with and without graphs;
+the mapped arena grows and shrinks at one address.
 """
 
 from __future__ import annotations
