@@ -154,6 +154,8 @@ def max_rows(decoder: Decoder, max_length: int) -> int:
 
 def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:
     """`config` with a request's options, of which it may set the `allowed` ones; see `Decoder.configure`."""
+    if not options:
+        return config
     problems = [
         f"decoder_options.{name} cannot be set by a request of decoder {decoder}{did_you_mean(name, allowed)}"
         for name in options
