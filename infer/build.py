@@ -180,14 +180,20 @@ def _eos_ids(model: LoadedModel, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _max_length(settings: EngineSettings, model: LoadedModel) -> int:
-    context = model.spec.max_positions
+    context, trained = model.spec.max_positions, model.spec.trained_length
+    if trained is not None and settings.max_length is not None and settings.max_length > trained:
+        warnings.warn(
+            f"max_length={settings.max_length} is more than the {trained} tokens that the model was trained "
+            "with: beyond them answers get worse",
+            stacklevel=2,
+        )
     if settings.max_length is not None and settings.max_length > context:
         raise UserError(
             "IDLM-0420",
             f"max_length={settings.max_length} is more than the {context} positions of the model",
             fix=f"give max_length <= {context}",
         )
-    return settings.max_length or context
+    return settings.max_length or trained or context
 
 
 def _page_size(settings: EngineSettings, block_size: int) -> int:

@@ -66,14 +66,13 @@ class EngineParts:
                 f"request {request_id!r}: params={params!r} is not SamplingParams",
                 fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
             )
-        self.decoder.kv_policy.check(params)
-        self.decoder.configure(params.decoder_options)
         _check_vocabulary(request_id, params, vocab_size)
         known = self.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(known, list):
             # Check the length first, because checking millions of ids takes gigabytes.
             self._check_length(request_id, len(known))
         prompt_ids = token_list(request_id, known, vocab_size)
+        self.decoder.check(params, prompt_ids)
         params = params if params.seed is not None else params.with_seed(secrets.randbits(62))
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
         if params.stop and self.tokenizer is None:

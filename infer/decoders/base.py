@@ -18,6 +18,7 @@ from torch import Tensor
 
 from idlm.config import schema
 from idlm.config.suggest import did_you_mean
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.layout import DraftLayout
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan
@@ -84,8 +85,13 @@ class Decoder(ABC):
         """
         return
 
-    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
-        """Reset the state of lanes that get new sequences with these `decoder_options`."""
+    def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Raise UserError for a request that the decoder cannot answer."""
+        self.kv_policy.check(params)
+        self.configure(params.decoder_options)
+
+    def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
+        """Reset the state of lanes that get new sequences."""
         return
 
     def rewind(self, lanes: list[int]) -> None:
@@ -148,6 +154,8 @@ def max_rows(decoder: Decoder, max_length: int) -> int:
 
 def request_config(decoder: str, config: Any, options: Mapping[str, Any], allowed: Sequence[str] = ()) -> Any:
     """`config` with a request's options, of which it may set the `allowed` ones; see `Decoder.configure`."""
+    if not options:
+        return config
     problems = [
         f"decoder_options.{name} cannot be set by a request of decoder {decoder}{did_you_mean(name, allowed)}"
         for name in options

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
 from idlm.infer.decoders.block_config import (
@@ -124,10 +125,10 @@ class BlockDecoder(Decoder):
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self.options = LaneOptions.empty(num_lanes, device)
 
-    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """New sequences have decided nothing."""
         self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
-        configs = [self.configure(given) if given else self.config for given in options]
+        configs = [self.configure(one.decoder_options) for one in params]
         self.options.admit(lanes, configs, block_size=self.shape.size)
 
     def rewind(self, lanes: list[int]) -> None:

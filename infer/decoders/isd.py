@@ -9,12 +9,13 @@ Shapes: B sequences, J = stride - 1 masks, X wanted rows, V vocabulary, Z lanes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, check_causal, plan_rows
 from idlm.infer.decoders.layout import DraftLayout
@@ -119,7 +120,7 @@ class IsdDecoder(Decoder):
         self.drafts_ZJ = torch.zeros(num_lanes, self.num_masks, dtype=torch.int64, device=device)
         self.draft_probs = draft_probs(num_lanes, self.num_masks, vocab_size, dtype=dtype, device=device)
 
-    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """New sequences have no drafts."""
         fill_lanes(lanes, 0, self.draft_buffer_Z)
 

@@ -16,7 +16,17 @@ from idlm.infer.request import Request
 from idlm.infer.state.batch import Schedule, lane_of
 
 Message = dict[str, Any]
-PARAMS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "tau", "decoder_options")
+PARAMS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "logprobs",
+    "tau",
+    "max_tokens",
+    "decoder_options",
+)
 """The sampling settings that a device needs."""
 
 

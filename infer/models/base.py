@@ -68,6 +68,8 @@ class ModelSpec:
     qk_norm: bool
     tie_embeddings: bool
     max_positions: int
+    trained_length: int | None = None
+    """Longer sequences run, with a warning; None: `max_positions`, beyond which nothing runs."""
     rotary_dim: int | None = None
     """Number of leading dimensions of a head that rotate; None: all."""
     moe: MoeSpec | None = None

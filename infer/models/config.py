@@ -7,6 +7,7 @@ older one (`rope_theta` and `rope_scaling`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,16 @@ MAX_HEAD_DIM = 1 << 16
 """A larger value is a mistake, and computing frequencies for it would fill the memory."""
 SCALED_TYPES = ("linear", "llama3", "yarn")
 LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope", "su")
+
+
+UNBOUNDED = 1 << 31
+"""`max_positions` of a model that runs beyond the length it was trained with (`ModelSpec.trained_length`)."""
+
+
+def standard(config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The config of a full-diffusion model under the standard names, which `names` maps to the family's."""
+    renamed = {name: config[own] for name, own in (names or {}).items() if config.get(own) is not None}
+    return {**config, "is_causal": None, **renamed}
 
 
 class ConfigReader:

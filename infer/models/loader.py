@@ -33,7 +33,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-FULL_DIFFUSION = {"LLaDAModelLM": "LLaDA-8B", "LLaDAMoEModelLM": "LLaDA-MoE", "DreamModel": "Dream"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,11 +227,9 @@ def _family(config: dict[str, Any]) -> tuple[str, type[Family]]:
     architectures = config.get("architectures")
     given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     if not isinstance(given, str) or given not in FAMILIES.names():
-        name = FULL_DIFFUSION.get(str(given))
-        what = "" if name is None else f", which is {name}: full diffusion, which no decoder supports yet"
         raise UserError(
             "IDLM-0601",
-            f"config.json says architectures={architectures!r}{what}; known are {', '.join(FAMILIES.names())}"
+            f"config.json says architectures={architectures!r}; known are {', '.join(FAMILIES.names())}"
             f"{did_you_mean(str(given), FAMILIES.names())}",
             fix="use a checkpoint of a known architecture, or add one file to infer/models/families",
         )

@@ -80,7 +80,7 @@ class Worker:
                 steps=[request.num_steps for request in new],
                 computed=[request.num_computed for request in new],
             )
-            parts.decoder.admit(new_lanes, [request.params.decoder_options for request in new])
+            parts.decoder.admit(new_lanes, [request.params for request in new])
         for request, lane in zip(rewound, rewound_lanes, strict=True):
             parts.table.rewind(lane, request.num_computed)
         if rewound:

@@ -20,6 +20,7 @@ from idlm.kernels.sampling.reference import (
     residual_reference,
     verify_reference,
 )
+from idlm.kernels.sampling.scores import row_entropy, row_margin
 from idlm.kernels.sampling.types import DraftProbs, Drafts, LayoutTables, Probs, RowProbs, Tuning, Verdict
 
 __all__ = [
@@ -42,6 +43,8 @@ __all__ = [
     "probs_reference",
     "put",
     "residual_reference",
+    "row_entropy",
+    "row_margin",
     "row_probs",
     "uniforms",
     "verify",

@@ -142,7 +142,7 @@ class Replay:
         self.engine.table.admit(
             lanes, [tokens.tolist() for tokens in DOCUMENTS], params, lanes, ends=[48] * len(lanes)
         )
-        self.engine.decoder.admit(lanes, [{}] * len(lanes))
+        self.engine.decoder.admit(lanes, params)
 
     def run(self, walk: int) -> None:
         """Prompts in chunks, then any layout at any pass, with any number of its drafts accepted."""

@@ -78,7 +78,7 @@ def test_admission_does_not_wait_for_steps_in_progress(tmp_path: Path, decoder: 
     torch.cuda.set_sync_debug_mode("error")
     try:
         engine.table.admit([0, 2], [[1, 2], [3]], [SamplingParams(seed=1)] * 2, [0, 0], ends=[9, 9])
-        engine.decoder.admit([0, 2], [{}, {}])
+        engine.decoder.admit([0, 2], [SamplingParams(seed=1)] * 2)
         engine.table.rewind(2)
         engine.decoder.rewind([2])
     finally:

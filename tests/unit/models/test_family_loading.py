@@ -20,6 +20,7 @@ from idlm.infer.models.dense import weight_targets
 from idlm.infer.models.loader import load_model, make_trunk
 from idlm.infer.models.shards import Shards
 from idlm.semantics import Semantics
+from tests.numerics import full_reference
 from tests.numerics.llada2_reference import CONFIG as LLADA2
 from tests.numerics.llada2_reference import random_tensors
 from tests.unit.models.test_loader import CONFIG as DENSE
@@ -39,6 +40,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "SDARMoeForCausalLM": DENSE | EXPERTS | {"model_type": "sdar_moe"},
     "Fast_dLLM_QwenForCausalLM": DENSE | {"model_type": "Fast_dLLM_Qwen", "bd_size": 8, "mask_token_id": 9},
     "LLaDA2MoeModelLM": LLADA2,
+    "LLaDAModelLM": full_reference.LLADA,
+    "LLaDAMoEModelLM": full_reference.LLADA_MOE,
+    "DreamModel": full_reference.DREAM,
 }
 BLOCKS = Semantics(causality="block", logit_shift=False, block_size=4, mask_token_id=9)
 NEEDS_WORDS = ("SDARForCausalLM", "SDARMoeForCausalLM")
@@ -71,9 +75,6 @@ def test_trap_01_sdar_does_not_load_without_semantics(architecture: str, tmp_pat
 @pytest.mark.parametrize(
     ("architecture", "model_type", "words"),
     [
-        ("LLaDAModelLM", "llada", "LLaDA-8B"),
-        ("LLaDAMoEModelLM", "llada", "LLaDA-MoE"),
-        ("DreamModel", "Dream", "Dream"),
         ("DreamForCausalLM", "Dream", "known are"),
         ("BailingMoeV2ForCausalLM", "llada2_moe", "known are"),
     ],
@@ -81,10 +82,8 @@ def test_trap_01_sdar_does_not_load_without_semantics(architecture: str, tmp_pat
 def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refused(
     architecture: str, model_type: str, words: str, tmp_path: Path
 ) -> None:
-    """LLaDA-8B, LLaDA-MoE and Dream are refused by name: no decoder supports full diffusion."""
     write(tmp_path, "LLaDA2MoeModelLM", architectures=[architecture], model_type=model_type)
-    full = ("full diffusion",) if words != "known are" else ()
-    refused(tmp_path, "IDLM-0601", architecture, words, "LLaDA2MoeModelLM", *full)
+    refused(tmp_path, "IDLM-0601", architecture, words, "LLaDA2MoeModelLM")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +91,8 @@ def test_traps_02_20_and_24_the_architecture_decides_and_unknown_ones_are_refuse
     [
         ("LLaDA2MoeModelLM", "bailing_moe_v2"),
         ("LLaDA2MoeModelLM", "llada"),
+        ("LLaDAModelLM", "llada2_moe"),
+        ("DreamModel", "qwen2"),
         ("Fast_dLLM_QwenForCausalLM", "qwen2"),
         ("SDARMoeForCausalLM", "qwen3_moe"),
         ("Qwen3MoeForCausalLM", "sdar_moe"),
@@ -116,6 +117,9 @@ def test_trap_03_every_family_declares_which_row_predicts_a_token(tmp_path: Path
         "Qwen3MoeForCausalLM": ("causal", True, None),
         "Fast_dLLM_QwenForCausalLM": ("block", True, 8),
         "LLaDA2MoeModelLM": ("block", False, 32),
+        "LLaDAModelLM": ("full", False, None),
+        "LLaDAMoEModelLM": ("full", False, None),
+        "DreamModel": ("full", True, None),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes
@@ -63,7 +64,7 @@ class ToyFull(Decoder):
         self.is_decided_ZL = torch.zeros(num_lanes, max_length, dtype=torch.bool, device=device)
         self.num_passes_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
 
-    def admit(self, lanes: list[int], options: Sequence[Mapping[str, Any]]) -> None:
+    def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """New canvases have no decided tokens."""
         fill_lanes(lanes, 0, self.is_decided_ZL, self.num_passes_Z)
 

@@ -1,0 +1,318 @@
+"""Full diffusion: every pass feeds the whole canvas (prompt, answer, masks), whose rows all see all of
+it, and decides some masks of the active block. Nothing is stored between passes.
+
+LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (arXiv 2508.15487; a row
+predicts the next place, read by an index and not by a copy). A block of the answer is emitted once it is
+clean.
+Departures: the MASK is never predicted; a token is drawn by inversion of a Philox number, in the law of the
+papers' Gumbel noise; `full_orders.py` names those of orders.
+Shapes: B sequences, R rows, W places of the active block, X wanted rows, Y rows of a slice, Z lanes, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
+from idlm.infer.decoders.full_config import (
+    NO_THRESHOLD,
+    REQUEST_OPTIONS,
+    FullConfig,
+    LaneOptions,
+    check,
+    check_canvas,
+    order_name,
+)
+from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, flip_chance
+from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
+from idlm.infer.state.kv_cache import KVWritePolicy
+from idlm.infer.state.sequence_state import SequenceState
+from idlm.infer.state.wanted_rows import WantedRows
+from idlm.kernels.block_step import PASSES_BITS
+from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms
+from idlm.semantics import Semantics
+
+SCORE_BYTES = 24
+"""Bytes for each logit that drawing and scoring allocate at most: three fp64 copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasPlan(StepPlan):
+    """A plan whose wanted row x predicts place `place_X[x]` of the active block of sequence `sequence_X[x]`.
+
+    `is_maskable_BW` (bool): masks that this pass may decide; wanted rows of others mean nothing.
+    `draw_steps_B`: each sequence's step of the random stream.
+    """
+
+    sequence_X: Tensor
+    place_X: Tensor
+    is_maskable_BW: Tensor
+    draw_steps_B: Tensor
+
+
+@DECODERS.register("full")
+class FullDecoder(Decoder):
+    """Per lane: the tokens of the active block, and the passes over it so far."""
+
+    name: ClassVar[str] = "full"
+    Config: ClassVar[type] = FullConfig
+    baseline: ClassVar[Mapping[str, Any] | None] = {"steps": None, "threshold": None}
+    kv_policy = KVWritePolicy(kind="none")
+
+    @classmethod
+    def fits(cls, semantics: Semantics) -> int | None:
+        """Full-diffusion checkpoints."""
+        return 1 if semantics.causality == "full" else None
+
+    def __init__(self, config: FullConfig, semantics: Semantics) -> None:
+        if semantics.causality != "full" or semantics.mask_token_id is None:
+            raise UserError(
+                "IDLM-0450",
+                f"decoder full needs a full-diffusion checkpoint; this one has causality="
+                f"{semantics.causality!r}, mask_token_id={semantics.mask_token_id}",
+                fix="say both in idlm_config.json if the model is one, else use decoder=ar, isd or block",
+            )
+        order = order_name(config, logit_shift=semantics.logit_shift)
+        self._order_name, self._kind = order, ORDERS.get(order, key="decoder.order")
+        check(config, order, self._kind)
+        self.config, self._order = config, self._kind()
+        self._mask_token_id, self._shift = semantics.mask_token_id, int(semantics.logit_shift)
+        self._stop_ids = [*semantics.stop_token_ids]
+        self.modes = (StrideMode(stride=config.block_length or 1, strategy=order),)
+
+    def num_rows(self, mode: int, max_length: int) -> int:
+        """The whole canvas."""
+        return max_length
+
+    def configure(self, options: Mapping[str, Any]) -> FullConfig:
+        """See `Decoder.configure`."""
+        config: FullConfig = request_config(self.name, self.config, options, REQUEST_OPTIONS)
+        if options:
+            try:
+                check(config, self._order_name, self._kind, prefix="decoder_options.")
+            except UserError as error:
+                raise UserError("IDLM-0453", error.message, fix=error.fix) from error
+        return config
+
+    def check(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Beside the options, the canvas: UserError IDLM-0470."""
+        super().check(params, prompt_ids)
+        check_canvas(
+            self.configure(params.decoder_options),
+            num_prompt=len(prompt_ids),
+            max_tokens=params.max_tokens,
+            max_length=self._max_length,
+        )
+        if self._mask_token_id in prompt_ids:
+            raise UserError(
+                "IDLM-0470",
+                f"the prompt contains the mask (token {self._mask_token_id}), which would never be decided",
+                fix="leave it out; a canvas ends in max_tokens masks",
+            )
+
+    def allocate(
+        self, num_lanes: int, max_length: int, vocab_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """An active block per lane."""
+        self._max_length = max_length
+        self._width = min(self.config.block_length or max_length, max_length)
+        shape = (num_lanes, self._width)
+        self._proposal_bytes = SCORE_BYTES * vocab_size
+        self.tokens_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.is_decided_ZW = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.num_passes_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
+        self.options = LaneOptions.empty(num_lanes, device)
+        self._stop_ids_S = to_device(self._stop_ids, device)
+
+    def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
+        """In a new sequence nothing is decided yet."""
+        fill_lanes(lanes, 0, self.is_decided_ZW, self.num_passes_Z)
+        configs = [self.configure(one.decoder_options) for one in params]
+        self.options.admit(lanes, configs, [one.max_tokens for one in params])
+
+    def plan(self, table: SequenceState, batch: Batch) -> CanvasPlan:
+        """The canvas of every sequence that is not complete; the masks of its active block are wanted."""
+        lanes_B, device = batch.lanes_B, table.device
+        ends_B, known_B = table.ends_Z[lanes_B], table.num_known_Z[lanes_B]
+        advances_B = known_B < ends_B
+        samples_B = batch.samples_B & advances_B
+        cu_rows_B1 = torch.nn.functional.pad((ends_B * samples_B).cumsum(0), (1, 0))
+        num_rows = max(1, int(cu_rows_B1[-1])) if batch.num_rows is None else batch.num_rows
+        rows_R = torch.arange(num_rows, device=device)
+        is_fed_R = rows_R < cu_rows_B1[-1]
+        sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
+        slots_R = torch.where(is_fed_R, rows_R - cu_rows_B1[sequence_R], 0)
+        lane_R, place_R = lanes_B[sequence_R], slots_R - known_B[sequence_R]
+        is_known_R, in_block_R = place_R < 0, place_R < self._width
+        place_R = place_R.clamp(0, self._width - 1)
+        is_decided_R = in_block_R & self.is_decided_ZW[lane_R, place_R]
+        decided_R = torch.where(is_decided_R, self.tokens_ZW[lane_R, place_R], self._mask_token_id)
+        limits_R = torch.where(is_fed_R, ends_B[sequence_R], 1)
+        is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=batch.max_rows)
+        sequence_X, place_X = _places(is_maskable_BW, is_exact=batch.num_rows is None)
+        wanted_X = cu_rows_B1[sequence_X] + known_B[sequence_X] + place_X - self._shift
+        return CanvasPlan(
+            lanes_B=lanes_B,
+            cu_rows_B1=cu_rows_B1,
+            sequence_R=sequence_R,
+            token_ids_R=torch.where(is_known_R, table.tokens_ZL[lane_R, slots_R], decided_R),
+            positions_R=slots_R,
+            slots_R=slots_R,
+            limits_R=limits_R,
+            branch_starts_R=limits_R,
+            is_mask_R=is_fed_R & ~is_known_R & ~is_decided_R,
+            logit_rows_X=wanted_X.clamp(0, num_rows - 1),
+            first_logit_B=torch.zeros_like(known_B),
+            num_feed_B=batch.num_feed_B,
+            samples_B=samples_B,
+            advances_B=advances_B,
+            max_rows=batch.max_rows,
+            max_slots=batch.max_rows,
+            sequence_X=sequence_X,
+            place_X=place_X,
+            is_maskable_BW=is_maskable_BW,
+            # By block and pass, so that a block begun anew draws the same.
+            draw_steps_B=(known_B << PASSES_BITS) + self.num_passes_Z[lanes_B],
+        )
+
+    def _maskable(
+        self, known_B: Tensor, ends_B: Tensor, lanes_B: Tensor, samples_B: Tensor, *, width: int
+    ) -> Tensor:
+        """Masks of the active block, which begins after the known tokens, bool [B, W]."""
+        width = min(width, self._width)
+        place_W = torch.arange(width, device=known_B.device)
+        is_maskable_BW = place_W < self._sizes(known_B, ends_B)[:, None]
+        return is_maskable_BW & samples_B[:, None] & ~self.is_decided_ZW[lanes_B, :width]
+
+    def _sizes(self, known_B: Tensor, ends_B: Tensor) -> Tensor:
+        """Places of the active block [B], at least 1. Whole blocks remain after the known tokens."""
+        left_B = (ends_B - known_B).clamp(min=1)
+        return left_B if self.config.block_length is None else (left_B - 1) % self.config.block_length + 1
+
+    def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
+        """Decide masks by the order; emit the blocks that are clean."""
+        assert isinstance(plan, CanvasPlan), f"{type(plan)=}"
+        lanes_B, is_maskable_BW = plan.lanes_B, plan.is_maskable_BW
+        num_places, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
+        uniforms_BW2 = uniforms(
+            table.seeds_Z,
+            table.samples_Z,
+            plan.draw_steps_B,
+            2 * width,
+            lanes_B=lanes_B,
+            steps_by_lane=False,
+        ).view(-1, width, 2)
+        ids_X, scores_X, bad_X = self._propose(table, batch, plan, wanted, uniforms_BW2[:, :, 0])
+        flat_X = plan.sequence_X * width + plan.place_X
+
+        def by_place(values_X: Tensor) -> Tensor:
+            """Values by place [B, W], 0 where there is no wanted row."""
+            return values_X.new_zeros(num_places).scatter_(0, flat_X, values_X).view(-1, width)
+
+        ids_BW, scores_BW = by_place(ids_X), by_place(scores_X)
+        is_bad_BW = (by_place(bad_X) > 0) & is_maskable_BW
+        chosen_BW = self._choose(table, plan, scores_BW, uniforms_BW2[:, :, 1])
+        decided_BW = self.is_decided_ZW[lanes_B, :width] | chosen_BW
+        tokens_BW = torch.where(chosen_BW, ids_BW, self.tokens_ZW[lanes_B, :width])
+        is_clean_B = plan.samples_B & ~(is_maskable_BW & ~chosen_BW).any(-1)
+        self.tokens_ZW[lanes_B, :width] = tokens_BW
+        self.is_decided_ZW[lanes_B, :width] = decided_BW & ~is_clean_B[:, None]
+        num_passes_B = self.num_passes_Z[lanes_B] + plan.samples_B.long()
+        self.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
+        sizes_B = self._sizes(table.num_known_Z[lanes_B], table.ends_Z[lanes_B])
+        num_emitted_B = torch.where(is_clean_B, sizes_B, 0)
+        none_B = torch.zeros_like(num_emitted_B)
+        table.commit(lanes_B, tokens_BW, num_emitted_B, none_B)
+        return StepOutcome(
+            token_ids_BJ=tokens_BW,
+            num_emitted_B=num_emitted_B,
+            num_accepted_B=none_B,
+            num_tested_B=none_B,
+            nonfinite_B=is_bad_BW.any(-1).long(),
+        )
+
+    def _propose(
+        self, table: SequenceState, batch: Batch, plan: CanvasPlan, wanted: WantedRows, uniforms_BW: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Of every wanted row a token, its score, and whether its logits are not finite; the head streams."""
+        uniforms_X = uniforms_BW[plan.sequence_X, plan.place_X]
+        lane_X = plan.lanes_B[plan.sequence_X]
+
+        def propose(logits_YV: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            lane_Y = lane_X[rows]
+            temperature_Y = table.temperature_Z[lane_Y]
+            if self.config.forbid_eos:
+                lowest = torch.finfo(logits_YV.dtype).min
+                logits_YV = logits_YV.index_fill(1, self._stop_ids_S, lowest)
+            probs = row_probs(
+                logits_YV,
+                temperature_Y,
+                table.top_k_Z[lane_Y],
+                table.top_p_Z[lane_Y],
+                table.min_p_Z[lane_Y],
+                filters=batch.filters,
+                forbidden_id=self._mask_token_id,
+                own=True,
+            )
+            ids_Y, confidence_Y = judged_draws(
+                probs, uniforms_X[rows].contiguous(), temperature_Y, always_own=self._kind.always_own
+            )
+            rows_Y1 = torch.arange(len(ids_Y), device=ids_Y.device)[:, None]
+            scores_Y = confidence_Y
+            if not self._kind.is_random:
+                drawn = Drawn(probs=probs, confidence_Y=confidence_Y, is_greedy_Y=temperature_Y == 0)
+                scores_Y = self._order.score(drawn)
+            if self.config.defer_eos:
+                scores_Y = scores_Y.masked_fill(torch.isin(ids_Y, self._stop_ids_S), -torch.inf)
+            return ids_Y, scores_Y, nonfinite(probs, rows_Y1)
+
+        return wanted.proposals(propose, row_bytes=self._proposal_bytes)
+
+    def _choose(
+        self, table: SequenceState, plan: CanvasPlan, scores_BW: Tensor, uniforms_BW: Tensor
+    ) -> Tensor:
+        """The masks that this pass decides, bool [B, W]. `uniforms_BW`: a second number of each place."""
+        lanes_B, is_maskable_BW, options = plan.lanes_B, plan.is_maskable_BW, self.options
+        known_B, ends_B = table.num_known_Z[lanes_B], table.ends_Z[lanes_B]
+        size_B = self._sizes(known_B, ends_B)
+        quota = Quota(
+            pass_B=self.num_passes_Z[lanes_B],
+            num_passes_B=options.passes_Z[lanes_B],
+            size_B=size_B,
+            num_masks_B=is_maskable_BW.sum(-1),
+        )
+        quota_B = self._order.quota(quota)
+        if self._kind.is_random:
+            scores_BW = uniforms_BW
+        if self._order_name == "origin":
+            is_maskable_BW = is_maskable_BW & (uniforms_BW < flip_chance(quota)[:, None])
+        order_temperature_B1 = options.order_temperature_Z[lanes_B, None]
+        gumbel_BW = -(-uniforms_BW.log()).log()
+        noised_BW = scores_BW / order_temperature_B1 + gumbel_BW
+        keys_BW = torch.where(order_temperature_B1 > 0, noised_BW, scores_BW)
+        threshold_B1 = options.threshold_Z[lanes_B, None]
+        has_threshold_B = threshold_B1[:, 0] < NO_THRESHOLD
+        quota_B = torch.where(has_threshold_B, 1, quota_B)
+        return choose(keys_BW, is_maskable_BW, quota_B) | (is_maskable_BW & (scores_BW > threshold_B1))
+
+
+def _places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
+    """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
+    for, or (a static shape) all places. At least one row.
+    """
+    if is_exact:
+        sequence_X, place_X = is_maskable_BW.nonzero(as_tuple=True)
+        if len(place_X):
+            return sequence_X, place_X
+        is_maskable_BW = is_maskable_BW[:1, :1]
+    num_sequences, width = is_maskable_BW.shape
+    flat_X = torch.arange(num_sequences * width, device=is_maskable_BW.device)
+    return flat_X // width, flat_X % width

@@ -1,0 +1,148 @@
+"""Options of decoder `full`: their meaning, their checks, and which of them a request may set.
+
+Shapes: Z lanes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.errors import UserError
+from idlm.infer.decoders.full_orders import ORDERS, Order
+from idlm.infer.state.batch import to_device
+
+REQUEST_OPTIONS = ("steps", "threshold", "order_temperature")
+NO_THRESHOLD = 2.0
+"""No probability exceeds this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullConfig:
+    """`order`: which masks a pass decides; None: entropy for a checkpoint with shifted logits (Dream), else
+    low_confidence (LLaDA). `block_length`: the answer is decided in blocks of so many places, left to right,
+    while every row sees the whole canvas; None: all at once. `steps`: passes for the whole answer; None: one
+    for each token. `threshold`: decide every mask whose score is above it, and at least one, in place of the
+    quota of `steps` (Fast-dLLM, arXiv 2505.22618). `order_temperature`: places are drawn with probability
+    proportional to exp(score / order_temperature) (Dream's `alg_temp`); 0: the largest scores.
+
+    `defer_eos`: stop tokens count as the least confident, so that they do not fill the end of a canvas that
+    is decided at once. `forbid_eos`: no stop token is drawn. Requests may set `steps`, `threshold` and
+    `order_temperature`.
+    """
+
+    order: str | None = None
+    block_length: int | None = None
+    steps: int | None = None
+    threshold: float | None = None
+    order_temperature: float = 0.0
+    defer_eos: bool = False
+    forbid_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneOptions:
+    """Options that may differ between requests: `passes_Z` int64, of each block; the others fp64."""
+
+    passes_Z: Tensor
+    threshold_Z: Tensor
+    order_temperature_Z: Tensor
+
+    @classmethod
+    def empty(cls, num_lanes: int, device: torch.device) -> LaneOptions:
+        """Those of lanes without a request."""
+
+        def zeros() -> Tensor:
+            return torch.zeros(num_lanes, dtype=torch.float64, device=device)
+
+        return cls(
+            passes_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
+            threshold_Z=zeros(),
+            order_temperature_Z=zeros(),
+        )
+
+    def admit(self, lanes: list[int], configs: Sequence[FullConfig], lengths: Sequence[int]) -> None:
+        """Set each lane's options. `lengths`: tokens of the whole answers."""
+        lanes_B = to_device(lanes, self.passes_Z.device)
+        thresholds = [NO_THRESHOLD if config.threshold is None else config.threshold for config in configs]
+        passes = [passes_per_block(config, length) for config, length in zip(configs, lengths, strict=True)]
+        for column_Z, values in (
+            (self.passes_Z, passes),
+            (self.threshold_Z, thresholds),
+            (self.order_temperature_Z, [config.order_temperature for config in configs]),
+        ):
+            column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
+
+
+def passes_per_block(config: FullConfig, max_tokens: int) -> int:
+    """Passes over each block of an answer: its share of `steps`, or one for each token."""
+    size = config.block_length or max_tokens
+    return size if config.steps is None else max(1, config.steps * size // max_tokens)
+
+
+def order_name(config: FullConfig, *, logit_shift: bool) -> str:
+    """The order by name; the default depends on the family."""
+    return config.order or ("entropy" if logit_shift else "low_confidence")
+
+
+def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "decoder.") -> None:
+    """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
+    problems, threshold = [], config.threshold
+    for name, value in (("block_length", config.block_length), ("steps", config.steps)):
+        if value is not None and value < 1:
+            problems.append(f"{prefix}{name}={value} is below 1")
+    if threshold is not None and not 0 <= threshold <= 1:
+        problems.append(f"{prefix}threshold={threshold} is not in [0, 1]")
+    if threshold is not None and not kind.has_threshold:
+        known = [name for name in ORDERS.names() if ORDERS.get(name).has_threshold]
+        problems.append(
+            f"{prefix}threshold={threshold}: scores of order {order} are no probabilities; use {known}"
+        )
+    if not config.order_temperature >= 0:
+        problems.append(f"{prefix}order_temperature={config.order_temperature} is below 0")
+    if config.order_temperature > 0 and kind.is_random:
+        problems.append(
+            f"{prefix}order_temperature={config.order_temperature}: order {order} is random already"
+        )
+    if config.defer_eos and config.forbid_eos:
+        problems.append("decoder.defer_eos and decoder.forbid_eos: there is no stop token to defer")
+    if problems:
+        raise UserError("IDLM-0451", "; ".join(problems), fix="change or leave out the options named")
+    if threshold is not None and config.steps is not None:
+        warnings.warn(
+            f"{prefix}steps={config.steps} does nothing beside {prefix}threshold={threshold}",
+            stacklevel=4,
+        )
+
+
+def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_length: int) -> None:
+    """UserError IDLM-0470 for an answer that the options cannot divide, or that has no room."""
+    if num_prompt + max_tokens > max_length:
+        raise UserError(
+            "IDLM-0470",
+            f"the canvas of {num_prompt} prompt tokens and max_tokens={max_tokens} is longer than "
+            f"max_length={max_length}",
+            fix=f"use max_tokens={max(1, max_length - num_prompt)}, or a larger max_length",
+        )
+    size = config.block_length or max_tokens
+    if max_tokens % size:
+        lower, upper = max_tokens // size * size, (max_tokens // size + 1) * size
+        near = f"{lower} or {upper}" if lower else str(upper)
+        raise UserError(
+            "IDLM-0470",
+            f"max_tokens={max_tokens} is not a multiple of block_length={size}",
+            fix=f"use max_tokens={near}, or another decoder.block_length",
+        )
+    num_blocks = max_tokens // size
+    if config.steps is not None and config.threshold is None and config.steps % num_blocks:
+        near_steps = max(1, round(config.steps / num_blocks)) * num_blocks
+        raise UserError(
+            "IDLM-0470",
+            f"steps={config.steps} cannot be divided among the {num_blocks} blocks of max_tokens="
+            f"{max_tokens}",
+            fix=f"use decoder.steps={near_steps}",
+        )

@@ -1,0 +1,1 @@
+"""Planned memory of one forward pass: `trunk` registers it, `chunking` plans it, `arena` holds it."""

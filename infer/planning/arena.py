@@ -1,0 +1,222 @@
+"""The workspace of a plan: one range of bytes that grows and shrinks between requests.
+
+`PlainArena` is one torch tensor. `MappedArena` reserves addresses once and maps physical pages into them up
+to the planned peak (Mosaic, section 4.5), so that addresses stay. Contents do not survive `resize`.
+
+Departure from the paper: it maps extents of up to 256 MiB, as a call per page costs time; the last extent
+is replaced by a smaller one when the arena shrinks, so that no more than the plan stays mapped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from idlm.errors import UserError
+from idlm.infer.planning.driver import CudaDriver, Driver, DriverError
+from idlm.infer.planning.planner import ALIGNMENT
+from idlm.infer.planning.sizes import ceil_div
+from idlm.log import get_logger
+
+MAX_EXTENT_BYTES = 256 << 20
+PLAIN, MAPPED = "plain", "mapped"
+SHRINK_BELOW = 0.5
+"""A plain arena shrinks when less than this share of it is needed."""
+
+log = get_logger(__name__)
+
+
+class Arena(Protocol):
+    """A workspace on one device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the arena holds."""
+        ...
+
+    def resize(self, num_bytes: int) -> None:
+        """Hold at least `num_bytes` bytes; views taken before are invalid.
+
+        Raises UserError IDLM-0466 if the device has too little memory; the arena then keeps its old size.
+        """
+        ...
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the bytes from `offset` on as a contiguous tensor."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back; safe to call twice."""
+        ...
+
+
+def open_arena(kind: str, device: torch.device) -> Arena:
+    """Return an empty arena of a kind; MAPPED falls back to PLAIN, and logs it, where it cannot work."""
+    assert kind in (PLAIN, MAPPED), kind
+    if kind == MAPPED:
+        try:
+            driver = CudaDriver(device)
+            return MappedArena(driver, torch.cuda.get_device_properties(device).total_memory)
+        except DriverError as error:
+            log.warning("arena=mapped is not available, arena=plain is used: %s", error)
+    return PlainArena(device)
+
+
+def view_of(base: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return bytes of a uint8 tensor as a contiguous tensor of `shape` and `dtype`."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    assert offset % ALIGNMENT == 0, f"{offset=}"
+    assert min(shape, default=0) >= 0 and 0 <= offset <= offset + num_bytes <= base.numel(), (
+        f"{tuple(shape)} of {dtype} at {offset} is outside of {base.numel()} bytes"
+    )
+    return base[offset : offset + num_bytes].view(dtype).view(tuple(shape))
+
+
+def _refused(num_bytes: int, current: int, reason: str) -> UserError:
+    return UserError(
+        "IDLM-0466",
+        f"the workspace cannot grow from {current} to {num_bytes} bytes: {reason}",
+        fix="use a shorter canvas, or free memory on the device",
+    )
+
+
+class PlainArena:
+    """One uint8 tensor of torch's allocator, which shrinks when less than half of it is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = self._allocate(0)
+        self._is_closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the arena holds."""
+        return self._base.numel()
+
+    def resize(self, num_bytes: int) -> None:
+        """Hold at least `num_bytes` bytes; see `Arena`."""
+        assert num_bytes >= 0 and not self._is_closed
+        num_bytes = ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT
+        current = self.num_bytes
+        if SHRINK_BELOW * current <= num_bytes <= current:
+            return
+        # The old tensor goes first: both at once would need up to twice the memory.
+        self._base = self._allocate(0)
+        self._free_cached()
+        try:
+            self._base = self._allocate(num_bytes)
+        except RuntimeError as error:
+            if self._device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._base = self._allocate(current)
+            raise _refused(num_bytes, current, "the device is out of memory") from error
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the bytes from `offset` on as a contiguous tensor."""
+        return view_of(self._base, offset, shape, dtype)
+
+    def close(self) -> None:
+        """Give the tensor back to torch."""
+        self._base, self._is_closed = self._allocate(0), True
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _free_cached(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class MappedArena:
+    """Pages mapped into `reserved_bytes` addresses; `num_bytes` of them, from the start, hold memory."""
+
+    def __init__(
+        self, driver: Driver, reserved_bytes: int, *, max_extent_bytes: int = MAX_EXTENT_BYTES
+    ) -> None:
+        self._driver = driver
+        self._max_extent = max(1, max_extent_bytes // driver.granularity) * driver.granularity
+        self.reserved_bytes = self._round_up(reserved_bytes)
+        self.address = driver.reserve(self.reserved_bytes)
+        self.num_bytes = 0
+        self._extents: list[tuple[int, int]] = []
+        self._base: Tensor | None = None
+        self._is_closed = False
+
+    def resize(self, num_bytes: int) -> None:
+        """Map exactly `num_bytes` bytes, rounded up to pages; see `Arena`.
+
+        A mapping that fails midway is undone. Shrinking replaces the last extent by a smaller one; if the
+        driver refuses that, the arena ends before this extent.
+        """
+        assert num_bytes >= 0 and not self._is_closed
+        wanted = self._round_up(num_bytes)
+        if wanted == self.num_bytes:
+            return
+        if wanted > self.reserved_bytes:
+            raise _refused(wanted, self.num_bytes, f"the device has {self.reserved_bytes} bytes in all")
+        self._base = None
+        self._driver.synchronize()
+        while self.num_bytes > wanted:
+            self._pop()
+        if self.num_bytes < wanted:
+            self._grow(wanted)
+        if self.num_bytes:
+            self._base = self._driver.tensor(self.address, self.num_bytes)
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the bytes from `offset` on as a contiguous tensor."""
+        assert self._base is not None, "the arena is empty"
+        return view_of(self._base, offset, shape, dtype)
+
+    def close(self) -> None:
+        """Unmap and release all pages, and give the addresses back; safe to call twice."""
+        if not self._is_closed:
+            self.resize(0)
+            self._driver.unreserve(self.address, self.reserved_bytes)
+            self._is_closed = True
+
+    def _grow(self, wanted: int) -> None:
+        """Map pages up to `wanted` bytes, or keep what is mapped and raise UserError IDLM-0466."""
+        before = self.num_bytes
+        self._driver.before_mapping()
+        try:
+            while self.num_bytes < wanted:
+                self._push(min(self._max_extent, wanted - self.num_bytes))
+        except DriverError as error:
+            while self.num_bytes > before:
+                self._pop()
+            if self.num_bytes:
+                self._base = self._driver.tensor(self.address, self.num_bytes)
+            raise _refused(wanted, before, str(error)) from error
+
+    def _push(self, num_bytes: int) -> None:
+        """Map one more extent after the last one; on failure, nothing of it stays."""
+        address = self.address + self.num_bytes
+        handle = self._driver.create(num_bytes)
+        try:
+            self._driver.map(address, num_bytes, handle)
+        except DriverError:
+            self._driver.release(handle)
+            raise
+        try:
+            self._driver.set_access(address, num_bytes)
+        except DriverError:
+            self._driver.unmap(address, num_bytes)
+            self._driver.release(handle)
+            raise
+        self._extents.append((handle, num_bytes))
+        self.num_bytes += num_bytes
+
+    def _pop(self) -> None:
+        """Unmap and release the last extent."""
+        handle, num_bytes = self._extents.pop()
+        self.num_bytes -= num_bytes
+        self._driver.unmap(self.address + self.num_bytes, num_bytes)
+        self._driver.release(handle)
+
+    def _round_up(self, num_bytes: int) -> int:
+        return ceil_div(num_bytes, self._driver.granularity) * self._driver.granularity

@@ -1,0 +1,109 @@
+"""Lifetimes of a template: the first and last op of every storage, counted over the ops as registered.
+
+A storage is a tensor with its aliases. Two storages conflict when an op exists at which both are alive.
+None of this depends on sizes, so a template computes it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from idlm.infer.planning.graph import Graph
+from idlm.infer.planning.sizes import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One range of the workspace: a tensor, the sizes of all its views, and its first and last op."""
+
+    name: str
+    sizes: tuple[Size, ...]
+    first: int
+    last: int
+
+    @property
+    def chunks(self) -> str | None:
+        """The chunk count that divides the storage."""
+        return next((size.chunks for size in self.sizes if size.chunks is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """`alive` lists the storages at each op, `conflicts` those that overlap in time with each storage."""
+
+    storages: tuple[Storage, ...]
+    alive: tuple[tuple[int, ...], ...]
+    conflicts: tuple[tuple[int, ...], ...]
+    index_of: dict[str, int]
+
+
+def find_lifetimes(graph: Graph) -> Lifetimes:
+    """Return the lifetimes of a finished graph."""
+    used = _uses(graph)
+    storages = []
+    for name, places in used.items():
+        first, last = places[0], places[-1]
+        views = [size for view, size in graph.tensors.items() if graph.root(view) == name]
+        for start, stop in graph.ranges:
+            touched = any(start <= place <= stop for place in places)
+            # Used both inside and outside of the loop: every iteration must leave it in place.
+            if touched and (places[0] < start or places[-1] > stop):
+                first, last = min(first, start), max(last, stop)
+        storages.append(Storage(name, tuple(dict.fromkeys(views)), first, last))
+    _check_chunks(graph, used, storages)
+    return relate(storages, len(graph.ops), graph.aliases)
+
+
+def relate(storages: Sequence[Storage], num_ops: int, aliases: Mapping[str, str]) -> Lifetimes:
+    """Return which storages are alive at each op and which conflict."""
+    index_of = {storage.name: index for index, storage in enumerate(storages)}
+    index_of |= {alias: index_of[root] for alias, root in aliases.items()}
+    return Lifetimes(
+        storages=tuple(storages),
+        alive=tuple(
+            tuple(index for index, storage in enumerate(storages) if storage.first <= place <= storage.last)
+            for place in range(num_ops)
+        ),
+        conflicts=tuple(
+            tuple(
+                index
+                for index, other in enumerate(storages)
+                if other is not one and other.first <= one.last and one.first <= other.last
+            )
+            for one in storages
+        ),
+        index_of=index_of,
+    )
+
+
+def _uses(graph: Graph) -> dict[str, list[int]]:
+    """Places of the ops that use each storage, in order; the first use must be a write."""
+    used: dict[str, list[int]] = {graph.root(name): [] for name in graph.tensors}
+    for place, op in enumerate(graph.ops):
+        written = {graph.root(name) for name in op.writes}
+        for name in dict.fromkeys(graph.root(name) for name in (*op.reads, *op.writes)):
+            if name in graph.inputs:
+                continue
+            reads = [read for read in op.reads if graph.root(read) == name]
+            is_written = used[name] or (name in written and not reads)
+            assert is_written, f"{graph.name}: {op.name} reads {name} before anything writes it"
+            used[name].append(place)
+    unused = [name for name, places in used.items() if not places]
+    assert not unused, f"{graph.name}: no op uses {unused}"
+    return used
+
+
+def _check_chunks(graph: Graph, used: dict[str, list[int]], storages: list[Storage]) -> None:
+    """A tensor of chunk size must be used in one loop only, which has the same chunk count and rows."""
+    for storage in storages:
+        for size in storage.sizes:
+            if size.chunks is None:
+                continue
+            loops = {graph.ops[place].loop for place in used[storage.name]}
+            loop = next(iter(loops))
+            is_inside = len(loops) == 1 and loop is not None
+            assert is_inside, f"{graph.name}: {storage.name} has chunk size and is used outside of its loop"
+            assert loop is not None and (loop.chunks, loop.rows) == (size.chunks, size.rows), (
+                f"{graph.name}: {storage.name} has chunks of {size}, and its loop is {loop}"
+            )

@@ -1,0 +1,253 @@
+"""The registrar: one forward pass as a list of named ops and tensors of symbolic size.
+
+Mosaic (section 4.3) registers the graph instead of capturing it, so that no graph break hides a lifetime. A
+template is also the program of the executor: `steps` yields the ops in the order in which they run. Ops
+carry names only; the executor maps names to functions.
+
+Departures from the paper: loops are objects that ops refer to, so lifetimes over a loop follow from reads and
+writes, and barriers are needed only for results and for baselines; the layers are registered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from idlm.infer.planning.graph import Graph, Loop, Op
+from idlm.infer.planning.lifetimes import Lifetimes, find_lifetimes
+from idlm.infer.planning.sizes import LENGTH, Size, Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of an op: rows `start` to `stop` of its loop (of the pass, outside loops).
+
+    `place` is the op's place in `template.ops`. `layer` is 0 outside the layers; `op.in_layers` tells. `ends`
+    names the tensors (not their aliases) whose bytes nothing needs after this call. `offsets` has the byte
+    offset of every tensor of the op; it is empty without a plan. A tensor with a chunk count starts at its
+    offset in each chunk; a tensor of all rows keeps row r at offset + r * row bytes.
+    """
+
+    op: Op
+    place: int
+    layer: int
+    chunk: int
+    start: int
+    stop: int
+    ends: tuple[str, ...]
+    offsets: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Consecutive ops that run together, with their places: one loop, or the ops between loops."""
+
+    loop: Loop | None
+    in_layers: bool
+    ops: list[tuple[int, Op]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A tensor that ends after an op: in every chunk and layer, or in the last ones only."""
+
+    name: str
+    is_per_chunk: bool
+    is_per_layer: bool
+
+
+class Template:
+    """The ops and tensors of one forward pass: a prologue, layers that are registered once, an epilogue.
+
+    A tensor that is used inside one iteration of a loop exists once, at chunk size. A tensor that is also
+    used outside the loop keeps its place for the whole loop: a slice of rows that one iteration writes must
+    survive the others. The same holds for the layers, which are a loop too. Registration ends with the first
+    question about lifetimes or steps; a mistake in a template is an AssertionError.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_layers = 1
+        self.ops: list[Op] = []
+        self.tensors: dict[str, Size] = {}
+        self.aliases: dict[str, str] = {}
+        self.inputs: set[str] = set()
+        self._in_layers = self._has_layers = self._is_finished = False
+        self._closed: set[str] = set()
+
+    def add_input(self, *names: str) -> None:
+        """Register tensors outside the workspace, which the executor provides: token ids, wanted rows."""
+        for name in names:
+            self._check_new(name)
+            self.inputs.add(name)
+
+    def add_tensor(self, name: str, size: Size) -> None:
+        """Register a tensor of the workspace."""
+        self._check_new(name)
+        self.tensors[name] = size
+
+    def add_alias(self, name: str, target: str, size: Size | None = None) -> None:
+        """Register `name` as a second view that starts where `target` starts; without `size`, as large.
+
+        Both live from the first use of either to the last use of either.
+        """
+        self._check_new(name)
+        assert target in self.tensors, f"{self.name}: {name} is an alias of unknown {target}"
+        self.tensors[name] = size or self.tensors[target]
+        self.aliases[name] = self.root(target)
+
+    def add_op(
+        self, name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), *, chunks: Loop | None = None
+    ) -> None:
+        """Register the next op. Consecutive ops with the same `chunks` are the body of that loop."""
+        self._add(Op(name=name, reads=tuple(reads), writes=tuple(writes), loop=chunks))
+
+    def add_barrier(self, *names: str, chunks: Loop | None = None) -> None:
+        """Keep the tensors alive at least until here."""
+        self._add(Op(name="barrier", reads=names, loop=chunks, is_barrier=True))
+
+    @contextmanager
+    def layers(self, num_layers: int) -> Iterator[None]:
+        """Register the ops inside as the body that runs `num_layers` times."""
+        assert num_layers > 0 and not self._has_layers, f"{self.name}: {num_layers=}, or layers twice"
+        self.num_layers, self._in_layers, self._has_layers = num_layers, True, True
+        yield
+        self._in_layers = False
+
+    def root(self, name: str) -> str:
+        """Return the tensor that `name` is an alias of, or `name`."""
+        return self.aliases.get(name, name)
+
+    @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """Storages of the workspace with the first and last op of each; they do not depend on sizes."""
+        assert not self._in_layers, f"{self.name}: inside of layers()"
+        self._is_finished = True
+        return find_lifetimes(
+            Graph(
+                name=self.name,
+                ops=tuple(self.ops),
+                tensors=self.tensors,
+                aliases=self.aliases,
+                inputs=frozenset(self.inputs),
+                ranges=tuple(self._ranges()),
+            )
+        )
+
+    def steps(self, sizes: Sizes, offsets: Mapping[str, int] | None = None) -> Iterator[Step]:
+        """Yield the calls of one forward pass in order; `offsets` are those of a plan for `sizes`."""
+        known = offsets or {}
+        places = [{name: known[name] for name in (*op.reads, *op.writes) if name in known} for op in self.ops]
+        first, last = self._layer_groups
+        groups = self._groups
+        for group in groups[:first]:
+            yield from self._run(group, 0, sizes, places)
+        for layer in range(self.num_layers):
+            for group in groups[first:last]:
+                yield from self._run(group, layer, sizes, places)
+        for group in groups[last:]:
+            yield from self._run(group, 0, sizes, places)
+
+    def _run(
+        self, group: _Group, layer: int, sizes: Sizes, places: Sequence[Mapping[str, int]]
+    ) -> Iterator[Step]:
+        """Yield the calls of one group in one layer."""
+        num_rows, chunk_rows = sizes.num_rows(LENGTH), 0
+        if group.loop is not None:
+            num_rows = sizes.num_rows(group.loop.rows)
+            chunk_rows = sizes.chunk_rows(group.loop.rows, group.loop.chunks)
+        starts = range(0, num_rows, chunk_rows) if chunk_rows else range(0 if group.loop else 1)
+        all_ends, is_last_layer = self._ends, not group.in_layers or layer == self.num_layers - 1
+        for chunk, start in enumerate(starts):
+            stop = min(num_rows, start + chunk_rows) if chunk_rows else num_rows
+            is_last_chunk = chunk == len(starts) - 1
+            for place, op in group.ops:
+                if op.is_barrier:
+                    continue
+                ends = tuple(
+                    [
+                        end.name
+                        for end in all_ends[place]
+                        if (is_last_chunk or end.is_per_chunk) and (is_last_layer or end.is_per_layer)
+                    ]
+                )
+                yield Step(op, place, layer, chunk, start, stop, ends, places[place])
+
+    @cached_property
+    def _ends(self) -> list[list[_End]]:
+        """Tensors that end after each op. Those that live to the last op are results and never end."""
+        ends: list[list[_End]] = [[] for _ in self.ops]
+        body = [place for place, op in enumerate(self.ops) if op.in_layers]
+        loops = {id(op): group for group in self._groups for _, op in group.ops}
+        for storage in self.lifetimes.storages:
+            place = storage.last
+            if place == len(self.ops) - 1:
+                continue
+            while place and self.ops[place].is_barrier:
+                place -= 1
+            group = loops[id(self.ops[place])]
+            first, last = group.ops[0][0], group.ops[-1][0]
+            is_local = group.loop is None or (first <= storage.first and storage.last <= last)
+            in_body = not body or (body[0] <= storage.first and storage.last <= body[-1])
+            ends[place].append(_End(storage.name, is_local, in_body))
+        return ends
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return the first and last op of every loop over chunks, and of the layers."""
+        found, start = [], 0
+        for group in self._groups:
+            stop = start + len(group.ops)
+            if group.loop is not None:
+                found.append((start, stop - 1))
+            start = stop
+        body = [place for place, op in enumerate(self.ops) if op.in_layers]
+        if body:
+            found.append((body[0], body[-1]))
+        return found
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        groups: list[_Group] = []
+        for place, op in enumerate(self.ops):
+            last = groups[-1] if groups else None
+            if last is None or last.loop != op.loop or last.in_layers != op.in_layers:
+                last = _Group(op.loop, op.in_layers)
+                groups.append(last)
+            last.ops.append((place, op))
+        return groups
+
+    @cached_property
+    def _layer_groups(self) -> tuple[int, int]:
+        """The groups of the layers, as a range."""
+        body = [place for place, group in enumerate(self._groups) if group.in_layers]
+        return (body[0], body[-1] + 1) if body else (len(self._groups), len(self._groups))
+
+    def _check_new(self, name: str) -> None:
+        assert not self._is_finished, f"{self.name} is finished: {name}"
+        assert name not in self.tensors and name not in self.inputs, f"{self.name}: {name} is there already"
+
+    def _add(self, op: Op) -> None:
+        assert not self._is_finished, f"{self.name} is finished: {op.name}"
+        known = self.tensors.keys() | self.inputs
+        unknown = [name for name in (*op.reads, *op.writes) if name not in known]
+        assert not unknown, f"{self.name}: {op.name} uses unknown {unknown}"
+        assert not self.inputs & set(op.writes), f"{self.name}: {op.name} writes an input"
+        last = self.ops[-1] if self.ops else None
+        if last is not None and last.loop is not None and last.loop != op.loop:
+            self._closed.add(last.loop.name)
+        if op.loop is not None:
+            assert op.loop.name not in self._closed, f"{self.name}: loop {op.loop.name} has ended"
+        same_loop = last is not None and last.loop is not None and last.loop == op.loop
+        assert last is None or not same_loop or last.in_layers == self._in_layers, f"{op.name} splits a loop"
+        self.ops.append(
+            Op(
+                name=op.name,
+                reads=op.reads,
+                writes=op.writes,
+                loop=op.loop,
+                in_layers=self._in_layers,
+                is_barrier=op.is_barrier,
+            )
+        )

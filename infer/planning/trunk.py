@@ -1,0 +1,227 @@
+"""Templates of dense and mixture-of-experts trunks, from plain numbers.
+
+Three arms of attention (issue 15): `paper` keeps x, norm, q, k, v and out alive together, as attention
+without a plan does; `whole` gives them their true lifetimes; `query` computes K and V of all rows first and
+then attends in chunks of query rows, each of which updates x in place. K and V come from products of their
+own: a fused product would keep both twice. The FFN is a loop of its own after attention, not part of the
+query chunks: K and V are free by then, so it needs fewer chunks.
+
+Every product writes its own buffer, and residuals are added to x afterwards. Projections add their bias,
+normalise and rotate in place. The sizes of what libraries allocate are `workspaces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from idlm.infer.planning.graph import Loop
+from idlm.infer.planning.sizes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Size
+from idlm.infer.planning.template import Template
+
+TOKEN_BYTES = SORT_BYTES = CHOICE_BYTES = 8
+CONFIDENCE_BYTES = ROUTER_BYTES = 4
+"""Item sizes: int64 for token ids, sorted rows and chosen experts; fp32 for confidences and routing."""
+
+PAPER, WHOLE, QUERY = "paper", "whole", "query"
+ATTENTION_ARMS = (PAPER, WHOLE, QUERY)
+
+ATTENTION = Loop(name="attention", rows=LENGTH, chunks=K_QUERY)
+KEYS_VALUES = Loop(name="keys_values", rows=LENGTH, chunks=K_QUERY)
+FFN = Loop(name="ffn", rows=LENGTH, chunks=K_FFN)
+EXPERTS = Loop(name="experts", rows=LENGTH, chunks=K_EXPERTS)
+HEAD = Loop(name="head", rows=WANTED, chunks=K_LOGITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrunkShape:
+    """Numbers of a trunk. `ffn` is the width of one expert when `num_experts` is set.
+
+    `attention_row_bytes`: what the attention kernel allocates per query row (the log-sum-exp of its heads).
+    `workspaces`: constant bytes by name of op, for what libraries allocate in it. `fused_head`: one op
+    computes tokens and confidences without storing logits.
+    """
+
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    num_layers: int
+    num_experts: int = 0
+    top_k: int = 0
+    item_bytes: int = 2
+    attention_row_bytes: int = 0
+    workspaces: Mapping[str, int] = field(default_factory=dict)
+    fused_head: bool = False
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a row of the residual stream."""
+        return self.width * self.item_bytes
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of a row of q, and of the output of attention."""
+        return self.num_heads * self.head_dim * self.item_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a row of k, and of v."""
+        return self.num_kv_heads * self.head_dim * self.item_bytes
+
+
+class _TrunkTemplate:
+    """A template being registered for one shape."""
+
+    def __init__(self, shape: TrunkShape, name: str) -> None:
+        self.shape, self.template = shape, Template(name)
+        assert 0 < shape.num_kv_heads <= shape.num_heads, shape
+        assert (0 < shape.top_k <= shape.num_experts) or shape.num_experts == shape.top_k == 0, shape
+
+    def rows(self, row_bytes: int, loop: Loop | None = None, *, repeat: int = 1, **tensors: int) -> None:
+        """Register tensors of `row_bytes` times their multiple; of chunk size, given a loop."""
+        for name, multiple in tensors.items():
+            rows, chunks = (LENGTH, None) if loop is None else (loop.rows, loop.chunks)
+            size = Size(row_bytes=row_bytes * multiple, rows=rows, chunks=chunks, repeat=repeat)
+            self.template.add_tensor(name, size)
+
+    def op(
+        self,
+        name: str,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        loop: Loop | None = None,
+        scratch: str = "",
+    ) -> None:
+        """Register an op with the workspace of its library."""
+        extra = [scratch] if scratch else []
+        if name in self.shape.workspaces:
+            tensor = f"{name}_workspace" if loop is None else f"{name}_workspace_{loop.name}"
+            self.template.add_tensor(tensor, Size(constant=self.shape.workspaces[name]))
+            extra.append(tensor)
+        self.template.add_op(name, reads, (*writes, *extra), chunks=loop)
+
+
+def trunk_template(shape: TrunkShape, attention: str = WHOLE) -> Template:
+    """Return the template of a whole forward pass, from token ids to tokens and confidences of wanted rows.
+
+    `attention` is one of ATTENTION_ARMS. Inputs: `token_ids`, `positions`, `wanted_rows`.
+    """
+    assert attention in ATTENTION_ARMS, attention
+    trunk = _TrunkTemplate(shape, f"{'moe' if shape.num_experts else 'dense'}, attention {attention}")
+    template = trunk.template
+    template.add_input("token_ids", "positions", "wanted_rows")
+    trunk.rows(shape.x_bytes, x=1)
+    trunk.op("embed", ["token_ids"], ["x"])
+    with template.layers(shape.num_layers):
+        if attention == QUERY:
+            _add_query_chunks(trunk)
+        else:
+            _add_whole_attention(trunk, keep_all=attention == PAPER)
+        if shape.num_experts:
+            _add_experts(trunk)
+        else:
+            _add_ffn(trunk)
+    _add_head(trunk)
+    assert template.lifetimes
+    return template
+
+
+def _add_whole_attention(trunk: _TrunkTemplate, *, keep_all: bool) -> None:
+    """Attention over all rows; `keep_all` keeps its six tensors to the end, as the `paper` arm does."""
+    shape = trunk.shape
+    trunk.rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
+    trunk.rows(shape.q_bytes, ATTENTION, q=1, heads=1)
+    trunk.rows(shape.kv_bytes, ATTENTION, k=1, v=1)
+    trunk.op("attention_norm", ["x"], ["attention_in"], ATTENTION)
+    trunk.op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
+    trunk.op("k_proj", ["attention_in", "positions"], ["k"], ATTENTION)
+    trunk.op("v_proj", ["attention_in"], ["v"], ATTENTION)
+    _add_attention(trunk)
+    if keep_all:
+        trunk.template.add_barrier("x", "attention_in", "q", "k", "v", "heads", chunks=ATTENTION)
+    _add_attention_output(trunk)
+
+
+def _add_query_chunks(trunk: _TrunkTemplate) -> None:
+    """K and V of all rows in chunks of the norm, then attention of each chunk of query rows."""
+    shape = trunk.shape
+    trunk.rows(shape.kv_bytes, k=1, v=1)
+    trunk.rows(shape.x_bytes, KEYS_VALUES, keys_values_in=1)
+    trunk.rows(shape.x_bytes, ATTENTION, attention_in=1, attention_out=1)
+    trunk.rows(shape.q_bytes, ATTENTION, q=1, heads=1)
+    trunk.op("attention_norm", ["x"], ["keys_values_in"], KEYS_VALUES)
+    trunk.op("k_proj", ["keys_values_in", "positions"], ["k"], KEYS_VALUES)
+    trunk.op("v_proj", ["keys_values_in"], ["v"], KEYS_VALUES)
+    trunk.op("attention_norm", ["x"], ["attention_in"], ATTENTION)
+    trunk.op("q_proj", ["attention_in", "positions"], ["q"], ATTENTION)
+    _add_attention(trunk)
+    _add_attention_output(trunk)
+
+
+def _add_attention(trunk: _TrunkTemplate) -> None:
+    scratch = ""
+    if trunk.shape.attention_row_bytes:
+        scratch = "attention_scratch"
+        trunk.rows(trunk.shape.attention_row_bytes, ATTENTION, attention_scratch=1)
+    trunk.op("attention", ["q", "k", "v"], ["heads"], ATTENTION, scratch)
+
+
+def _add_attention_output(trunk: _TrunkTemplate) -> None:
+    trunk.op("o_proj", ["heads"], ["attention_out"], ATTENTION)
+    trunk.op("add", ["attention_out", "x"], ["x"], ATTENTION)
+
+
+def _add_ffn(trunk: _TrunkTemplate) -> None:
+    """A gated FFN; the activation overwrites the gate half of each row, which `hidden` names."""
+    shape, template = trunk.shape, trunk.template
+    trunk.rows(shape.x_bytes, FFN, ffn_in=1, ffn_out=1)
+    trunk.rows(shape.ffn * shape.item_bytes, FFN, gate_up=2)
+    template.add_alias("hidden", "gate_up")
+    trunk.op("ffn_norm", ["x"], ["ffn_in"], FFN)
+    trunk.op("gate_up", ["ffn_in"], ["gate_up"], FFN)
+    trunk.op("activate", ["gate_up"], ["hidden"], FFN)
+    trunk.op("down", ["hidden"], ["ffn_out"], FFN)
+    trunk.op("add", ["ffn_out", "x"], ["x"], FFN)
+
+
+def _add_experts(trunk: _TrunkTemplate) -> None:
+    """Routed experts: rows are copied once per chosen expert, sorted by expert, and added back by weight."""
+    shape, template, k = trunk.shape, trunk.template, trunk.shape.top_k
+    trunk.rows(shape.x_bytes, EXPERTS, ffn_in=1)
+    trunk.rows(ROUTER_BYTES, EXPERTS, router_probs=shape.num_experts, expert_weights=k)
+    trunk.rows(CHOICE_BYTES, EXPERTS, expert_ids=k)
+    trunk.rows(SORT_BYTES, EXPERTS, repeat=k, expert_order=1)
+    template.add_tensor("expert_offsets", Size(constant=SORT_BYTES * (shape.num_experts + 1)))
+    trunk.rows(shape.x_bytes, EXPERTS, repeat=k, expert_in=1, expert_out=1)
+    trunk.rows(shape.ffn * shape.item_bytes, EXPERTS, repeat=k, gate_up=2)
+    template.add_alias("hidden", "gate_up")
+    trunk.op("ffn_norm", ["x"], ["ffn_in"], EXPERTS)
+    trunk.op("router", ["ffn_in"], ["router_probs"], EXPERTS)
+    trunk.op("choose_experts", ["router_probs"], ["expert_weights", "expert_ids"], EXPERTS)
+    trunk.op("sort_rows", ["expert_ids"], ["expert_order", "expert_offsets"], EXPERTS)
+    trunk.op("gather_rows", ["ffn_in", "expert_order"], ["expert_in"], EXPERTS)
+    trunk.op("expert_gate_up", ["expert_in", "expert_offsets"], ["gate_up"], EXPERTS)
+    trunk.op("activate", ["gate_up"], ["hidden"], EXPERTS)
+    trunk.op("expert_down", ["hidden", "expert_offsets"], ["expert_out"], EXPERTS)
+    reads = ["expert_out", "expert_order", "expert_weights", "x"]
+    trunk.op("combine_experts", reads, ["x"], EXPERTS)
+
+
+def _add_head(trunk: _TrunkTemplate) -> None:
+    """Tokens and confidences of the wanted rows, from logits in chunks or from one fused op."""
+    shape, template = trunk.shape, trunk.template
+    template.add_tensor("tokens", Size(row_bytes=TOKEN_BYTES, rows=WANTED))
+    template.add_tensor("confidences", Size(row_bytes=CONFIDENCE_BYTES, rows=WANTED))
+    if shape.fused_head:
+        trunk.op("final_norm", ["x"], ["x"])
+        trunk.op("masked_logits", ["x", "wanted_rows"], ["tokens", "confidences"])
+    else:
+        trunk.rows(shape.x_bytes, HEAD, head_in=1)
+        trunk.rows(shape.vocab * shape.item_bytes, HEAD, logits=1)
+        trunk.op("head_norm", ["x", "wanted_rows"], ["head_in"], HEAD)
+        trunk.op("logits", ["head_in"], ["logits"], HEAD)
+        trunk.op("choose_tokens", ["logits"], ["tokens", "confidences"], HEAD)
+    template.add_barrier("tokens", "confidences")

@@ -1,0 +1,147 @@
+"""Full diffusion in plain Python: one canvas at a time, all logits in every pass, lists and loops.
+
+The random numbers are those of the engine (their order is part of the contract); everything else is written
+from the papers and the published code of LLaDA and Dream. Near ties raise `NearTie`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.contracts import SamplingParams
+from idlm.kernels.block_step import PASSES_BITS
+from idlm.kernels.sampling import uniforms
+from tests.margins import DRAW_MARGIN, assert_apart, assert_gap
+
+Logits = Callable[[list[int]], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowCanvas:
+    """`logits(ids)` are those [L, V] of a canvas, not shifted."""
+
+    logits: Logits
+    mask_id: int
+    shift: bool
+    order: str
+    block_length: int | None = None
+    steps: int | None = None
+    threshold: float | None = None
+    order_temperature: float = 0.0
+    defer_eos: bool = False
+    forbid_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+
+    def answer(self, prompt: Sequence[int], params: SamplingParams) -> tuple[tuple[int, ...], int]:
+        """The tokens of the whole answer, and the number of passes."""
+        total, num_passes = params.max_tokens, 0
+        size = self.block_length or total
+        canvas: list[int | None] = [*prompt, *[None] * total]
+        for start in range(len(prompt), len(canvas), size):
+            steps = size if self.steps is None else self.steps * size // total
+            step = 0
+            while None in canvas[start : start + size]:
+                self._pass(canvas, start, size, step, steps, params)
+                step += 1
+            num_passes += step
+        return tuple(token for token in canvas[len(prompt) :] if token is not None), num_passes
+
+    def _pass(
+        self,
+        canvas: list[int | None],
+        start: int,
+        size: int,
+        step: int,
+        steps: int,
+        params: SamplingParams,
+    ) -> None:
+        logits_LV = self.logits([self.mask_id if token is None else token for token in canvas]).double()
+        assert params.seed is not None
+        stream = (torch.tensor([number]) for number in (params.seed, 0, (start << PASSES_BITS) + step))
+        numbers = uniforms(*stream, 2 * size)[0].tolist()
+        masks = [place for place in range(start, start + size) if canvas[place] is None]
+        tokens, scores = {}, {}
+        for place in masks:
+            row_V = logits_LV[place - int(self.shift)].clone()
+            for token in (self.mask_id, *(self.stop_ids if self.forbid_eos else ())):
+                row_V[token] = -1e30
+            token, law_V = _draw(row_V, params, numbers[2 * (place - start)])
+            own_V = row_V.softmax(0)
+            judged_V = own_V if params.temperature == 0 else law_V
+            best, second = judged_V.sort(descending=True).values[:2].tolist()
+            tokens[place] = token
+            scores[place] = {
+                "low_confidence": float(own_V[token]),
+                "maskgit_plus": float(judged_V[token]),
+                "topk_margin": best - second,
+                "entropy": float((judged_V * judged_V.clamp(min=1e-300).log()).sum()),
+                "random": numbers[2 * (place - start) + 1],
+                "origin": numbers[2 * (place - start) + 1],
+            }[self.order]
+            if self.defer_eos and token in self.stop_ids:
+                scores[place] = -1e30
+        for place in self._chosen(masks, scores, numbers[1::2], start, size, step, steps):
+            canvas[place] = tokens[place]
+
+    def _chosen(
+        self,
+        masks: list[int],
+        scores: dict[int, float],
+        numbers: list[float],
+        start: int,
+        size: int,
+        step: int,
+        steps: int,
+    ) -> list[int]:
+        is_last = step == steps - 1
+        now, then = (1 - (1 - 1e-3) * (step + late) / steps for late in (0, 1))
+        chance = 1.0 if is_last else 1 - then / now
+        if self.order == "origin":
+            for place in masks:
+                assert_apart(scores[place], chance, margin=1e-9)
+            return [place for place in masks if scores[place] < chance]
+        if self.threshold is not None:
+            for place in masks:
+                assert_apart(scores[place], self.threshold)
+            above = [place for place in masks if scores[place] > self.threshold]
+            if above:
+                return above
+            quota = 1
+        elif self.order in ("low_confidence", "random"):
+            quota = size // steps + (step < size % steps)
+        else:
+            quota = int(len(masks) * chance)
+        if self.order_temperature > 0:
+            scores = {
+                place: scores[place] / self.order_temperature - math.log(-math.log(numbers[place - start]))
+                for place in masks
+            }
+        assert_gap([scores[place] for place in masks], quota, margin=1e-9 if self.order == "random" else 1e-4)
+        return sorted(masks, key=lambda place: -scores[place])[:quota]
+
+
+def _draw(row_V: Tensor, params: SamplingParams, number: float) -> tuple[int, Tensor]:
+    """A token and the request's distribution, after temperature, top-k, top-p and min-p."""
+    if params.temperature == 0:
+        assert_gap(row_V.tolist())
+        return int(row_V.argmax()), torch.nn.functional.one_hot(row_V.argmax(), len(row_V)).double()
+    scaled_V = row_V / params.temperature
+    if params.top_k:
+        scaled_V[scaled_V < scaled_V.sort(descending=True).values[params.top_k - 1]] = -torch.inf
+    probs_V = scaled_V.softmax(0)
+    if params.top_p < 1:
+        order = probs_V.argsort(descending=True)
+        before = probs_V[order].cumsum(0) - probs_V[order]
+        for value in before.tolist():
+            assert_apart(value, params.top_p)
+        probs_V[order[before >= params.top_p]] = 0
+        probs_V /= probs_V.sum()
+    borders = probs_V.cumsum(0)
+    for border in borders.tolist()[:-1]:
+        assert_apart(number, border, margin=DRAW_MARGIN)
+    return int((borders <= number).sum()), probs_V

@@ -1,0 +1,64 @@
+"""Full diffusion on a CUDA device decides the tokens of the slow decoder, in fp32, with and without graphs;
+the mapped arena grows and shrinks at one address.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.errors import UserError
+from idlm.infer.planning.arena import MappedArena, open_arena
+from tests.contracts.full.test_full_decoder import (  # noqa: F401 - `family` is a fixture
+    ORDERS,
+    PROMPTS,
+    engine_of,
+    expected_of,
+    family,
+    slow_canvas,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_tokens_equal_the_slow_decoder(
+    family: tuple[str, Path],  # noqa: F811
+    options: dict[str, Any],
+    graphs: str,
+) -> None:
+    kind, directory = family
+    slow = slow_canvas(kind, options)
+    cases = [expected_of(slow, number) for number in range(len(PROMPTS))]
+    engine = engine_of(directory, options, graphs=graphs, device="cuda")
+    found = engine.generate(PROMPTS, [params for params, _, _ in cases])
+    assert [done.token_ids for done in found] == [tokens for _, tokens, _ in cases]
+
+
+def test_the_mapped_arena_takes_what_it_says_at_one_address() -> None:
+    arena = open_arena("mapped", torch.device("cuda"))
+    assert isinstance(arena, MappedArena)
+    free = torch.cuda.mem_get_info()[0]
+    addresses = set()
+    for size in (64, 4096, 300, 8192, 2):
+        arena.resize(size * MIB)
+        view = arena.view(0, (size * MIB // 4,), torch.float32)
+        view.fill_(3.0)
+        assert float(view[-1]) == 3.0
+        addresses.add(view.data_ptr())
+        assert free - torch.cuda.mem_get_info()[0] == size * MIB
+    assert len(addresses) == 1
+    with pytest.raises(UserError, match="IDLM-0466"):
+        arena.resize(torch.cuda.mem_get_info()[1] + MIB)
+    assert arena.num_bytes == 2 * MIB
+    del view
+    arena.close()
+    assert torch.cuda.mem_get_info()[0] == free

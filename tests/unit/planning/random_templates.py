@@ -1,0 +1,177 @@
+"""Random templates, and a simulation of their execution that knows nothing of lifetimes.
+
+The simulation walks the steps, marks what each write overwrites, and fails when an op reads a tensor that
+something else has overwritten. A tensor that outlives a loop is written in slices: only the first iteration
+makes it valid again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from idlm.infer.planning.graph import Loop, Op
+from idlm.infer.planning.planner import ALIGNMENT, Plan
+from idlm.infer.planning.sizes import LENGTH, WANTED, Size, Sizes
+from idlm.infer.planning.template import Template
+
+
+class Corrupted(AssertionError):
+    """A plan that would overwrite something that is still needed."""
+
+
+@dataclass
+class _Writer:
+    """Draws the ops of one template."""
+
+    rng: random.Random
+    template: Template
+    usable: list[str] = field(default_factory=list)
+    local: dict[str, list[str]] = field(default_factory=dict)
+    num_tensors: int = 0
+
+    def new(self, loop: Loop | None) -> str:
+        rng, name = self.rng, f"t{self.num_tensors}"
+        self.num_tensors += 1
+        is_local = loop is not None and rng.random() < 0.6
+        rows = loop.rows if loop is not None and is_local else rng.choice((LENGTH, WANTED))
+        chunks = loop.chunks if loop is not None and is_local else None
+
+        def size() -> Size:
+            constant = rng.choice((0, 0, rng.randrange(5000)))
+            return Size(row_bytes=rng.randrange(1, 900), rows=rows, chunks=chunks, constant=constant)
+
+        self.template.add_tensor(name, size())
+        names = [name]
+        if rng.random() < 0.25:
+            names.append(f"{name}_alias")
+            self.template.add_alias(names[1], name, rng.choice((None, size())))
+        target = self.local.setdefault(loop.name, []) if loop is not None and is_local else self.usable
+        target.extend(names)
+        return rng.choice(names)
+
+    def add(self, loop: Loop | None, place: str) -> None:
+        rng = self.rng
+        known = self.usable + (self.local.get(loop.name, []) if loop is not None else [])
+        # Names whose storage is written already; others have just been registered.
+        reads = rng.sample(known, min(len(known), rng.randrange(4)))
+        writes = [self.new(loop) if not known or rng.random() < 0.6 else rng.choice(known)]
+        if known and rng.random() < 0.2:
+            writes.append(rng.choice(known))
+        self.template.add_op(place, reads, dict.fromkeys(writes), chunks=loop)
+        if known and rng.random() < 0.1:
+            self.template.add_barrier(*rng.sample(known, 1), chunks=loop)
+
+
+def random_template(seed: int) -> tuple[Template, Sizes]:
+    """Return a template with loops, layers, aliases and barriers, and sizes to plan it for."""
+    rng = random.Random(seed)
+    writer = _Writer(rng, Template(f"random {seed}"))
+
+    def groups(part: str, num_groups: int) -> None:
+        for group in range(num_groups):
+            loop = None
+            if rng.random() < 0.6:
+                name = f"{part}{group}"
+                loop = Loop(name=name, rows=rng.choice((LENGTH, WANTED)), chunks=rng.choice("abc"))
+            for op in range(rng.randrange(1, 4)):
+                writer.add(loop, f"{part}{group}.{op}")
+
+    groups("before", rng.randrange(2))
+    with writer.template.layers(rng.randrange(1, 3)):
+        groups("layer", rng.randrange(1, 4))
+    groups("after", rng.randrange(2))
+    if writer.usable:
+        writer.template.add_barrier(*rng.sample(writer.usable, min(2, len(writer.usable))))
+    length = rng.randrange(2, 60)
+    chunks = {name: rng.randrange(1, 4) for name in "abc"}
+    return writer.template, Sizes(length=length, wanted=rng.randrange(1, length + 1), chunks=chunks)
+
+
+def check_places(plan: Plan) -> None:
+    """Everything lies inside the workspace, aligned, and no peak is below the bytes alive."""
+    for name, offset in plan.offsets.items():
+        assert offset % ALIGNMENT == 0
+        assert offset >= 0 and offset + plan.num_bytes[name] <= plan.peak_bytes, name
+    for name, target in plan.template.aliases.items():
+        assert plan.offsets[name] == plan.offsets[target], name
+    assert plan.peak_bytes >= plan.live_bytes > 0
+
+
+def _overlaps(plan: Plan) -> dict[str, list[str]]:
+    """For each storage, the others that share bytes with it."""
+    aliases = plan.template.aliases
+    ends: dict[str, int] = {}
+    for name, num_bytes in plan.num_bytes.items():
+        root = aliases.get(name, name)
+        ends[root] = max(ends.get(root, 0), plan.offsets[name] + num_bytes)
+    spans = sorted((plan.offsets[name], end, name) for name, end in ends.items())
+    found: dict[str, list[str]] = {name: [] for name in ends}
+    for place, (_, end, name) in enumerate(spans):
+        for start, _, other in spans[place + 1 :]:
+            if start >= end:
+                break
+            found[name].append(other)
+            found[other].append(name)
+    return found
+
+
+def _homes(template: Template) -> dict[str, tuple[set[Loop | None], set[bool]]]:
+    """For each storage, the loops that use it, and whether the layers and the rest do."""
+    homes: dict[str, tuple[set[Loop | None], set[bool]]] = {}
+    for op in template.ops:
+        for name in (*op.reads, *op.writes):
+            loops, layers = homes.setdefault(template.root(name), (set(), set()))
+            loops.add(op.loop)
+            layers.add(op.in_layers)
+    return homes
+
+
+def _barriers(template: Template) -> Mapping[int, list[str]]:
+    """Tensors that a barrier reads right after an op: by identity of the op before it."""
+    found: dict[int, list[str]] = {}
+    before: Op | None = None
+    for op in template.ops:
+        if not op.is_barrier:
+            before = op
+        elif before is not None:
+            found.setdefault(id(before), []).extend(op.reads)
+    return found
+
+
+def simulate(plan: Plan) -> int:
+    """Walk the steps of a plan; return their number. Corrupted if a read finds something else."""
+    template, root = plan.template, plan.template.root
+    overlaps, homes, barriers = _overlaps(plan), _homes(template), _barriers(template)
+    valid: set[str] = set(template.inputs)
+    overlaps |= {name: [] for name in template.inputs}
+    ended: set[str] = set()
+    num_steps = 0
+    for step in plan.steps():
+        num_steps += 1
+        op = step.op
+        reads, writes = {root(name) for name in op.reads}, {root(name) for name in op.writes}
+        if not reads <= valid:
+            raise Corrupted(f"{op.name} reads {reads - valid} in layer {step.layer}, chunk {step.chunk}")
+        used = reads | writes
+        for name in used:
+            if not used.isdisjoint(overlaps[name]):
+                raise Corrupted(f"{op.name} uses {name} and {overlaps[name]}")
+        for name in writes:
+            valid.difference_update(overlaps[name])
+            loops, layers = homes[name]
+            is_again = (step.chunk > 0 and len(loops) > 1) or (step.layer > 0 and len(layers) > 1)
+            if not is_again:
+                valid.add(name)
+        kept = {root(name) for name in barriers.get(id(op), ())}
+        if not kept <= valid:
+            raise Corrupted(f"the barrier after {op.name} misses {kept - valid}")
+        # What ends here may be overwritten with anything.
+        valid.difference_update(step.ends)
+        ended.update(step.ends)
+    last = len(template.ops) - 1
+    missing = {storage.name for storage in template.lifetimes.storages if storage.last < last} - ended
+    if missing and num_steps:
+        raise Corrupted(f"{missing} never end")
+    return num_steps

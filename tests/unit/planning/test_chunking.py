@@ -1,0 +1,222 @@
+"""Lazy chunking: the counts of the one-by-one search, fewest and monotone; L_max and the error."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from idlm.errors import UserError
+from idlm.infer.planning import planner
+from idlm.infer.planning.chunking import (
+    MIN_CHUNK_ROWS,
+    Forward,
+    Misfit,
+    max_length,
+    plan_forward,
+    search,
+    trunk_forward,
+)
+from idlm.infer.planning.graph import Loop
+from idlm.infer.planning.planner import Plan, plan_template
+from idlm.infer.planning.sizes import K_QUERY, LENGTH, WANTED, Size, Sizes
+from idlm.infer.planning.template import Template
+from idlm.infer.planning.trunk import TrunkShape
+from tests.unit.planning.random_templates import random_template
+from tests.unit.planning.shapes import LLADA_8B, SHAPES
+
+GIB = 1 << 30
+SMALL = TrunkShape(
+    width=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=200, vocab=3000, num_layers=2, item_bytes=4
+)
+SMALL_MOE = TrunkShape(
+    width=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    ffn=96,
+    vocab=2000,
+    num_layers=2,
+    num_experts=8,
+    top_k=3,
+)
+
+
+def one_by_one(forward: Forward, sizes: Sizes, capacity: int, min_rows: int) -> Plan | None:
+    """The search as the paper writes it: the operator that makes the peak gets one chunk more."""
+    while True:
+        plan = plan_template(forward.template(sizes.chunks), sizes)
+        if plan.peak_bytes <= capacity:
+            return plan
+        loop = plan.template.ops[plan.peak_op].loop
+        if loop is None or (loop.chunks == K_QUERY and forward.query is None):
+            return None
+        loops = [op.loop for op in plan.template.ops if op.loop is not None]
+        num_rows = max(sizes.num_rows(other.rows) for other in loops if other.chunks == loop.chunks)
+        count = sizes.chunks.get(loop.chunks, 1)
+        if count >= -(-num_rows // min_rows):
+            return None
+        chunks = {**sizes.chunks, loop.chunks: count + 1}
+        sizes = Sizes(length=sizes.length, wanted=sizes.wanted, chunks=chunks)
+
+
+def counts(plan: Plan) -> dict[str, int]:
+    return {name: count for name, count in plan.sizes.chunks.items() if count > 1}
+
+
+@pytest.mark.parametrize("arm", ["paper", "mosaic", "ours"])
+@pytest.mark.parametrize("shape", [SMALL, SMALL_MOE], ids=["dense", "moe"])
+def test_the_search_finds_what_the_search_of_the_paper_finds(shape: TrunkShape, arm: str) -> None:
+    forward, rng = trunk_forward(shape, arm), random.Random(0)
+    num_plans = num_misfits = 0
+    for _ in range(60):
+        length = rng.randrange(1, 3000)
+        wanted = rng.randrange(length + 1)
+        capacity = int(length * 64 * 4 * rng.uniform(0.2, 12))
+        found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=32)
+        expected = one_by_one(forward, Sizes(length=length, wanted=wanted), capacity, 32)
+        assert isinstance(found, Plan) == (expected is not None)
+        if expected is not None and isinstance(found, Plan):
+            num_plans += 1
+            assert counts(found) == counts(expected) and found.offsets == expected.offsets
+        else:
+            num_misfits += 1
+    assert min(num_plans, num_misfits) > 3
+
+
+def test_the_search_is_that_of_the_paper_on_random_graphs() -> None:
+    rng, num_chunked = random.Random(1), 0
+    for seed in range(400):
+        template, sizes = random_template(seed)
+        forward, length, wanted = Forward(template), sizes.length, sizes.wanted
+        whole = plan_template(template, Sizes(length=length, wanted=wanted))
+        capacity = int(whole.peak_bytes * rng.uniform(0.4, 1.05))
+        found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=1)
+        expected = one_by_one(forward, Sizes(length=length, wanted=wanted), capacity, 1)
+        assert isinstance(found, Plan) == (expected is not None), seed
+        if expected is not None and isinstance(found, Plan):
+            assert counts(found) == counts(expected), seed
+            num_chunked += bool(counts(found))
+    assert num_chunked > 50
+
+
+def test_the_search_is_that_of_the_paper_where_first_fit_leaves_a_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chain of four tensors, placed from its ends inwards: 2,560 bytes a row where 1,536 are alive."""
+    template = Template("chain")
+    loop = Loop(name="loop", rows=LENGTH, chunks="k")
+    for name, row_bytes in zip("abcd", (1024, 512, 1024, 512), strict=True):
+        template.add_tensor(name, Size(row_bytes=row_bytes, chunks="k"))
+    for reads, writes in zip(("", *"abcd"), (*"abcd", ""), strict=True):
+        template.add_op(f"make_{writes}", tuple(reads), tuple(writes), chunks=loop)
+    monkeypatch.setattr(planner, "orders", lambda *known: [(0, 3, 1, 2)])
+    forward, num_gaps = Forward(template), 0
+    for capacity in range(2560, 300_000, 2_000):
+        found = search(forward, length=100, wanted=0, capacity=capacity, min_rows=1)
+        expected = one_by_one(forward, Sizes(length=100), capacity, 1)
+        assert isinstance(found, Plan) and expected is not None
+        assert counts(found) == counts(expected)
+        num_gaps += found.peak_bytes > found.live_bytes
+    assert num_gaps > 100
+    assert search(forward, length=100, wanted=0, capacity=2559, min_rows=1) == Misfit("make_b", 2560)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_counts_are_the_fewest_and_grow_with_length(model: str) -> None:
+    forward, capacity = trunk_forward(SHAPES[model]), 8 * GIB
+    before: dict[str, int] = {}
+    for length in range(10_000, 360_000, 25_000):
+        plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
+        assert isinstance(plan, Plan) and plan.peak_bytes <= capacity
+        found = dict(plan.sizes.chunks)
+        assert all(found[name] >= before.get(name, 1) for name in found), (length, found, before)
+        before = found
+        for name, count in found.items():
+            if count > 1:
+                fewer = Sizes(length=length, wanted=length // 2, chunks={**found, name: count - 1})
+                assert plan_template(forward.template(fewer.chunks), fewer).peak_bytes > capacity
+    assert max(before.values()) > 1
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_nothing_is_chunked_while_it_fits(model: str) -> None:
+    forward = trunk_forward(SHAPES[model])
+    plan = search(forward, length=8192, wanted=4096, capacity=8 * GIB)
+    assert isinstance(plan, Plan) and not counts(plan) and plan.template is forward.whole
+
+
+def test_the_peak_toggles_between_logits_and_ffn() -> None:
+    """Figure 3 of the paper: the share of wanted rows decides which operator is chunked first."""
+    forward = trunk_forward(LLADA_8B)
+    few = search(forward, length=100_000, wanted=10_000, capacity=6 * GIB)
+    many = search(forward, length=100_000, wanted=90_000, capacity=8 * GIB)
+    assert isinstance(few, Plan) and isinstance(many, Plan)
+    assert list(counts(few)) == ["ffn"] and list(counts(many)) == ["logits"]
+
+
+@pytest.mark.parametrize("arm", ["paper", "mosaic", "ours"])
+@pytest.mark.parametrize("model", SHAPES)
+def test_max_length_is_the_last_that_fits(model: str, arm: str) -> None:
+    forward, capacity = trunk_forward(SHAPES[model], arm), 8 * GIB
+    length = max_length(forward, capacity=capacity, wanted_share=0.5)
+    for more, kind in ((0, Plan), (1, Misfit), (1000, Misfit)):
+        num = length + more
+        found = search(forward, length=num, wanted=-(-num // 2), capacity=capacity)
+        assert isinstance(found, kind)
+
+
+def test_max_length_of_little_memory() -> None:
+    forward = trunk_forward(SMALL)
+    assert max_length(forward, capacity=0, wanted_share=0.5) == 0
+    smallest = plan_template(forward.whole, Sizes(length=1, wanted=1)).peak_bytes
+    assert max_length(forward, capacity=smallest - 1, wanted_share=1.0) == 0
+    assert max_length(forward, capacity=smallest, wanted_share=1.0) == 1
+
+
+def test_the_ratios_of_the_issue_can_be_planned() -> None:
+    """24 GiB, prompt share 0.5: capacity is what weights and 1 GiB leave (LLaDA-8B: 14.93 GiB of weights)."""
+    capacity = int((24 - 14.93 - 1) * GIB)
+    lengths = {
+        arm: max_length(trunk_forward(LLADA_8B, arm), capacity=capacity, wanted_share=0.5)
+        for arm in ("paper", "mosaic", "ours")
+    }
+    assert lengths["ours"] >= 0.99 * capacity / (24 * 1024)
+    assert lengths["ours"] >= 1.64 * lengths["mosaic"] and lengths["ours"] >= 1.97 * lengths["paper"]
+
+
+def test_a_canvas_that_is_too_long_is_refused_with_the_operator_and_the_nearest_length() -> None:
+    forward = trunk_forward(LLADA_8B, "mosaic")
+    nearest = max_length(forward, capacity=8 * GIB, wanted_share=0.25)
+    with pytest.raises(UserError) as refusal:
+        plan_forward(forward, length=400_000, wanted=100_000, capacity=8 * GIB)
+    assert refusal.value.code == "IDLM-0466"
+    need = 400_000 * 40 * 1024
+    assert f"needs {need} bytes" in refusal.value.message and f"{8 * GIB} bytes" in refusal.value.message
+    assert "400000 rows, 100000 of them wanted" in refusal.value.message and "v_proj" in refusal.value.message
+    assert f"at most {nearest} rows" in refusal.value.fix
+    plan_forward(forward, length=nearest, wanted=-(-nearest // 4), capacity=8 * GIB)
+
+
+def test_nothing_fits_no_memory() -> None:
+    with pytest.raises(UserError, match="IDLM-0466") as refusal:
+        plan_forward(trunk_forward(SMALL), length=10, wanted=10, capacity=-5)
+    assert refusal.value.fix == "free memory on the device" and "0 bytes" in refusal.value.message
+
+
+def test_an_operator_without_chunks_cannot_be_cut() -> None:
+    template = Template("whole")
+    template.add_tensor("a", Size(row_bytes=512))
+    template.add_tensor("logits", Size(row_bytes=512, rows=WANTED, chunks="k"))
+    template.add_op("embed", [], ["a"])
+    template.add_op("head", ["a"], ["logits"], chunks=Loop(name="head", rows=WANTED, chunks="k"))
+    found = search(Forward(template), length=100, wanted=10, capacity=90 * 512, min_rows=1)
+    assert found == Misfit("head", 101 * 512)
+
+
+def test_chunks_have_at_least_the_rows_asked_for() -> None:
+    forward = trunk_forward(LLADA_8B)
+    length = max_length(forward, capacity=8 * GIB, wanted_share=0.5)
+    plan = search(forward, length=length, wanted=length // 2, capacity=8 * GIB)
+    assert isinstance(plan, Plan)
+    assert plan.sizes.chunk_rows(LENGTH, K_QUERY) in range(MIN_CHUNK_ROWS - 1, MIN_CHUNK_ROWS + 20)

@@ -1,0 +1,103 @@
+"""First fit against the most bytes alive on the real templates, and against an integer program."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from idlm.infer.planning.chunking import Forward, search, trunk_forward
+from idlm.infer.planning.lifetimes import Lifetimes
+from idlm.infer.planning.oracle import least_peak
+from idlm.infer.planning.planner import Plan, first_fit, live_bytes, orders, plan_template, storage_bytes
+from idlm.infer.planning.sizes import Sizes
+from idlm.infer.planning.trunk import ATTENTION_ARMS, PAPER, QUERY, WHOLE, trunk_template
+from tests.unit.planning.random_templates import check_places, random_template, simulate
+from tests.unit.planning.shapes import SHAPES
+
+LENGTHS = [round(2 ** (exponent / 3)) for exponent in range(27, 61)]
+"""512 to a million rows, three lengths per octave."""
+
+
+@pytest.mark.parametrize("attention", ATTENTION_ARMS)
+@pytest.mark.parametrize("model", SHAPES)
+def test_first_fit_is_within_one_percent_of_the_bytes_alive(model: str, attention: str) -> None:
+    template = trunk_template(SHAPES[model], attention)
+    worst = 0.0
+    for length in LENGTHS:
+        for share in (0.0, 0.1, 0.37, 0.5, 0.9, 1.0):
+            for num in (1, 2, 3, 7, 40):
+                chunks = {
+                    "ffn": num,
+                    "experts": num,
+                    "logits": 2 * num - 1,
+                    "query": 1 + num if attention == QUERY else 1,
+                }
+                sizes = Sizes(length=length, wanted=math.ceil(share * length), chunks=chunks)
+                plan = plan_template(template, sizes)
+                worst = max(worst, plan.peak_bytes / plan.live_bytes)
+    assert worst <= 1.01
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_plans_of_the_search_reach_the_bytes_alive(model: str) -> None:
+    forward = trunk_forward(SHAPES[model])
+    for length in LENGTHS:
+        for capacity in (2 << 30, 8 << 30, 24 << 30, 124 << 30):
+            plan = search(forward, length=length, wanted=length // 2, capacity=capacity)
+            if isinstance(plan, Plan):
+                assert plan.live_bytes <= plan.peak_bytes <= min(capacity, 1.01 * plan.live_bytes)
+                check_places(plan)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_plan_of_a_real_template_keeps_what_is_needed(model: str) -> None:
+    forward: Forward = trunk_forward(SHAPES[model])
+    for chunks in ({}, {"query": 3, "ffn": 2, "experts": 4, "logits": 5}):
+        template = forward.template(chunks)
+        assert simulate(plan_template(template, Sizes(length=40, wanted=20, chunks=chunks))) > 100
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [("dream_7b", WHOLE), ("dream_7b", QUERY), ("dream_7b", PAPER), ("llada_moe", WHOLE)],
+)
+def test_the_oracle_finds_nothing_better_on_a_layer(model: str, attention: str) -> None:
+    template = trunk_template(SHAPES[model], attention)
+    chunks = {"ffn": 3, "experts": 3, "logits": 11, "query": 4 if attention == QUERY else 1}
+    plan = plan_template(template, Sizes(length=32768, wanted=16384, chunks=chunks))
+    num_bytes = storage_bytes(template.lifetimes, plan.sizes)
+    found = least_peak(num_bytes, template.lifetimes.conflicts, plan.peak_bytes)
+    assert found == pytest.approx(plan.peak_bytes, rel=1e-4)
+
+
+def test_the_oracle_lies_between_the_bytes_alive_and_first_fit() -> None:
+    num_better = 0
+    for seed in range(40):
+        template, sizes = random_template(seed)
+        plan = plan_template(template, sizes)
+        lifetimes = template.lifetimes
+        num_bytes = storage_bytes(lifetimes, sizes)
+        found = least_peak(num_bytes, lifetimes.conflicts, plan.peak_bytes, lower=plan.live_bytes)
+        assert plan.live_bytes * (1 - 1e-5) <= found <= plan.peak_bytes * (1 + 1e-5), seed
+        num_better += found < plan.peak_bytes * (1 - 1e-3)
+    assert num_better < 10
+
+
+def test_the_oracle_finds_a_better_plan_than_a_bad_order() -> None:
+    """Four storages in a row of overlaps: placed from the ends inwards, the last one needs a third level."""
+    conflicts = ((1,), (0, 2), (1, 3), (2,))
+    num_bytes = (1024, 512, 1024, 512)
+    _, bad = first_fit(num_bytes, conflicts, (0, 3, 1, 2))
+    assert bad == 2560
+    assert least_peak(num_bytes, conflicts, bad) == pytest.approx(1536, rel=1e-5)
+
+
+def test_orders_place_every_storage_once() -> None:
+    template, sizes = random_template(3)
+    lifetimes: Lifetimes = template.lifetimes
+    num_bytes = storage_bytes(lifetimes, sizes)
+    for order in orders(lifetimes, num_bytes):
+        assert sorted(order) == list(range(len(num_bytes)))
+        _, peak = first_fit(num_bytes, lifetimes.conflicts, order)
+        assert peak >= max(live_bytes(lifetimes, num_bytes))

@@ -1,0 +1,215 @@
+"""The registrar: lifetimes over loops and layers, aliases, barriers, and the steps of a template."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from idlm.infer.planning.graph import Loop
+from idlm.infer.planning.planner import plan_template
+from idlm.infer.planning.sizes import LENGTH, WANTED, Size, Sizes
+from idlm.infer.planning.template import Template
+
+LOOP = Loop(name="loop", rows=LENGTH, chunks="k")
+ROW = Size(row_bytes=512)
+CHUNK = Size(row_bytes=512, chunks="k")
+
+
+def lifetime(template: Template, name: str) -> tuple[int, int]:
+    lifetimes = template.lifetimes
+    storage = lifetimes.storages[lifetimes.index_of[name]]
+    return storage.first, storage.last
+
+
+def small_template() -> Template:
+    """x is made before the layers; each layer makes a and b, writes c in chunks, and adds c to x."""
+    template = Template("small")
+    template.add_input("ids")
+    for name in "xac":
+        template.add_tensor(name, ROW)
+    template.add_tensor("b", CHUNK)
+    template.add_op("embed", ["ids"], ["x"])  # 0
+    with template.layers(3):
+        template.add_op("norm", ["x"], ["a"])  # 1
+        template.add_op("up", ["a"], ["b"], chunks=LOOP)  # 2
+        template.add_op("down", ["b"], ["c"], chunks=LOOP)  # 3
+        template.add_op("add", ["c", "x"], ["x"])  # 4
+    template.add_op("end", ["x"], [])  # 5
+    return template
+
+
+def test_lifetimes_cover_loops_and_layers() -> None:
+    template = small_template()
+    assert lifetime(template, "x") == (0, 5)
+    assert lifetime(template, "a") == (1, 3), "read in the loop, so it lives to the end of the loop"
+    assert lifetime(template, "b") == (2, 3)
+    assert lifetime(template, "c") == (2, 4), "written in slices from the first iteration on"
+
+
+def test_a_tensor_that_is_written_in_the_layers_and_read_after_them_lives_through_all_of_them() -> None:
+    template = Template("results")
+    for name in "ab":
+        template.add_tensor(name, ROW)
+    with template.layers(2):
+        template.add_op("one", [], ["a"])
+        template.add_op("two", ["a"], ["b"])
+    template.add_op("three", ["b"], [])
+    assert lifetime(template, "b") == (0, 2)
+    assert lifetime(template, "a") == (0, 1)
+
+
+def test_an_alias_shares_the_place_and_the_life_of_its_target() -> None:
+    template = Template("alias")
+    template.add_tensor("a", ROW)
+    template.add_tensor("b", ROW)
+    template.add_alias("a_wide", "a", Size(row_bytes=1024))
+    template.add_alias("a_again", "a_wide")
+    template.add_op("one", [], ["a"])
+    template.add_op("two", ["a"], ["b"])
+    template.add_op("three", ["b"], [])
+    template.add_op("four", ["a_again"], [])
+    plan = plan_template(template, Sizes(length=10))
+    assert lifetime(template, "a") == lifetime(template, "a_again") == (0, 3)
+    assert plan.offsets["a"] == plan.offsets["a_wide"] == plan.offsets["a_again"]
+    assert plan.peak_bytes == 10 * (1024 + 512)
+
+
+def test_a_barrier_keeps_a_tensor_alive_and_runs_nothing() -> None:
+    template = Template("barrier")
+    template.add_tensor("a", ROW)
+    template.add_tensor("b", ROW)
+    template.add_op("one", [], ["a"])
+    template.add_op("two", [], ["b"])
+    template.add_barrier("a")
+    assert lifetime(template, "a") == (0, 2)
+    assert [step.op.name for step in template.steps(Sizes(length=1))] == ["one", "two"]
+
+
+def test_steps_follow_layers_and_chunks() -> None:
+    template = small_template()
+    sizes = Sizes(length=10, chunks={"k": 3})
+    plan = plan_template(template, sizes)
+    steps = list(plan.steps())
+    body = ["norm", *["up", "down"] * 3, "add"]
+    assert [step.op.name for step in steps] == ["embed", *body * 3, "end"]
+    up = [step for step in steps if step.op.name == "up"]
+    assert [(step.layer, step.chunk, step.start, step.stop) for step in up[:4]] == [
+        (0, 0, 0, 4),
+        (0, 1, 4, 8),
+        (0, 2, 8, 10),
+        (1, 0, 0, 4),
+    ]
+    assert up[0].offsets == {name: plan.offsets[name] for name in "ab"}
+    assert (steps[1].start, steps[1].stop) == (0, 10) and not next(template.steps(sizes)).offsets
+
+
+def test_a_count_that_does_not_divide_runs_fewer_chunks() -> None:
+    steps = list(small_template().steps(Sizes(length=10, chunks={"k": 7})))
+    rows = [(step.start, step.stop) for step in steps if step.op.name == "up" and not step.layer]
+    assert rows == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
+
+
+def test_a_loop_over_no_rows_runs_nothing() -> None:
+    template = Template("head")
+    loop = Loop(name="head", rows=WANTED, chunks="k")
+    template.add_tensor("logits", Size(row_bytes=4, rows=WANTED, chunks="k", constant=7))
+    template.add_op("logits", [], ["logits"], chunks=loop)
+    assert not list(template.steps(Sizes(length=5, wanted=0)))
+    assert plan_template(template, Sizes(length=5)).num_bytes == {"logits": 7}
+
+
+def test_sizes_count_rows_of_a_chunk() -> None:
+    sizes = Sizes(length=1001, wanted=7, chunks={"k": 4})
+    size = Size(row_bytes=3, repeat=8, chunks="k", constant=5)
+    assert (size.num_rows(sizes), size.num_bytes(sizes)) == (251 * 8, 251 * 8 * 3 + 5)
+    assert str(size) == "3 B x 8 x length / K_k + 5 B"
+    assert Size(row_bytes=2, rows=WANTED).num_bytes(sizes) == 14
+    huge = Sizes(length=3_000_000)
+    assert Size(row_bytes=126464 * 2).num_bytes(huge) == 758_784_000_000
+
+
+def add_twice(template: Template) -> None:
+    template.add_tensor("a", ROW)
+    template.add_tensor("a", ROW)
+
+
+def read_unknown(template: Template) -> None:
+    template.add_op("one", ["nothing"], [])
+
+
+def read_before_write(template: Template) -> None:
+    template.add_tensor("a", ROW)
+    template.add_op("one", ["a"], ["a"])
+
+
+def write_input(template: Template) -> None:
+    template.add_input("ids")
+    template.add_op("one", [], ["ids"])
+
+
+def never_use(template: Template) -> None:
+    template.add_tensor("a", ROW)
+
+
+def leave_loop(template: Template) -> None:
+    template.add_tensor("b", CHUNK)
+    template.add_op("one", [], ["b"], chunks=LOOP)
+    template.add_op("two", ["b"], [])
+
+
+def use_other_chunks(template: Template) -> None:
+    template.add_tensor("b", CHUNK)
+    template.add_op("one", [], ["b"], chunks=Loop(name="other", rows=LENGTH, chunks="other"))
+
+
+def reopen_loop(template: Template) -> None:
+    template.add_op("one", chunks=LOOP)
+    template.add_op("two")
+    template.add_op("three", chunks=LOOP)
+
+
+def add_after_the_end(template: Template) -> None:
+    template.add_op("one")
+    assert template.lifetimes
+    template.add_op("two")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        add_twice,
+        read_unknown,
+        read_before_write,
+        write_input,
+        never_use,
+        leave_loop,
+        use_other_chunks,
+        reopen_loop,
+        add_after_the_end,
+    ],
+)
+def test_a_mistake_in_a_template_is_found(mistake) -> None:
+    template = Template("wrong")
+    with pytest.raises(AssertionError, match="wrong"):
+        mistake(template)
+        assert template.lifetimes
+
+
+def test_planning_imports_no_torch_and_no_numpy() -> None:
+    modules = (
+        "sizes",
+        "graph",
+        "lifetimes",
+        "template",
+        "trunk",
+        "planner",
+        "oracle",
+        "chunking",
+        "describe",
+    )
+    names = ", ".join(f"idlm.infer.planning.{name}" for name in modules)
+    code = f"import sys, {names}; print([m for m in ('torch', 'numpy', 'scipy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,143 @@
+"""Templates of the real models: what must be alive per token, the program, and the printed table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from idlm.infer.planning.chunking import max_length, search, trunk_forward
+from idlm.infer.planning.describe import describe_plan
+from idlm.infer.planning.planner import Plan, plan_template
+from idlm.infer.planning.sizes import Sizes
+from idlm.infer.planning.trunk import PAPER, QUERY, WHOLE, trunk_template
+from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
+
+GIB = 1 << 30
+FINE = {"logits": 10_000, "ffn": 10_000, "experts": 10_000}
+
+
+@pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
+@pytest.mark.parametrize("prompt_share", [0.1, 0.5, 0.9])
+def test_the_bytes_of_a_row_are_those_of_the_issue(model: str, arm: str, prompt_share: float) -> None:
+    """The slope of the capacity over L_max, between two large capacities."""
+    forward = trunk_forward(SHAPES[model], arm)
+    low, high = (max_length(forward, capacity=num * GIB, wanted_share=1 - prompt_share) for num in (20, 60))
+    slope = 40 * GIB / (high - low) / 1024
+    assert slope == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
+
+
+@pytest.mark.parametrize(("model", "arm"), KIB_A_ROW)
+def test_fine_chunks_leave_the_attention_set(model: str, arm: str) -> None:
+    """With fixed fine chunks the peak itself grows by the bytes of the issue's table."""
+    attention = {"paper": PAPER, "mosaic": WHOLE, "ours": QUERY}[arm]
+    template = trunk_template(SHAPES[model], attention)
+    chunks = FINE | ({"query": 10_000} if arm == "ours" else {})
+    peaks = [
+        plan_template(template, Sizes(length=length, wanted=length // 2, chunks=chunks)).peak_bytes
+        for length in (1_000_000, 3_000_000)
+    ]
+    assert (peaks[1] - peaks[0]) / 2_000_000 / 1024 == pytest.approx(KIB_A_ROW[model, arm], rel=0.005)
+
+
+def test_unchunked_live_sets_are_those_of_the_issue() -> None:
+    """Whole logits of half of the rows need 139.5 KiB a row for LLaDA-8B, and a whole FFN 64 KiB."""
+    template = trunk_template(LLADA_8B, WHOLE)
+    length = 1_000_000
+    plan = plan_template(template, Sizes(length=length, wanted=length // 2))
+    # The gathered rows of the head, 4 KiB a row here, are the only difference to the table.
+    assert plan.peak_bytes / length / 1024 == pytest.approx(131.5 + 4, abs=0.01)
+    assert template.ops[plan.peak_op].name == "logits"
+    plan = plan_template(template, Sizes(length=length))
+    assert plan.peak_bytes / length / 1024 == pytest.approx(64, abs=0.01)
+    assert template.ops[plan.peak_op].name in ("gate_up", "down")
+
+
+def test_the_peak_does_not_depend_on_the_number_of_layers() -> None:
+    sizes = Sizes(length=40_000, wanted=20_000, chunks={"ffn": 3, "logits": 9})
+    peaks = {
+        plan_template(
+            trunk_template(dataclasses.replace(LLADA_8B, num_layers=number), WHOLE), sizes
+        ).peak_bytes
+        for number in (1, 2, 32)
+    }
+    assert len(peaks) == 1
+
+
+def names(plan: Plan) -> list[str]:
+    return [step.op.name for step in plan.steps()]
+
+
+def test_an_executor_can_walk_a_dense_template() -> None:
+    shape = dataclasses.replace(LLADA_8B, num_layers=2)
+    template = trunk_template(shape, QUERY)
+    sizes = Sizes(length=100, wanted=30, chunks={"query": 2, "ffn": 3, "logits": 2})
+    kv = ["attention_norm", "k_proj", "v_proj"]
+    attention = ["attention_norm", "q_proj", "attention", "o_proj", "add"]
+    ffn = ["ffn_norm", "gate_up", "activate", "down", "add"]
+    head = ["head_norm", "logits", "choose_tokens"]
+    expected = ["embed", *(kv * 2 + attention * 2 + ffn * 3) * 2, *head * 2]
+    assert names(plan_template(template, sizes)) == expected
+
+
+def test_an_executor_can_walk_a_moe_template() -> None:
+    template = trunk_template(dataclasses.replace(LLADA_MOE, num_layers=1), WHOLE)
+    plan = plan_template(template, Sizes(length=64, wanted=8, chunks={"experts": 4}))
+    attention = ["attention_norm", "q_proj", "k_proj", "v_proj", "attention", "o_proj", "add"]
+    experts = [
+        "ffn_norm",
+        "router",
+        "choose_experts",
+        "sort_rows",
+        "gather_rows",
+        "expert_gate_up",
+        "activate",
+    ]
+    experts += ["expert_down", "combine_experts"]
+    assert names(plan) == ["embed", *attention, *experts * 4, "head_norm", "logits", "choose_tokens"]
+    assert plan.num_bytes["expert_in"] == 64 // 4 * 8 * 4096
+    assert plan.offsets["hidden"] == plan.offsets["gate_up"]
+
+
+def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:
+    plan = plan_template(
+        trunk_template(LLADA_8B), Sizes(length=500, wanted=300, chunks={"logits": 4, "ffn": 2})
+    )
+    for wanted, rows in ((300, [75] * 4), (160, [54, 54, 52]), (75, [75]), (1, [1]), (0, [])):
+        steps = [step for step in plan.steps(wanted) if step.op.name == "logits"]
+        assert [step.stop - step.start for step in steps] == rows
+        assert all(step.offsets["logits"] == plan.offsets["logits"] for step in steps)
+    assert sum(step.op.name == "down" for step in plan.steps(5)) == 2 * 32
+    with pytest.raises(AssertionError, match="planned for 300"):
+        plan.steps(301)
+
+
+def test_workspaces_and_scratch_are_part_of_the_plan() -> None:
+    sizes = Sizes(length=1000, wanted=500, chunks={"ffn": 8, "logits": 100})
+    plain = plan_template(trunk_template(LLADA_8B, WHOLE), sizes)
+    shape = dataclasses.replace(
+        LLADA_8B, attention_row_bytes=128, workspaces={"attention": 1 << 20, "attention_norm": 64}
+    )
+    more = plan_template(trunk_template(shape, WHOLE), sizes)
+    assert more.peak_bytes == plain.peak_bytes + (1 << 20) + 128_000
+    assert trunk_template(shape, QUERY).tensors["attention_workspace_attention"].constant == 1 << 20
+
+
+def test_a_fused_head_stores_no_logits() -> None:
+    forward = trunk_forward(dataclasses.replace(LLADA_8B, fused_head=True))
+    plan = search(forward, length=100_000, wanted=100_000, capacity=4 * GIB)
+    assert isinstance(plan, Plan) and "logits" not in plan.num_bytes
+    assert names(plan)[-2:] == ["final_norm", "masked_logits"]
+
+
+def test_the_printed_table_names_every_tensor_and_the_peak() -> None:
+    plan = search(trunk_forward(LLADA_MOE), length=300_000, wanted=150_000, capacity=8 * GIB)
+    assert isinstance(plan, Plan)
+    text = describe_plan(plan)
+    lines = text.splitlines()
+    assert lines[0].startswith("moe, attention whole: 300000 rows, 150000 wanted, 16 layers, K_experts=")
+    for name in plan.template.tensors:
+        row = next(line for line in lines if line.split()[0] == name)
+        assert f"{plan.num_bytes[name]:,}" in row and f"{plan.offsets[name]:,}" in row
+    assert f"planned {plan.peak_bytes:,} bytes" in lines[-1] and "ratio 1.0000" in lines[-1]
+    assert plan.template.ops[plan.peak_op].name in lines[-2]
