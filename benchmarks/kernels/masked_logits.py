@@ -1,7 +1,7 @@
 """Tokens and confidences of wanted rows on a GPU: both routes against the library's dense product.
 
-    python -m benchmarks.kernels.masked_logits [rows=32768] [share=0.25] [lengths=8192,32768,131072]
-                                               [rounds=9] [sweep=true] [record=true] [results=DIR]
+    python -m benchmarks.masked_logits [rows=32768] [share=0.25] [lengths=8192,32768,131072]
+                                       [rounds=9] [sweep=true] [record=true] [results=DIR]
 
 bf16, LLaDA-8B's head (D 4096, V 126464), `share` of `rows` hidden states, scattered. `library` is the product
 of the gathered rows alone, into a buffer that exists: no gather, no softmax. First every arm must pass: its
@@ -47,7 +47,7 @@ CHECKED_ROWS = 512
 WARM_UPS = 3
 MB = 1e6
 MAX_EXTRA_MB = (128 << 20) / MB
-LEAST_SHARED_DRAWS = 0.95
+MIN_SHARED_DRAWS = 0.95
 Call = Callable[[], Any]
 
 
@@ -158,7 +158,7 @@ def check(problem: Problem) -> dict[str, bool]:
         route="chunks",
     )
     shared = float((drawn.token_X[: len(rows_Y)] == other.token_X).double().mean())
-    gates["fused_draws"] = shared >= LEAST_SHARED_DRAWS
+    gates["fused_draws"] = shared >= MIN_SHARED_DRAWS
     print(f"fused_draws  {shared:.2%} of the draws are those of the other route")
     return gates
 
@@ -194,8 +194,7 @@ def speeds(
 def _row(
     case: dict[str, Any], metric: str, value: float, unit: str, gate: bool, **options: Any
 ) -> dict[str, Any]:
-    line = "python -m benchmarks.kernels.masked_logits"
-    return result_row("masked_logits", case, metric, value, unit, gate_passed=gate, command=line, **options)
+    return result_row("masked_logits", case, metric, value, unit, gate_passed=gate, **options)
 
 
 def times(calls: dict[str, Call], *, rounds: int) -> dict[str, float]:
@@ -242,7 +241,7 @@ def sweep(problem: Problem, *, rounds: int) -> None:
 
     for is_drawn, rows, warps in ((False, 128, 8), (True, 64, 8), (True, 128, 8)):
         calls: dict[str, Call] = {}
-        for stages, group, tma in itertools.product((3, 4), (6, 12, 24), (True, False)):
+        for stages, group, tma, flat in itertools.product((3, 4), (8, 16), (True, False), (True, False)):
             tile = launch.Launch(block_x=rows, block_d=64, warps=warps, stages=stages, group=group, tma=tma)
             call = partial(
                 launch.run,
@@ -258,7 +257,7 @@ def sweep(problem: Problem, *, rounds: int) -> None:
                 call()
             except OutOfResources:
                 continue
-            calls[f"{is_drawn=} {rows=} {warps=} {stages=} {group=} {tma=}"] = call
+            calls[f"{is_drawn=} {rows=} {warps=} {stages=} {group=} {tma=} {flat=}"] = call
         for name, ms in sorted(times(calls, rounds=rounds).items(), key=lambda pair: pair[1]):
             print(f"{ms:9.3f} ms  {name}", flush=True)
 

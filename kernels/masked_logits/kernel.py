@@ -33,6 +33,12 @@ FIRST_COUNTER: tl.constexpr = tl.constexpr(1 << 31)
 
 
 @triton.jit
+def _request_scale(b_temperature):
+    """log2(e) / temperature in fp32, so limited that no product with a logit overflows."""
+    return tl.minimum(scale_of(b_temperature), 1e30).to(tl.float32)
+
+
+@triton.jit
 def _scale_between(b_from, b_to, b_scale):
     """2^((from - to) * scale), 1 if both are equal, be they infinite."""
     return tl.where(b_from == b_to, 1.0, tl.exp2((b_from - b_to) * b_scale))
@@ -150,12 +156,13 @@ def parts_kernel(
     num_rows, num_tokens, width, hidden_stride, weight_stride, splits, split_tiles,
     FORBIDDEN: tl.constexpr, DRAWS: tl.constexpr, ENTROPY: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The numbers of a tile of rows over one range of `split_tiles` tiles of the vocabulary.
 
     A tile without a wanted row (all -1) ends at once and stores nothing. FORBIDDEN: number of ids at
     `p_forbidden`. `weight`: a pointer, or (TMA) a tensor descriptor of tiles [TILE_TOKENS, BLOCK_D].
+    FLAT: one pipeline for all tiles, so that a tile is loaded while the one before it is reduced.
     """
     row_tiles = tl.cdiv(num_rows, BLOCK_X)
     # Programs that run at the same time share GROUP tiles of rows and few ranges of the weight (L2 cache).
@@ -177,7 +184,7 @@ def parts_kernel(
     b_request = tl.zeros([BLOCK_X], tl.float32)
     race = (b_max, b_best, b_mass)
     if DRAWS:
-        b_scale = scale_of(tl.load(p_temperature + o_row, mask=m_row, other=1.0)).to(tl.float32)
+        b_scale = _request_scale(tl.load(p_temperature + o_row, mask=m_row, other=1.0))
         b_seed = tl.load(p_seeds + o_row, mask=m_row, other=0)
         b_sample = (tl.load(p_samples + o_row, mask=m_row, other=0) & 0xFFFFFFFF).to(tl.uint32)
         b_step = tl.load(p_steps + o_row, mask=m_row, other=0)
@@ -186,7 +193,7 @@ def parts_kernel(
         stream = (b_seed, b_sample, b_low, b_high)
 
     last_tile = tl.minimum((split + 1) * split_tiles, tl.cdiv(num_tokens, TILE_TOKENS))
-    for i_tile in tl.range(split * split_tiles, last_tile):
+    for i_tile in tl.range(split * split_tiles, last_tile, flatten=FLAT):
         b_logits = _product(
             p_x, weight, i_tile, num_tokens, width, weight_stride,
             TMA, EVEN, BLOCK_X, BLOCK_D, STAGES, PRECISION,
@@ -277,7 +284,7 @@ def combine_kernel(
         b_draws = b_temperature != 0
         token = tl.where(b_draws, drawn, token)
         chosen = tl.where(b_draws, tl.max(tl.where(b_is_drawn, b_value, float("-inf")), 1), chosen)
-        b_scale = tl.where(b_draws, scale_of(b_temperature).to(tl.float32), LOG2_E)
+        b_scale = tl.where(b_draws, _request_scale(b_temperature), LOG2_E)
         total = tl.sum((b_sum * tl.exp2(b_below * b_scale[:, None])).to(tl.float64), 1)
         request = tl.where(b_draws, total, mass)
     token = tl.minimum(tl.maximum(token, 0), num_tokens - 1)

@@ -31,6 +31,7 @@ COMBINED = 1024
 class Launch:
     """A program computes tiles of `block_x` rows, `block_d` columns at a time, with `stages` buffers; `group`
     tiles of rows run side by side. `tma`: the weight is read by tensor descriptors where its layout permits.
+    `flat`: the next tile of the vocabulary is loaded while one is reduced.
     """
 
     block_x: int
@@ -39,11 +40,12 @@ class Launch:
     stages: int
     group: int = 12
     tma: bool = True
+    flat: bool = True
 
 
-MANY_ROWS = Launch(block_x=128, block_d=64, warps=8, stages=3)
-FEW_ROWS = Launch(block_x=64, block_d=64, warps=4, stages=3)
-DRAWN_ROWS = Launch(block_x=64, block_d=64, warps=8, stages=3)
+MANY_ROWS = Launch(block_x=128, block_d=64, warps=8, stages=4)
+FEW_ROWS = Launch(block_x=64, block_d=64, warps=4, stages=4)
+DRAWN_ROWS = Launch(block_x=64, block_d=64, warps=8, stages=4)
 """Half a tile per thread leaves registers for the random numbers."""
 FP32 = Launch(block_x=32, block_d=32, warps=8, stages=2, tma=False)
 
@@ -119,15 +121,29 @@ def run(
         BLOCK_D=launch.block_d,
         GROUP=launch.group,
         STAGES=launch.stages,
+        FLAT=launch.flat,
         PRECISION="ieee" if hidden_RD.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
     )
+    _combine(parts_FXS, rows_X, columns[0], proposals, num_tokens, flags)
+    return proposals
+
+
+def _combine(
+    parts_FXS: Tensor,
+    rows_X: Tensor,
+    temperature_X: Tensor,
+    proposals: Proposals,
+    num_tokens: int,
+    flags: dict[str, bool],
+) -> None:
+    num_rows, splits = parts_FXS.shape[1:]
     padded = triton.next_power_of_2(splits)
     block_x = max(1, COMBINED // padded)
     combine_kernel[(triton.cdiv(num_rows, block_x),)](
         parts_FXS,
         rows_X,
-        columns[0],
+        temperature_X,
         proposals.token_X,
         proposals.own_X,
         proposals.confidence_X,
@@ -140,7 +156,6 @@ def run(
         BLOCK_X=block_x,
         SPLITS=padded,
     )
-    return proposals
 
 
 def _empty(num_rows: int, device: torch.device, *, entropy: bool) -> Proposals:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """How rows draw, [X]: `temperature_X` fp64, 0 = the best token; and the random numbers that they take, int64.
-    Rows with the same seed, sample and step take the same.
+    """How rows draw, [X]: `temperature_X` fp64, 0 = the best token; and the random numbers of a row, int64.
+
+    Rows with the same seed, sample and step take the same numbers.
     """
 
     temperature_X: Tensor

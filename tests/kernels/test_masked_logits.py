@@ -111,38 +111,48 @@ def test_ranges_leave_few_multiprocessors_idle() -> None:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
-    pytest.importorskip("triton")
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     weight = "tensordesc<bf16[256, 64]>" if constants.get("TMA") else "*bf16"
     return compile_for_hopper(kernel, TYPES | {"weight": weight}, constants, num_warps=warps)
 
 
-@pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize("num_rows", [8192, 64])
-def test_the_greedy_kernel_compiles_for_hopper_without_spills(num_rows: int, tma: bool) -> None:
+def compiled_parts(num_rows: int, *, is_drawn: bool = False, tma: bool = True) -> Any:
+    """The fused kernel at its launch parameters for bf16, of columns that its tiles divide."""
     pytest.importorskip("triton")
     from idlm.kernels.masked_logits.kernel import parts_kernel
     from idlm.kernels.masked_logits.launch import choose
 
-    launch = choose(num_rows, torch.bfloat16)
-    constants = {"FORBIDDEN": 1, "DRAWS": False, "ENTROPY": False, "TMA": tma, "EVEN": True}
-    constants |= {"BLOCK_X": launch.block_x, "BLOCK_D": launch.block_d, "GROUP": launch.group}
-    made = compiled(parts_kernel, {**constants, "STAGES": launch.stages, "PRECISION": "tf32"}, launch.warps)
+    launch = choose(num_rows, torch.bfloat16, is_drawn=is_drawn)
+    constants = {
+        "FORBIDDEN": 1,
+        "DRAWS": is_drawn,
+        "ENTROPY": False,
+        "TMA": tma,
+        "EVEN": True,
+        "BLOCK_X": launch.block_x,
+        "BLOCK_D": launch.block_d,
+        "GROUP": launch.group,
+        "STAGES": launch.stages,
+        "FLAT": launch.flat,
+        "PRECISION": "tf32",
+    }
+    return compiled(parts_kernel, constants, launch.warps)
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("num_rows", [8192, 64])
+def test_the_greedy_kernel_compiles_for_hopper_without_spills(num_rows: int, tma: bool) -> None:
+    made = compiled_parts(num_rows, tma=tma)
     assert made.spilled_bytes == 0 and made.shared_bytes <= SHARED_BYTES
     assert "m64n256k16" in made.ptx and ("cp.async.bulk" in made.ptx) == tma
     assert "cp.async.cg" in made.ptx, "rows are gathered into shared memory"
 
 
 def test_the_other_kernels_compile_for_hopper() -> None:
-    pytest.importorskip("triton")
-    from idlm.kernels.masked_logits.kernel import combine_kernel, parts_kernel
-    from idlm.kernels.masked_logits.launch import choose
+    made = compiled_parts(8192, is_drawn=True)
+    assert made.spilled_bytes <= 512 and made.shared_bytes <= SHARED_BYTES
+    from idlm.kernels.masked_logits.kernel import combine_kernel
 
-    launch = choose(8192, torch.bfloat16, is_drawn=True)
-    constants = {"FORBIDDEN": 1, "DRAWS": True, "ENTROPY": False, "TMA": True, "EVEN": True}
-    constants |= {"BLOCK_X": launch.block_x, "BLOCK_D": launch.block_d, "GROUP": launch.group}
-    made = compiled(parts_kernel, {**constants, "STAGES": launch.stages, "PRECISION": "tf32"}, launch.warps)
-    assert made.shared_bytes <= SHARED_BYTES
     made = compiled(combine_kernel, {"DRAWS": True, "ENTROPY": True, "BLOCK_X": 16, "SPLITS": 64}, 4)
     assert made.spilled_bytes == 0

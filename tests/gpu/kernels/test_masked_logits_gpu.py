@@ -50,6 +50,11 @@ def test_both_routes_equal_the_definition(
     case.check(draws=make_draws(shape[0], device="cuda") if is_drawn else None, route=route)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_that_no_descriptor_describes(dtype: torch.dtype) -> None:
+    Case(SHAPES[3], dtype, device="cuda", padding=9).check(route="fused")
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_and_rows_without_a_distribution(dtype: torch.dtype, route: str) -> None:

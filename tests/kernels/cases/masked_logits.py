@@ -25,7 +25,9 @@ def make_draws(
 ) -> Draws:
     """Draws of all rows: at one temperature, or at several, 0 and a tiny one included."""
     generator = torch.Generator().manual_seed(seed)
-    several_X = torch.tensor([0.0, 1.0, 0.7, 1e-9, 2.5], dtype=torch.float64).repeat(num_rows // 5 + 1)
+    several_X = torch.tensor([0.0, 1.0, 0.7, 1e-9, 2.5, 1e-300], dtype=torch.float64).repeat(
+        num_rows // 6 + 1
+    )
     temperature_X = several_X[:num_rows].contiguous()
     if temperature is not None:
         temperature_X = torch.full((num_rows,), temperature, dtype=torch.float64)
@@ -42,10 +44,18 @@ def make_draws(
 
 
 class Case:
-    """Rows (repeated and -1 ones among them) of a tensor whose other rows and columns are NaN."""
+    """Rows (repeated and -1 ones among them) of a tensor whose other rows and columns are NaN, and a head
+    with `padding` such columns, on which its alignment depends.
+    """
 
     def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, *, device: str = "cpu", seed: int = 0
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        padding: int = 8,
     ) -> None:
         num_rows, num_tokens, width = shape
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +66,7 @@ class Case:
         memory[rows_X, :width] = values
         rows_X[2:num_rows:5] = -1
         self.hidden_RD = memory.to(device)[:, :width]
-        head = torch.full((num_tokens + 1, width + 8), torch.nan, dtype=dtype)
+        head = torch.full((num_tokens + 1, width + padding), torch.nan, dtype=dtype)
         head[:num_tokens, :width] = (3 * torch.randn(num_tokens, width, generator=generator) / width**0.5).to(
             dtype
         )
@@ -87,8 +97,16 @@ class Case:
         assert is_equal_X.double().mean() >= 0.9, (found.token_X, expected.token_X)
         self._check_ties(found.token_X.cpu(), is_equal_X, draws)
         allowed = self._torch_error(draws) + SLACK
-        for name in ("own_X", "confidence_X", "entropy_X"):
-            mine, true = getattr(found, name).cpu()[is_equal_X], getattr(expected, name)[is_equal_X]
+        is_smooth_X = is_equal_X.clone()
+        if draws is not None and self.hidden_RD.dtype != torch.float32:
+            # At a tiny temperature rounding makes a tie of 1/2 each out of a certain token.
+            is_smooth_X &= (draws.temperature_X.cpu() == 0) | (draws.temperature_X.cpu() > 0.5)
+        for name, compares_X in (
+            ("own_X", is_equal_X),
+            ("confidence_X", is_smooth_X),
+            ("entropy_X", is_equal_X),
+        ):
+            mine, true = getattr(found, name).cpu()[compares_X], getattr(expected, name)[compares_X]
             error = (mine - true).abs().max().item()
             scale = max(1.0, true.abs().max().item())
             assert error <= 2 * allowed * scale, f"{name} {error=} {allowed=}"
