@@ -51,17 +51,18 @@ def masked_logits_reference(
     for place, row in enumerate(rows_X.tolist()):
         settings = (0.0, 0, 0, 0)
         if draws is not None:
-            columns = (draws.temperature_X, draws.seeds_X, draws.samples_X, draws.steps_X)
-            settings = tuple(column[place].item() for column in columns)
+            numbers = (int(one[place]) for one in (draws.seeds_X, draws.samples_X, draws.steps_X))
+            seed, sample, step = numbers
+            settings = (float(draws.temperature_X[place]), seed, sample, step)
         logits = [] if row < 0 else (weight_VD.double() @ hidden_RD[row].double()).tolist()
         found.append(_row(logits, settings, set(forbidden_ids)) if logits else (0, 0.0, 0.0, False, 0.0))
-    columns = list(zip(*found, strict=True)) or [()] * 5
-    double = [torch.tensor(columns[number], dtype=torch.float64) for number in (1, 2, 4)]
+    values = list(zip(*found, strict=True)) or [()] * 5
+    double = [torch.tensor(values[number], dtype=torch.float64) for number in (1, 2, 4)]
     return Proposals(
-        token_X=torch.tensor(columns[0], dtype=torch.int64),
+        token_X=torch.tensor(values[0], dtype=torch.int64),
         own_X=double[0],
         confidence_X=double[1],
-        is_nonfinite_X=torch.tensor(columns[3], dtype=torch.bool),
+        is_nonfinite_X=torch.tensor(values[3], dtype=torch.bool),
         entropy_X=double[2],
     )
 
