@@ -277,11 +277,13 @@ def uniforms(
         samples[:, None].expand(shape) & _WORD,
     )
     key = (seeds[:, None] & _WORD, (seeds[:, None] >> 32) & _WORD)
-    return (_philox4x32(counter, key).double() + 0.5) * 2.0**-32
+    return (philox4x32(counter, key)[0].double() + 0.5) * 2.0**-32
 
 
-def _philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """First output word. All operands are int64 tensors that hold unsigned 32-bit words."""
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four output words. All operands are int64 tensors that hold unsigned 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -289,7 +291,7 @@ def _philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0
+    return c0, c1, c2, c3
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

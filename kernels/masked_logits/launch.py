@@ -1,0 +1,189 @@
+"""Launch parameters and launches of the fused kernel. Nothing here waits for the device.
+
+Shapes: X wanted rows, V vocabulary, D width, S ranges of the vocabulary, F numbers per range.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from idlm.kernels.backend import INTERPRETED
+from idlm.kernels.masked_logits.kernel import TILE_TOKENS, combine_kernel, parts_kernel
+from idlm.kernels.masked_logits.types import Draws, Proposals
+
+PARTS_BYTES = 64 << 20
+"""Most memory for the numbers of all ranges."""
+MAX_SPLITS = 256
+INTERPRETED_PROGRAMS = 4
+ALIGNED_BYTES = 16
+COMBINED = 1024
+"""Numbers of one field that a program combines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A program computes tiles of `block_x` rows, `block_d` columns at a time, with `stages` buffers; `group`
+    tiles of rows run side by side. `tma`: the weight is read by tensor descriptors where its layout permits.
+    `flat`: the next tile of the vocabulary is loaded while one is reduced.
+    """
+
+    block_x: int
+    block_d: int
+    warps: int
+    stages: int
+    group: int = 12
+    tma: bool = True
+    flat: bool = True
+
+
+MANY_ROWS = Launch(block_x=128, block_d=64, warps=8, stages=4)
+FEW_ROWS = Launch(block_x=64, block_d=64, warps=4, stages=4)
+DRAWN_ROWS = Launch(block_x=64, block_d=64, warps=8, stages=4)
+"""Half a tile per thread leaves registers for the random numbers."""
+FP32 = Launch(block_x=32, block_d=32, warps=8, stages=2, tma=False)
+
+
+def choose(num_rows: int, dtype: torch.dtype, *, is_drawn: bool = False) -> Launch:
+    """Launch parameters for a number of wanted rows, chosen by what the compiler says; not measured."""
+    if dtype == torch.float32:
+        return FP32
+    if is_drawn:
+        return DRAWN_ROWS
+    return FEW_ROWS if num_rows <= FEW_ROWS.block_x else MANY_ROWS
+
+
+@functools.lru_cache(maxsize=1024)
+def range_tiles(row_tiles: int, token_tiles: int, most_splits: int, num_programs: int) -> int:
+    """Tiles of a range of the vocabulary, so that the last round of programs leaves few multiprocessors idle:
+    the longest ranges of all that take at most 1 % more rounds of tiles than the best.
+    """
+    rounds = {}
+    for tiles in range(-(-token_tiles // most_splits), token_tiles + 1):
+        programs = row_tiles * -(-token_tiles // tiles)
+        rounds[tiles] = -(-programs // num_programs) * tiles
+    least = min(rounds.values())
+    return max(tiles for tiles, needed in rounds.items() if needed <= 1.01 * least)
+
+
+def run(
+    hidden_RD: Tensor,
+    rows_X: Tensor,
+    weight_VD: Tensor,
+    *,
+    draws: Draws | None,
+    forbidden_S: Tensor | None,
+    entropy: bool,
+    launch: Launch | None = None,
+) -> Proposals:
+    """See `masked_logits`."""
+    num_rows, (num_tokens, width) = len(rows_X), weight_VD.shape
+    proposals = _empty(num_rows, hidden_RD.device, entropy=entropy)
+    if num_rows == 0:
+        return proposals
+    launch = choose(num_rows, hidden_RD.dtype, is_drawn=draws is not None) if launch is None else launch
+    num_fields = 8 if draws is not None else 4 if entropy else 3
+    row_tiles, token_tiles = triton.cdiv(num_rows, launch.block_x), triton.cdiv(num_tokens, int(TILE_TOKENS))
+    most = max(1, min(MAX_SPLITS, PARTS_BYTES // (4 * num_fields * num_rows)))
+    tiles = range_tiles(row_tiles, token_tiles, most, _num_programs(hidden_RD.device))
+    splits = triton.cdiv(token_tiles, tiles)
+    parts_FXS = hidden_RD.new_empty(num_fields, num_rows, splits, dtype=torch.float32)
+    tma = launch.tma and _has_descriptor(weight_VD)
+    columns = (rows_X,) * 4
+    if draws is not None:
+        columns = (draws.temperature_X, draws.seeds_X, draws.samples_X, draws.steps_X)
+    flags = {"DRAWS": draws is not None, "ENTROPY": entropy}
+    parts_kernel[(row_tiles * splits,)](
+        hidden_RD,
+        rows_X,
+        _descriptor(weight_VD, launch.block_d) if tma else weight_VD,
+        rows_X if forbidden_S is None else forbidden_S,
+        *columns,
+        parts_FXS,
+        num_rows,
+        num_tokens,
+        width,
+        hidden_RD.stride(0),
+        weight_VD.stride(0),
+        splits,
+        tiles,
+        FORBIDDEN=0 if forbidden_S is None else len(forbidden_S),
+        **flags,
+        TMA=tma,
+        EVEN=width % launch.block_d == 0,
+        BLOCK_X=launch.block_x,
+        BLOCK_D=launch.block_d,
+        GROUP=launch.group,
+        STAGES=launch.stages,
+        FLAT=launch.flat,
+        PRECISION="ieee" if hidden_RD.dtype == torch.float32 else "tf32",
+        num_warps=launch.warps,
+    )
+    _combine(parts_FXS, rows_X, columns[0], proposals, num_tokens, flags)
+    return proposals
+
+
+def _combine(
+    parts_FXS: Tensor,
+    rows_X: Tensor,
+    temperature_X: Tensor,
+    proposals: Proposals,
+    num_tokens: int,
+    flags: dict[str, bool],
+) -> None:
+    num_rows, splits = parts_FXS.shape[1:]
+    padded = triton.next_power_of_2(splits)
+    block_x = max(1, COMBINED // padded)
+    combine_kernel[(triton.cdiv(num_rows, block_x),)](
+        parts_FXS,
+        rows_X,
+        temperature_X,
+        proposals.token_X,
+        proposals.own_X,
+        proposals.confidence_X,
+        proposals.is_nonfinite_X.view(torch.int8),
+        proposals.own_X if proposals.entropy_X is None else proposals.entropy_X,
+        num_rows,
+        num_tokens,
+        splits,
+        **flags,
+        BLOCK_X=block_x,
+        SPLITS=padded,
+    )
+
+
+def _empty(num_rows: int, device: torch.device, *, entropy: bool) -> Proposals:
+    def fp64() -> Tensor:
+        return torch.empty(num_rows, dtype=torch.float64, device=device)
+
+    return Proposals(
+        token_X=torch.empty(num_rows, dtype=torch.int64, device=device),
+        own_X=fp64(),
+        confidence_X=fp64(),
+        is_nonfinite_X=torch.empty(num_rows, dtype=torch.bool, device=device),
+        entropy_X=fp64() if entropy else None,
+    )
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    """Programs that run at the same time: one per multiprocessor."""
+    if INTERPRETED:
+        return INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _has_descriptor(weight_VD: Tensor) -> bool:
+    """Whether a tensor descriptor can describe the weight."""
+    stride_bytes = weight_VD.stride(0) * weight_VD.element_size()
+    return stride_bytes % ALIGNED_BYTES == 0 and weight_VD.data_ptr() % ALIGNED_BYTES == 0
+
+
+def _descriptor(weight_VD: Tensor, block_d: int) -> Any:
+    return TensorDescriptor(weight_VD, [*weight_VD.shape], [*weight_VD.stride()], [int(TILE_TOKENS), block_d])

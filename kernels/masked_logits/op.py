@@ -1,0 +1,199 @@
+"""A token and its confidence of every wanted row, from hidden states and the output head.
+
+Two routes with the same results: chunks of rows through the library's product, and one fused kernel that
+stores neither logits nor gathered rows. Contract in README.md.
+Shapes: R rows of the pass, X wanted rows, Y rows of a chunk, V vocabulary, D width, S forbidden ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from idlm.kernels.backend import runs_kernels
+from idlm.kernels.masked_logits.types import Draws, Proposals
+from idlm.kernels.sampling import entropy as entropy_of
+from idlm.kernels.sampling import judged_draws, nonfinite, row_probs
+from idlm.kernels.sampling.plain import philox4x32
+
+MAX_BYTES = 128 << 20
+"""Most memory of a chunk: its logits and its gathered rows."""
+GPU_ROUTE = "chunks"
+"""The default route on a GPU. A CPU always takes chunks."""
+ROUTES = ("chunks", "fused")
+ROW_MULTIPLE = 128
+PLAIN_BYTES = 128
+"""Bytes for each logit that the fp64 path allocates at most."""
+MAX_VOCABULARY = 1 << 24
+"""Token ids pass through fp32, which is exact up to here."""
+GROUP_TOKENS, GROUP_WORDS = 256, 64
+FIRST_COUNTER = 1 << 31
+
+
+@torch.inference_mode()
+def masked_logits(
+    hidden_RD: Tensor,
+    rows_X: Tensor,
+    weight_VD: Tensor,
+    *,
+    draws: Draws | None = None,
+    forbidden_S: Tensor | None = None,
+    entropy: bool = False,
+    route: str | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Proposals:
+    """Propose a token for row `rows_X[x]` (int64, -1: no row) of `hidden_RD` (fp32, bf16 or fp16).
+
+    Logits are hidden times weight (same dtype, contiguous rows), rounded to that dtype. Without `draws` the
+    token is the argmax, ties to the lower id; else each row draws by its settings. `forbidden_S`: ids (int64)
+    that have no probability. `entropy`: also return it. `route`: "fused" (a GPU) or "chunks"; None: the
+    default. Chunks take `max_bytes`, whatever X is.
+    """
+    assert hidden_RD.dtype == weight_VD.dtype and hidden_RD.shape[1] == weight_VD.shape[1], (
+        f"{hidden_RD.dtype=} {weight_VD.dtype=} {hidden_RD.shape=} {weight_VD.shape=}"
+    )
+    assert hidden_RD.stride(1) == weight_VD.stride(1) == 1, f"{hidden_RD.stride()=} {weight_VD.stride()=}"
+    assert len(weight_VD) <= MAX_VOCABULARY and rows_X.is_contiguous(), f"{weight_VD.shape=}"
+    if draws is not None:
+        columns = (draws.temperature_X, draws.seeds_X, draws.samples_X, draws.steps_X)
+        assert all(column.is_contiguous() and len(column) == len(rows_X) for column in columns)
+    if route is None:
+        route = GPU_ROUTE if hidden_RD.is_cuda else "chunks"
+    assert route in ROUTES, f"{route=}"
+    if route == "fused":
+        assert runs_kernels(hidden_RD), "the fused kernel needs a GPU"
+        from idlm.kernels.masked_logits import launch
+
+        return launch.run(hidden_RD, rows_X, weight_VD, draws=draws, forbidden_S=forbidden_S, entropy=entropy)
+    step = chunk_rows(len(rows_X), weight_VD, max_bytes, is_plain=draws is not None)
+    parts = []
+    for start in range(0, max(1, len(rows_X)), step):
+        rows = slice(start, start + step)
+        part_draws = None if draws is None else draws.part(rows)
+        # In a function, so that the logits of a chunk are freed before those of the next are computed.
+        parts.append(_chunk(hidden_RD, rows_X[rows], weight_VD, part_draws, forbidden_S, entropy=entropy))
+    return _joined(parts, rows_X >= 0)
+
+
+def _chunk(
+    hidden_RD: Tensor,
+    rows_Y: Tensor,
+    weight_VD: Tensor,
+    draws: Draws | None,
+    forbidden_S: Tensor | None,
+    *,
+    entropy: bool,
+) -> Proposals:
+    logits_YV = functional.linear(hidden_RD[rows_Y.clamp(min=0)], weight_VD)
+    if forbidden_S is not None:
+        logits_YV.index_fill_(1, forbidden_S, -torch.inf)
+    if draws is None and logits_YV.is_cuda:
+        return _best(logits_YV, entropy=entropy)
+    return _plain(logits_YV, draws, entropy=entropy)
+
+
+def chunk_rows(num_rows: int, weight_VD: Tensor, max_bytes: int, *, is_plain: bool = False) -> int:
+    """Rows of a chunk: few, about equal chunks, in whole tiles of a product. `is_plain`: with fp64 copies."""
+    num_tokens, width = weight_VD.shape
+    row_bytes = (num_tokens + width) * weight_VD.element_size() + num_tokens * PLAIN_BYTES * is_plain
+    most = max(1, max_bytes // row_bytes)
+    if most >= ROW_MULTIPLE:
+        most -= most % ROW_MULTIPLE
+    num_chunks = max(1, -(-num_rows // most))
+    even = -(-num_rows // num_chunks)
+    return max(1, min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE))
+
+
+def _best(logits_YV: Tensor, *, entropy: bool) -> Proposals:
+    """The likeliest tokens, by the kernels of the sampling op."""
+    num_rows = len(logits_YV)
+    zeros_Y = logits_YV.new_zeros(num_rows, dtype=torch.float64)
+    unused_Y = logits_YV.new_zeros(num_rows, dtype=torch.int64)
+    probs = row_probs(logits_YV, zeros_Y, unused_Y, zeros_Y, zeros_Y, filters=False, own=True)
+    ids_Y, own_Y = judged_draws(probs, zeros_Y + 0.5, zeros_Y)
+    is_nonfinite_Y = nonfinite(probs, torch.arange(num_rows, device=logits_YV.device)[:, None]) > 0
+    return Proposals(
+        token_X=ids_Y,
+        own_X=own_Y,
+        confidence_X=own_Y,
+        is_nonfinite_X=is_nonfinite_Y,
+        entropy_X=entropy_of(probs) if entropy else None,
+    )
+
+
+def _plain(logits_YV: Tensor, draws: Draws | None, *, entropy: bool) -> Proposals:
+    """The same in fp64 and plain torch, draws included."""
+    logits_YV = logits_YV.double()
+    largest_Y1 = logits_YV.amax(-1, keepdim=True)
+    is_nonfinite_Y = ~largest_Y1[:, 0].isfinite()
+    below_YV = logits_YV - torch.where(largest_Y1.isfinite(), largest_Y1, 0.0)
+    weights_YV = below_YV.exp()
+    mass_Y = weights_YV.sum(-1)
+    ids_Y = _first(below_YV == 0)
+    own_mass_Y, scale_Y = mass_Y, torch.ones_like(mass_Y)
+    if draws is not None:
+        is_drawn_Y = draws.temperature_X != 0
+        scale_Y = torch.where(is_drawn_Y, 1.0 / draws.temperature_X, 1.0).clamp(max=1e38)
+        scaled_YV = below_YV * scale_Y[:, None]
+        mass_Y = scaled_YV.exp().sum(-1)
+        keys_YV = scaled_YV.add_(gumbel_noise(draws, logits_YV.shape[1]))
+        drawn_Y = _first(keys_YV == keys_YV.amax(-1, keepdim=True))
+        ids_Y = torch.where(is_drawn_Y, drawn_Y, ids_Y)
+    below_Y = below_YV.gather(1, ids_Y[:, None])[:, 0]
+    entropy_Y = None
+    if entropy:
+        moments_YV = torch.where(weights_YV > 0, weights_YV * below_YV, 0.0)
+        entropy_Y = own_mass_Y.log() - moments_YV.sum(-1) / own_mass_Y
+    return Proposals(
+        token_X=ids_Y,
+        own_X=below_Y.exp() / own_mass_Y,
+        confidence_X=(below_Y * scale_Y).exp() / mass_Y,
+        is_nonfinite_X=is_nonfinite_Y,
+        entropy_X=entropy_Y,
+    )
+
+
+def _first(is_best_YV: Tensor) -> Tensor:
+    """The lowest id [Y] of those that are best; 0 if none is."""
+    ids_V = torch.arange(is_best_YV.shape[1], device=is_best_YV.device)
+    ids_Y = torch.where(is_best_YV, ids_V, len(ids_V)).amin(-1)
+    return torch.where(ids_Y < len(ids_V), ids_Y, 0)
+
+
+def gumbel_noise(draws: Draws, num_tokens: int) -> Tensor:
+    """-ln(-ln(1 - v)) of a number v in (0, 1) for every row and token, fp64 [X, V]."""
+    num_groups = -(-num_tokens // GROUP_TOKENS)
+    shape = (len(draws.seeds_X), num_groups, GROUP_WORDS)
+    counters = torch.arange(num_groups * GROUP_WORDS, device=draws.seeds_X.device) + FIRST_COUNTER
+
+    def wide(column_X: Tensor) -> Tensor:
+        return (column_X & 0xFFFFFFFF)[:, None, None].expand(shape)
+
+    counter = (
+        counters.view(1, num_groups, GROUP_WORDS).expand(shape),
+        wide(draws.steps_X),
+        wide(draws.steps_X >> 32),
+        wide(draws.samples_X),
+    )
+    words = philox4x32(counter, (wide(draws.seeds_X), wide(draws.seeds_X >> 32)))
+    numbers_XV = (torch.stack(words, 2).flatten(1)[:, :num_tokens].double() + 0.5) * 2.0**-32
+    return -(-torch.log1p(-numbers_XV)).log()
+
+
+def _joined(parts: list[Proposals], is_row_X: Tensor) -> Proposals:
+    """The proposals of all chunks, with zeros for rows without a distribution and for no row."""
+    names = ("token_X", "own_X", "confidence_X", "is_nonfinite_X", "entropy_X")
+    columns = [[getattr(part, name) for part in parts] for name in names]
+    joined = [None if one[0] is None else one[0] if len(one) == 1 else torch.cat(one) for one in columns]
+    token_X, own_X, confidence_X, is_nonfinite_X, entropy_X = joined
+    assert token_X is not None and own_X is not None and confidence_X is not None
+    assert is_nonfinite_X is not None
+    is_good_X = is_row_X & ~is_nonfinite_X
+    return Proposals(
+        token_X=torch.where(is_good_X, token_X, 0),
+        own_X=torch.where(is_good_X, own_X, 0.0),
+        confidence_X=torch.where(is_good_X, confidence_X, 0.0),
+        is_nonfinite_X=is_row_X & is_nonfinite_X,
+        entropy_X=None if entropy_X is None else torch.where(is_good_X, entropy_X, 0.0),
+    )

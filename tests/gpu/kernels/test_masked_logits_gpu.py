@@ -1,0 +1,151 @@
+"""Both routes of `masked_logits` on a CUDA device against the definition, at the head of LLaDA-8B, and beyond
+2^31 elements.
+
+python -m pytest tests/gpu/kernels/test_masked_logits_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels.masked_logits import MAX_BYTES, masked_logits
+from tests.kernels.cases.masked_logits import (
+    CHI_SQUARE_LIMIT,
+    SHAPES,
+    Case,
+    check_nonfinite,
+    check_ties,
+    chi_square,
+    make_draws,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUTES = ("chunks", "fused")
+HEAD = (126_464, 4096)
+SLACK_BYTES = 2 << 20
+
+
+def scattered(num_rows: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a quarter of their rows in order, and LLaDA-8B's head; logits of deviation 2."""
+    torch.manual_seed(seed)
+    hidden_RD = torch.randn(num_rows, HEAD[1], device="cuda", dtype=torch.bfloat16)
+    weight_VD = torch.randn(HEAD, device="cuda", dtype=torch.bfloat16) * (2 / HEAD[1] ** 0.5)
+    rows_X = torch.randperm(num_rows, device="cuda")[: num_rows // 4].sort().values
+    return hidden_RD, rows_X, weight_VD
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (200, 777, 136)], ids=str)
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_both_routes_equal_the_definition(
+    shape: tuple[int, int, int], dtype: torch.dtype, is_drawn: bool, route: str
+) -> None:
+    case = Case(shape, dtype, device="cuda")
+    case.check(draws=make_draws(shape[0], device="cuda") if is_drawn else None, route=route)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_that_no_descriptor_describes(dtype: torch.dtype) -> None:
+    Case(SHAPES[3], dtype, device="cuda", padding=9).check(route="fused")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_and_rows_without_a_distribution(dtype: torch.dtype, route: str) -> None:
+    check_ties("cuda", dtype, route=route)
+    check_nonfinite("cuda", dtype, route=route)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_million_draws_follow_the_softmax(route: str) -> None:
+    assert chi_square(1_000_000, device="cuda", chunk=100_000, route=route) < CHI_SQUARE_LIMIT
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_both_routes_agree_at_a_real_head(is_drawn: bool) -> None:
+    hidden_RD, rows_X, weight_VD = scattered(1300)
+    rows_X[::7] = -1
+    draws = make_draws(len(rows_X), device="cuda") if is_drawn else None
+    chunks, fused = (
+        masked_logits(hidden_RD, rows_X, weight_VD, draws=draws, route=route) for route in ROUTES
+    )
+    # Sums in another order may round a logit to its neighbour in bf16.
+    assert (chunks.token_X == fused.token_X).double().mean() > 0.95
+    is_equal_X = chunks.token_X == fused.token_X
+    for name in ("own_X", "confidence_X"):
+        mine, theirs = getattr(fused, name)[is_equal_X], getattr(chunks, name)[is_equal_X]
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0.15)
+
+
+def test_memory_does_not_grow_with_the_rows() -> None:
+    for num_rows in (4096, 65_536):
+        hidden_RD, rows_X, weight_VD = scattered(num_rows)
+        for route in ROUTES:
+            masked_logits(hidden_RD, rows_X[:600], weight_VD, route=route)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            found = masked_logits(hidden_RD, rows_X, weight_VD, route=route)
+            torch.cuda.synchronize()
+            assert len(found.token_X) == len(rows_X)
+            # Beside the results, a few numbers for each wanted row.
+            extra = torch.cuda.max_memory_allocated() - before - 64 * len(rows_X)
+            assert extra <= MAX_BYTES + SLACK_BYTES, f"{route} {num_rows=} {extra=}"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_rows_beyond_31_bits(route: str) -> None:
+    """600,000 rows of 4,096 numbers are 2.46e9; all but the wanted ones are NaN."""
+    num_rows, width = 600_000, 4096
+    hidden_RD = torch.full((num_rows, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+    rows_X = torch.tensor([0, 524_287, 524_288, 599_998, 599_999, -1, 3], device="cuda")
+    torch.manual_seed(0)
+    weight_VD = torch.randn(1000, width, device="cuda", dtype=torch.bfloat16) / 16
+    small_XD = torch.randn(len(rows_X), width, device="cuda", dtype=torch.bfloat16)
+    is_row_X = rows_X >= 0
+    hidden_RD[rows_X[is_row_X]] = small_XD[is_row_X]
+    places_X = torch.where(is_row_X, torch.arange(len(rows_X), device="cuda"), -1)
+    far, near = (
+        masked_logits(hidden, rows, weight_VD, route=route)
+        for hidden, rows in ((hidden_RD, rows_X), (small_XD, places_X))
+    )
+    assert torch.equal(far.token_X, near.token_X) and torch.equal(far.own_X, near.own_X)
+    assert not far.is_nonfinite_X.any()
+
+
+def test_as_many_wanted_rows() -> None:
+    """600,000 wanted rows at once, of which the last ones are checked."""
+    torch.manual_seed(0)
+    hidden_RD = torch.randn(600_000, 64, device="cuda", dtype=torch.bfloat16)
+    weight_VD = torch.randn(5000, 64, device="cuda", dtype=torch.bfloat16) / 4
+    rows_X = torch.arange(len(hidden_RD), device="cuda")
+    fused = masked_logits(hidden_RD, rows_X, weight_VD, route="fused")
+    chunks = masked_logits(hidden_RD, rows_X[-4096:], weight_VD, route="chunks")
+    is_equal_X = fused.token_X[-4096:] == chunks.token_X
+    assert is_equal_X.double().mean() > 0.98
+    assert not fused.is_nonfinite_X.any() and (fused.own_X > 0).all()
+
+
+def test_nothing_waits_for_the_device_and_a_graph_replays() -> None:
+    hidden_RD, rows_X, weight_VD = scattered(1024)
+    expected = masked_logits(hidden_RD, rows_X, weight_VD, route="fused")
+    masked_logits(hidden_RD, rows_X, weight_VD, route="chunks")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for route in ROUTES:
+            masked_logits(hidden_RD, rows_X, weight_VD, route=route)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = masked_logits(hidden_RD, rows_X, weight_VD, route="fused")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found.token_X, expected.token_X) and torch.equal(found.own_X, expected.own_X)

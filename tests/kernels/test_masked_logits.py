@@ -1,0 +1,158 @@
+"""`masked_logits` on a CPU (chunks of rows) against its definition; its kernels compiled for Hopper.
+
+X wanted rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.kernels.masked_logits import chunk_rows, masked_logits, op
+from idlm.kernels.masked_logits.reference import gumbel
+from tests.kernels.cases.masked_logits import (
+    CHI_SQUARE_LIMIT,
+    SHAPES,
+    Case,
+    check_nonfinite,
+    check_ties,
+    chi_square,
+    make_draws,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TYPES = dict.fromkeys(("p_rows", "p_forbidden", "p_seeds", "p_samples", "p_steps", "p_token"), "*i64")
+TYPES |= dict.fromkeys(("p_temperature", "p_own", "p_confidence", "p_entropy"), "*fp64")
+TYPES |= {"p_hidden": "*bf16", "p_parts": "*fp32", "p_nonfinite": "*i8"}
+TYPES |= dict.fromkeys(("num_rows", "num_tokens", "width", "hidden_stride", "weight_stride"), "i32")
+TYPES |= {"splits": "i32", "split_tiles": "i32"}
+SHARED_BYTES = 227 << 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_chunks_equal_the_definition(shape: tuple[int, int, int], dtype: torch.dtype, is_drawn: bool) -> None:
+    case = Case(shape, dtype)
+    draws = make_draws(shape[0]) if is_drawn else None
+    whole = case.check(draws=draws)
+    for max_bytes in (1, 20_000):
+        parts = case.check(draws=draws, max_bytes=max_bytes)
+        if dtype == torch.float32:
+            assert torch.equal(parts.token_X, whole.token_X)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("max_bytes", [1, 1 << 20])
+def test_ties_and_rows_without_a_distribution(dtype: torch.dtype, max_bytes: int) -> None:
+    check_ties("cpu", dtype, max_bytes=max_bytes)
+    check_nonfinite("cpu", dtype, max_bytes=max_bytes)
+
+
+def test_no_row_is_wanted() -> None:
+    hidden, weight = torch.randn(3, 8), torch.randn(20, 8)
+    found = masked_logits(hidden, torch.empty(0, dtype=torch.int64), weight, entropy=True)
+    assert len(found.token_X) == len(found.own_X) == 0
+    found = masked_logits(hidden, torch.full((4,), -1), weight)
+    assert not found.token_X.any() and not found.own_X.any() and not found.is_nonfinite_X.any()
+
+
+def test_draws_follow_the_softmax() -> None:
+    assert chi_square(20_000) < CHI_SQUARE_LIMIT
+
+
+def test_noise_of_another_scale_fails_the_chi_square_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = op.gumbel_noise
+    monkeypatch.setattr(op, "gumbel_noise", lambda *given: 1.2 * noise(*given))
+    assert chi_square(20_000) > CHI_SQUARE_LIMIT
+
+
+def test_noise_is_a_function_of_seed_sample_step_and_token() -> None:
+    draws = make_draws(3)
+    noise_XV = op.gumbel_noise(draws, 600)
+    for row in range(3):
+        numbers = [int(column[row]) for column in (draws.seeds_X, draws.samples_X, draws.steps_X)]
+        for token in (0, 63, 64, 255, 256, 599):
+            assert float(noise_XV[row, token]) == pytest.approx(gumbel(*numbers, token), rel=1e-12, abs=1e-12)
+    assert len(noise_XV.unique()) == noise_XV.numel()
+
+
+def test_greedy_rows_among_drawn_ones_are_the_greedy_ones() -> None:
+    case, draws = Case(SHAPES[2], torch.float32), make_draws(SHAPES[2][0])
+    drawn, greedy = masked_logits(*case.arguments(), draws=draws), masked_logits(*case.arguments())
+    is_greedy_X = draws.temperature_X == 0
+    assert torch.equal(drawn.token_X[is_greedy_X], greedy.token_X[is_greedy_X])
+    assert torch.equal(drawn.own_X[is_greedy_X], drawn.confidence_X[is_greedy_X])
+    assert not torch.equal(drawn.token_X, greedy.token_X)
+
+
+def test_chunks_take_constant_memory() -> None:
+    weight = torch.empty(126_464, 4096, dtype=torch.bfloat16, device="meta")
+    for num_rows in (1, 100, 8192, 600_000):
+        rows = chunk_rows(num_rows, weight, op.MAX_BYTES)
+        assert rows * (126_464 + 4096) * 2 <= op.MAX_BYTES
+    assert chunk_rows(8192, weight, op.MAX_BYTES) == 512
+    assert chunk_rows(3, weight, 1) == 1
+
+
+def test_ranges_leave_few_multiprocessors_idle() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.masked_logits.launch import range_tiles
+
+    for row_tiles, tokens, most in ((64, 494, 256), (1, 494, 256), (4688, 494, 8), (3, 1, 5), (7, 594, 64)):
+        tiles = range_tiles(row_tiles, tokens, most, 132)
+        splits = -(-tokens // tiles)
+        assert 1 <= splits <= most
+        rounds = -(-row_tiles * splits // 132) * tiles
+        if row_tiles >= 64:
+            assert row_tiles * tokens / 132 >= 0.95 * rounds, (row_tiles, tiles)
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    weight = "tensordesc<bf16[256, 64]>" if constants.get("TMA") else "*bf16"
+    return compile_for_hopper(kernel, TYPES | {"weight": weight}, constants, num_warps=warps)
+
+
+def compiled_parts(num_rows: int, *, is_drawn: bool = False, tma: bool = True) -> Any:
+    """The fused kernel at its launch parameters for bf16, of columns that its tiles divide."""
+    pytest.importorskip("triton")
+    from idlm.kernels.masked_logits.kernel import parts_kernel
+    from idlm.kernels.masked_logits.launch import choose
+
+    launch = choose(num_rows, torch.bfloat16, is_drawn=is_drawn)
+    constants = {
+        "FORBIDDEN": 1,
+        "DRAWS": is_drawn,
+        "ENTROPY": False,
+        "TMA": tma,
+        "EVEN": True,
+        "BLOCK_X": launch.block_x,
+        "BLOCK_D": launch.block_d,
+        "GROUP": launch.group,
+        "STAGES": launch.stages,
+        "FLAT": launch.flat,
+        "PRECISION": "tf32",
+    }
+    return compiled(parts_kernel, constants, launch.warps)
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("num_rows", [8192, 64])
+def test_the_greedy_kernel_compiles_for_hopper_without_spills(num_rows: int, tma: bool) -> None:
+    made = compiled_parts(num_rows, tma=tma)
+    assert made.spilled_bytes == 0 and made.shared_bytes <= SHARED_BYTES
+    assert "m64n256k16" in made.ptx and ("cp.async.bulk" in made.ptx) == tma
+    assert "cp.async.cg" in made.ptx, "rows are gathered into shared memory"
+
+
+def test_the_other_kernels_compile_for_hopper() -> None:
+    made = compiled_parts(8192, is_drawn=True)
+    assert made.spilled_bytes <= 512 and made.shared_bytes <= SHARED_BYTES
+    from idlm.kernels.masked_logits.kernel import combine_kernel
+
+    made = compiled(combine_kernel, {"DRAWS": True, "ENTROPY": True, "BLOCK_X": 16, "SPLITS": 64}, 4)
+    assert made.spilled_bytes == 0
