@@ -19,7 +19,7 @@ from idlm.kernels.sampling.plain import philox4x32
 
 MAX_BYTES = 128 << 20
 """Most memory of a chunk: its logits and its gathered rows."""
-GPU_ROUTE = "chunks"
+GPU_ROUTE = "fused"
 """The default route on a GPU. A CPU always takes chunks."""
 ROUTES = ("chunks", "fused")
 ROW_MULTIPLE = 128
