@@ -32,7 +32,7 @@ from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack, stack_of
-from idlm.infer.state.kv_cache import KV_STORES, KVCache
+from idlm.infer.state.kv_cache import KV_STORES, KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from idlm.infer.state.sequence_state import SequenceState
@@ -128,7 +128,8 @@ def _assemble(
         cache = _kv_store(model, decoder, sizes, pool)
         table = SequenceState(num_lanes, max_length, device)
     attention = _attention(settings, model, sizes.kv_dtype)
-    settings = _resolve_graphs(settings, attention, model, [] if stack is None else stack.eager)
+    eager, policy = [] if stack is None else stack.eager, decoder.kv_policy
+    settings = _resolve_graphs(settings, attention, model, eager, policy)
     set_deterministic(model, settings.deterministic)
     runner = Runner(model, cache, pool, attention=attention, stack=stack, memory=memory)
     return EngineParts(
@@ -297,11 +298,11 @@ def _memory_demand(
     state of lanes, which pages must not take the memory of.
     """
     spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
-    num_buffers = 2 * KV_STORES[policy.kind].num_buffers(spec.num_layers)
+    num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
     slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
     most_rows = policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=settings.max_num_batched_tokens)
     max_pages = -(-sizes.max_slots // page_size) * settings.max_num_seqs
-    if policy.kind == "none":
+    if policy.store == "shared":
         # Canvases of one pass, each of which may leave part of a page unused.
         max_pages = min(max_pages, -(-most_rows // page_size) + settings.max_num_seqs)
     return MemoryDemand(
@@ -344,7 +345,7 @@ def _pool(
 
 def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePool) -> KVCache:
     num_slots = pool.num_pages * pool.page_size
-    return KV_STORES[decoder.kv_policy.kind](
+    return KV_STORES[decoder.kv_policy.store](
         (model.spec.num_layers, num_slots, model.local.num_kv_heads, model.spec.head_dim),
         dtype=sizes.kv_dtype,
         device=model.device,
@@ -374,7 +375,7 @@ def _attention(settings: EngineSettings, model: LoadedModel, kv_dtype: torch.dty
 
 
 def _resolve_graphs(
-    settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str]
+    settings: EngineSettings, attention: str, model: LoadedModel, eager: list[str], policy: KVWritePolicy
 ) -> EngineSettings:
     """Settings with `graphs` "on" or "off" and a number of `num_inflight_steps`.
 
@@ -396,7 +397,8 @@ def _resolve_graphs(
         )
     ahead = settings.num_inflight_steps
     if ahead is None:
-        ahead = 4 if is_cuda and graphs == "on" else 0
+        # With `reuse` only the results of a pass tell how many rows the next one needs.
+        ahead = 4 if is_cuda and graphs == "on" and policy.reuse is None else 0
     return dataclasses.replace(settings, graphs=graphs, num_inflight_steps=ahead)
 
 

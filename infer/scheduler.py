@@ -112,6 +112,7 @@ class Scheduler:
         request.num_computed = self._kv_policy.num_stored(
             request.num_computed, num_before=num_before, num_known=request.num_known
         )
+        request.num_passes = 0 if request.num_known > num_before else request.num_passes + 1
 
     def retire(self, request: Request, *, invalidate: bool = False) -> None:
         """Remove a finished or aborted request and free what it holds. `invalidate`: the prefix cache must
@@ -136,6 +137,7 @@ class Scheduler:
         for request in reversed(self.running):
             self._free_lanes.append(lane_of(request))
             request.lane, request.num_computed, request.num_inflight = None, 0, 0
+            request.num_passes = 0
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
         self.pool.reset()
@@ -158,7 +160,11 @@ class Scheduler:
         is free. Returns what is left of the budget.
         """
         policy, block_size = self._kv_policy, self._kv_policy.block_size
-        num_rows = self._num_rows(request.max_length)
+        num_rows = policy.num_decoding_rows(
+            self._num_rows(request.max_length),
+            num_known=request.num_known,
+            num_passes=None if request.num_inflight else request.num_passes,
+        )
         remaining = policy.num_computable(request.num_known) - request.num_computed
         if budget == 0 and policy.num_budgeted(remaining, num_rows) > 0:
             return 0
@@ -166,6 +172,7 @@ class Scheduler:
         schedule.requests.append(request)
         schedule.num_feed.append(num_feed)
         schedule.samples.append(num_feed == remaining)
+        schedule.num_rows.append(num_rows)
         schedule.num_known.append(policy.num_computable(self._longest(request)) - remaining + num_feed)
         return max(0, budget - policy.num_budgeted(num_feed, num_rows))
 
@@ -188,7 +195,7 @@ class Scheduler:
                 return None
             victim = next(r for r in reversed(self.running) if self.pool.num_owned(lane_of(r)) > 0)
             self.pool.release(lane_of(victim))
-            victim.num_computed = 0
+            victim.num_computed = victim.num_passes = 0
             schedule.preempted.append(victim)
             self.num_preemptions += 1
         return True

@@ -1,5 +1,6 @@
 """Full diffusion: every pass feeds the whole canvas (prompt, answer, masks), whose rows all see all of
-it, and decides some masks of the active block. Nothing is stored between passes.
+it, and decides some masks of the active block. Nothing is stored between passes, unless `decoder.cache` says
+so: then some passes feed a part of the canvas (`full_cache.py`).
 
 LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (arXiv 2508.15487; a row
 predicts the next place, read by an index and not by a copy). A block of the answer is emitted once it is
@@ -22,7 +23,18 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
+from idlm.infer.decoders.full_cache import (
+    CACHES,
+    Cache,
+    Canvases,
+    FedRows,
+    fed_canvases,
+    reuse_of,
+    reused_places,
+    whole_canvases,
+)
 from idlm.infer.decoders.full_config import (
+    NO_FACTOR,
     NO_THRESHOLD,
     REQUEST_OPTIONS,
     FullConfig,
@@ -31,7 +43,7 @@ from idlm.infer.decoders.full_config import (
     check_canvas,
     order_name,
 )
-from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, flip_chance
+from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, factor_quota, flip_chance
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
@@ -64,8 +76,13 @@ class FullDecoder(Decoder):
 
     name: ClassVar[str] = "full"
     Config: ClassVar[type] = FullConfig
-    baseline: ClassVar[Mapping[str, Any] | None] = {"steps": None, "threshold": None}
-    kv_policy = KVWritePolicy(kind="none")
+    baseline: ClassVar[Mapping[str, Any] | None] = {
+        "steps": None,
+        "threshold": None,
+        "factor": None,
+        "cache": None,
+        "cache_refresh": None,
+    }
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -87,9 +104,16 @@ class FullDecoder(Decoder):
         self._mask_token_id, self._shift = semantics.mask_token_id, int(semantics.logit_shift)
         self._stop_ids = [*semantics.stop_token_ids]
         self.modes = (StrideMode(stride=config.block_length or 1, strategy=order),)
+        self._cache: Cache | None = None
+        if config.cache is not None:
+            self._cache, self.exactness = CACHES.get(config.cache, key="decoder.cache")(), "lossy"
+        self._reuse = reuse_of(
+            config.cache, block_length=config.block_length, interval=config.cache_refresh, shift=self._shift
+        )
+        self.kv_policy = KVWritePolicy(kind="none", reuse=self._reuse)
 
     def num_rows(self, mode: int, max_length: int) -> int:
-        """The whole canvas."""
+        """The whole canvas; with a cache, in a refresh."""
         return max_length
 
     def configure(self, options: Mapping[str, Any]) -> FullConfig:
@@ -128,40 +152,45 @@ class FullDecoder(Decoder):
         self._proposal_bytes = SCORE_BYTES * vocab_size
         self.tokens_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.is_decided_ZW = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.is_recent_ZW = torch.zeros_like(self.is_decided_ZW)
         self.num_passes_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.options = LaneOptions.empty(num_lanes, device)
         self._stop_ids_S = to_device(self._stop_ids, device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """In a new sequence nothing is decided yet."""
-        fill_lanes(lanes, 0, self.is_decided_ZW, self.num_passes_Z)
+        self._begin_blocks(lanes)
         configs = [self.configure(one.decoder_options) for one in params]
         self.options.admit(lanes, configs, [one.max_tokens for one in params])
 
+    def rewind(self, lanes: list[int]) -> None:
+        """With a cache, begin the blocks anew, with the same outcome: what their passes stored is gone."""
+        if self._cache is not None:
+            self._begin_blocks(lanes)
+
+    def _begin_blocks(self, lanes: list[int]) -> None:
+        fill_lanes(lanes, 0, self.is_decided_ZW, self.is_recent_ZW, self.num_passes_Z)
+
     def plan(self, table: SequenceState, batch: Batch) -> CanvasPlan:
         """The canvas of every sequence that is not complete; the masks of its active block are wanted."""
-        lanes_B, device = batch.lanes_B, table.device
+        lanes_B = batch.lanes_B
         ends_B, known_B = table.ends_Z[lanes_B], table.num_known_Z[lanes_B]
         advances_B = known_B < ends_B
         samples_B = batch.samples_B & advances_B
-        cu_rows_B1 = torch.nn.functional.pad((ends_B * samples_B).cumsum(0), (1, 0))
-        num_rows = max(1, int(cu_rows_B1[-1])) if batch.num_rows is None else batch.num_rows
-        rows_R = torch.arange(num_rows, device=device)
-        is_fed_R = rows_R < cu_rows_B1[-1]
-        sequence_R = torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(lanes_B) - 1)
-        slots_R = torch.where(is_fed_R, rows_R - cu_rows_B1[sequence_R], 0)
+        fed = self._fed(batch, known_B, ends_B, samples_B)
+        sequence_R, slots_R, is_fed_R = fed.sequence_R, fed.slots_R, fed.is_fed_R
         lane_R, place_R = lanes_B[sequence_R], slots_R - known_B[sequence_R]
         is_known_R, in_block_R = place_R < 0, place_R < self._width
         place_R = place_R.clamp(0, self._width - 1)
         is_decided_R = in_block_R & self.is_decided_ZW[lane_R, place_R]
         decided_R = torch.where(is_decided_R, self.tokens_ZW[lane_R, place_R], self._mask_token_id)
         limits_R = torch.where(is_fed_R, ends_B[sequence_R], 1)
-        is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=batch.max_rows)
+        is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=batch.max_length)
         sequence_X, place_X = _places(is_maskable_BW, is_exact=batch.num_rows is None)
-        wanted_X = cu_rows_B1[sequence_X] + known_B[sequence_X] + place_X - self._shift
+        wanted_X = fed.rows_of(sequence_X, known_B[sequence_X] + place_X - self._shift)
         return CanvasPlan(
             lanes_B=lanes_B,
-            cu_rows_B1=cu_rows_B1,
+            cu_rows_B1=fed.cu_rows_B1,
             sequence_R=sequence_R,
             token_ids_R=torch.where(is_known_R, table.tokens_ZL[lane_R, slots_R], decided_R),
             positions_R=slots_R,
@@ -169,19 +198,47 @@ class FullDecoder(Decoder):
             limits_R=limits_R,
             branch_starts_R=limits_R,
             is_mask_R=is_fed_R & ~is_known_R & ~is_decided_R,
-            logit_rows_X=wanted_X.clamp(0, num_rows - 1),
+            logit_rows_X=wanted_X,
             first_logit_B=torch.zeros_like(known_B),
             num_feed_B=batch.num_feed_B,
             samples_B=samples_B,
             advances_B=advances_B,
             max_rows=batch.max_rows,
-            max_slots=batch.max_rows,
+            max_slots=batch.max_length,
             sequence_X=sequence_X,
             place_X=place_X,
             is_maskable_BW=is_maskable_BW,
             # By block and pass, so that a block begun anew draws the same.
             draw_steps_B=(known_B << PASSES_BITS) + self.num_passes_Z[lanes_B],
         )
+
+    def _fed(self, batch: Batch, known_B: Tensor, ends_B: Tensor, samples_B: Tensor) -> FedRows:
+        """The rows of the pass: of each sequence that samples, its canvas or the part that the cache asks
+        for.
+        """
+        if self._cache is None or self._reuse is None:
+            return whole_canvases(ends_B * samples_B, num_rows=batch.num_rows)
+        lanes_B = batch.lanes_B
+        slot_L = torch.arange(batch.max_length, device=known_B.device)
+        place_BL = slot_L - known_B[:, None]
+        in_block_BL = (place_BL >= 0) & (place_BL < self._width)
+        place_BL = place_BL.clamp(0, self._width - 1)
+        is_decided_BL, is_recent_BL = (
+            in_block_BL & column_ZW[lanes_B].gather(1, place_BL)
+            for column_ZW in (self.is_decided_ZW, self.is_recent_ZW)
+        )
+        in_canvas_BL = slot_L < ends_B[:, None]
+        canvases = Canvases(
+            slot_L=slot_L,
+            known_B=known_B,
+            block_ends_B=known_B + self._sizes(known_B, ends_B),
+            ends_B=ends_B,
+            is_mask_BL=in_canvas_BL & (slot_L >= known_B[:, None]) & ~is_decided_BL,
+            is_recent_BL=is_recent_BL,
+        )
+        refreshes_B = self._reuse.refreshes(self.num_passes_Z[lanes_B])
+        is_fed_BL = refreshes_B[:, None] | reused_places(self._cache, canvases, shift=self._shift)
+        return fed_canvases(is_fed_BL & in_canvas_BL & samples_B[:, None], num_rows=batch.num_rows)
 
     def _maskable(
         self, known_B: Tensor, ends_B: Tensor, lanes_B: Tensor, samples_B: Tensor, *, width: int
@@ -225,6 +282,7 @@ class FullDecoder(Decoder):
         is_clean_B = plan.samples_B & ~(is_maskable_BW & ~chosen_BW).any(-1)
         self.tokens_ZW[lanes_B, :width] = tokens_BW
         self.is_decided_ZW[lanes_B, :width] = decided_BW & ~is_clean_B[:, None]
+        self.is_recent_ZW[lanes_B, :width] = chosen_BW & ~is_clean_B[:, None]
         num_passes_B = self.num_passes_Z[lanes_B] + plan.samples_B.long()
         self.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
         sizes_B = self._sizes(table.num_known_Z[lanes_B], table.ends_Z[lanes_B])
@@ -301,6 +359,10 @@ class FullDecoder(Decoder):
         threshold_B1 = options.threshold_Z[lanes_B, None]
         has_threshold_B = threshold_B1[:, 0] < NO_THRESHOLD
         quota_B = torch.where(has_threshold_B, 1, quota_B)
+        if self._kind.has_threshold:
+            factor_B = options.factor_Z[lanes_B]
+            by_factor_B = factor_quota(scores_BW, is_maskable_BW, factor_B)
+            quota_B = torch.where(factor_B > NO_FACTOR, by_factor_B, quota_B)
         return choose(keys_BW, is_maskable_BW, quota_B) | (is_maskable_BW & (scores_BW > threshold_B1))
 
 

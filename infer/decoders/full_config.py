@@ -5,6 +5,7 @@ Shapes: Z lanes.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from idlm.errors import UserError
+from idlm.infer.decoders.full_cache import CACHES
 from idlm.infer.decoders.full_orders import ORDERS, Order
 from idlm.infer.state.batch import to_device
 
-REQUEST_OPTIONS = ("steps", "threshold", "order_temperature")
+REQUEST_OPTIONS = ("steps", "threshold", "factor", "order_temperature")
 NO_THRESHOLD = 2.0
 """No probability exceeds this."""
+NO_FACTOR = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +30,15 @@ class FullConfig:
     low_confidence (LLaDA). `block_length`: the answer is decided in blocks of so many places, left to right,
     while every row sees the whole canvas; None: all at once. `steps`: passes for the whole answer; None: one
     for each token. `threshold`: decide every mask whose score is above it, and at least one, in place of the
-    quota of `steps` (Fast-dLLM, arXiv 2505.22618). `order_temperature`: places are drawn with probability
+    quota of `steps`; `factor`: decide the n most confident ones, c_n the least confident of them, for the
+    largest n with (n + 1) * (1 - c_n) < factor, and at least one (both Fast-dLLM's, arXiv 2505.22618,
+    confidence-aware parallel decoding). `order_temperature`: places are drawn with probability
     proportional to exp(score / order_temperature) (Dream's `alg_temp`); 0: the largest scores.
 
     `defer_eos`: stop tokens count as the least confident, so that they do not fill the end of a canvas that
-    is decided at once. `forbid_eos`: no stop token is drawn. Requests may set `steps`, `threshold` and
+    is decided at once. `forbid_eos`: no stop token is drawn. `cache`: keys and values that passes read of
+    earlier ones (`full_cache.py`; lossy); `cache_refresh`: with cache=delayed, the first of every so many
+    passes over a block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor` and
     `order_temperature`.
     """
 
@@ -42,6 +49,9 @@ class FullConfig:
     order_temperature: float = 0.0
     defer_eos: bool = False
     forbid_eos: bool = False
+    factor: float | None = None
+    cache: str | None = None
+    cache_refresh: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,7 @@ class LaneOptions:
 
     passes_Z: Tensor
     threshold_Z: Tensor
+    factor_Z: Tensor
     order_temperature_Z: Tensor
 
     @classmethod
@@ -62,6 +73,7 @@ class LaneOptions:
         return cls(
             passes_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
             threshold_Z=zeros(),
+            factor_Z=zeros(),
             order_temperature_Z=zeros(),
         )
 
@@ -69,10 +81,12 @@ class LaneOptions:
         """Set each lane's options. `lengths`: tokens of the whole answers."""
         lanes_B = to_device(lanes, self.passes_Z.device)
         thresholds = [NO_THRESHOLD if config.threshold is None else config.threshold for config in configs]
+        factors = [NO_FACTOR if config.factor is None else config.factor for config in configs]
         passes = [passes_per_block(config, length) for config, length in zip(configs, lengths, strict=True)]
         for column_Z, values in (
             (self.passes_Z, passes),
             (self.threshold_Z, thresholds),
+            (self.factor_Z, factors),
             (self.order_temperature_Z, [config.order_temperature for config in configs]),
         ):
             column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
@@ -91,17 +105,7 @@ def order_name(config: FullConfig, *, logit_shift: bool) -> str:
 
 def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "decoder.") -> None:
     """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
-    problems, threshold = [], config.threshold
-    for name, value in (("block_length", config.block_length), ("steps", config.steps)):
-        if value is not None and value < 1:
-            problems.append(f"{prefix}{name}={value} is below 1")
-    if threshold is not None and not 0 <= threshold <= 1:
-        problems.append(f"{prefix}threshold={threshold} is not in [0, 1]")
-    if threshold is not None and not kind.has_threshold:
-        known = [name for name in ORDERS.names() if ORDERS.get(name).has_threshold]
-        problems.append(
-            f"{prefix}threshold={threshold}: scores of order {order} are no probabilities; use {known}"
-        )
+    problems = [*_problems_of_limits(config, order, kind, prefix), *_problems_of_cache(config)]
     if not config.order_temperature >= 0:
         problems.append(f"{prefix}order_temperature={config.order_temperature} is below 0")
     if config.order_temperature > 0 and kind.is_random:
@@ -112,11 +116,43 @@ def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "d
         problems.append("decoder.defer_eos and decoder.forbid_eos: there is no stop token to defer")
     if problems:
         raise UserError("IDLM-0451", "; ".join(problems), fix="change or leave out the options named")
-    if threshold is not None and config.steps is not None:
-        warnings.warn(
-            f"{prefix}steps={config.steps} does nothing beside {prefix}threshold={threshold}",
-            stacklevel=4,
-        )
+    for name in ("threshold", "factor"):
+        value = getattr(config, name)
+        if value is not None and config.steps is not None:
+            warnings.warn(
+                f"{prefix}steps={config.steps} does nothing beside {prefix}{name}={value}", stacklevel=4
+            )
+
+
+def _problems_of_limits(config: FullConfig, order: str, kind: type[Order], prefix: str) -> list[str]:
+    problems, threshold, factor = [], config.threshold, config.factor
+    for name, value in (("block_length", config.block_length), ("steps", config.steps)):
+        if value is not None and value < 1:
+            problems.append(f"{prefix}{name}={value} is below 1")
+    if threshold is not None and not 0 <= threshold <= 1:
+        problems.append(f"{prefix}threshold={threshold} is not in [0, 1]")
+    if factor is not None and not 0 < factor < math.inf:
+        problems.append(f"{prefix}factor={factor} is not a number above 0")
+    if threshold is not None and factor is not None:
+        problems.append(f"{prefix}threshold={threshold} and {prefix}factor={factor} exclude each other")
+    known = [name for name in ORDERS.names() if ORDERS.get(name).has_threshold]
+    for name, limit in (("threshold", threshold), ("factor", factor)):
+        if limit is not None and not kind.has_threshold:
+            problems.append(
+                f"{prefix}{name}={limit}: scores of order {order} are no probabilities; use {known}"
+            )
+    return problems
+
+
+def _problems_of_cache(config: FullConfig) -> list[str]:
+    interval = config.cache_refresh
+    if interval is None:
+        return []
+    kind = None if config.cache is None else CACHES.get(config.cache, key="decoder.cache")
+    if kind is None or not kind.has_interval:
+        known = [name for name in CACHES.names() if CACHES.get(name).has_interval]
+        return [f"decoder.cache_refresh={interval} needs decoder.cache of {known}, not {config.cache}"]
+    return [f"decoder.cache_refresh={interval} is below 1"] if interval < 1 else []
 
 
 def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_length: int) -> None:
@@ -138,7 +174,8 @@ def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_le
             fix=f"use max_tokens={near}, or another decoder.block_length",
         )
     num_blocks = max_tokens // size
-    if config.steps is not None and config.threshold is None and config.steps % num_blocks:
+    has_quota = config.threshold is None and config.factor is None
+    if config.steps is not None and has_quota and config.steps % num_blocks:
         near_steps = max(1, round(config.steps / num_blocks)) * num_blocks
         raise UserError(
             "IDLM-0470",

@@ -164,6 +164,16 @@ class Origin(Random):
         return quota.num_masks_B
 
 
+def factor_quota(scores_BW: Tensor, is_maskable_BW: Tensor, factor_B: Tensor) -> Tensor:
+    """The largest n, at least 1, with (n + 1) * (1 - c_n) < factor for the n-th largest score c_n of the
+    maskable places, int64 [B] (Fast-dLLM, arXiv 2505.22618, factor-based decoding).
+    """
+    scores_BW = torch.where(is_maskable_BW, scores_BW, -torch.inf).sort(dim=-1, descending=True).values
+    number_W = torch.arange(1, scores_BW.shape[1] + 1, device=scores_BW.device)
+    # The left side grows with n, so that counting finds the largest.
+    return ((number_W + 1) * (1 - scores_BW) < factor_B[:, None]).sum(-1).clamp(min=1)
+
+
 def choose(scores_BW: Tensor, is_maskable_BW: Tensor, quota_B: Tensor) -> Tensor:
     """The `quota_B` maskable places with the largest scores (fp64, -inf allowed), bool [B, W]."""
     # Below every score, so that a place with score -inf still comes before those that are not maskable.

@@ -59,6 +59,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "num_feed": schedule.num_feed,
         "num_known": schedule.num_known,
         "samples": schedule.samples,
+        "num_rows": schedule.num_rows,
         "mode": schedule.mode,
     }
 
@@ -83,6 +84,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         num_feed=message["num_feed"],
         num_known=message["num_known"],
         samples=message["samples"],
+        num_rows=message["num_rows"],
         scheduled_new_requests=admitted,
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         copies=[(source, target) for source, target in message["copies"]],

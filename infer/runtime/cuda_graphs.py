@@ -38,7 +38,8 @@ results).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
-    and `max_rows` of one sequence: decoding rows. See `Batch` for the rest.
+    and `max_rows` of one sequence: decoding rows. `max_length` is 0 unless canvases are fed. See `Batch` for
+    the rest.
     """
 
     mode: int
@@ -49,6 +50,7 @@ class PassShape:
     max_known: int
     filters: bool
     num_top: int | None
+    max_length: int = 0
 
 
 class StaticStep:
@@ -119,6 +121,7 @@ class StaticStep:
             filters=shape.filters,
             mode=shape.mode,
             num_top=shape.num_top,
+            max_length=shape.max_length,
         )
 
     def _capture(self, shape: PassShape) -> _Graph:
@@ -164,7 +167,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
     policy = decoder.kv_policy
     num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
-    num_rows, num_prompt_rows = num_sequences * max_rows, 0
+    num_rows, num_prompt_rows, longest = num_sequences * max_rows, 0, 0
     match policy.kind:
         case "append":
             num_prompt_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
@@ -172,9 +175,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
             num_blocks = _num_blocks(schedule, num_sequences, policy)
             num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
         case "none":
-            canvases = [decoder.num_rows(schedule.mode, one.max_length) for one in schedule.requests]
-            num_rows = _rounded_up(sum(canvases))
-            max_rows = min(_rounded_up(max_rows), decoder.num_rows(schedule.mode, max_length))
+            num_rows = _rounded_up(sum(schedule.num_rows))
+            most = decoder.num_rows(schedule.mode, max_length)
+            max_rows = min(_rounded_up(max(schedule.num_rows)), most)
+            longest = min(_rounded_up(schedule.max_length), max_length)
     return PassShape(
         mode=schedule.mode,
         num_sequences=num_sequences,
@@ -184,6 +188,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         max_known=max(MIN_SLOTS, 1 << (max(schedule.num_known) - 1).bit_length()),
         filters=schedule.filters,
         num_top=schedule.num_top,
+        max_length=longest,
     )
 
 

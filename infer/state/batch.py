@@ -22,15 +22,17 @@ class Schedule:
     """One pass as the scheduler decides it: its requests, oldest first, and what happens before it.
 
     `num_feed[b]` known tokens are fed; at most `num_known[b]` are computed afterwards; `samples[b]`: these
-    are all that are due, so the pass also decodes. A later pass computes the last `num_lookahead_tokens` of
-    them. `scheduled_new_requests` get a lane, `preempted` ones lose their KV, `resumed` ones get (part of) it
-    back, and `copies` are pages (from, to) to copy. `mode`: which of the decoder's modes lays the pass out.
+    are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode. A later
+    pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
+    ones lose their KV, `resumed` ones get (part of) it back, and `copies` are pages (from, to) to copy.
+    `mode`: which of the decoder's modes lays the pass out.
     """
 
     requests: list[Request] = field(default_factory=list)
     num_feed: list[int] = field(default_factory=list)
     num_known: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
     scheduled_new_requests: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
@@ -67,6 +69,7 @@ class Schedule:
             filters=self.filters,
             mode=self.mode,
             num_top=self.num_top,
+            max_length=self.max_length,
         )
 
     def launched(self) -> None:
@@ -94,7 +97,8 @@ class Batch:
     that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
     out in all, padding included; None: exactly those that are fed, which the host has to wait for.
     `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
-    likely tokens to report for every token; None: no log-probabilities.
+    likely tokens to report for every token; None: no log-probabilities. `max_length`: tokens of the longest
+    sequence at most, prompt and answer together, which only decoders of whole canvases may ask for.
     """
 
     lanes_B: Tensor
@@ -107,6 +111,7 @@ class Batch:
     filters: bool
     mode: int = 0
     num_top: int | None = None
+    max_length: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 """Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
-with), and where (one store per kind of policy, `KV_STORES`).
+with), and where (`KV_STORES`).
 
 Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query heads, C pages to copy.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,25 @@ from idlm.kernels.paged_attention import Plan, paged_attention
 MAX_PAGES_PER_COPY = 32
 """Bounds the temporary memory of copies."""
 KVKind = Literal["append", "block", "none"]
+StoreKind = Literal["layers", "shared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasReuse:
+    """How passes over a canvas read keys and values that earlier passes stored and that may be stale.
+
+    The first pass after tokens were emitted or KV was lost is a refresh, which feeds the whole canvas; so is
+    every `interval`-th one from there (None: no further one). Between them at most `num_rows` places after
+    the known tokens are fed (None: all of them), and `num_before` places before those.
+    """
+
+    num_rows: int | None
+    num_before: int
+    interval: int | None
+
+    def refreshes(self, num_passes: Any) -> Any:
+        """Whether the pass after `num_passes` passes without a token is a refresh; numbers or tensors."""
+        return num_passes == 0 if self.interval is None else num_passes % self.interval == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +50,8 @@ class KVWritePolicy:
     logits, emits at least one token, and stores what it emits but for the last. "block" stores whole groups
     of `block_size` tokens, counted from the first one, whose rows see one another; a decoding pass may emit
     nothing, and a later one stores what it emits. "none" stores nothing for later: every pass feeds the whole
-    canvas (prompt and answer) and computes its keys and values anew.
+    canvas (prompt and answer) and computes its keys and values anew; with `reuse` some passes feed a part of
+    it and read what earlier passes have left of the rest.
 
     `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else it
     takes the place of a sequence's decoding rows. `has_drafts`: drafts are tested, which `tau` relaxes.
@@ -41,6 +61,12 @@ class KVWritePolicy:
     block_size: int = 1
     fused_commit: bool = True
     has_drafts: bool = False
+    reuse: CanvasReuse | None = None
+
+    @property
+    def store(self) -> StoreKind:
+        """Which of `KV_STORES` fits: "layers" if passes read what earlier ones stored."""
+        return "shared" if self.kind == "none" and self.reuse is None else "layers"
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -64,6 +90,15 @@ class KVWritePolicy:
         canvases.
         """
         return num_rows if self.kind == "none" else max(0, num_feed - self.block_size)
+
+    def num_decoding_rows(self, num_rows: int, *, num_known: int, num_passes: int | None) -> int:
+        """Decoding rows at most of a sequence with `num_known` known tokens, if it has `num_rows` in any
+        pass. `num_passes`: decoding passes since it last emitted a token; None: the host cannot know.
+        """
+        if self.reuse is None or num_passes is None or self.reuse.refreshes(num_passes):
+            return num_rows
+        num_left, most = num_rows - num_known, self.reuse.num_rows
+        return self.reuse.num_before + (num_left if most is None else min(num_left, most))
 
     def max_rows(self, num_sequences: int, num_rows: int, *, budget: int) -> int:
         """Decoding rows of a pass at most, if a sequence has at most `num_rows`. A canvas is fed whole as
@@ -174,5 +209,5 @@ class CanvasCache(KVCache):
         return self.keys[0], self.values[0]
 
 
-KV_STORES: Mapping[KVKind, type[KVCache]] = {"append": KVCache, "block": KVCache, "none": CanvasCache}
-"""The store by `KVWritePolicy.kind`."""
+KV_STORES: Mapping[StoreKind, type[KVCache]] = {"layers": KVCache, "shared": CanvasCache}
+"""The store by `KVWritePolicy.store`."""

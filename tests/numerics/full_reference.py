@@ -7,12 +7,15 @@ D width, N heads, H head dim, V vocabulary.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+KV = list[tuple[Tensor, Tensor]]
+"""Of every layer the keys and values [L, K, H] of all places, as the last pass over each has left them."""
 LLADA: dict[str, Any] = {
     "architectures": ["LLaDAModelLM"],
     "model_type": "llada",
@@ -147,17 +150,42 @@ def random_tensors(kind: str, *, seed: int = 0, sharpness: float = 3.0) -> Tenso
     return tensors
 
 
-def logits(kind: str, tensors: Tensors, token_ids: list[int], *, normalises: bool = False) -> Tensor:
-    """Logits [L, V] of all places of a canvas, each of which sees all others; not shifted. `normalises`: the
-    planted mistake of a router that divides its weights by their sum.
+def logits(
+    kind: str,
+    tensors: Tensors,
+    token_ids: list[int],
+    *,
+    fed: list[int] | None = None,
+    kv: KV | None = None,
+    normalises: bool = False,
+) -> Tensor:
+    """Logits [L, V] of all places of a canvas, each of which sees all others; not shifted.
+
+    `fed`: only these places are computed; they see, of the others, the keys and values in `kv`, which the
+    pass updates in place (an empty one needs a pass over all places). Logits of the others are NaN.
+    `normalises`: the planted mistake of a router that divides its weights by their sum.
     """
-    ids_L = torch.tensor(token_ids)
-    if kind == "llada_moe":
-        return _llada_moe(tensors, ids_L, normalises)
-    return {"llada": _llada, "dream": _dream}[kind](tensors, ids_L)
+    fed = list(range(len(token_ids))) if fed is None else fed
+    moe = partial(_llada_moe, normalises=normalises)
+    compute = {"llada": _llada, "dream": _dream, "llada_moe": moe}[kind]
+    fed_R = torch.tensor(fed)
+    found_RV = compute(tensors, torch.tensor(token_ids)[fed_R], fed_R, [] if kv is None else kv)
+    logits_LV = torch.full((len(token_ids), found_RV.shape[1]), torch.nan)
+    logits_LV[fed_R] = found_RV
+    return logits_LV
 
 
-def _llada(tensors: Tensors, ids_L: Tensor) -> Tensor:
+def _stored(kv: KV, number: int, fed_L: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of all places, after those of the fed ones are stored."""
+    if len(kv) == number:
+        kv.append((k_LKH.clone(), v_LKH.clone()))
+    for all_LKH, new_LKH in zip(kv[number], (k_LKH, v_LKH), strict=True):
+        for row, place in enumerate(fed_L.tolist()):
+            all_LKH[place] = new_LKH[row]
+    return kv[number]
+
+
+def _llada(tensors: Tensors, ids_L: Tensor, fed_L: Tensor, kv: KV) -> Tensor:
     root = "model.transformer."
     x_LD = tensors[f"{root}wte.weight"][ids_L]
     for number in range(LLADA["n_layers"]):
@@ -170,14 +198,15 @@ def _llada(tensors: Tensors, ids_L: Tensor) -> Tensor:
         q_LNH, k_LNH, v_LNH = (
             (normed_LD @ one[f"{name}_proj.weight"].T).view(len(ids_L), 4, 8) for name in ("q", "k", "v")
         )
-        q_LNH, k_LNH = _rotate(q_LNH, 5e5), _rotate(k_LNH, 5e5)
+        q_LNH, k_LNH = _rotate(q_LNH, fed_L, 5e5), _rotate(k_LNH, fed_L, 5e5)
+        k_LNH, v_LNH = _stored(kv, number, fed_L, k_LNH, v_LNH)
         x_LD = x_LD + _attention(q_LNH, k_LNH, v_LNH) @ one["attn_out.weight"].T
         normed_LD = _norm(x_LD, one["ff_norm.weight"], 1e-5)
         x_LD = x_LD + _swiglu(normed_LD, one["ff_proj.weight"], one["up_proj.weight"], one["ff_out.weight"])
     return _norm(x_LD, tensors[f"{root}ln_f.weight"], 1e-5) @ tensors[f"{root}ff_out.weight"].T
 
 
-def _dream(tensors: Tensors, ids_L: Tensor) -> Tensor:
+def _dream(tensors: Tensors, ids_L: Tensor, fed_L: Tensor, kv: KV) -> Tensor:
     x_LD = tensors["model.embed_tokens.weight"][ids_L]
     for number in range(DREAM["num_hidden_layers"]):
         layer = f"model.layers.{number}."
@@ -188,8 +217,9 @@ def _dream(tensors: Tensors, ids_L: Tensor) -> Tensor:
             return (normed_LD @ weight.T + bias).view(len(normed_LD), heads, 8)
 
         q_LNH, k_LKH, v_LKH = project("q", 4), project("k", 2), project("v", 2)
-        k_LNH = _rotate(k_LKH, 1e6).repeat_interleave(2, dim=1)
-        attended = _attention(_rotate(q_LNH, 1e6), k_LNH, v_LKH.repeat_interleave(2, dim=1))
+        k_LKH, v_LKH = _stored(kv, number, fed_L, _rotate(k_LKH, fed_L, 1e6), v_LKH)
+        k_LNH, v_LNH = (each_LKH.repeat_interleave(2, dim=1) for each_LKH in (k_LKH, v_LKH))
+        attended = _attention(_rotate(q_LNH, fed_L, 1e6), k_LNH, v_LNH)
         x_LD = x_LD + attended @ tensors[f"{layer}self_attn.o_proj.weight"].T
         normed_LD = _norm(x_LD, tensors[f"{layer}post_attention_layernorm.weight"], 1e-6)
         weights = (tensors[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -197,7 +227,7 @@ def _dream(tensors: Tensors, ids_L: Tensor) -> Tensor:
     return _norm(x_LD, tensors["model.norm.weight"], 1e-6) @ tensors["lm_head.weight"].T
 
 
-def _llada_moe(tensors: Tensors, ids_L: Tensor, normalises: bool) -> Tensor:
+def _llada_moe(tensors: Tensors, ids_L: Tensor, fed_L: Tensor, kv: KV, *, normalises: bool) -> Tensor:
     x_LD = tensors["model.embed_tokens.weight"][ids_L]
     for number in range(LLADA_MOE["num_hidden_layers"]):
         layer = f"model.layers.{number}."
@@ -206,8 +236,9 @@ def _llada_moe(tensors: Tensors, ids_L: Tensor, normalises: bool) -> Tensor:
             (normed_LD @ tensors[f"{layer}self_attn.{name}_proj.weight"].T).view(len(ids_L), 4, 8)
             for name in ("q", "k", "v")
         )
-        q_LNH = _rotate(_norm(q_LNH, tensors[f"{layer}self_attn.q_norm.weight"], 1e-5), 5e4)
-        k_LNH = _rotate(_norm(k_LNH, tensors[f"{layer}self_attn.k_norm.weight"], 1e-5), 5e4)
+        q_LNH = _rotate(_norm(q_LNH, tensors[f"{layer}self_attn.q_norm.weight"], 1e-5), fed_L, 5e4)
+        k_LNH = _rotate(_norm(k_LNH, tensors[f"{layer}self_attn.k_norm.weight"], 1e-5), fed_L, 5e4)
+        k_LNH, v_LNH = _stored(kv, number, fed_L, k_LNH, v_LNH)
         x_LD = x_LD + _attention(q_LNH, k_LNH, v_LNH) @ tensors[f"{layer}self_attn.o_proj.weight"].T
         normed_LD = _norm(x_LD, tensors[f"{layer}post_attention_layernorm.weight"], 1e-5)
         probs_LE = (normed_LD @ tensors[f"{layer}mlp.gate.weight"].T).softmax(-1)
@@ -228,9 +259,9 @@ def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
 
-def _rotate(x_LNH: Tensor, theta: float) -> Tensor:
+def _rotate(x_LNH: Tensor, places_L: Tensor, theta: float) -> Tensor:
     half = x_LNH.shape[-1] // 2
-    angles = torch.arange(len(x_LNH))[:, None] / theta ** (torch.arange(half) / half)
+    angles = places_L[:, None] / theta ** (torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x_LNH[..., :half], x_LNH[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -92,14 +92,7 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int 
     }
     spec = FAMILIES.get("Qwen3ForCausalLM").spec(config)
     trunk = DenseTrunk(spec, device=torch.device(device), dtype=dtype)
-    generator = torch.Generator(device=device).manual_seed(0)
-    for parameter_name, weight in trunk.named_parameters():
-        if "norm" in parameter_name:
-            weight.data.fill_(1.0)
-        elif weight.ndim < 2:
-            weight.data.zero_()
-        else:
-            weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+    fill_randomly(trunk)
     mask_id = spec.vocab_size - 1
     return LoadedModel(
         trunk=trunk,
@@ -113,6 +106,18 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int 
         device=torch.device(device),
         directory=Path(name),
     )
+
+
+def fill_randomly(trunk: DenseTrunk) -> None:
+    """Matrices normal with variance 1 / columns, norms 1, biases 0."""
+    generator = torch.Generator(device=trunk.embed.device).manual_seed(0)
+    for parameter_name, weight in trunk.named_parameters():
+        if "norm" in parameter_name:
+            weight.data.fill_(1.0)
+        elif weight.ndim < 2:
+            weight.data.zero_()
+        else:
+            weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from the papers and the published code of LLaDA and Dream. Near ties raise `Near
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +19,20 @@ from idlm.kernels.block_step import PASSES_BITS
 from idlm.kernels.sampling import uniforms
 from tests.margins import DRAW_MARGIN, assert_apart, assert_gap
 
-Logits = Callable[[list[int]], Tensor]
+Layers = list[tuple[Tensor, Tensor]]
+
+
+class Logits(Protocol):
+    """Logits [L, V] of a canvas, not shifted, of which only the places `fed` are computed, with the keys and
+    values of the others in `kv`; see `full_reference.logits`.
+    """
+
+    def __call__(self, token_ids: list[int], *, fed: list[int], kv: Layers) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowCanvas:
-    """`logits(ids)` are those [L, V] of a canvas, not shifted."""
+    """Options as those of decoder `full`."""
 
     logits: Logits
     mask_id: int
@@ -36,6 +45,9 @@ class SlowCanvas:
     defer_eos: bool = False
     forbid_eos: bool = False
     stop_ids: tuple[int, ...] = ()
+    factor: float | None = None
+    cache: str | None = None
+    cache_refresh: int | None = None
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> tuple[tuple[int, ...], int]:
         """The tokens of the whole answer, and the number of passes."""
@@ -44,23 +56,46 @@ class SlowCanvas:
         canvas: list[int | None] = [*prompt, *[None] * total]
         for start in range(len(prompt), len(canvas), size):
             steps = size if self.steps is None else self.steps * size // total
-            step = 0
+            step, recent, kv = 0, list[int](), Layers()
             while None in canvas[start : start + size]:
-                self._pass(canvas, start, size, step, steps, params)
+                fed = self._fed(canvas, start, size, step, recent)
+                ids = [self.mask_id if token is None else token for token in canvas]
+                logits_LV = self.logits(ids, fed=fed, kv=kv).double()
+                recent = self._pass(logits_LV, canvas, start, size, step, steps, params)
                 step += 1
             num_passes += step
         return tuple(token for token in canvas[len(prompt) :] if token is not None), num_passes
 
+    def _fed(
+        self, canvas: list[int | None], start: int, size: int, step: int, recent: list[int]
+    ) -> list[int]:
+        """The places that a pass computes; `recent` ones were decided by the pass before. Every block begins
+        with all of them, so that nothing is left of the blocks before.
+        """
+        everything = list(range(len(canvas)))
+        interval = (self.cache_refresh or 8) if self.cache == "delayed" else 1 << 30
+        if self.cache is None or step % interval == 0:
+            return everything
+        masks = [place for place in everything if canvas[place] is None]
+        fed = {
+            "prefix": everything[start:],
+            "dual": everything[start : start + size],
+            "delayed": masks + recent,
+        }[self.cache]
+        before = [place - 1 for place in masks if self.shift and place < start + size]
+        return sorted({*fed, *before})
+
     def _pass(
         self,
+        logits_LV: Tensor,
         canvas: list[int | None],
         start: int,
         size: int,
         step: int,
         steps: int,
         params: SamplingParams,
-    ) -> None:
-        logits_LV = self.logits([self.mask_id if token is None else token for token in canvas]).double()
+    ) -> list[int]:
+        """Decide some masks; returns their places."""
         assert params.seed is not None
         stream = (torch.tensor([number]) for number in (params.seed, 0, (start << PASSES_BITS) + step))
         numbers = uniforms(*stream, 2 * size)[0].tolist()
@@ -85,8 +120,10 @@ class SlowCanvas:
             }[self.order]
             if self.defer_eos and token in self.stop_ids:
                 scores[place] = -1e30
-        for place in self._chosen(masks, scores, numbers[1::2], start, size, step, steps):
+        chosen = self._chosen(masks, scores, numbers[1::2], start, size, step, steps)
+        for place in chosen:
             canvas[place] = tokens[place]
+        return chosen
 
     def _chosen(
         self,
@@ -112,6 +149,12 @@ class SlowCanvas:
             if above:
                 return above
             quota = 1
+        elif self.factor is not None:
+            quota = 1
+            for number, score in enumerate(sorted((scores[place] for place in masks), reverse=True), start=1):
+                assert_apart((number + 1) * (1 - score), self.factor)
+                if (number + 1) * (1 - score) < self.factor:
+                    quota = number
         elif self.order in ("low_confidence", "random"):
             quota = size // steps + (step < size % steps)
         else:

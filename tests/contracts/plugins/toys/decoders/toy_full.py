@@ -42,8 +42,8 @@ class ToyFull(Decoder):
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
-        """Full-diffusion checkpoints."""
-        return 1 if semantics.causality == "full" else None
+        """Full-diffusion checkpoints, before the decoder `full`."""
+        return 2 if semantics.causality == "full" else None
 
     def __init__(self, config: ToyFullConfig, semantics: Semantics) -> None:
         if semantics.causality != "full" or semantics.mask_token_id is None or semantics.logit_shift:

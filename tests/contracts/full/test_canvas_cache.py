@@ -1,0 +1,307 @@
+"""The caches of decoder `full` answer as the slow decoder does, which keeps keys and values in lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.contracts import Completion, SamplingParams
+from idlm.errors import UserError
+from idlm.infer.decoders.full import FullDecoder
+from idlm.infer.decoders.full_cache import CACHES
+from idlm.infer.decoders.full_config import FullConfig
+from idlm.infer.engine import Engine
+from idlm.infer.state.kv_cache import CanvasCache, KVCache
+from idlm.semantics import Semantics
+from tests.contracts.engines import assert_idle
+from tests.contracts.full.test_full_decoder import (
+    FAMILIES,
+    LENGTHS,
+    MASK_ID,
+    PROMPTS,
+    engine_of,
+    expected_of,
+    family,
+    params_of,
+    slow_canvas,
+)
+
+__all__ = ["family"]
+CASES: list[dict[str, Any]] = [
+    {"order": "low_confidence", "block_length": 4, "cache": "prefix"},
+    {"order": "low_confidence", "cache": "prefix", "steps": 4},
+    {"order": "low_confidence", "block_length": 4, "cache": "dual"},
+    {"order": "low_confidence", "block_length": 4, "cache": "dual", "threshold": 0.3},
+    {"order": "low_confidence", "block_length": 4, "cache": "dual", "factor": 1.0},
+    {"order": "maskgit_plus", "block_length": 4, "cache": "dual", "order_temperature": 0.5},
+    {"order": "random", "block_length": 4, "cache": "dual"},
+    {"order": "entropy", "cache": "dual", "steps": 4},
+    {"order": "low_confidence", "cache": "delayed", "cache_refresh": 3},
+    {"order": "low_confidence", "block_length": 4, "cache": "delayed"},
+    {"order": "topk_margin", "cache": "delayed", "steps": 4},
+    {"order": "origin", "cache": "delayed", "cache_refresh": 2, "steps": 4},
+]
+STATIC: list[dict[str, Any]] = [
+    {"graphs": "off"},
+    {"graphs": "on"},
+    {"graphs": "on", "num_inflight_steps": 3},
+]
+
+
+def found_by(engine: Engine, cases: list[tuple[SamplingParams, Any, Any]]) -> list[Completion]:
+    """The answers of one batch."""
+    return engine.generate(PROMPTS[: len(cases)], [case[0] for case in cases])
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
+    """In mixed batches, of which the budget feeds a part at a time, in dynamic and in static shapes, and
+    when the host is some passes behind; and alone.
+    """
+    kind, directory = family
+    slow = slow_canvas(kind, options)
+    cases = [expected_of(slow, number) for number in range(len(PROMPTS))]
+    for settings in STATIC:
+        engine = engine_of(directory, options, **settings)
+        for (_, tokens, num_passes), found in zip(cases, found_by(engine, cases), strict=True):
+            assert found.token_ids == tokens, f"{settings=}"
+            assert found.exactness == "lossy"
+            if settings != STATIC[2]:
+                assert found.num_forwards == num_passes
+        assert_idle(engine)
+    params, tokens, _ = cases[2]
+    [alone] = engine.generate([PROMPTS[2]], params)
+    assert alone.token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache": "delayed", "cache_refresh": 1, "order": "low_confidence"},
+        {"cache": "delayed", "cache_refresh": 1, "order": "maskgit_plus", "steps": 4},
+        {"cache": "dual", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
+        {"cache": "prefix", "block_length": 4, "threshold": 0.0, "order": "low_confidence"},
+        {"cache": "dual", "block_length": 1, "order": "low_confidence"},
+    ],
+    ids=str,
+)
+def test_a_refresh_in_every_pass_is_no_cache(family: tuple[str, Path], options: dict[str, Any]) -> None:
+    kind, directory = family
+    plain = {name: value for name, value in options.items() if not name.startswith("cache")}
+    cases = [expected_of(slow_canvas(kind, plain), number) for number in range(len(PROMPTS))]
+    expected = [tokens for _, tokens, _ in cases]
+    for each in (options, plain):
+        engine = engine_of(directory, each)
+        assert [found.token_ids for found in found_by(engine, cases)] == expected
+
+
+@pytest.mark.parametrize("cache", CACHES.names())
+def test_an_answer_survives_the_loss_of_its_pages(family: tuple[str, Path], cache: str) -> None:
+    """A failed pass, or a preemption: the pages then hold the KV of others, and the answer is the same."""
+    kind, directory = family
+    options = {"order": "low_confidence", "block_length": 4, "cache": cache}
+    cases = [expected_of(slow_canvas(kind, options), number) for number in range(3)]
+    for lose in (_preempt, _requeue):
+        for num_steps in (1, 2, 5, 6):
+            engine = engine_of(directory, options)
+            for number, (params, _, _) in enumerate(cases):
+                engine.add_request(str(number), PROMPTS[number], params)
+            events = [event for _ in range(num_steps) for event in engine.step()]
+            lose(engine)
+            while engine.has_work:
+                events += engine.step()
+            found = {event.request_id: event.completion for event in events if event.completion is not None}
+            for number, (_, tokens, _) in enumerate(cases):
+                completion = found[str(number)]
+                assert completion is not None and completion.token_ids == tokens, f"{num_steps=} {lose=}"
+            assert_idle(engine)
+
+
+def _preempt(engine: Engine) -> None:
+    """The youngest sequence loses its pages as in a shortage, and something else is written there."""
+    victim, scheduler = engine.scheduler.running[-1], engine.scheduler
+    assert victim.lane is not None
+    engine.pool.release(victim.lane)
+    victim.num_computed = victim.num_passes = 0
+    _spoil(engine)
+    # Those that keep their pages lose what is in them too: all begin anew.
+    for request in scheduler.running[:-1]:
+        assert request.lane is not None
+        engine.pool.release(request.lane)
+        request.num_computed = request.num_passes = 0
+
+
+def _requeue(engine: Engine) -> None:
+    engine.scheduler.requeue_all()
+    _spoil(engine)
+
+
+def _spoil(engine: Engine) -> None:
+    cache: KVCache = engine._parts.runner._cache
+    cache.keys.normal_()
+    cache.values.normal_()
+
+
+def test_aborts_leave_the_others_alone(family: tuple[str, Path]) -> None:
+    """New sequences get the pages of aborted ones."""
+    kind, directory = family
+    options = {"order": "low_confidence", "block_length": 4, "cache": "dual"}
+    cases = [expected_of(slow_canvas(kind, options), number) for number in range(len(PROMPTS))]
+    engine = engine_of(directory, options, num_pages=24)
+    for number in (0, 1, 2):
+        engine.add_request(str(number), PROMPTS[number], cases[number][0])
+    events = [event for _ in range(3) for event in engine.step()]
+    engine.abort("1")
+    for number in (3, 4):
+        engine.add_request(str(number), PROMPTS[number], cases[number][0])
+    while engine.has_work:
+        events += engine.step()
+        engine.pool.check()
+    found = {event.request_id: event.completion for event in events if event.completion is not None}
+    assert sorted(found) == ["0", "2", "3", "4"]
+    for number in (0, 2, 3, 4):
+        completion = found[str(number)]
+        assert completion is not None and completion.token_ids == cases[number][1]
+
+
+def rows_of_passes(engine: Engine, number: int) -> list[int]:
+    """Rows fed in every pass of one answer."""
+    runner: Any = engine._parts.runner
+    forward, rows = runner.forward, []
+
+    def counted(plan: Any) -> Any:
+        rows.append(int(plan.cu_rows_B1[-1]))
+        return forward(plan)
+
+    runner.forward = counted
+    engine.generate([PROMPTS[number]], params_of(number, 1))
+    runner.forward = forward
+    return rows
+
+
+@pytest.mark.parametrize("static", ["off", "on"])
+def test_rows_that_are_fed(family: tuple[str, Path], static: str) -> None:
+    """Prompt 12, answer 16 in blocks of 4, one token a pass; a shifted block feeds the place before it."""
+    kind, directory = family
+    shift, canvas, options = int(kind == "dream"), 28, {"order": "low_confidence", "block_length": 4}
+    assert len(PROMPTS[2]) + LENGTHS[2] == canvas
+    rows = {
+        cache: rows_of_passes(engine_of(directory, {**options, "cache": cache}, graphs=static), 2)
+        for cache in CACHES.names()
+    }
+    blocks = range(4)
+    assert rows["dual"][: 1 + 3] == [canvas, *[4 + shift] * 3] or shift
+    assert all(
+        4 <= num <= 4 + shift for block in blocks for num in rows["dual"][4 * block + 1 : 4 * block + 4]
+    )
+    for block in blocks:
+        reused = rows["prefix"][4 * block + 1 : 4 * block + 4]
+        assert rows["prefix"][4 * block] == canvas
+        assert all(canvas - 12 - 4 * block <= num <= canvas - 12 - 4 * block + shift for num in reused)
+        # Three, two, one mask are left, and the token that the last pass decided, and later blocks.
+        later = canvas - 12 - 4 * block - 4
+        for num, left in zip(rows["delayed"][4 * block + 1 : 4 * block + 4], (3, 2, 1), strict=True):
+            assert later + left + 1 <= num <= later + left + 1 + shift * left
+
+
+def test_each_layer_has_keys_and_values_of_its_own(family: tuple[str, Path]) -> None:
+    _, directory = family
+    for cache, store in ((None, CanvasCache), ("dual", KVCache)):
+        engine = engine_of(directory, {"order": "low_confidence", "cache": cache})
+        kept: Any = engine._parts.runner._cache
+        assert type(kept) is store
+        assert len(kept.keys) == (1 if cache is None else engine._parts.model.spec.num_layers)
+        assert engine.pool.cache is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache": "dul"}, "did you mean 'dual'"),
+        ({"cache_refresh": 4}, "needs decoder.cache of"),
+        ({"cache": "dual", "cache_refresh": 4}, "needs decoder.cache of"),
+        ({"cache": "delayed", "cache_refresh": 0}, "below 1"),
+        ({"factor": 0.0}, "above 0"),
+        ({"factor": 1.0, "threshold": 0.5}, "exclude each other"),
+        ({"factor": 1.0, "order": "entropy"}, "no probabilities"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused(
+    family: tuple[str, Path], options: dict[str, Any], words: str
+) -> None:
+    _, directory = family
+    with pytest.raises(UserError) as caught:
+        engine_of(directory, {"order": "low_confidence", **options})
+    assert words in str(caught.value), str(caught.value)
+
+
+def test_a_request_sets_its_own_factor(family: tuple[str, Path]) -> None:
+    """A factor of two decides all at once where the model is sure of nothing less."""
+    _, directory = family
+    engine = engine_of(directory, {"order": "low_confidence", "block_length": 4, "cache": "dual"})
+    params = [
+        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, decoder_options=options)
+        for options in ({"factor": 100.0}, {"factor": 1e-9})
+    ]
+    found = engine.generate([PROMPTS[1]] * 2, params)
+    assert [completion.num_forwards for completion in found] == [2, 8]
+
+
+def test_stale_keys_and_values_are_what_the_reference_reads() -> None:
+    """The reference itself: a pass that feeds everything ignores what was kept, another one does not."""
+    from tests.numerics import full_reference
+
+    for kind in FAMILIES:
+        tensors, ids = full_reference.random_tensors(kind), PROMPTS[2]
+        whole_LV = full_reference.logits(kind, tensors, ids)
+        kv: full_reference.KV = []
+        full_reference.logits(kind, tensors, [7, *ids[1:]], kv=kv)
+        part_LV = full_reference.logits(kind, tensors, ids, fed=[3, 4], kv=kv)
+        assert part_LV[:3].isnan().all() and not torch.allclose(part_LV[3:5], whole_LV[3:5])
+        torch.testing.assert_close(full_reference.logits(kind, tensors, ids, kv=kv), whole_LV)
+
+
+def test_rows_that_the_host_plans_with() -> None:
+    """The whole canvas in a refresh, or where results are still to come; else no more than can be fed."""
+    semantics = Semantics(causality="full", mask_token_id=MASK_ID, logit_shift=True)
+    rows = {
+        name: FullDecoder(FullConfig(cache=name, block_length=size), semantics).kv_policy.num_decoding_rows
+        for name, size in ((None, 8), ("prefix", 8), ("dual", 8), ("delayed", 8))
+    }
+    found = {
+        name: [each(100, num_known=60, num_passes=number) for number in (0, 1, 8, None)]
+        for name, each in rows.items()
+    }
+    assert found == {
+        None: [100] * 4,
+        "prefix": [100, 41, 41, 100],
+        "dual": [100, 9, 9, 100],
+        "delayed": [100, 41, 100, 100],
+    }
+    # The last block, and an answer that is one block.
+    assert rows["dual"](100, num_known=95, num_passes=3) == 6
+    whole = FullDecoder(FullConfig(cache="dual"), semantics).kv_policy
+    assert whole.num_decoding_rows(100, num_known=60, num_passes=3) == 41
+
+
+def test_more_canvases_share_the_passes_between_refreshes(family: tuple[str, Path]) -> None:
+    """A budget of one canvas: without a cache each waits for the one before it."""
+    _, directory = family
+    options = {"order": "low_confidence", "block_length": 8}
+    most = {}
+    for cache in (None, "dual"):
+        engine = engine_of(directory, {**options, "cache": cache}, max_num_batched_tokens=20)
+        for number in range(3):
+            params = SamplingParams(max_tokens=24, temperature=0, seed=number, ignore_eos=True)
+            engine.add_request(str(number), PROMPTS[3], params)
+        most[cache] = 0
+        while engine.has_work:
+            engine.step()
+            most[cache] = max(most[cache], len(engine._last_scheduled))
+        assert_idle(engine)
+    # A canvas is fed whole as soon as some of the budget is left.
+    assert most == {None: 1, "dual": 3}
