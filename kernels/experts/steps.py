@@ -32,8 +32,8 @@ def tile_bytes(num_experts: int) -> tuple[int, int]:
 def sort_pairs(
     experts_RC: Tensor, order_P: Tensor, tiles: Tensor, *, num_experts: int, dtype: torch.dtype
 ) -> None:
-    """Sort the pairs by expert, stably, into `order_P`; `tiles` (flat, of `tile_bytes`) gets what the products
-    need. All int32 and contiguous; `dtype` is that of the rows.
+    """Sort the pairs by expert, stably, into `order_P`; `tiles` (flat, of `tile_bytes`) gets what the
+    products need. All int32 and contiguous; `dtype` is that of the rows.
     """
     if _runs_kernels(torch.empty(0, dtype=dtype, device=experts_RC.device)):
         from idlm.kernels.experts.launch import choose, num_tiles, plan_tiles

@@ -26,7 +26,7 @@ WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 Weight = Tensor | Fp8Weight
 LEAST_CPU_ROWS = 4
-"""From so many rows on, the bits of a row of MKL's products do not depend on the number of rows (measured)."""
+"""From so many rows on, the bits of a row of MKL's products do not depend on the number of rows."""
 
 
 class Linears:
