@@ -110,9 +110,8 @@ def _project(run: CanvasPass, step: Step, first_head: int, num_heads: int) -> Te
 
 def _rotate(run: CanvasPass, step: Step, x_mYH: Tensor, first_head: int) -> None:
     """Norm and rotate heads in place; cos and sin exist for a piece of rows only."""
-    norm_YH, trunk = run.layer(step).qk_norm, run.trunk
-    if norm_YH is not None:
-        norm_YH = norm_YH[first_head : first_head + x_mYH.shape[1]]
+    trunk, norm_JH = run.trunk, run.layer(step).qk_norm
+    norm_YH = None if norm_JH is None else norm_JH[first_head : first_head + x_mYH.shape[1]]
     for rows in pieces(len(x_mYH)):
         positions_m = run.positions_R[step.start + rows.start : step.start + rows.stop]
         rope = make_rope(positions_m, trunk.inv_freq, scaling=trunk.spec.rope_scaling, dtype=x_mYH.dtype)

@@ -38,7 +38,8 @@ def sort_pairs(
     if _runs_kernels(torch.empty(0, dtype=dtype, device=experts_RC.device)):
         from idlm.kernels.experts.launch import choose, num_tiles, plan_tiles
 
-        block_r = choose(*experts_RC.shape, num_experts, dtype).block_r
+        num_rows, num_chosen = experts_RC.shape
+        block_r = choose(num_rows, num_chosen, num_experts, dtype).block_r
         num = num_tiles(experts_RC.numel(), num_experts, block_r)
         out = (tiles[: 4 * num].view(num, 4), order_P)
         plan_tiles(experts_RC, 0, num_experts, block_r, has_pdl(experts_RC.device), out)
