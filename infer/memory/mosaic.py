@@ -1,4 +1,4 @@
-"""`memory=mosaic`: full-diffusion passes in one workspace, planned for their rows (Mosaic, arXiv, section 4).
+"""`memory=mosaic`: full-diffusion passes in one workspace, planned for their rows (Mosaic, section 4).
 
 A decoder that stores nothing has no pages of keys and values. The pool's pages count rows of a pass instead:
 as many as fit into the workspace together when all of them are wanted, so a pass that the scheduler admits

@@ -327,11 +327,9 @@ def test_bits_of_a_row_of_a_cpu_product_do_not_depend_on_the_number_of_rows() ->
     """Few rows are padded; into a given place, with a bias, and from columns of a wider tensor too."""
     generator = torch.Generator().manual_seed(0)
     for D, E in ((32, 48), (48, 33), (128, 96)):
-        wide, weight, bias = (
-            torch.randn(n, w, generator=generator) for n, w in ((40, 2 * D), (E, D), (1, E))
-        )
-        x = wide[:, :D]
-        for bias_E in (None, bias[0]):
+        x = torch.randn(40, 2 * D, generator=generator)[:, :D]
+        weight, bias = torch.randn(E, D, generator=generator), torch.randn(E, generator=generator)
+        for bias_E in (None, bias):
             expected = library_linear(x, weight, bias_E=bias_E)
             torch.testing.assert_close(expected, torch.nn.functional.linear(x, weight, bias_E))
             for start, stop in ((0, 1), (39, 40), (3, 5), (5, 8), (1, 5), (7, 40), (0, 40)):

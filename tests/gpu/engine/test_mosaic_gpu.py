@@ -60,9 +60,7 @@ def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     from idlm.infer.models.loader import read_outline
 
     path = tmp_path_factory.mktemp(f"wide_{request.param}")
-    tensors = full_reference.random_tensors(request.param)
     (path / "config.json").write_text(json.dumps(wide_config(request.param)))
-    save_file(tensors, path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     shapes = wide_shapes(path)
     save_file(
@@ -116,14 +114,12 @@ def logits_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[tuple[int,
 PROMPTS = [[1 + number % 40 for number in range(length)] for length in (3, 19, 8)]
 
 
-def test_fp32_answers_are_close_to_caching(directory: Path) -> None:
-    expected, expected_logits = logits_of(engine_of(directory, "caching", max_length=64), PROMPTS)
-    found, logits = logits_of(engine_of(directory, "mosaic", max_length=64), PROMPTS)
-    assert (logits - expected_logits).abs().max() < 1e-2 * expected_logits.abs().max()
-    same = sum(
-        a == b for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True)
-    )
-    assert same >= 0.9 * 32 * len(PROMPTS)
+def test_fp32_logits_are_close_to_caching(directory: Path) -> None:
+    """Canvases of three lengths in a pass; answers are complete."""
+    _, expected = logits_of(engine_of(directory, "caching", max_length=64), PROMPTS)
+    answers, logits = logits_of(engine_of(directory, "mosaic", max_length=64), PROMPTS)
+    assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert [len(answer) for answer in answers] == [32] * len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 4, "experts": 4, "query": 3}], ids=str)
