@@ -107,7 +107,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
     kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]
-    settings = kind.settle(settings, decoder.kv_policy, outline, options.accelerators)
+    settings = kind.resolve(settings, decoder.kv_policy, outline, options.accelerators)
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)

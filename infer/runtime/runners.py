@@ -33,13 +33,13 @@ class RunnerParts:
 
 @dataclass(frozen=True, slots=True)
 class RunnerKind:
-    """`settle` returns the settings as this runner needs them, or raises UserError for what it cannot run."""
+    """`resolve` returns the settings as this runner needs them, or raises UserError for what it cannot run."""
 
-    settle: Callable[[EngineSettings, KVWritePolicy, Outline, Collection[str]], EngineSettings]
+    resolve: Callable[[EngineSettings, KVWritePolicy, Outline, Collection[str]], EngineSettings]
     make: Callable[[RunnerParts], PassRunner]
 
 
-def _settle_paged(
+def _resolve_paged(
     settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
 ) -> EngineSettings:
     return settings
@@ -56,7 +56,7 @@ def _make_paged(parts: RunnerParts) -> Runner:
     )
 
 
-def _settle_canvas(
+def _resolve_canvas(
     settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
 ) -> EngineSettings:
     """Refuse what has no place in the template; passes are eager, because their plan follows their rows."""
@@ -97,6 +97,6 @@ def _make_canvas(parts: RunnerParts) -> CanvasRunner:
 
 
 RUNNERS: Mapping[str, RunnerKind] = {
-    PAGED: RunnerKind(_settle_paged, _make_paged),
-    CANVAS: RunnerKind(_settle_canvas, _make_canvas),
+    PAGED: RunnerKind(_resolve_paged, _make_paged),
+    CANVAS: RunnerKind(_resolve_canvas, _make_canvas),
 }

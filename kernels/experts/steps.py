@@ -21,12 +21,12 @@ from idlm.kernels.swiglu import swiglu
 
 PIECE_ROWS = 4096
 TILE_BYTES = 16
-LEAST_TILE_PAIRS = 16
+MIN_TILE_PAIRS = 16
 
 
 def tile_bytes(num_experts: int) -> tuple[int, int]:
     """Bytes of the tiles that `sort_pairs` writes, at most: of each pair, and beside them."""
-    return TILE_BYTES // LEAST_TILE_PAIRS, TILE_BYTES * num_experts
+    return TILE_BYTES // MIN_TILE_PAIRS, TILE_BYTES * num_experts
 
 
 def sort_pairs(

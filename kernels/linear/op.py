@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 Weight = Tensor | Fp8Weight
-LEAST_CPU_ROWS = 4
+MIN_CPU_ROWS = 4
 """From so many rows on, the bits of a row of MKL's products do not depend on the number of rows."""
 
 
@@ -140,8 +140,8 @@ def library_linear(
     are the same whether it is computed alone or with others.
     """
     num_rows = len(x_RD)
-    if not x_RD.is_cuda and 0 < num_rows < LEAST_CPU_ROWS:
-        padded_RD = x_RD.new_zeros(LEAST_CPU_ROWS, x_RD.shape[1])
+    if not x_RD.is_cuda and 0 < num_rows < MIN_CPU_ROWS:
+        padded_RD = x_RD.new_zeros(MIN_CPU_ROWS, x_RD.shape[1])
         padded_RD[:num_rows] = x_RD
         y_RE = F.linear(padded_RD, weight_ED, bias_E)[:num_rows]
         return y_RE if out_RE is None else out_RE.copy_(y_RE)
