@@ -20,14 +20,25 @@ from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
 from idlm.infer.errors import is_out_of_memory
-from idlm.infer.memory.base import LOGITS, MEMORY_MANAGERS, MemoryDemand, MemoryManager, Transient
+from idlm.infer.memory.base import (
+    CANVAS,
+    LOGITS,
+    MEMORY_MANAGERS,
+    MemoryDemand,
+    MemoryManager,
+    MemoryPlan,
+    Transient,
+    runner_of,
+)
 from idlm.infer.models import fp8
 from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
+from idlm.infer.planning.canvas import canvas_shape
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.model_runner import EagerStep, Runner, Step, head_shape, set_deterministic
+from idlm.infer.runtime.model_runner import EagerStep, Step, head_shape, set_deterministic
+from idlm.infer.runtime.runners import RUNNERS, RunnerParts
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
@@ -95,6 +106,8 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
+    kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]
+    settings = kind.resolve(settings, decoder.kv_policy, outline, options.accelerators)
     model = load_outline(outline, device=device, shards=shards)
     if settings.weights == "fp8":
         fp8.quantise(model.trunk)
@@ -123,15 +136,25 @@ def _assemble(
     _check_lanes(settings, sizes, device)
     with translate_memory_errors(device):
         decoder.allocate(num_lanes, max_length, model.spec.vocab_size, dtype=dtype, device=device)
-        memory = MEMORY_MANAGERS.get(settings.memory)()
-        pool = _pool(settings, model, decoder, sizes, stack, shards, memory)
-        cache = _kv_store(model, decoder, sizes, pool)
         table = SequenceState(num_lanes, max_length, device)
-    attention = _attention(settings, model, sizes.kv_dtype)
+        memory = MEMORY_MANAGERS.get(settings.memory)()
+        pool, planned = _pool(settings, model, decoder, sizes, stack, shards, memory)
+        attention = _attention(settings, model, sizes.kv_dtype)
+        runner = RUNNERS[runner_of(memory)].make(
+            RunnerParts(
+                settings=settings,
+                model=model,
+                pool=pool,
+                open_cache=functools.partial(_kv_store, model, decoder, sizes, pool),
+                attention=attention,
+                stack=stack,
+                memory=memory,
+                plan=planned,
+            )
+        )
     eager, policy = [] if stack is None else stack.eager, decoder.kv_policy
     settings = _resolve_graphs(settings, attention, model, eager, policy)
     set_deterministic(model, settings.deterministic)
-    runner = Runner(model, cache, pool, attention=attention, stack=stack, memory=memory)
     return EngineParts(
         settings=settings,
         model=model,
@@ -293,6 +316,7 @@ def _memory_demand(
     decoder: Decoder,
     sizes: _Sizes,
     stack: AcceleratorStack | None,
+    is_canvas: bool,
 ) -> MemoryDemand:
     """The KV pages that full lanes could use, and the logits of the largest pass. Allocates the accelerators'
     state of lanes, which pages must not take the memory of.
@@ -300,6 +324,9 @@ def _memory_demand(
     spec, policy, page_size = model.local, decoder.kv_policy, settings.slots_per_page
     num_buffers = 2 * KV_STORES[policy.store].num_buffers(spec.num_layers)
     slot_bytes = num_buffers * spec.num_kv_heads * spec.head_dim * sizes.kv_dtype.itemsize
+    canvas = canvas_shape(spec, model.dtype) if is_canvas else None
+    if canvas is not None:
+        slot_bytes += canvas.x_bytes
     most_rows = policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=settings.max_num_batched_tokens)
     max_pages = -(-sizes.max_slots // page_size) * settings.max_num_seqs
     if policy.store == "shared":
@@ -310,6 +337,8 @@ def _memory_demand(
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
         max_pages=max_pages,
         transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
+        canvas=canvas,
+        page_size=page_size,
     )
 
 
@@ -321,9 +350,10 @@ def _pool(
     stack: AcceleratorStack | None,
     shards: Shards,
     memory: MemoryManager,
-) -> PagePool:
+) -> tuple[PagePool, MemoryPlan]:
     """The pool of KV pages, as many as the memory manager decides; accelerators allocate their state."""
-    demand = _memory_demand(settings, model, decoder, sizes, stack)
+    demand = _memory_demand(settings, model, decoder, sizes, stack, runner_of(memory) == CANVAS)
+    planned = MemoryPlan() if settings.num_pages and demand.canvas is None else memory.plan(demand)
     if settings.num_pages is not None:
         num_bytes = settings.num_pages * demand.page_bytes
         _check_memory(f"num_pages={settings.num_pages}", num_bytes, model.device)
@@ -331,7 +361,7 @@ def _pool(
     # KV of a block that a page splits depends on tokens after the page; `_page_size` warns of that.
     has_cache = settings.prefix_cache and policy.kind != "none" and page_size % policy.block_size == 0
     pool = PagePool(
-        num_pages=settings.num_pages or shards.least(memory.plan(demand).num_pages),
+        num_pages=settings.num_pages or shards.least(planned.num_pages),
         page_size=page_size,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
@@ -340,7 +370,7 @@ def _pool(
     )
     if stack is not None:
         stack.allocate_pages(pool.num_pages)
-    return pool
+    return pool, planned
 
 
 def _kv_store(model: LoadedModel, decoder: Decoder, sizes: _Sizes, pool: PagePool) -> KVCache:

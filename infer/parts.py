@@ -13,7 +13,7 @@ from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.request import Request, token_list
-from idlm.infer.runtime.model_runner import Runner, StepResult
+from idlm.infer.runtime.model_runner import PassRunner, StepResult
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
@@ -43,7 +43,7 @@ class EngineParts:
     pool: PagePool
     scheduler: Scheduler
     stride_controller: StrideController | None
-    runner: Runner
+    runner: PassRunner
     stack: AcceleratorStack | None
     step: Callable[[Schedule], StepResult]
 
@@ -105,9 +105,12 @@ class EngineParts:
         return list(encode_prompt(self.tokenizer, prompt, template=template, max_tokens=max_tokens))
 
     def _max_length(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it."""
+        """Longest prompt and answer together. Raises UserError IDLM-0413 if the KV pool cannot hold it, and
+        what the runner raises for such a canvas.
+        """
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
         longest = min(context, len(prompt_ids) + params.max_tokens)
+        self.runner.check_canvas(longest, longest - len(prompt_ids))
         needed, num_slots = self.scheduler.slots_needed(longest, longest), self.pool.num_pages * page_size
         if needed > num_slots:
             raise UserError(

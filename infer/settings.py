@@ -34,6 +34,9 @@ class EngineSettings:
         "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []
     )
     memory: str = option("memory manager", "caching")
+    memory_arena: Literal["plain", "mapped"] = option(
+        "workspace of memory=mosaic: one tensor, or pages mapped into reserved addresses", "plain"
+    )
     max_num_seqs: int = option("sequences that run at once", 64)
     max_length: int | None = option("prompt and answer together; null is the model's context", None)
     max_num_batched_tokens: int = option("prompt tokens stored in one step", 1024)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from idlm.cli.command import split_plugin_options
 from idlm.config.compose import compose
@@ -30,7 +30,11 @@ NEEDED_FILES = (
 class GenerateConfig(EngineSettings):
     """`idlm-generate`."""
 
-    describe: bool = option("print how the checkpoint is read, without loading or answering", False)
+    describe: bool | Literal["memory"] = option(
+        "print how the checkpoint is read, without loading or answering; memory: the planned workspace of a "
+        "full-diffusion pass of max_length rows",
+        False,
+    )
 
     model: str | None = option("checkpoint directory", None)
     prompt: list[str] = option("prompts; also -p TEXT", [])

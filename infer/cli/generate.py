@@ -30,9 +30,10 @@ def generate(arguments: list[str]) -> int:
     config, engine_arguments = read_arguments("generate", GenerateConfig, arguments)
     config = dataclasses.replace(config, prompt=[*texts, *config.prompt])
     if config.describe:
-        from idlm.infer.cli.help import describe_model
+        from idlm.infer.cli.help import describe_memory, describe_model
 
-        print(describe_model(config, engine_arguments))
+        described = describe_memory if config.describe == "memory" else describe_model
+        print(described(config, engine_arguments))
         return 0
     if not _is_one_prompt(config):
         from idlm.infer.cli.batch import answer_batch

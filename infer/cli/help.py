@@ -1,4 +1,4 @@
-"""What `-h` and `describe=true` of `idlm-generate` and `idlm-eval` print, with all decoder options."""
+"""What `-h` and `describe=` of `idlm-generate` and `idlm-eval` print, with all decoder options."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from idlm.cli.help import CommandHelp, print_help
 from idlm.config.schema import show_default
+from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.registry import Registry
 
@@ -161,6 +163,42 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
             *description(outline),
             f"decoder     {kind.name}{_values(decoding)}",
             f"accelerator {accelerators or 'none'}",
+        ]
+    )
+
+
+def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
+    """What `describe=memory` prints: the template of a canvas of `max_length` rows, all of them wanted, with
+    bytes and lifetimes. UserError IDLM-0472 for a checkpoint whose passes are not planned.
+    """
+    from idlm.infer.build import resolve_device
+    from idlm.infer.models.loader import read_outline
+    from idlm.infer.planning.canvas import canvas_shape, library_bytes, workspace_bytes
+    from idlm.infer.planning.chunking import plan_forward, trunk_forward
+    from idlm.infer.planning.describe import describe_plan
+
+    outline = read_outline(
+        arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
+    )
+    spec, semantics = outline.spec, outline.semantics
+    if semantics.causality != "full":
+        raise UserError(
+            "IDLM-0472",
+            f"describe=memory prints plans of full-diffusion passes; the checkpoint has causality="
+            f"{semantics.causality!r}",
+            fix="use describe=true, which prints how the checkpoint is read",
+        )
+    shape, length = canvas_shape(spec, outline.dtype), config.max_length
+    length = length or spec.trained_length or spec.max_positions
+    weights = sum(prod(target.shape) for target in outline.targets.values()) * outline.dtype.itemsize
+    device = resolve_device(config.device)
+    capacity = workspace_bytes(shape, device) - (weights if device.type == "cuda" else 0)
+    plan = plan_forward(trunk_forward(shape), length=length, wanted=length, capacity=capacity)
+    return "\n".join(
+        [
+            describe_plan(plan),
+            f"beside the workspace: weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at "
+            f"any length; the workspace may have {capacity:,} bytes",
         ]
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from idlm.errors import UserError
+from idlm.infer.planning.trunk import TrunkShape
 from idlm.registry import Registry
 
 LOGITS = "logits"
@@ -31,27 +32,35 @@ class MemoryDemand:
     alone.
 
     `page_bytes`: of one page over all KV buffers. `max_pages`: pages that full lanes could use. `transients`
-    by name of operator.
+    by name of operator. `canvas`: the trunk of a decoder that stores nothing, of which a page counts
+    `page_size` rows of a pass; None: pages are for keys and values.
     """
 
     device: torch.device
     page_bytes: int = 0
     max_pages: int = 0
     transients: Mapping[str, Transient] = field(default_factory=dict)
+    canvas: TrunkShape | None = None
+    page_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """`num_pages` to allocate, at most `max_pages`; `num_chunks` by name of transient: into how many slices
-    of rows the operator is divided (a name that is missing: one).
+    of rows the operator is divided (a name that is missing: one). `workspace_bytes`: what the workspace of a
+    planned pass may have.
     """
 
     num_pages: int = 0
+    workspace_bytes: int = 0
     num_chunks: Mapping[str, int] = field(default_factory=dict)
 
 
 class MemoryManager(Protocol):
-    """Decides the size of the KV pool and how passes divide what they allocate."""
+    """Decides the size of the KV pool and how passes divide what they allocate.
+
+    An attribute `runner` says what executes its passes (`idlm.infer.runtime.runners`); without one, PAGED.
+    """
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
         """The plan for `demand`; UserError IDLM-0405 where nothing fits.
@@ -60,6 +69,15 @@ class MemoryManager(Protocol):
         agree, and a plan is computed once for all passes of the same size.
         """
         ...
+
+
+PAGED, CANVAS = "paged", "canvas"
+"""Runners: on torch's allocator with pages of keys and values, and in one planned workspace without any."""
+
+
+def runner_of(manager: Any) -> str:
+    """The name of the runner that a manager asks for."""
+    return str(getattr(manager, "runner", PAGED))
 
 
 MEMORY_MANAGERS: Registry[type[MemoryManager]] = Registry("memory_manager", "idlm.infer.memory")

@@ -19,9 +19,11 @@ from idlm.infer.planning.graph import Loop
 from idlm.infer.planning.sizes import K_EXPERTS, K_FFN, K_LOGITS, K_QUERY, LENGTH, WANTED, Size
 from idlm.infer.planning.template import Template
 
-TOKEN_BYTES = SORT_BYTES = CHOICE_BYTES = 8
-CONFIDENCE_BYTES = ROUTER_BYTES = 4
-"""Item sizes: int64 for token ids, sorted rows and chosen experts; fp32 for confidences and routing."""
+TOKEN_BYTES = 8
+CONFIDENCE_BYTES = ROUTER_BYTES = SORT_BYTES = CHOICE_BYTES = 4
+"""Item sizes: int64 for token ids; fp32 for confidences and routing, int32 for sorted pairs and experts."""
+TILE_BYTES = 16
+"""Of a tile of sorted pairs, which has at least as many pairs unless its expert has fewer."""
 
 PAPER, WHOLE, QUERY = "paper", "whole", "query"
 ATTENTION_ARMS = (PAPER, WHOLE, QUERY)
@@ -188,26 +190,27 @@ def _add_ffn(trunk: _TrunkTemplate) -> None:
 
 
 def _add_experts(trunk: _TrunkTemplate) -> None:
-    """Routed experts: rows are copied once per chosen expert, sorted by expert, and added back by weight."""
+    """Routed experts, as in kernels/experts: pairs of a row and an expert are sorted by expert, and the
+    grouped products read and write rows at the places of their pairs, so no row is copied.
+    """
     shape, template, k = trunk.shape, trunk.template, trunk.shape.top_k
     trunk.rows(shape.x_bytes, EXPERTS, ffn_in=1)
-    trunk.rows(ROUTER_BYTES, EXPERTS, router_probs=shape.num_experts, expert_weights=k)
+    trunk.rows(ROUTER_BYTES, EXPERTS, router_logits=shape.num_experts, expert_weights=k)
     trunk.rows(CHOICE_BYTES, EXPERTS, expert_ids=k)
     trunk.rows(SORT_BYTES, EXPERTS, repeat=k, expert_order=1)
-    template.add_tensor("expert_offsets", Size(constant=SORT_BYTES * (shape.num_experts + 1)))
-    trunk.rows(shape.x_bytes, EXPERTS, repeat=k, expert_in=1, expert_out=1)
-    trunk.rows(shape.ffn * shape.item_bytes, EXPERTS, repeat=k, gate_up=2)
-    template.add_alias("hidden", "gate_up")
+    row_bytes, constant = 1, TILE_BYTES * shape.num_experts
+    tiles = Size(row_bytes=row_bytes, rows=LENGTH, chunks=EXPERTS.chunks, repeat=k, constant=constant)
+    template.add_tensor("expert_tiles", tiles)
+    trunk.rows(shape.ffn * shape.item_bytes, EXPERTS, repeat=k, hidden=1)
+    trunk.rows(shape.x_bytes, EXPERTS, repeat=k, expert_out=1)
     trunk.op("ffn_norm", ["x"], ["ffn_in"], EXPERTS)
-    trunk.op("router", ["ffn_in"], ["router_probs"], EXPERTS)
-    trunk.op("choose_experts", ["router_probs"], ["expert_weights", "expert_ids"], EXPERTS)
-    trunk.op("sort_rows", ["expert_ids"], ["expert_order", "expert_offsets"], EXPERTS)
-    trunk.op("gather_rows", ["ffn_in", "expert_order"], ["expert_in"], EXPERTS)
-    trunk.op("expert_gate_up", ["expert_in", "expert_offsets"], ["gate_up"], EXPERTS)
-    trunk.op("activate", ["gate_up"], ["hidden"], EXPERTS)
-    trunk.op("expert_down", ["hidden", "expert_offsets"], ["expert_out"], EXPERTS)
-    reads = ["expert_out", "expert_order", "expert_weights", "x"]
-    trunk.op("combine_experts", reads, ["x"], EXPERTS)
+    trunk.op("router", ["ffn_in"], ["router_logits"], EXPERTS)
+    trunk.op("choose_experts", ["router_logits"], ["expert_weights", "expert_ids"], EXPERTS)
+    trunk.op("sort_pairs", ["expert_ids"], ["expert_order", "expert_tiles"], EXPERTS)
+    sorted_pairs = ["expert_ids", "expert_order", "expert_tiles"]
+    trunk.op("expert_hidden", ["ffn_in", *sorted_pairs], ["hidden"], EXPERTS)
+    trunk.op("expert_outputs", ["hidden", *sorted_pairs], ["expert_out"], EXPERTS)
+    trunk.op("add_experts", ["expert_out", "expert_ids", "expert_weights", "x"], ["x"], EXPERTS)
 
 
 def _add_head(trunk: _TrunkTemplate) -> None:

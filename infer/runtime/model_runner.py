@@ -13,6 +13,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class Step:
 
     decoder: Decoder
     table: SequenceState
-    runner: Runner
+    runner: PassRunner
 
     def __call__(self, batch: Batch) -> StepResult:
         """Feed `batch`, commit the outcome into the table, and report it."""
@@ -80,6 +81,24 @@ class EagerStep:
     def __call__(self, schedule: Schedule) -> StepResult:
         """Launch the pass."""
         return self.step(schedule.batch(self.step.table.device, self.step.decoder.num_rows))
+
+
+class PassRunner(Protocol):
+    """What a step needs of a runner."""
+
+    pool: PagePool
+
+    def forward(self, plan: StepPlan) -> WantedRows:
+        """Run the model over the rows of `plan` and return its wanted rows."""
+        ...
+
+    def check_canvas(self, num_rows: int, num_wanted: int) -> None:
+        """Raise UserError for a request whose passes, of so many rows, could never run."""
+        ...
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of pages (from, to), before the next pass."""
+        ...
 
 
 class Runner:
@@ -156,6 +175,9 @@ class Runner:
         )
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
+
+    def check_canvas(self, num_rows: int, num_wanted: int) -> None:
+        """Any request that the pool can hold can run."""
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of pages (from, to), before the next pass."""

@@ -153,6 +153,23 @@ def run_experts(
     hidden_PF, y_PD = x_RD.new_empty(experts_RC.numel(), F), x_RD.new_empty(experts_RC.numel(), D)
     grouped(x_RD, gate_up_EFD, hidden_PF, plan, experts_RC, first, launch.block_r, launch.gate_up, pdl, True)
     grouped(hidden_PF, down_EDF, y_PD, plan, experts_RC, first, launch.block_r, launch.down, pdl, False)
+    combine(y_PD, experts_RC, weights_RC, shared_RD, out_RD, first=first, num_experts=num_experts, pdl=pdl)
+    return out_RD
+
+
+def combine(
+    y_PD: Tensor,
+    experts_RC: Tensor,
+    weights_RC: Tensor,
+    shared_RD: Tensor | None,
+    out_RD: Tensor,
+    *,
+    first: int,
+    num_experts: int,
+    pdl: bool,
+) -> None:
+    """Write the weighted sum of each row's pairs, plus `shared_RD`, which may be `out_RD` itself."""
+    (num_rows, num_chosen), D = experts_RC.shape, out_RD.shape[1]
     block = min(COMBINE_COLUMNS, triton.next_power_of_2(D))
     combine_kernel[(num_rows * triton.cdiv(D, block),)](
         y_PD,
@@ -170,19 +187,28 @@ def run_experts(
         num_warps=4,
         **pdl_options(pdl),
     )
-    return out_RD
 
 
 def plan_tiles(
-    experts_RC: Tensor, first: int, num_experts: int, block_r: int, pdl: bool
+    experts_RC: Tensor,
+    first: int,
+    num_experts: int,
+    block_r: int,
+    pdl: bool,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Tiles [T, 4] and the pairs sorted by expert [P]; None for one row, whose experts all differ."""
+    """Tiles [T, 4] and the pairs sorted by expert [P], int32, in `out` if given; None for one row, whose
+    experts all differ.
+    """
     if len(experts_RC) == 1:
         return None
     num_pairs = experts_RC.numel()
     tiles = num_tiles(num_pairs, num_experts, block_r)
-    tiles_T4 = torch.empty(tiles, 4, dtype=torch.int32, device=experts_RC.device)
-    order_P = torch.empty(num_pairs, dtype=torch.int32, device=experts_RC.device)
+    if out is None:
+        tiles_T4 = torch.empty(tiles, 4, dtype=torch.int32, device=experts_RC.device)
+        order_P = torch.empty(num_pairs, dtype=torch.int32, device=experts_RC.device)
+    else:
+        tiles_T4, order_P = out
     block_p = min(PLAN_PAIRS, max(128, triton.next_power_of_2(num_pairs)))
     plan_kernel[(num_experts,)](
         experts_RC,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from idlm.kernels.backend import has_pdl, runs_kernels
 from idlm.kernels.experts.reference import MIN_SUM, Routing
+from idlm.kernels.linear import library_linear
+from idlm.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from idlm.kernels.experts.launch import Launch
@@ -126,8 +127,8 @@ def plain_experts(
         zip(rows.split(counts), factors.split(counts), strict=True)
     ):
         if len(rows_S) and number < num_experts:
-            gate_SF, up_SF = F.linear(x_RD[rows_S], gate_up_EFD[number]).chunk(2, dim=-1)
-            out_SD = F.linear(F.silu(gate_SF) * up_SF, down_EDF[number])
+            gate_up_SF = library_linear(x_RD[rows_S], gate_up_EFD[number])
+            out_SD = library_linear(swiglu(gate_up_SF), down_EDF[number])
             out_RD.index_add_(0, rows_S, out_SD * factors_S1)
     if shared_RD is not None:
         out_RD += shared_RD.masked_fill(experts_RC[:, :1] < 0, 0)

@@ -1,7 +1,7 @@
 """Linear layers of few rows at the speed of reading the weight; contract in README.md."""
 
 from idlm.kernels.linear.fp8 import Fp8Weight, quantise_fp8
-from idlm.kernels.linear.op import Linears, check_rows_agree, linear, linear_swiglu
+from idlm.kernels.linear.op import Linears, check_rows_agree, library_linear, linear, linear_swiglu
 from idlm.kernels.linear.reference import dequantised, linear_reference, linear_swiglu_reference
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Linears",
     "check_rows_agree",
     "dequantised",
+    "library_linear",
     "linear",
     "linear_reference",
     "linear_swiglu",

@@ -25,6 +25,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORKSPACE_FLOATS = 1 << 23
 WORKSPACE_TILES = 1 << 14
 Weight = Tensor | Fp8Weight
+MIN_CPU_ROWS = 4
+"""From so many rows on, the bits of a row of MKL's products do not depend on the number of rows."""
 
 
 class Linears:
@@ -125,8 +127,29 @@ def linear(
     if isinstance(weight_ED, Fp8Weight):
         y_RE = weight_ED.linear(x_RD, bias_E)
     else:
-        y_RE = F.linear(x_RD, weight_ED, bias_E)
+        return library_linear(x_RD, weight_ED, bias_E=bias_E, out_RE=out_RE)
     return y_RE if out_RE is None else out_RE.copy_(y_RE)
+
+
+def library_linear(
+    x_RD: Tensor, weight_ED: Tensor, *, bias_E: Tensor | None = None, out_RE: Tensor | None = None
+) -> Tensor:
+    """x W^T (+ bias) by torch, [R, E]; with `out_RE` (contiguous) nothing else is allocated.
+
+    On a CPU the library takes another kernel for very few rows. They are padded, so that the bits of a row
+    are the same whether it is computed alone or with others.
+    """
+    num_rows = len(x_RD)
+    if not x_RD.is_cuda and 0 < num_rows < MIN_CPU_ROWS:
+        padded_RD = x_RD.new_zeros(MIN_CPU_ROWS, x_RD.shape[1])
+        padded_RD[:num_rows] = x_RD
+        y_RE = F.linear(padded_RD, weight_ED, bias_E)[:num_rows]
+        return y_RE if out_RE is None else out_RE.copy_(y_RE)
+    if out_RE is None:
+        return F.linear(x_RD, weight_ED, bias_E)
+    if bias_E is None:
+        return torch.mm(x_RD, weight_ED.T, out=out_RE)
+    return torch.addmm(bias_E, x_RD, weight_ED.T, out=out_RE)
 
 
 def linear_swiglu(

@@ -117,14 +117,10 @@ def plain_qkv_rope_cache(
     scales: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """The same in plain torch, rounded after each operation as in the kernel and in transformers."""
-    num_kv_heads, dtype = k_cache_SKH.shape[1], qkv_RJH.dtype
+    num_kv_heads = k_cache_SKH.shape[1]
     num_rotated = qkv_RJH.shape[1] - num_kv_heads
-    qk_RYH = qkv_RJH[:, :num_rotated]
-    if qk_norm is not None:
-        qk_RYH = F.rms_norm(qk_RYH.float(), qk_RYH.shape[-1:], eps=qk_norm[1]).to(dtype) * qk_norm[0]
-    cos_R1h, sin_R1h = tables
-    low, high = qk_RYH.chunk(2, dim=-1)
-    qk_RYH = torch.cat((low * cos_R1h - high * sin_R1h, high * cos_R1h + low * sin_R1h), dim=-1)
+    qk_RYH = _normed(qkv_RJH[:, :num_rotated], qk_norm)
+    qk_RYH = _turned(qk_RYH, tables)
     num_heads = num_rotated - num_kv_heads
     slots, fresh = slot_mapping_R, (qk_RYH[:, num_heads:], qkv_RJH[:, num_rotated:])
     if bool((slot_mapping_R < 0).any()):
@@ -137,3 +133,56 @@ def plain_qkv_rope_cache(
         cache_SKH[slots] = written.to(cache_SKH.dtype)
     qkv_RJH[:, :num_heads] = qk_RYH[:, :num_heads]
     return qkv_RJH[:, :num_heads]
+
+
+def rotate_heads(
+    x_RYH: Tensor,
+    *,
+    rope: Rope,
+    norm_YH: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    pdl: bool | None = None,
+) -> None:
+    """Norm and rotate all heads of queries, or of keys, IN PLACE; bits equal those of `qkv_rope_cache`.
+
+    `x_RYH` [R, Y, H] with contiguous heads; `norm_YH` has a row per head.
+    """
+    assert x_RYH.shape[2] % 2 == 0 and x_RYH.stride(2) == 1, f"{x_RYH.shape=} {x_RYH.stride()=}"
+    if not runs_kernels(x_RYH):
+        assert rope.tables is not None, f"{rope.positions_R.device=} {x_RYH.device=}"
+        qk_norm = None if norm_YH is None else (norm_YH, norm_eps)
+        x_RYH.copy_(_turned(_normed(x_RYH, qk_norm), rope.tables))
+        return
+    from idlm.kernels.qkv_rope_cache.kernel import run
+
+    is_few = len(x_RYH) <= FEW_ROWS
+    # All heads are queries, which are written in place. Without KV heads the caches are not written.
+    no_cache = x_RYH.new_empty(0, 0, x_RYH.shape[2])
+    run(
+        x_RYH,
+        (no_cache, no_cache),
+        positions_R=rope.positions_R,
+        inv_freq_h=rope.inv_freq_h,
+        rope_scaling=rope.scaling,
+        slot_mapping_R=rope.positions_R,
+        qk_norm_YH=norm_YH,
+        norm_eps=norm_eps,
+        scales=(None, None),
+        heads_per_program=4 if is_few else 16,
+        warps=1 if is_few else 4,
+        pdl=has_pdl(x_RYH.device) if pdl is None else pdl,
+    )
+
+
+def _normed(x_RYH: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    """RMSNorm of each head, rounded before the weight; the input without one."""
+    if norm is None:
+        return x_RYH
+    normed_RYH = F.rms_norm(x_RYH.float(), x_RYH.shape[-1:], eps=norm[1]).to(x_RYH.dtype)
+    return normed_RYH * norm[0]
+
+
+def _turned(x_RYH: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the halves of each head; every product and sum is rounded."""
+    (cos_R1h, sin_R1h), (low, high) = tables, x_RYH.chunk(2, dim=-1)
+    return torch.cat((low * cos_R1h - high * sin_R1h, high * cos_R1h + low * sin_R1h), dim=-1)

@@ -16,19 +16,20 @@ def add_rms_norm(
     eps: float,
     warps: int = 8,
     pdl: bool | None = None,
+    out_RD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(normed, residual): the sum x + residual is written IN PLACE over `residual_RD` and returned.
 
     Without a residual `x_RD` itself is returned as the residual. Rounded as transformers does: the sum, the
-    normed row, its product with the weight. `warps` and `pdl` (None: if the device supports it) are launch
-    parameters.
+    normed row, its product with the weight. `out_RD` receives the normed rows; it may be `x_RD` itself.
+    `warps` and `pdl` (None: if the device supports it) are launch parameters.
     """
     assert weight_D.shape == x_RD.shape[-1:], f"{x_RD.shape=} {weight_D.shape=}"
     assert x_RD.stride(1) == 1 and (residual_RD is None or residual_RD.stride(1) == 1), f"{x_RD.stride()=}"
     if runs_kernels(x_RD):
         from idlm.kernels.rms_norm.kernel import run
 
-        normed_RD = x_RD.new_empty(x_RD.shape)
+        normed_RD = x_RD.new_empty(x_RD.shape) if out_RD is None else out_RD
         run(
             x_RD,
             residual_RD,
@@ -40,4 +41,5 @@ def add_rms_norm(
         )
         return normed_RD, x_RD if residual_RD is None else residual_RD
     sum_RD = x_RD if residual_RD is None else residual_RD.add_(x_RD)
-    return F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D, sum_RD
+    normed_RD = F.rms_norm(sum_RD.float(), weight_D.shape, eps=eps).to(x_RD.dtype) * weight_D
+    return normed_RD if out_RD is None else out_RD.copy_(normed_RD), sum_RD

@@ -8,16 +8,25 @@ from torch import Tensor
 from idlm.kernels.backend import has_pdl, runs_kernels
 
 
-def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool | None = None) -> Tensor:
+def swiglu(
+    gate_up_RE: Tensor,
+    *,
+    block: int = 1024,
+    warps: int = 4,
+    pdl: bool | None = None,
+    out_RF: Tensor | None = None,
+) -> Tensor:
     """silu(gate) * up, [R, F], of [R, 2F] with the gate first; rounded as the two torch ops round.
 
-    `block`, `warps` and `pdl` (None: if the device supports it) are launch parameters.
+    `out_RF` receives it; it may be the gate's columns. `block`, `warps` and `pdl` (None: if the device
+    supports it) are launch parameters.
     """
     assert gate_up_RE.stride(1) == 1 and gate_up_RE.shape[1] % 2 == 0, f"{gate_up_RE.shape=}"
     if runs_kernels(gate_up_RE):
         from idlm.kernels.swiglu.kernel import run
 
-        out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
+        if out_RF is None:
+            out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
         run(
             gate_up_RE,
             out_RF,
@@ -27,4 +36,5 @@ def swiglu(gate_up_RE: Tensor, *, block: int = 1024, warps: int = 4, pdl: bool |
         )
         return out_RF
     gate_RF, up_RF = gate_up_RE.chunk(2, dim=-1)
-    return F.silu(gate_RF) * up_RF
+    hidden_RF = F.silu(gate_RF) * up_RF
+    return hidden_RF if out_RF is None else out_RF.copy_(hidden_RF)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernels.stock import rms_norm, rotate
 from idlm.kernels.backend import rounds_as_written
-from idlm.kernels.linear import dequantised, linear, quantise_fp8
+from idlm.kernels.linear import dequantised, library_linear, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 
@@ -312,3 +312,43 @@ def test_the_small_ops_compile_for_hopper_without_spills() -> None:
         assert ("griddepcontrol.launch" in ahead.partition("ld.global")[0]) == is_early, kernel
         assert made.ptx.count("griddepcontrol") == 2 and "st.global" not in ahead, kernel
         assert "fma.rn.bf16" not in made.ptx, f"a product and a sum are rounded once: {kernel}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 130])
+def test_ops_write_to_given_places_on_a_cpu(num_rows: int, dtype: torch.dtype) -> None:
+    from tests.kernels.cases.places import check_expert_steps, check_heads_in_place
+
+    check_heads_in_place(num_rows, dtype, torch.device("cpu"))
+    check_expert_steps(num_rows, dtype, torch.device("cpu"))
+
+
+def test_bits_of_a_row_of_a_cpu_product_do_not_depend_on_the_number_of_rows() -> None:
+    """Few rows are padded; into a given place, with a bias, and from columns of a wider tensor too."""
+    generator = torch.Generator().manual_seed(0)
+    for D, E in ((32, 48), (48, 33), (128, 96)):
+        x = torch.randn(40, 2 * D, generator=generator)[:, :D]
+        weight, bias = torch.randn(E, D, generator=generator), torch.randn(E, generator=generator)
+        for bias_E in (None, bias):
+            expected = library_linear(x, weight, bias_E=bias_E)
+            torch.testing.assert_close(expected, torch.nn.functional.linear(x, weight, bias_E))
+            for start, stop in ((0, 1), (39, 40), (3, 5), (5, 8), (1, 5), (7, 40), (0, 40)):
+                out = torch.full((stop - start, E), float("nan"))
+                library_linear(x[start:stop], weight, bias_E=bias_E, out_RE=out)
+                assert torch.equal(out, expected[start:stop]), f"{D=} {E=} {start=} {stop=}"
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_in_place_compile_for_hopper_without_spills(has_norm: bool) -> None:
+    """The kernel without KV heads: all heads are written in place."""
+    pytest.importorskip("triton")
+    from idlm.kernels.qkv_rope_cache.kernel import qkv_rope_cache_kernel
+    from tests.kernels.hopper_compiler import compile_for_hopper
+
+    types = Integers(dict.fromkeys(("qkv_RJH", "qk_norm_YH", "k_cache_SKH", "v_cache_SKH"), "*bf16"))
+    types |= dict.fromkeys(("inv_freq_h", "k_scale_K", "v_scale_K"), "*fp32")
+    types |= {"norm_eps": "fp32", "rope_scaling": "fp32", "positions_R": "*i64", "slot_mapping_R": "*i64"}
+    constants = {"N": 32, "K": 0, "HALF": 64, "HAS_NORM": has_norm, "HAS_SCALE": False, "IS_FP8": False}
+    constants |= {"BLOCK_J": 16, "BLOCK_h": 64, "PDL": True}
+    made = compile_for_hopper(qkv_rope_cache_kernel, types, constants, num_warps=4, **rounds_as_written())
+    assert made.spilled_bytes == 0

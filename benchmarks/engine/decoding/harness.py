@@ -206,8 +206,9 @@ class SteadyEngine:
         self.arm, self.load, self._model = arm, load, model
         with self.toggled():
             self.engine = Engine(_parts(model, arm, load, self._max_length()))
+        runner: Any = self.engine._parts.runner
         for name in ("keys", "values"):
-            getattr(self.engine._parts.runner._cache, name).normal_()
+            getattr(runner._cache, name).normal_()
         device = self.engine.table.device
         is_replayed = trace is not None and arm.decoder != "ar"
         lanes = load.concurrency + 1

@@ -11,6 +11,7 @@ import torch
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.experts.launch import Launch, Tile
 from tests.kernels.cases.experts import SMALL, Case, check_experts, check_route
+from tests.kernels.cases.places import check_expert_steps
 
 TINY = Launch(
     block_r=16,
@@ -64,3 +65,9 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_tiles() -> None:
         torch.testing.assert_close(found, whole[rows], atol=1e-5, rtol=1e-5)
     twice = experts(x, gate_up, down, chosen, weights, launch=STACKED)
     assert torch.equal(twice, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 3, 17, 130])
+def test_steps_write_to_given_places(num_rows: int, dtype: torch.dtype) -> None:
+    check_expert_steps(num_rows, dtype, torch.device("cpu"))

@@ -16,6 +16,9 @@ from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Linears, linear, linear_swiglu, op
 from idlm.kernels.linear.launch import Launch, fixed_launch, make_workspace, num_splits, workspace_size
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
+from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.swiglu import swiglu
+from tests.kernels.cases.places import check_heads_in_place
 from tests.kernels.cases.trunk import CHECKS, LORA_VARIANTS, Draw, check_linear_lora
 
 SMALL = Launch(block_e=32, block_r=16, block_d=32, splits=3, stages=1)
@@ -141,3 +144,22 @@ def test_caches_of_eight_bits_are_scaled_and_saturate() -> None:
         carried = (mine * 2 == theirs) & (mine != 0)
         assert int(carried.sum()) <= 5
         torch.testing.assert_close(mine[~carried], theirs[~carried], atol=0, rtol=0.13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 3, 130])
+def test_heads_in_place(num_rows: int, dtype: torch.dtype) -> None:
+    check_heads_in_place(num_rows, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_norm_and_a_swiglu_may_take_the_place_of_their_input(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(7, 33, generator=generator).to(dtype), torch.randn(33).to(dtype)
+    normed, _ = add_rms_norm(x.clone(), None, weight, eps=1e-5)
+    add_rms_norm(x, None, weight, eps=1e-5, out_RD=x)
+    assert torch.equal(x, normed)
+    gate_up = torch.randn(7, 2 * 33, generator=generator).to(dtype)
+    up, hidden = gate_up[:, 33:].clone(), swiglu(gate_up)
+    swiglu(gate_up, out_RF=gate_up[:, :33])
+    assert torch.equal(gate_up[:, :33], hidden) and torch.equal(gate_up[:, 33:], up)

@@ -23,6 +23,7 @@ from idlm.semantics import Semantics
 from tests.numerics import full_reference
 from tests.numerics.llada2_reference import CONFIG as LLADA2
 from tests.numerics.llada2_reference import random_tensors
+from tests.toy import write_toy_checkpoint
 from tests.unit.models.test_loader import CONFIG as DENSE
 from tests.unit.models.test_loader import refused
 
@@ -334,3 +335,23 @@ def test_describe_reports_the_configuration_without_reading_weights(
         "in 9 tensors",
     ):
         assert words in told, words
+
+
+def test_describe_memory_prints_the_plan_of_a_canvas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every tensor with its bytes and lifetime, without weights being loaded."""
+    tensors = full_reference.random_tensors("llada")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(full_reference.LLADA | {"dtype": "float32"}))
+    assert generate([f"model={tmp_path}", "describe=memory", "max_length=64", "device=cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("dense, attention whole: 64 rows, 64 wanted, 2 layers")
+    assert any(line.split()[:2] == ["x", f"{64 * 32 * 4:,}"] for line in lines)
+    assert f"weights {4 * sum(each.numel() for each in tensors.values()):,} bytes" in lines[-1]
+
+
+def test_describe_memory_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_toy_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="IDLM-0472"):
+        generate([f"model={tmp_path}", "describe=memory", "device=cpu"])

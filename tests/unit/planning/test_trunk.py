@@ -88,15 +88,13 @@ def test_an_executor_can_walk_a_moe_template() -> None:
         "ffn_norm",
         "router",
         "choose_experts",
-        "sort_rows",
-        "gather_rows",
-        "expert_gate_up",
-        "activate",
+        "sort_pairs",
+        "expert_hidden",
+        "expert_outputs",
+        "add_experts",
     ]
-    experts += ["expert_down", "combine_experts"]
     assert names(plan) == ["embed", *attention, *experts * 4, "head_norm", "logits", "choose_tokens"]
-    assert plan.num_bytes["expert_in"] == 64 // 4 * 8 * 4096
-    assert plan.offsets["hidden"] == plan.offsets["gate_up"]
+    assert plan.num_bytes["expert_out"] == 64 // 4 * 8 * 4096
 
 
 def test_later_passes_with_fewer_wanted_rows_use_the_same_plan() -> None:

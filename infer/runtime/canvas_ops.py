@@ -1,0 +1,293 @@
+"""The ops of a trunk's template as functions: each reads and writes the places that the plan gives it.
+
+What is allocated beside them is bounded: attention runs on pieces of at most `PIECE_ROWS` query rows, and so
+do the torch ops of a CPU. The arithmetic is that of `models/dense.py` and `models/moe.py`, so on a CPU bits
+are equal to theirs. Keys and values come from products of their own: a fused product would hold them twice.
+Shapes: R rows of the pass, m rows of a call, N query heads, K KV heads, H head dim, D width, E output width,
+C chosen experts, P pairs of a row and an expert, X wanted rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer
+from idlm.infer.models.moe import Experts, MoeLayer
+from idlm.infer.planning.arena import Arena
+from idlm.infer.planning.canvas import PIECE_ROWS
+from idlm.infer.planning.planner import Plan
+from idlm.infer.planning.template import Step
+from idlm.infer.runtime.canvas_attention import attend
+from idlm.kernels.experts import add_experts, expert_hidden, expert_outputs, route, sort_pairs
+from idlm.kernels.linear import library_linear
+from idlm.kernels.qkv_rope_cache import make_rope, rotate_heads
+from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.swiglu import swiglu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasPass:
+    """One pass: its plan in an arena of at least `plan.peak_bytes`, and the inputs of the template.
+
+    `bounds`: rows bounds[b] : bounds[b + 1] are the canvas of sequence b; rows after the last are padding.
+    """
+
+    trunk: DenseTrunk
+    plan: Plan
+    arena: Arena
+    token_ids_R: Tensor
+    positions_R: Tensor
+    rows_X: Tensor
+    bounds: tuple[int, ...]
+
+    def execute(self, step: Step, op: Callable[[CanvasPass, Step], None] | None = None) -> None:
+        """Run one call of the template; `op` in place of the function of its name."""
+        (op or OPS[step.op.name])(self, step)
+
+    def whole(self, step: Step, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of all rows, whatever rows the call has; [rows, *width]."""
+        size, sizes = self.plan.template.tensors[name], self.plan.sizes
+        num_rows = sizes.num_rows(size.rows) * size.repeat
+        return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
+
+    def rows(self, step: Step, name: str, *width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The rows of a call in a tensor of all rows, or in one of chunk size; [m, *width]."""
+        size = self.plan.template.tensors[name]
+        if size.chunks is None:
+            return self.whole(step, name, *width, dtype=dtype)[step.start : step.stop]
+        num_rows = (step.stop - step.start) * size.repeat
+        return self.arena.view(step.offsets[name], (num_rows, *width), dtype or self.trunk.embed.dtype)
+
+    def layer(self, step: Step) -> Layer:
+        """The layer of a call."""
+        layer = self.trunk.layers[step.layer]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def experts(self, step: Step) -> Experts:
+        """The experts of a call's layer."""
+        layer = self.trunk.layers[step.layer]
+        assert isinstance(layer, MoeLayer)
+        return layer.mlp
+
+
+def pieces(num_rows: int) -> Iterator[slice]:
+    """Slices of at most PIECE_ROWS rows."""
+    return (slice(start, min(num_rows, start + PIECE_ROWS)) for start in range(0, num_rows, PIECE_ROWS))
+
+
+def norm_rows(run: CanvasPass, x_mD: Tensor, weight_D: Tensor, out_mD: Tensor) -> None:
+    """RMSNorm of rows, which may be in place."""
+    for rows in pieces(len(x_mD)):
+        add_rms_norm(x_mD[rows], None, weight_D, eps=run.trunk.spec.norm_eps, out_RD=out_mD[rows])
+
+
+def _embed(run: CanvasPass, step: Step) -> None:
+    x_RD = run.rows(step, "x", run.trunk.spec.width)
+    torch.index_select(run.trunk.embed, 0, run.token_ids_R, out=x_RD)
+
+
+def _attention_norm(run: CanvasPass, step: Step) -> None:
+    [out] = step.op.writes
+    width = run.trunk.spec.width
+    norm_rows(run, run.rows(step, "x", width), run.layer(step).attention_norm, run.rows(step, out, width))
+
+
+def _project(run: CanvasPass, step: Step, first_head: int, num_heads: int) -> Tensor:
+    """The product of the normed rows and some heads of the fused projection, at its place, [m, heads, H]."""
+    spec, layer, (source, *_), [out] = run.trunk.spec, run.layer(step), step.op.reads, step.op.writes
+    heads = slice(first_head * spec.head_dim, (first_head + num_heads) * spec.head_dim)
+    out_mE = run.rows(step, out, num_heads * spec.head_dim)
+    bias_E = None if layer.qkv_bias is None else layer.qkv_bias[heads]
+    library_linear(run.rows(step, source, spec.width), layer.qkv[heads], bias_E=bias_E, out_RE=out_mE)
+    return out_mE.view(len(out_mE), num_heads, spec.head_dim)
+
+
+def _rotate(run: CanvasPass, step: Step, x_mYH: Tensor, first_head: int) -> None:
+    """Norm and rotate heads in place; cos and sin exist for a piece of rows only."""
+    trunk, norm_JH = run.trunk, run.layer(step).qk_norm
+    norm_YH = None if norm_JH is None else norm_JH[first_head : first_head + x_mYH.shape[1]]
+    for rows in pieces(len(x_mYH)):
+        positions_m = run.positions_R[step.start + rows.start : step.start + rows.stop]
+        rope = make_rope(positions_m, trunk.inv_freq, scaling=trunk.spec.rope_scaling, dtype=x_mYH.dtype)
+        rotate_heads(x_mYH[rows], rope=rope, norm_YH=norm_YH, norm_eps=trunk.spec.norm_eps)
+
+
+def _q_proj(run: CanvasPass, step: Step) -> None:
+    _rotate(run, step, _project(run, step, 0, run.trunk.spec.num_heads), 0)
+
+
+def _k_proj(run: CanvasPass, step: Step) -> None:
+    spec = run.trunk.spec
+    _rotate(run, step, _project(run, step, spec.num_heads, spec.num_kv_heads), spec.num_heads)
+
+
+def _v_proj(run: CanvasPass, step: Step) -> None:
+    spec = run.trunk.spec
+    _project(run, step, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
+
+
+def _attention(run: CanvasPass, step: Step) -> None:
+    """Every row sees the whole canvas of its sequence, and no other."""
+    spec = run.trunk.spec
+    q_mNH, heads_mNH = (run.rows(step, name, spec.num_heads, spec.head_dim) for name in ("q", "heads"))
+    k_RKH, v_RKH = (run.whole(step, name, spec.num_kv_heads, spec.head_dim) for name in ("k", "v"))
+    for low, high in itertools.pairwise(run.bounds):
+        start, stop = max(low, step.start), min(high, step.stop)
+        if start < stop:
+            mine, keys = slice(start - step.start, stop - step.start), slice(low, high)
+            attend(q_mNH[mine], k_RKH[keys], v_RKH[keys], heads_mNH[mine], first=start - low)
+    heads_mNH[max(0, run.bounds[-1] - step.start) :] = 0
+
+
+def _o_proj(run: CanvasPass, step: Step) -> None:
+    spec, layer = run.trunk.spec, run.layer(step)
+    heads_mE = run.rows(step, "heads", spec.num_heads * spec.head_dim)
+    out_mD = run.rows(step, "attention_out", spec.width)
+    library_linear(heads_mE, layer.o, bias_E=layer.o_bias, out_RE=out_mD)
+
+
+def _add(run: CanvasPass, step: Step) -> None:
+    source, width = step.op.reads[0], run.trunk.spec.width
+    run.rows(step, "x", width).add_(run.rows(step, source, width))
+
+
+def _ffn_norm(run: CanvasPass, step: Step) -> None:
+    width = run.trunk.spec.width
+    norm_rows(run, run.rows(step, "x", width), run.layer(step).mlp_norm, run.rows(step, "ffn_in", width))
+
+
+def _dense(run: CanvasPass, step: Step) -> tuple[DenseLayer, Tensor]:
+    """The layer of a call and its gate and up rows [m, 2F]."""
+    layer = run.layer(step)
+    assert isinstance(layer, DenseLayer)
+    name = "hidden" if "hidden" in step.op.reads else "gate_up"
+    return layer, run.rows(step, name, 2 * layer.spec.ffn_width)
+
+
+def _gate_up(run: CanvasPass, step: Step) -> None:
+    layer, gate_up_mE = _dense(run, step)
+    normed_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
+    library_linear(normed_mD, layer.gate_up, bias_E=layer.gate_up_bias, out_RE=gate_up_mE)
+
+
+def _activate(run: CanvasPass, step: Step) -> None:
+    """The hidden row takes the place of its gate."""
+    layer, gate_up_mE = _dense(run, step)
+    for rows in pieces(len(gate_up_mE)):
+        swiglu(gate_up_mE[rows], out_RF=gate_up_mE[rows, : layer.spec.ffn_width])
+
+
+def _down(run: CanvasPass, step: Step) -> None:
+    layer, gate_up_mE = _dense(run, step)
+    hidden_mF, out_mD = (
+        gate_up_mE[:, : layer.spec.ffn_width],
+        run.rows(step, "ffn_out", run.trunk.spec.width),
+    )
+    library_linear(hidden_mF, layer.down, bias_E=layer.down_bias, out_RE=out_mD)
+
+
+def _router(run: CanvasPass, step: Step) -> None:
+    experts = run.experts(step)
+    weight_ED = experts.router
+    logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
+    x_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
+    for rows in pieces(len(x_mD)):
+        library_linear(x_mD[rows].to(weight_ED.dtype), weight_ED, out_RE=logits_mE[rows])
+
+
+def _ids(run: CanvasPass, step: Step) -> Tensor:
+    """Place of the chosen experts [m, C]."""
+    return run.rows(step, "expert_ids", run.experts(step).moe.num_chosen, dtype=torch.int32)
+
+
+def _weights(run: CanvasPass, step: Step) -> Tensor:
+    """Place of the weights of the chosen experts [m, C]."""
+    return run.rows(step, "expert_weights", run.experts(step).moe.num_chosen, dtype=torch.float32)
+
+
+def _choose_experts(run: CanvasPass, step: Step) -> None:
+    experts, ids_mC, weights_mC = run.experts(step), _ids(run, step), _weights(run, step)
+    weight_ED = experts.router
+    logits_mE = run.rows(step, "router_logits", len(weight_ED), dtype=weight_ED.dtype)
+    for rows in pieces(len(logits_mE)):
+        found_mC, found_weights_mC = route(logits_mE[rows], experts.routing, bias_X=experts.router_bias)
+        ids_mC[rows], weights_mC[rows] = found_mC, found_weights_mC
+
+
+def _sorted_pairs(run: CanvasPass, step: Step) -> tuple[Tensor, Tensor]:
+    """Places of the sorted pairs [P] and of their tiles, flat; both int32."""
+    order_P = run.rows(step, "expert_order", dtype=torch.int32)
+    num_bytes = run.plan.num_bytes["expert_tiles"]
+    tiles = run.arena.view(step.offsets["expert_tiles"], (num_bytes // 4,), torch.int32)
+    return order_P, tiles
+
+
+def _sort_pairs(run: CanvasPass, step: Step) -> None:
+    num_experts, dtype = run.experts(step).moe.num_experts, run.trunk.embed.dtype
+    sort_pairs(_ids(run, step), *_sorted_pairs(run, step), num_experts=num_experts, dtype=dtype)
+
+
+def _expert_hidden(run: CanvasPass, step: Step) -> None:
+    experts, ids_mC = run.experts(step), _ids(run, step)
+    x_mD = run.rows(step, "ffn_in", run.trunk.spec.width)
+    out_PF = run.rows(step, "hidden", experts.moe.ffn_width)
+    expert_hidden(x_mD, experts.gate_up, ids_mC, *_sorted_pairs(run, step), out_PF)
+
+
+def _expert_outputs(run: CanvasPass, step: Step) -> None:
+    experts, ids_mC = run.experts(step), _ids(run, step)
+    hidden_PF = run.rows(step, "hidden", experts.moe.ffn_width)
+    out_PD = run.rows(step, "expert_out", run.trunk.spec.width)
+    expert_outputs(hidden_PF, experts.down, ids_mC, *_sorted_pairs(run, step), out_PD)
+
+
+def _add_experts(run: CanvasPass, step: Step) -> None:
+    width = run.trunk.spec.width
+    y_PD, x_mD = run.rows(step, "expert_out", width), run.rows(step, "x", width)
+    add_experts(y_PD, _ids(run, step), _weights(run, step), x_mD)
+
+
+def _head_norm(run: CanvasPass, step: Step) -> None:
+    """Gather the wanted rows, then norm them in place."""
+    width = run.trunk.spec.width
+    head_in_mD = run.rows(step, "head_in", width)
+    rows_m = run.rows_X[step.start : step.stop]
+    torch.index_select(run.whole(step, "x", width), 0, rows_m, out=head_in_mD)
+    norm_rows(run, head_in_mD, run.trunk.final_norm, head_in_mD)
+
+
+def _logits(run: CanvasPass, step: Step) -> None:
+    spec = run.trunk.spec
+    logits_mV = run.rows(step, "logits", spec.vocab_size)
+    library_linear(run.rows(step, "head_in", spec.width), run.trunk.head, out_RE=logits_mV)
+
+
+OPS: Mapping[str, Callable[[CanvasPass, Step], None]] = {
+    "embed": _embed,
+    "attention_norm": _attention_norm,
+    "q_proj": _q_proj,
+    "k_proj": _k_proj,
+    "v_proj": _v_proj,
+    "attention": _attention,
+    "o_proj": _o_proj,
+    "add": _add,
+    "ffn_norm": _ffn_norm,
+    "gate_up": _gate_up,
+    "activate": _activate,
+    "down": _down,
+    "router": _router,
+    "choose_experts": _choose_experts,
+    "sort_pairs": _sort_pairs,
+    "expert_hidden": _expert_hidden,
+    "expert_outputs": _expert_outputs,
+    "add_experts": _add_experts,
+    "head_norm": _head_norm,
+    "logits": _logits,
+}
+"""By name of op; `choose_tokens` is the decoder's (`canvas_rows.py`)."""

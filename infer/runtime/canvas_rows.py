@@ -1,0 +1,55 @@
+"""Wanted rows whose head is the end of a planned pass: each chunk of logits has its place in the workspace.
+
+Shapes: R rows, X wanted rows, Y rows of a slice, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from idlm.infer.planning.canvas import PROPOSAL_BYTES
+from idlm.infer.planning.template import Step
+from idlm.infer.runtime.canvas_ops import CanvasPass, norm_rows
+from idlm.infer.state.wanted_rows import Propose, WantedRows
+
+LOGITS, CHOICE = "logits", "choose_tokens"
+
+
+class CanvasRows(WantedRows):
+    """`hidden_RD` is the residual stream in the workspace, and `head` norms it first. All of it is valid
+    until the next pass.
+
+    `steps`: the calls of the head, from which `proposals` gets its chunks.
+    """
+
+    def __init__(self, run: CanvasPass, steps: Sequence[Step]) -> None:
+        first = steps[0]
+        super().__init__(run.whole(first, "x", run.trunk.spec.width), run.rows_X, self._head)
+        self._run, self._steps = run, steps
+
+    def _head(self, hidden_YD: Tensor) -> Tensor:
+        """Logits [Y, V] of any hidden states, outside of the workspace."""
+        normed_YD = torch.empty_like(hidden_YD)
+        norm_rows(self._run, hidden_YD, self._run.trunk.final_norm, normed_YD)
+        return self._run.trunk.logits(normed_YD)
+
+    @torch.inference_mode()
+    def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
+        """Apply `propose` to consecutive slices, as the base does: to parts of the planned chunks for which
+        `propose` allocates at most PROPOSAL_BYTES (and to one row at least).
+        """
+        run, found = self._run, []
+        most = max(1, PROPOSAL_BYTES // max(1, row_bytes))
+
+        def choose(run: CanvasPass, step: Step) -> None:
+            logits_mV = run.rows(step, LOGITS, run.trunk.spec.vocab_size)
+            for start in range(step.start, step.stop, most):
+                rows = slice(start, min(step.stop, start + most))
+                found.append(propose(logits_mV[rows.start - step.start : rows.stop - step.start], rows))
+
+        for step in self._steps:
+            run.execute(step, choose if step.op.name == CHOICE else None)
+        return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))

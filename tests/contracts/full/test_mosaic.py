@@ -1,0 +1,196 @@
+"""`memory=mosaic` answers as `memory=caching`: whole and in chunks, with poisoned ranges, mixed, aborted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.errors import UserError
+from idlm.infer.engine import Engine
+from idlm.infer.planning.lifetimes import relate
+from idlm.infer.planning.planner import Plan, plan_template
+from idlm.infer.planning.sizes import Sizes
+from idlm.infer.planning.template import Step
+from idlm.infer.runtime.canvas_ops import CanvasPass
+from tests.contracts.engines import assert_idle
+from tests.contracts.full.canvases import PROMPTS, engine_of, params_of
+
+ORDERS: list[dict[str, Any]] = [
+    {"order": "low_confidence"},
+    {"order": "low_confidence", "block_length": 4, "threshold": 0.3},
+    {"order": "random", "block_length": 4},
+    {"order": "maskgit_plus", "steps": 4, "defer_eos": True},
+    {"order": "topk_margin", "steps": 4},
+    {"order": "entropy", "steps": 4, "order_temperature": 0.5},
+    {"order": "origin", "steps": 4},
+]
+CHUNKS: list[dict[str, int]] = [
+    {"logits": 5},
+    {"ffn": 4, "experts": 4},
+    {"query": 3},
+    {"logits": 100, "ffn": 100, "experts": 100, "query": 100},
+]
+
+
+def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
+    """Plan every pass with these chunk counts (at most one row a chunk), whatever fits."""
+    runner: Any = engine._parts.runner
+
+    def plan_of(num_rows: int, num_wanted: int) -> Plan:
+        known = {name: count for name, count in chunks.items() if name in runner._templates.chunk_counts}
+        counts = {
+            name: min(count, num_wanted if name == "logits" else num_rows) for name, count in known.items()
+        }
+        template = runner._templates.template(counts)
+        return plan_template(template, Sizes(length=num_rows, wanted=num_wanted, chunks=counts))
+
+    runner.plan_of = plan_of
+
+
+def run(engine: Engine, *, abort: str | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Answers of mixed requests, and the logits of the wanted rows of every pass."""
+    runner: Any = engine._parts.runner
+    forward, logits = runner.forward, []
+
+    def recorded(plan: Any) -> Any:
+        wanted = forward(plan)
+        proposals = wanted.proposals
+
+        def recording(propose: Callable[..., Any], *, row_bytes: int = 0) -> Any:
+            def both(logits_YV: torch.Tensor, rows: slice) -> Any:
+                logits.append(logits_YV.clone())
+                return propose(logits_YV, rows)
+
+            return proposals(both, row_bytes=row_bytes)
+
+        wanted.proposals = recording
+        return wanted
+
+    runner.forward = recorded
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, params_of(number))
+    found: dict[str, Any] = {}
+    num_steps = 0
+    while engine.has_work:
+        for event in engine.step():
+            if event.completion is not None:
+                found[event.request_id] = event.completion.token_ids
+        num_steps += 1
+        if num_steps == 3 and abort is not None:
+            engine.abort(abort)
+        engine.pool.check()
+    assert_idle(engine)
+    return found, [torch.cat(logits)]
+
+
+@functools.cache
+def expected_of(directory: Path, abort: str | None = None, **options: Any) -> Any:
+    """What `memory=caching` answers."""
+    return run(engine_of(directory, "caching", **options), abort=abort)
+
+
+def assert_equal(found: tuple[Any, list[torch.Tensor]], expected: tuple[Any, list[torch.Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert torch.equal(found[1][0], expected[1][0])
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_it_answers_as_caching(directory: Path, options: dict[str, Any]) -> None:
+    """Every order, mixed lengths in a pass: tokens, and logits bit for bit."""
+    expected = expected_of(directory, **options)
+    assert len(expected[0]) == len(PROMPTS)
+    assert_equal(run(engine_of(directory, **options)), expected)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_chunks_change_no_bit(directory: Path, chunks: dict[str, int]) -> None:
+    options = {"order": "low_confidence", "block_length": 4}
+    engine = engine_of(directory, **options)
+    with_chunks(engine, chunks)
+    assert_equal(run(engine), expected_of(directory, **options))
+
+
+def test_an_abort_leaves_the_others_as_they_are(directory: Path) -> None:
+    options = {"order": "low_confidence", "block_length": 4, "max_num_batched_tokens": 200}
+    expected, _ = expected_of(directory, abort="2", **options)
+    found, _ = run(engine_of(directory, **options), abort="2")
+    assert found == expected and "2" not in found
+
+
+def test_proposals_come_in_parts(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder judges few rows of a chunk at a time when its copies are large."""
+    expected = expected_of(llada, order="low_confidence")
+    monkeypatch.setattr("idlm.infer.runtime.canvas_rows.PROPOSAL_BYTES", 3 * 24 * 48)
+    assert_equal(run(engine_of(llada, order="low_confidence")), expected)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fill the range of every tensor with NaN when its lifetime ends; returns the names that ended."""
+    execute, ended = CanvasPass.execute, []
+
+    def poisoned(self: CanvasPass, step: Step, op: Any = None) -> None:
+        execute(self, step, op)
+        for name in step.ends:
+            # The largest view of the storage: an alias may be larger than its target.
+            template = self.plan.template
+            size = max(
+                [number for view, number in self.plan.num_bytes.items() if template.root(view) == name]
+            )
+            self.arena.view(self.plan.offsets[name], (size,), torch.uint8).fill_(255)
+            ended.append(name)
+
+    monkeypatch.setattr(CanvasPass, "execute", poisoned)
+    return ended
+
+
+@pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "experts": 3, "query": 3}], ids=str)
+def test_nothing_is_read_after_its_lifetime(
+    directory: Path, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"order": "low_confidence", "block_length": 4}
+    expected = expected_of(directory, **options)
+    ended = poison(monkeypatch)
+    engine = engine_of(directory, **options)
+    with_chunks(engine, chunks)
+    assert_equal(run(engine), expected)
+    runner: Any = engine._parts.runner
+    template = runner.plan_of(20, 10).template
+    results = {"tokens", "confidences"}
+    assert set(ended) == template.tensors.keys() - template.aliases.keys() - results
+
+
+def shortened(template: Any, name: str) -> None:
+    """Plant a fault: the lifetime of a tensor ends one op before the last one that reads it."""
+    lifetimes = template.lifetimes
+    last = max(
+        place for place, op in enumerate(template.ops) if name in {template.root(read) for read in op.reads}
+    )
+    storages = [
+        dataclasses.replace(one, last=last - 1) if one.name == name else one for one in lifetimes.storages
+    ]
+    template.__dict__["lifetimes"] = relate(storages, len(template.ops), template.aliases)
+    template.__dict__.pop("_ends", None)
+
+
+@pytest.mark.parametrize(
+    "name", ["q", "k", "heads", "attention_out", "ffn_in", "gate_up", "head_in", "logits"]
+)
+@pytest.mark.parametrize("chunks", [{}, {"logits": 3, "ffn": 3, "query": 3}], ids=str)
+def test_a_lifetime_that_is_too_short_is_caught(
+    llada: Path, name: str, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"order": "low_confidence", "block_length": 4}
+    expected = expected_of(llada, **options)
+    poison(monkeypatch)
+    engine = engine_of(llada, **options)
+    with_chunks(engine, chunks)
+    runner: Any = engine._parts.runner
+    shortened(runner.plan_of(20, 10).template, name)
+    with pytest.raises((AssertionError, UserError)):
+        assert_equal(run(engine), expected)
