@@ -49,6 +49,8 @@ class Decoder(ABC):
     name: ClassVar[str]
     Config: ClassVar[type]
     baseline: ClassVar[Mapping[str, Any] | None] = None
+    default_max_tokens: ClassVar[int] = 512
+    """`max_tokens` of a request that gives none."""
     exactness: str = "exact"
     modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
     kv_policy: KVWritePolicy = TOKEN_BY_TOKEN

@@ -66,6 +66,8 @@ class FullDecoder(Decoder):
     Config: ClassVar[type] = FullConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {"steps": None, "threshold": None}
     kv_policy = KVWritePolicy(kind="none")
+    # A whole canvas costs as many passes as it has places: LLaDA's length, not that of a longest answer.
+    default_max_tokens: ClassVar[int] = 128
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -108,7 +110,7 @@ class FullDecoder(Decoder):
         check_canvas(
             self.configure(params.decoder_options),
             num_prompt=len(prompt_ids),
-            max_tokens=params.max_tokens,
+            max_tokens=params.max_tokens or self.default_max_tokens,
             max_length=self._max_length,
         )
         if self._mask_token_id in prompt_ids:
@@ -136,7 +138,7 @@ class FullDecoder(Decoder):
         """In a new sequence nothing is decided yet."""
         fill_lanes(lanes, 0, self.is_decided_ZW, self.num_passes_Z)
         configs = [self.configure(one.decoder_options) for one in params]
-        self.options.admit(lanes, configs, [one.max_tokens for one in params])
+        self.options.admit(lanes, configs, [one.max_tokens or self.default_max_tokens for one in params])
 
     def plan(self, table: SequenceState, batch: Batch) -> CanvasPlan:
         """The canvas of every sequence that is not complete; the masks of its active block are wanted."""
