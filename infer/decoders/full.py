@@ -65,6 +65,7 @@ class FullDecoder(Decoder):
     name: ClassVar[str] = "full"
     Config: ClassVar[type] = FullConfig
     baseline: ClassVar[Mapping[str, Any] | None] = {"steps": None, "threshold": None}
+    baseline_keeps: ClassVar[tuple[str, ...]] = ("order", "block_length", "defer_eos", "forbid_eos")
     kv_policy = KVWritePolicy(kind="none")
     # A whole canvas costs as many passes as it has places: LLaDA's length, not that of a longest answer.
     default_max_tokens: ClassVar[int] = 128
@@ -80,7 +81,7 @@ class FullDecoder(Decoder):
                 "IDLM-0450",
                 f"decoder full needs a full-diffusion checkpoint; this one has causality="
                 f"{semantics.causality!r}, mask_token_id={semantics.mask_token_id}",
-                fix="say both in idlm_config.json if the model is one, else use decoder=ar, isd or block",
+                fix="say both in idlm_config.json if the model is one, else leave the decoder out",
             )
         order = order_name(config, logit_shift=semantics.logit_shift)
         self._order_name, self._kind = order, ORDERS.get(order, key="decoder.order")

@@ -80,7 +80,8 @@ class Objective:
     """Base of all objectives. It has no state: each result follows from the arguments.
 
     `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
-    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `term_names` name the summed losses, in the order of `Terms.sums`.
+    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `term_names` name
+    the summed losses, in the order of `Terms.sums`.
     """
 
     places_masks: ClassVar[bool]

@@ -1,15 +1,15 @@
-"""Full diffusion as in LLaDA (arXiv 2502.09992, section 2.2 and algorithm 2): each sample draws one mask rate
+"""Full diffusion as in LLaDA (arXiv 2502.09992, section 2.2, algorithm 2): each sample draws one mask rate
 p, each of its targets becomes a mask with probability p, and the masks are predicted in place from the whole
 sample, whose rows all see each other. There are no clean rows: nothing is predicted from them.
 
 The loss of a masked token weighs 1/p, and the sum is divided by the number of targets, masked or not, of the
-whole optimizer step: its expectation is the NELBO per token. The prompt stays visible (`mask_region=response`).
-Stop tokens follow an answer, because decoding fills a canvas that is mostly longer than its answer; they are
-targets like any others.
+whole optimizer step: its expectation is the NELBO per token. With `mask_region=response` the prompt stays
+visible. Stop tokens follow an answer, because decoding fills a canvas that is mostly longer than its answer;
+they are targets like all others.
 Differences from LLaDA: it divides by the targets of each sample and then averages over samples, so that a
-short answer weighs as much as a long one; it pads each answer to the longest of its batch, and here the number
-of stop tokens is drawn from 0 to `max_padding`, so that batches do not matter and canvases of many lengths
-occur; no sample gets a random shorter length; the first token of a document is always visible.
+token of a short answer weighs more; it pads each answer to the longest of its batch, while here the number of
+stop tokens is drawn from 0 to `max_padding`, so that batches do not matter and lengths vary; no sample is cut
+to a random length; the first token of a document is always visible.
 
 Shape letters: B packed rows, T rows of one packed row, D width, L tokens of one sample with its padding, M
 masked rows.
