@@ -12,6 +12,7 @@ Shape letters: B packed rows, T rows of one packed row, D width, V vocabulary, M
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -76,7 +77,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Objective(ABC):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
     `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
@@ -102,33 +103,34 @@ class Objective:
     stop_token_ids: tuple[int, ...] = ()
     max_padding: int = 0
 
+    @abstractmethod
     def default_row_length(self, max_length: int) -> int:
         """Return how many rows the longest allowed sample needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_rows(self, length: Count, num_targets: Count) -> Count:
         """Return how many rows a sample needs at most, over all stages: numbers, or int64 [samples] of many.
 
         `length` counts its tokens, `num_targets` its supervised tokens after the first token.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         """Return the rows of a sample at a stage of the curriculum.
 
         Everything random follows from `seed`, which differs for each visit of a sample, so that a resumed run
         draws the same.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def semantics(self, stride: int) -> Semantics:
         """Return how to decode a checkpoint that was trained up to a stage of this stride."""
-        raise NotImplementedError
 
+    @abstractmethod
     def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
         """Return how many tokens each term sums over, int64 [num_terms] on the CPU, from shapes alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def terms(
         self,
         head: Head,
@@ -145,7 +147,6 @@ class Objective:
         `want_overlap`: this step is logged, so also compute what is only reported. Must not wait for the
         device.
         """
-        raise NotImplementedError
 
     def needs_means(self, stage: Stage) -> bool:
         """Return whether `weights` depends on the step's own losses, which then need a forward pass first."""
