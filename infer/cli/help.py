@@ -23,8 +23,8 @@ PLUGIN_FLAGS = {
 GENERATE = CommandHelp(
     name="idlm-generate",
     usage='model=PATH [-p "..."] [key=value ...]',
-    summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p, from\n"
-    "a file of JSON lines (input=), or from standard input; on a terminal without any, a chat begins.",
+    summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p,\n"
+    "from a file of JSON lines (input=), or from standard input; on a terminal without any, a chat begins.",
     examples=(
         'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
         "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",
