@@ -38,7 +38,9 @@ class SamplingParams:
     top_k: int = option("keep the k most likely tokens; 0 is off", 0)
     min_p: float = option("drop tokens below this fraction of the highest probability; 0 is off", 0.0)
     seed: int | None = option("random stream of each prompt; null draws a fresh one", None)
-    max_tokens: int = option("longest answer", 512)
+    max_tokens: int | None = option(
+        "longest answer; null: 512, and 128 with decoder=full, whose answers have this many places", None
+    )
     stop: tuple[str, ...] = option("strings that end the answer", ())
     stop_token_ids: tuple[int, ...] = option("token ids that end the answer", ())
     ignore_eos: bool = option("continue past the end-of-sequence token", False)
@@ -86,7 +88,7 @@ class SamplingParams:
             ("top_k", _is_int(self.top_k, 0, 2**31 - 1), "an integer in [0, 2**31) (0 is off)"),
             ("min_p", is_number(self.min_p, 0, 1), "in [0, 1]"),
             ("seed", not has_seed or _is_int(self.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
-            ("max_tokens", _is_int(self.max_tokens, 1), "an integer >= 1"),
+            ("max_tokens", self.max_tokens is None or _is_int(self.max_tokens, 1), "an integer >= 1"),
             ("stop", all(map(_is_text, self.stop)), "non-empty strings"),
             ("stop_token_ids", all(_is_int(token, 0) for token in self.stop_token_ids), "integers >= 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),

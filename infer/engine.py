@@ -65,7 +65,8 @@ class Engine:
     def from_pretrained(cls, path: str | Path, decoder: str | None = None, **options: Any) -> Engine:
         """Load a checkpoint directory.
 
-        `decoder` None chooses "block" for a block-causal checkpoint, "isd" for a converted one, else "ar".
+        `decoder` None chooses "full" for a full-diffusion checkpoint, "block" for a block-causal one, "isd"
+        for a converted one, else "ar".
         `options` are the fields of `EngineSettings` (device, dtype, max_num_seqs, ...) and of the decoder's
         Config (for isd: stride, rejection_strategy, acceptance). `accelerators` may be a name, a list of
         names, or options by name: {"mage": {"k": 256}}. With `tensor_parallel=n` the engine starts n-1 more

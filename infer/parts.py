@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from idlm.contracts import SamplingParams
@@ -66,6 +66,8 @@ class EngineParts:
                 f"request {request_id!r}: params={params!r} is not SamplingParams",
                 fix="write SamplingParams(temperature=0, ...), from idlm.contracts",
             )
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=self.decoder.default_max_tokens)
         _check_vocabulary(request_id, params, vocab_size)
         known = self.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(known, list):
@@ -109,7 +111,8 @@ class EngineParts:
         what the runner raises for such a canvas.
         """
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
-        longest = min(context, len(prompt_ids) + params.max_tokens)
+        num_new = params.max_tokens or self.decoder.default_max_tokens
+        longest = min(context, len(prompt_ids) + num_new)
         self.runner.check_canvas(longest, longest - len(prompt_ids))
         needed, num_slots = self.scheduler.slots_needed(longest, longest), self.pool.num_pages * page_size
         if needed > num_slots:

@@ -62,7 +62,7 @@ class Request:
         self.token_ids.append(token_id)
         if token_id in self.stop_ids:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.params.max_tokens or self.num_known >= self.max_length:
+        elif len(self.token_ids) == self.params.max_tokens or self.num_known >= self.max_length:
             self.finish_reason = "length"
 
     def count_drafts(self, num_accepted: int, num_tested: int) -> None:

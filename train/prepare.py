@@ -184,6 +184,7 @@ def make_objective(
         mask_region=config.mask_region,
         max_stride=max((stage.stride for stage in config.train.stages), default=1),
         stop_token_ids=stop_token_ids(tokenizer, generation.to_dict() if generation else None),
+        max_padding=config.train.max_padding,
     )
 
 

@@ -162,6 +162,7 @@ def slow_answers(
         return []
     meaning, tokenizer = Semantics.load(model), load_tokenizer(model)
     assert meaning.block_size is not None and meaning.mask_token_id is not None
+    assert params.max_tokens is not None
     rules = Rules(size=meaning.block_size, mask=meaning.mask_token_id, strategy=arm.strategy, **arm.options())
     slow = SlowBlocks(model, rules, allows_ties=True)
     settings = Sampling(temperature=0, max_tokens=params.max_tokens, stops=meaning.stop_token_ids)

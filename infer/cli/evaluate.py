@@ -39,6 +39,18 @@ class Baseline(NamedTuple):
     decoder: str
     options: dict[str, Any]
 
+    def beside(self, decoder: str, options: dict[str, Any]) -> Baseline:
+        """Itself, with the options of the compared decoder that it keeps."""
+        from idlm.infer.decoders.base import DECODERS
+
+        kept = DECODERS.get(self.decoder).baseline_keeps if decoder == self.decoder else ()
+        return self._replace(options={key: options[key] for key in kept if key in options} | self.options)
+
+    def is_decoder(self, decoder: str, options: dict[str, Any]) -> bool:
+        """Whether a decoder with these options is this baseline; None stands for an option's default."""
+        given, own = ({k: v for k, v in each.items() if v is not None} for each in (options, self.options))
+        return self.name == decoder or (decoder, given) == (self.decoder, own)
+
 
 def main() -> int:
     """Console entry point."""
@@ -67,9 +79,9 @@ def _run(config: EvaluateConfig, arguments: EngineArguments) -> int:
     params = config.sampling
     name, evaluation, baseline = _evaluate(arguments, task, samples, params, baseline=config.baseline)
     results = {name: evaluation}
-    if baseline is not None and (
-        baseline.name == name or (baseline.decoder, baseline.options) == (name, arguments.options)
-    ):
+    if baseline is not None:
+        baseline = baseline.beside(name, arguments.options)
+    if baseline is not None and baseline.is_decoder(name, arguments.options):
         print(f"baseline={baseline.name} is the decoder itself, so there is no comparison", file=sys.stderr)
     elif baseline is not None:
         params = dataclasses.replace(params, decoder_options={}, tau=0.0)
@@ -137,7 +149,9 @@ def choose_baseline(given: str | None, semantics: Semantics) -> Baseline | None:
         for name in fitting_decoders(semantics):
             options = DECODERS.get(name).baseline
             if options is not None:
-                return Baseline(":".join((name, *map(str, options.values()))), name, dict(options))
+                values = [str(value) for value in options.values() if value is not None]
+                label = ":".join((name, *values)) if values or not options else f"{name}:one by one"
+                return Baseline(label, name, dict(options))
         return None
     name, chosen = given, DECODERS.get(given)
     try:

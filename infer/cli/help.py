@@ -19,14 +19,14 @@ from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.registry import Registry
 
 PLUGIN_FLAGS = {
-    "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd or block; the options are at the end",
+    "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd, block or full; the options are at the end",
     "accelerators=[NAME,...]": "plug-ins that compute sparse attention; the options are at the end",
 }
 GENERATE = CommandHelp(
     name="idlm-generate",
     usage='model=PATH [-p "..."] [key=value ...]',
-    summary="Answers prompts with an AR, I-DLM or block diffusion checkpoint. Prompts come from -p, from a\n"
-    "file of JSON lines (input=), or from standard input; on a terminal without any of them, a chat begins.",
+    summary="Answers prompts with an AR, I-DLM, block or full diffusion checkpoint. Prompts come from -p,\n"
+    "from a file of JSON lines (input=), or from standard input; on a terminal without any, a chat begins.",
     examples=(
         'idlm-generate model=outputs/tiny sampling.temperature=0 -p "Mia has 5 nuts. Mia breaks 2. ..."',
         "idlm-generate model=outputs/tiny input=prompts.jsonl output=answers.jsonl decoder=isd",

@@ -49,6 +49,10 @@ class Decoder(ABC):
     name: ClassVar[str]
     Config: ClassVar[type]
     baseline: ClassVar[Mapping[str, Any] | None] = None
+    baseline_keeps: ClassVar[tuple[str, ...]] = ()
+    """Options that its baseline takes over from the decoder that it is compared with."""
+    default_max_tokens: ClassVar[int] = 512
+    """`max_tokens` of a request that gives none."""
     exactness: str = "exact"
     modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
     kv_policy: KVWritePolicy = TOKEN_BY_TOKEN
@@ -182,7 +186,7 @@ def check_causal(semantics: Semantics, decoder: str) -> None:
             "IDLM-0452",
             f"decoder {decoder} is token-causal and a row predicts the next token; the checkpoint says "
             f"causality={semantics.causality!r}, logit_shift={semantics.logit_shift}",
-            fix="use decoder=block for a block-causal checkpoint, or correct idlm_config.json",
+            fix="leave the decoder out, which takes the one that fits, or correct idlm_config.json",
         )
 
 

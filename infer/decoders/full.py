@@ -83,6 +83,9 @@ class FullDecoder(Decoder):
         "cache": None,
         "cache_refresh": None,
     }
+    baseline_keeps: ClassVar[tuple[str, ...]] = ("order", "block_length", "defer_eos", "forbid_eos")
+    # A whole canvas costs as many passes as it has places: LLaDA's length, not that of a longest answer.
+    default_max_tokens: ClassVar[int] = 128
 
     @classmethod
     def fits(cls, semantics: Semantics) -> int | None:
@@ -95,7 +98,7 @@ class FullDecoder(Decoder):
                 "IDLM-0450",
                 f"decoder full needs a full-diffusion checkpoint; this one has causality="
                 f"{semantics.causality!r}, mask_token_id={semantics.mask_token_id}",
-                fix="say both in idlm_config.json if the model is one, else use decoder=ar, isd or block",
+                fix="say both in idlm_config.json if the model is one, else leave the decoder out",
             )
         order = order_name(config, logit_shift=semantics.logit_shift)
         self._order_name, self._kind = order, ORDERS.get(order, key="decoder.order")
@@ -132,7 +135,7 @@ class FullDecoder(Decoder):
         check_canvas(
             self.configure(params.decoder_options),
             num_prompt=len(prompt_ids),
-            max_tokens=params.max_tokens,
+            max_tokens=params.max_tokens or self.default_max_tokens,
             max_length=self._max_length,
         )
         if self._mask_token_id in prompt_ids:
@@ -161,7 +164,7 @@ class FullDecoder(Decoder):
         """In a new sequence nothing is decided yet."""
         self._begin_blocks(lanes)
         configs = [self.configure(one.decoder_options) for one in params]
-        self.options.admit(lanes, configs, [one.max_tokens for one in params])
+        self.options.admit(lanes, configs, [one.max_tokens or self.default_max_tokens for one in params])
 
     def rewind(self, lanes: list[int]) -> None:
         """With a cache, begin the blocks anew, with the same outcome: what their passes stored is gone."""

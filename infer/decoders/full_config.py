@@ -157,14 +157,17 @@ def _problems_of_cache(config: FullConfig) -> list[str]:
 
 def check_canvas(config: FullConfig, *, num_prompt: int, max_tokens: int, max_length: int) -> None:
     """UserError IDLM-0470 for an answer that the options cannot divide, or that has no room."""
-    if num_prompt + max_tokens > max_length:
+    room, size = max(0, max_length - num_prompt), config.block_length or max_tokens
+    if max_tokens > room:
+        fits = room // size * size if config.block_length else room
         raise UserError(
             "IDLM-0470",
             f"the canvas of {num_prompt} prompt tokens and max_tokens={max_tokens} is longer than "
             f"max_length={max_length}",
-            fix=f"use max_tokens={max(1, max_length - num_prompt)}, or a larger max_length",
+            fix=f"use max_tokens={fits}, or a larger max_length"
+            if fits
+            else "use a larger max_length, or a shorter prompt or block_length",
         )
-    size = config.block_length or max_tokens
     if max_tokens % size:
         lower, upper = max_tokens // size * size, (max_tokens // size + 1) * size
         near = f"{lower} or {upper}" if lower else str(upper)

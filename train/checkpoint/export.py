@@ -118,7 +118,7 @@ def export(
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
             _warn_of_stock_rules(tokenizer, staging)
-        if semantics.stride > 1:
+        if semantics.mask_token_id is not None:
             semantics.save(staging)
         _require_bitwise(weights, staging, type(model))
     log.info("published %s", target)

@@ -55,7 +55,7 @@ AT_LEAST_ONE = (
 )
 NOT_NEGATIVE = (
     *("train.weight_decay", "train.max_grad_norm", "train.workers", "train.seed"),
-    *("data.workers", "report.num_samples"),
+    *("train.max_padding", "data.workers", "report.num_samples"),
 )
 ABOVE_ZERO = ("train.learning_rate", "train.epochs", "train.hang_seconds", "plan.tflops", "adapter.alpha")
 PATHS = {
@@ -117,6 +117,11 @@ RULES = (
         ("model.mask_token_id",),
         lambda c: not _objective_has(c, "places_masks"),
         "the objective places no masks",
+    ),
+    Rule(
+        ("train.max_padding",),
+        lambda c: not _objective_has(c, "pads_answers"),
+        "the objective does not pad answers",
     ),
     Rule(
         ("train.steps", "train.epochs"),
@@ -286,8 +291,8 @@ def _adapter_problems(config: TrainConfig) -> list[str]:
         problems.append(f"objective={name} has no mask rows for an adapter to train on")
     if not _objective_has(config, "predicts_next"):
         problems.append(
-            f"objective={name} takes no adapter: its clean rows see their block both ways, so that they are "
-            "not those of the base; remove adapter"
+            f"objective={name} takes no adapter: its rows see later ones too, so that they are not those of "
+            "the base; remove adapter"
         )
     return problems + [
         f"train.stages[{index}].clean_weight={stage.clean_weight!r}: with an adapter clean rows are the base "
@@ -331,7 +336,7 @@ def _loop_problems(config: TrainConfig) -> list[str]:
 
 def _stage_problems(config: TrainConfig) -> list[str]:
     stages, has_length = config.train.stages, (config.train.steps, config.train.epochs) != (None, None)
-    if not _objective_has(config, "places_masks"):
+    if not _objective_has(config, "has_strides"):
         problems = [] if has_length else ["train.steps is missing"]
         if stages:
             name = config.objective

@@ -85,6 +85,9 @@ class LoopConfig:
     )
     max_length: int = setting(4096, "longest sample in tokens")
     row_length: int | None = setting(None, "rows of a packed row; null: what the longest sample needs")
+    max_padding: int = setting(
+        128, "objective=full: after an answer come 0 to so many stop tokens, which fill the canvas"
+    )
     overlong: str = setting(
         "error", "samples longer than max_length: error, drop, truncate, or split into parts"
     )
@@ -132,7 +135,9 @@ class TrainConfig:
     output_dir: str = setting(
         "outputs/train", "folder of the checkpoint; the run's own files are in its folder `run`"
     )
-    objective: str = setting("idlm", "a registered objective: idlm, ar, or block (block diffusion)")
+    objective: str = setting(
+        "idlm", "a registered objective: idlm, ar, block (block diffusion) or full (full diffusion)"
+    )
     mask_region: str = setting("response", "response or all: which tokens are supervised")
     resume: str = setting("auto", "auto, never, or a checkpoint directory of this run")
     dry_run: bool = setting(False, "check everything and print the plan without training")

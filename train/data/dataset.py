@@ -92,6 +92,8 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     arrays["clean_index"] = np.flatnonzero(supervised & ~arrays["is_noisy"])
     arrays["gate_index"] = np.flatnonzero(arrays["is_noisy"])
     arrays["item_ids"] = np.asarray([item["item_id"] for item in items])
-    arrays["num_tokens"] = np.asarray(((arrays["doc_ids"] != PADDING_DOC) & ~arrays["is_noisy"]).sum())
+    is_real = arrays["doc_ids"] != PADDING_DOC
+    # Documents of an objective without clean rows consist of noisy rows.
+    arrays["num_tokens"] = np.asarray((is_real & ~arrays["is_noisy"]).sum() or is_real.sum())
     arrays["fed"] = count_fed(arrays)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -191,7 +191,7 @@ class Progress(TrainerCallback, ExportableState):
         means = (sums / window.counts.clamp_min(1)).tolist()
         acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
         fed, num_processes = TokenCounts(*counts.tolist()), trainer.args.world_size
-        tokens, global_batch = int(fed.clean_rows), trainer.step.curriculum.global_batch
+        tokens, global_batch = int(fed.document_tokens), trainer.step.curriculum.global_batch
         # Read last: everything above has waited for the device.
         seconds = max(time.perf_counter() - window.start, 1e-9)
         record = {

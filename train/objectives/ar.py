@@ -25,6 +25,7 @@ class Autoregressive(Objective):
     """The one term is `clean`: response tokens with `mask_region=response`, all tokens with `all`."""
 
     places_masks: ClassVar[bool] = False
+    has_strides: ClassVar[bool] = False
     predicts_next: ClassVar[bool] = True
     term_names: ClassVar[tuple[str, ...]] = ("clean",)
 

@@ -81,11 +81,16 @@ class Objective(ABC):
     """Base of all objectives. It has no state: each result follows from the arguments.
 
     `mask_token_id` is None where no masks are placed; `max_stride` is the largest stride of all stages;
-    `stop_token_ids` end an answer. `term_names` name the summed losses, in the order of `Terms.sums`.
+    `stop_token_ids` end an answer; `max_padding` bounds how many more of them follow it. `term_names` name
+    the summed losses, in the order of `Terms.sums`.
     """
 
     places_masks: ClassVar[bool]
-    """Whether it needs a mask token and stages with strides."""
+    """Whether it needs a mask token."""
+    has_strides: ClassVar[bool]
+    """Whether it needs stages with strides."""
+    pads_answers: ClassVar[bool] = False
+    """Whether it reads `max_padding`."""
     predicts_next: ClassVar[bool]
     """Whether a row predicts the next token, as in the base model. Otherwise there is no clean loss to weigh
     and no gated adapter, which keeps the clean rows of the base.
@@ -96,6 +101,7 @@ class Objective(ABC):
     mask_region: str
     max_stride: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    max_padding: int = 0
 
     @abstractmethod
     def default_row_length(self, max_length: int) -> int:

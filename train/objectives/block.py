@@ -35,6 +35,7 @@ class BlockDiffusion(Objective):
     """The one term is `mask`, in nats per target: an estimate of the NELBO."""
 
     places_masks: ClassVar[bool] = True
+    has_strides: ClassVar[bool] = True
     predicts_next: ClassVar[bool] = False
     term_names: ClassVar[tuple[str, ...]] = ("mask",)
 

@@ -35,6 +35,7 @@ class IntrospectiveConsistency(Objective):
     """The terms are (mask, clean). Each supervised clean row has one noisy row with the same label."""
 
     places_masks: ClassVar[bool] = True
+    has_strides: ClassVar[bool] = True
     predicts_next: ClassVar[bool] = True
     term_names: ClassVar[tuple[str, ...]] = ("mask", "clean")
 

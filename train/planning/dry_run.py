@@ -234,7 +234,8 @@ def _samples(dataset: PackedDataset, tokenizer: Any) -> list[Any]:
     for item in (0, len(dataset) - last.num_steps * dataset.curriculum.global_batch):
         row = dataset[item]
         stride = dataset.curriculum.stages[row["stage"]].stride
-        shown.append(f"stride {stride}:" if stride > 1 else "next token:")
+        alone = "next token:" if dataset.objective.predicts_next else "canvas:"
+        shown.append(f"stride {stride}:" if stride > 1 else alone)
         shown.append(sample_text(row, tokenizer, shift=shift))
     return shown
 
@@ -245,7 +246,8 @@ def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
     """
     is_shown = row["doc_ids"] == 0
     clean, noisy = is_shown & ~row["is_noisy"], is_shown & row["is_noisy"]
-    token_ids, positions = row["input_ids"][clean].tolist(), row["position_ids"][noisy]
+    text_rows, shown_ids = (clean, row["input_ids"]) if clean.any() else (noisy, _unmasked(row))
+    token_ids, positions = shown_ids[text_rows].tolist(), row["position_ids"][noisy]
     opening = set((positions[positions == row["block_starts"][noisy]] + shift).tolist())
     targets = set((np.flatnonzero(row["labels"][clean] != IGNORE_LABEL) + 1).tolist())
     targets |= set((positions[row["labels"][noisy] != IGNORE_LABEL] + shift).tolist())
@@ -263,6 +265,12 @@ def sample_text(row: dict[str, Any], tokenizer: Any, *, shift: int) -> Text:
         text.append(token, style="green" if is_target else "dim")
         was_target = is_target
     return text.append("]]", style="dim") if was_target else text
+
+
+def _unmasked(row: dict[str, Any]) -> np.ndarray:
+    """The tokens of noisy rows: an objective without clean rows has them nowhere else."""
+    is_target: np.ndarray = row["labels"] != IGNORE_LABEL
+    return np.where(is_target, row["labels"], row["input_ids"])
 
 
 def _readable(tokenizer: Any, token_id: int) -> str:

@@ -182,7 +182,7 @@ def _time_plan(
     for stage, fed in stages:
         rows = stage.num_steps * global_batch
         forward = FORWARD * work.layers * fed.rows + PAIR_FORWARD * work.queries * fed.pairs
-        tokens += rows * fed.clean_rows
+        tokens += rows * fed.document_tokens
         needed += rows * train_flops(work, fed, trains_clean=stage.clean_weight != 0)
         if config.model.gradient_checkpointing:
             extra += rows * forward

@@ -55,6 +55,11 @@ class TokenCounts(NamedTuple):
         return self.clean_rows + self.noisy_rows
 
     @property
+    def document_tokens(self) -> float:
+        """Tokens of the documents: an objective without clean rows feeds each as one noisy row."""
+        return self.clean_rows or self.noisy_rows
+
+    @property
     def pairs(self) -> float:
         return self.clean_pairs + self.noisy_pairs
 

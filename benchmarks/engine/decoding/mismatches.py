@@ -55,7 +55,7 @@ def _answers(
     room = engine.settings.max_length
     assert room is not None
     longest = max(len(engine._parts.encode(prompt)) for prompt in prompts)
-    shortened = [replace(one, max_tokens=min(one.max_tokens, room - longest)) for one in params]
+    shortened = [replace(one, max_tokens=min(one.max_tokens or room, room - longest)) for one in params]
     return engine.generate(prompts, shortened)
 
 

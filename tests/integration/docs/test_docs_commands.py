@@ -87,7 +87,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small checkpoints where commands look for the demo's."""
     place = tmp_path_factory.mktemp("workplace")
     block = Semantics(causality="block", logit_shift=False, block_size=4, mask_token_id=SPARE_ROW)
-    for name, meaning in (("tiny", Semantics(mask_token_id=SPARE_ROW, stride=4)), ("tiny_block", block)):
+    full = Semantics(causality="full", logit_shift=False, mask_token_id=SPARE_ROW)
+    converted = Semantics(mask_token_id=SPARE_ROW, stride=4)
+    for name, meaning in (("tiny", converted), ("tiny_block", block), ("tiny_full", full)):
         shutil.copytree(TINY, place / "outputs" / name)
         meaning.save(place / "outputs" / name)
     return place
@@ -103,7 +105,8 @@ def quiet_place(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 def with_small_model(words: list[str]) -> list[str]:
     """The arguments with a checkpoint that is there in place of another one's."""
-    small = "outputs/tiny_block" if "decoder=block" in words else "outputs/tiny"
+    special = [word[8:] for word in words if word in ("decoder=block", "decoder=full")]
+    small = "_".join(["outputs/tiny", *special])
     return [re.sub(r"^model=.*", f"model={small}", word) for word in words]
 
 
@@ -149,7 +152,8 @@ def test_idlm_generate_understands(command: Command, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("command", named("idlm-eval"), ids=shown)
 def test_idlm_eval_runs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [word for word in with_small_model(command.words[1:]) if not word.startswith("num=")]
+    replaced = ("num=", "sampling.max_tokens=", "decoder.block_length=")
+    arguments = [word for word in with_small_model(command.words[1:]) if not word.startswith(replaced)]
     assert run_evaluation([*arguments, "num=1", "sampling.max_tokens=2", "device=cpu"]) == 0
     assert "exact-match" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from idlm.kernels.split_attention import Visibility, split_attention, split_attention_reference, visibility
 from idlm.masks import RowMeta
 from idlm.train.data.layout import Sample, SampleRows, clean_rows, noisy_rows, pack_rows
-from idlm.train.objectives.block import BlockDiffusion
+from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.objectives.curriculum import Stage
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -30,8 +30,10 @@ class Case:
     num_kv_heads: int
     head_dim: int
     seed: int
-    both_ways: bool = False
-    """Blocks of `stride` that see themselves both ways, instead of causal ones of `stride - 1`."""
+    objective: str = "idlm"
+    """`idlm`: causal blocks of `stride - 1` masks. `block`: blocks of `stride` that see themselves both ways.
+    `full`: documents without clean rows, all of whose rows see each other.
+    """
 
 
 def random_case(seed: int, *, longest: int, head_dims: tuple[int, ...] = (16,)) -> Case:
@@ -52,7 +54,7 @@ def random_case(seed: int, *, longest: int, head_dims: tuple[int, ...] = (16,)) 
         num_kv_heads=2,
         head_dim=head_dims[seed % len(head_dims)],
         seed=seed,
-        both_ways=seed % 2 == 1,
+        objective=("idlm", "block", "full")[(seed + seed // 3) % 3],
     )
 
 
@@ -63,12 +65,13 @@ def row_meta(case: Case, device: str = "cpu") -> RowMeta:
         halves = []
         for prompt, response in documents:
             sample = Sample.from_pair(range(prompt), range(response))
-            if case.both_ways:
-                objective = BlockDiffusion(
+            if case.objective != "idlm":
+                objective = OBJECTIVES.get(case.objective)(
                     mask_token_id=1,
                     mask_region=case.mask_region,
                     max_stride=case.stride,
                     stop_token_ids=(response - 1,),
+                    max_padding=case.stride,
                 )
                 stage = Stage(index=0, stride=case.stride, num_steps=1, clean_weight=0.0)
                 halves.append(objective.rows(sample, stage, (case.seed,)))

@@ -1,0 +1,123 @@
+"""`objective=full` by the commands a user types: train, export, refusals, and answers of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from idlm.checkpoint import verify
+from idlm.errors import UserError
+from idlm.infer.cli.evaluate import run_evaluation
+from idlm.infer.cli.generate import generate
+from idlm.infer.engine import Engine
+from idlm.semantics import Semantics
+from idlm.train import cli
+from tests.integration.training.stopped_runs import assert_same_weights, ctrl_c_after
+
+BASE = Path(__file__).parents[3] / "recipes/assets/tiny_ar"
+PROMPT = "Mia has 5 nuts. Mia breaks 2. How many nuts does Mia have?"
+
+
+def arguments(output: Path, **changes: object) -> list[str]:
+    values = {
+        "output_dir": output,
+        "model.path": BASE,
+        "train.steps": 3,
+        "train.batch_size": 1,
+        "train.max_padding": 20,
+        "train.row_length": 340,
+        "train.device": "cpu",
+        "train.workers": 0,
+        "train.threads": 1,
+        "train.log_every": 1,
+        "train.save_every": 100,
+        "report.enabled": "false",
+    }
+    return ["recipe=tiny_full", *(f"{key}={value}" for key, value in (values | changes).items())]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("full") / "whole"
+    assert cli.main(arguments(output)) == 0
+    return output
+
+
+def test_a_run_resumes_bitwise_and_exports_what_it_means(trained: Path, tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    with ctrl_c_after(1):
+        assert cli.main(arguments(stopped)) == 130
+    assert cli.main([*arguments(stopped), "resume=auto"]) == 0
+    assert_same_weights(trained / "model.safetensors", stopped / "model.safetensors")
+    verify(trained)
+    assert Semantics.load(trained) == Semantics(
+        causality="full", logit_shift=False, mask_token_id=165, stop_token_ids=(2,)
+    )
+    lines = [json.loads(line) for line in (trained / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(0 < line["num_tokens"] <= 340 and line["tokens_per_second"] > 0 for line in lines)
+
+
+def test_a_dry_run_shows_the_canvas_and_its_targets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments(tmp_path / "out"), "dry_run=true"]) == 0
+    told = capsys.readouterr().out
+    assert "canvas:" in told
+    assert "<eos>]]" in told
+
+
+def test_what_full_diffusion_has_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {"train.stages": "[{stride: 4, steps: 2}]", "adapter": "{rank: 4}", "train.max_padding": -1}
+    assert cli.main(arguments(tmp_path / "out", **wrong)) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    for expected in ("has no strides", "takes no adapter", "train.max_padding=-1 must be at least 0"):
+        assert expected in told
+    assert cli.main(arguments(tmp_path / "out", objective="ar")) == 2
+    assert "the objective does not pad answers" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_canvas_has_128_places_unless_told(trained: Path) -> None:
+    engine = Engine.from_pretrained(trained, device="cpu", steps=1, max_length=150)
+    assert engine.decoder.name == "full"
+    [answer] = engine.generate([PROMPT])
+    assert answer.finish_reason == "stop" or len(answer.token_ids) == 128
+    assert answer.num_forwards == 1
+    short = Engine.from_pretrained(trained, device="cpu", steps=1, block_length=32, max_length=100)
+    with pytest.raises(UserError, match=r"IDLM-0470.*max_tokens=128.*\n?.*use max_tokens=64"):
+        short.generate([PROMPT])
+
+
+def test_files_name_the_line_whose_canvas_does_not_fit(trained: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": PROMPT, "sampling": {"max_tokens": 8}},
+        {"prompt": "Hi", "sampling": {"max_tokens": 6}},
+    ]
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = [f"model={trained}", f"input={source}", f"output={tmp_path / 'out.jsonl'}", "device=cpu"]
+    with pytest.raises(UserError, match=r"IDLM-0470.*prompts\.jsonl:2: max_tokens=6"):
+        generate([*given, "decoder.block_length=4"])
+    assert generate([*given, "decoder.block_length=2", "decoder.threshold=0.5", "stats=false"]) == 0
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [1 <= len(answer["token_ids"]) <= size for answer, size in zip(answers, (8, 6), strict=True)]
+
+
+def test_the_baseline_keeps_order_and_blocks(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"model={trained}", "num=2", "device=cpu", "sampling.temperature=0", "sampling.max_tokens=8"]
+    given += ["decoder.block_length=4", "decoder.order=maskgit_plus"]
+    assert run_evaluation([*given, "decoder.threshold=0"]) == 0
+    baseline, judged = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert (baseline[0], judged[0]) == ("full:one", "full")
+    assert float(judged[-2]) > 2 >= float(baseline[-2])
+    assert run_evaluation(given) == 0
+    assert "is the decoder itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("decoder", ["ar", "isd", "block"])
+def test_other_decoders_refuse_it_and_say_what_to_do(trained: Path, decoder: str) -> None:
+    with pytest.raises(UserError, match=r"IDLM-045[02]") as caught:
+        generate([f"model={trained}", "-p", PROMPT, f"decoder={decoder}", "device=cpu"])
+    assert "leave the decoder out" in str(caught.value)
