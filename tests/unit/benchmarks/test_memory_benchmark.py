@@ -1,0 +1,389 @@
+"""The memory benchmark on a CPU: its arms' arithmetic, its search, its processes and its rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.engine import memory
+from benchmarks.engine.canvas import card, product, report, tasks
+from benchmarks.engine.canvas.child import ArmFailedError, run_child
+from benchmarks.engine.canvas.models import (
+    family_of,
+    layer_weights,
+    length_floor,
+    live_bytes_per_token,
+    model_spec,
+    num_masks,
+    total_weights,
+)
+from benchmarks.engine.canvas.native import loaded_model
+from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, NativeArm, random_canvas
+from benchmarks.engine.canvas.search import longest
+from benchmarks.engine.canvas.tasks import Task, run_task
+from benchmarks.engine.canvas.trace import peak_over_average, thinned, timeline_of
+from benchmarks.results import read_rows
+from idlm.errors import UserError
+from idlm.infer.models.loader import load_model
+from tests.numerics import full_reference
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+FAMILIES = tuple(full_reference.CONFIGS)
+
+
+class WholeCanvas:
+    """KV access of a pass that stores nothing: all layers share one K and one V, and all rows see all."""
+
+    def __init__(self, length: int, num_kv_heads: int, head_dim: int) -> None:
+        self.slot_mapping_R = torch.arange(length)
+        self.keys, self.values = torch.zeros(2, length, num_kv_heads, head_dim)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def scales(self, number: int) -> tuple[None, None]:
+        return None, None
+
+    def select_rows(self, number: int, q_RNH: Tensor) -> None:
+        return None
+
+    def attend(self, number: int, q_RNH: Tensor) -> Tensor:
+        qkv = (rows.transpose(0, 1)[None] for rows in (q_RNH, self.keys, self.values))
+        return F.scaled_dot_product_attention(*qkv, enable_gqa=True)[0].transpose(0, 1)
+
+
+def native_of(kind: str) -> Any:
+    family = family_of(full_reference.CONFIGS[kind])
+    spec = family.spec(full_reference.CONFIGS[kind])
+    return loaded_model(spec, full_reference.random_tensors(kind), family.tensor_names, device=CPU)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_native_models_equal_the_reference_and_the_trunk(kind: str, tmp_path: Path) -> None:
+    tensors, ids = full_reference.random_tensors(kind), list(range(3, 40, 3))
+    config = full_reference.CONFIGS[kind] | {"dtype": "float32"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trunk = load_model(tmp_path, device="cpu").trunk
+    ids_L = torch.tensor(ids)
+    with torch.inference_mode():
+        native_LV = native_of(kind)(ids_L[None])[0]
+        kv = WholeCanvas(len(ids), trunk.spec.num_kv_heads, trunk.spec.head_dim)
+        trunk_LV = trunk.logits(trunk(ids_L, torch.arange(len(ids)), kv))
+    torch.testing.assert_close(native_LV, full_reference.logits(kind, tensors, ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(native_LV, trunk_LV, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+@pytest.mark.parametrize("arm", NATIVE_ARMS)
+def test_every_native_arm_proposes_the_same(arm: str, is_shifted: bool) -> None:
+    model = native_of("dream")
+    canvas = random_canvas(12, 0.5, vocab=48, mask_id=47, device=CPU)
+    logits_LV = full_reference.logits(
+        "dream", full_reference.random_tensors("dream"), canvas.ids_BL[0].tolist()
+    )
+    if is_shifted:
+        logits_LV = torch.cat((logits_LV[:1], logits_LV[:-1]))
+    expected, tokens_L = logits_LV.double().softmax(-1).max(-1)
+    native = NativeArm(arm, model, is_shifted=is_shifted, backend="eager")
+    tokens_M, confidence_M = native.propose(canvas)
+    assert tokens_M.tolist() == tokens_L[6:].tolist()
+    torch.testing.assert_close(confidence_M.double(), expected[6:], atol=TOLERANCE, rtol=0)
+    ids, old = native.step(canvas)[0], canvas.ids_BL[0]
+    best = 6 + int(confidence_M.argmax())
+    assert ids[best] == tokens_L[best]
+    assert (ids != old).sum() == 1
+
+
+def test_chunks_of_the_fused_confidence_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = NativeArm("masked", native_of("llada"), is_shifted=False)
+    canvas = random_canvas(12, 0.25, vocab=48, mask_id=47, device=CPU)
+    whole = native.propose(canvas)
+    monkeypatch.setattr("benchmarks.engine.canvas.native_arms.CHUNK_BYTES", 4 * 48 * 2)
+    for ours, theirs in zip(native.propose(canvas), whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_compiled_arm_never_compiles_while_it_is_timed() -> None:
+    """Two lengths are enough to make shapes dynamic; a third one runs without a compilation."""
+    native = NativeArm("compile_masked", native_of("llada"), is_shifted=False, backend="eager")
+
+    def canvas(length: int) -> Any:
+        return random_canvas(length, 0.5, vocab=48, mask_id=47, device=CPU)
+
+    native.step(canvas(8))
+    native.step(canvas(14))
+    with tasks.no_compilation(native):
+        native.step(canvas(22))
+
+
+def test_the_prompt_has_no_masks_and_its_share() -> None:
+    canvas = random_canvas(1000, 0.9, vocab=8, mask_id=3, device=CPU)
+    assert (
+        (canvas.ids_BL[0] == 3).nonzero()[:, 0].tolist() == canvas.places_M.tolist() == list(range(900, 1000))
+    )
+    assert int(canvas.ids_BL.max()) == 7 and int(canvas.ids_BL.min()) == 0
+    assert [num_masks(10, share) for share in (0.0, 0.1, 0.5, 1.0)] == [9, 9, 5, 1]
+
+
+def test_sizes_are_those_of_the_issue() -> None:
+    """Parameters are published totals; KiB a token and L_max are the issue's table."""
+    totals = {"llada_8b": 8_015_581_184, "dream_7b": 7_615_616_512, "llada_moe": 7_356_880_896}
+    table = {
+        "llada_8b": (2239, 510, 263, 139.5, 48, 40, 24),
+        "dream_7b": (2687, 608, 311, 162.5, 30, 23, 9),
+        "llada_moe": (2771, 622, 315, 161.5, 24, 20, 12),
+    }
+    arms = ("native_fp64", "native", "compile", "masked", "paper", "mosaic", "ours")
+    for model, expected in table.items():
+        spec = model_spec(model)
+        assert total_weights(spec) == totals[model]
+        assert tuple(live_bytes_per_token(spec, arm, 0.5) / 1024 for arm in arms) == expected
+    spec = model_spec("llada_8b")
+    assert [round(length_floor(spec, arm, 0.5, 24) / 1000) for arm in ("masked", "mosaic", "ours")] == [
+        61,
+        212,
+        353,
+    ]
+    assert total_weights(spec) - total_weights(model_spec("llada_8b", num_layers=2)) == 30 * layer_weights(
+        spec
+    )
+
+
+@pytest.mark.parametrize("guess", [1, 900, 1000, 1003, 5000, 100_000])
+@pytest.mark.parametrize("limit", [1003, 64])
+def test_the_search_finds_the_longest_length(guess: int, limit: int) -> None:
+    found = longest(lambda length: length <= limit, guess=guess)
+    assert found.fits <= limit < (found.too_long or 0)
+    assert (found.too_long or 0) - found.fits <= 32
+    assert len({length for length, _ in found.probes}) == len(found.probes)
+
+
+def test_the_search_ends_where_nothing_or_everything_fits() -> None:
+    assert longest(lambda length: False, guess=5000).fits == 0
+    assert longest(lambda length: True, guess=5000, limit=9000).fits == 9000
+    assert len(longest(lambda length: length <= 352_575, guess=342_000).probes) <= 8
+
+
+def test_the_ballast_leaves_the_cap() -> None:
+    assert card.ballast_bytes(24, total_bytes=140, absent_bytes=10) == 126
+    assert card.ballast_bytes(140, total_bytes=140, absent_bytes=0) == 0
+
+
+def test_only_shortages_of_memory_are_answers() -> None:
+    assert card.shortage(torch.OutOfMemoryError("CUDA out of memory.\nmore")) == "CUDA out of memory."
+    assert card.shortage(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")) is not None
+    assert card.shortage(UserError("IDLM-0466", "a canvas does not fit", fix="less")) is not None
+    assert card.shortage(UserError("IDLM-0107", "a bad option", fix="another")) is None
+    assert card.shortage(RuntimeError("an illegal memory access was encountered")) is None
+
+
+def test_a_shortage_is_noted_and_another_error_raised() -> None:
+    class Failing:
+        def step(self, canvas: Any) -> Tensor:
+            raise torch.OutOfMemoryError("out") if canvas.ids_BL.shape[1] > 8 else ValueError("broken")
+
+    task, reasons = Task(kind="l_max", model="tiny", device="cpu"), dict[int, str]()
+    assert not tasks.fits(Failing(), task, 9, reasons)
+    assert reasons == {9: "out"}
+    with pytest.raises(ValueError, match="broken"):
+        tasks.fits(Failing(), task, 8, reasons)
+
+
+def test_a_timeline_counts_releases_when_they_are_done() -> None:
+    events = [
+        {"action": "alloc", "size": 4, "time_us": 100},
+        {"action": "segment_alloc", "size": 64, "time_us": 100},
+        {"action": "alloc", "size": 6, "time_us": 101},
+        {"action": "free_requested", "size": 6, "time_us": 102},
+        {"action": "free_completed", "size": 6, "time_us": 103},
+    ]
+    points = timeline_of(events)
+    assert points == [(0.0, 4.0), (1.0, 10.0), (3.0, 4.0)]
+    assert peak_over_average(points) == pytest.approx(10 / ((4 + 10 + 10) / 3))
+    assert peak_over_average([]) == 1
+    many = [(float(time), float(time % 97)) for time in range(5000)]
+    assert len(thinned(many)) <= 400 and max(size for _, size in thinned(many)) == 96
+
+
+def test_tasks_run_in_this_process() -> None:
+    task = Task(kind="step", model="tiny", arm="masked", lengths=(64,), device="cpu", dtype="float32")
+    assert run_task(task)["lengths"]["64"]["ms"] > 0
+    search = Task(
+        kind="l_max", model="tiny", arm="native", length=100, limit=130, device="cpu", dtype="float32"
+    )
+    assert run_task(search)["length"] == 130
+    rates = Task(kind="rates", model="tiny", lengths=(64,), device="cpu", dtype="float32")
+    assert run_task(rates)["attention"]["64"]["rate"] > 0
+
+
+def test_a_child_answers_or_says_why_not() -> None:
+    task = Task(kind="confirm", model="tiny", arm="masked", length=96, device="cpu", dtype="float32")
+    assert run_child(task, timeout_s=100)["fits"] is True
+    with pytest.raises(ArmFailedError, match=r"no answer in 0 s"):
+        run_child(task, timeout_s=0.01)
+
+
+def test_a_failed_child_gives_its_reason() -> None:
+    from benchmarks.engine.canvas import child
+
+    assert child._answer_of('text\nANSWER {"length": 3}\n', "", 0) == {"length": 3}
+    with pytest.raises(ArmFailedError, match="ValueError: bad"):
+        child._answer_of('ANSWER {"error": "ValueError: bad"}\n', "", 1)
+    with pytest.raises(ArmFailedError, match="status -9: last line"):
+        child._answer_of("", "first\nlast line\n", -9)
+    assert child._environment(Task(kind="step", model="tiny", expandable=True))["PYTORCH_ALLOC_CONF"] == (
+        "expandable_segments:True"
+    )
+
+
+def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
+    """What a GPU would answer; `compile` never does."""
+    if task.arm == "compile":
+        raise ArmFailedError("InductorError: no")
+    milliseconds = {"native": 40.0, "masked": 30.0}.get(task.arm, 25.0)
+    planned = {"planned_bytes": 101, "planned_live_bytes": 100} if task.arm in product.PRODUCT_ARMS else {}
+    memory_use = {"live_bytes": 100, "reserved_bytes": 130, "physical_bytes": 101, **planned}
+    answers: dict[str, dict[str, Any]] = {
+        "l_max": {"length": task.length + ALLOCATOR_GAIN * task.expandable, "reason": "out", "probes": []},
+        "confirm": {"fits": task.length % 2 == 0, "seconds": 1.0, "reason": ""},
+        "step": {"lengths": {str(length): {"ms": milliseconds, **memory_use} for length in task.lengths}},
+        "peak": memory_use,
+        "rates": {"matmul": 7e14, "attention": {str(length): {"rate": 6e14} for length in task.lengths}},
+        "timeline": {**memory_use, "points": [(0.0, 50.0), (1.0, 100.0)], "peak_over_average": 1.5},
+        "chunking": {"whole_ms": 100.0, "chunked_ms": 103.0},
+        "resize": {"share": 0.004, "seconds": 9.0, "failures": {}},
+    }
+    return answers[task.kind]
+
+
+ALLOCATOR_GAIN = 100
+
+
+@pytest.fixture
+def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "run_child", fake_answer)
+    monkeypatch.setattr(product, "why_absent", lambda: None)
+
+
+CASES = {
+    "l_max_tokens": "model cap_gib prompt_share arm allocator",
+    "l_max_over": "model cap_gib arm",
+    "step_ms": "model length prompt_share arm",
+    "planned_over_live": "arm",
+    "physical_over_planned": "arm",
+    "peak_over_average": "arm",
+    "reserved_over_live": "arm",
+    "plan_ms": "length",
+    "search_ms": "length",
+    "chunking_cost": "length",
+    "resize_stall_share": "arena",
+}
+"""Metrics of issue 15, and the keys of their cases."""
+
+
+@pytest.mark.usefixtures("on_a_fake_gpu")
+def test_rows_have_the_names_of_the_issue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"results={tmp_path}", "device=cpu", "confirm=true", f"figures={tmp_path}"]
+    assert memory.measure(arguments) == 0
+    rows = read_rows("memory", results=tmp_path)
+    assert {row["metric"]: " ".join(row["case"]) for row in rows} == CASES
+    assert {row["case"]["arm"] for row in rows if "arm" in row["case"]} == set(tasks.ARMS) - {"compile"}
+    assert {row["command"] for row in rows} == {"python -m benchmarks.memory"}
+    [ours] = [
+        row
+        for row in rows
+        if row["metric"] == "l_max_tokens"
+        and row["case"]["arm"] == "ours"
+        and row["case"]["prompt_share"] == 0.5
+    ]
+    assert ours["floor"] == length_floor(model_spec("llada_8b"), "ours", 0.5, 24)
+    assert ours["share_of_floor"] == pytest.approx(0.97, abs=0.02)
+    assert ours["gate_passed"] is True
+    assert ours["value"] % 2 == 0, "the confirmed length"
+    over = {row["case"]["arm"]: row["value"] for row in rows if row["metric"] == "l_max_over"}
+    assert over["native"] == pytest.approx(21, abs=1)
+    step = next(row for row in rows if row["metric"] == "step_ms" and row["case"]["arm"] == "ours")
+    assert step["ratio"] == pytest.approx(25 / 25)
+    assert step["floor"] > 0
+    printed = capsys.readouterr().out
+    assert "l_max llada_8b compile share=0.5 cap=24: InductorError: no" in printed
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
+        "memory_l_max_llada_8b_24gib.svg",
+        "memory_timelines.svg",
+    ]
+
+
+@pytest.mark.usefixtures("on_a_fake_gpu")
+def test_quick_runs_few_arms_and_marks_fewer_layers(tmp_path: Path) -> None:
+    assert memory.measure([f"results={tmp_path}", "device=cpu", "quick=true"]) == 0
+    rows = read_rows("memory", results=tmp_path)
+    steps = [row["case"] for row in rows if row["metric"] == "step_ms"]
+    assert {case.get("layers") for case in steps} == {8, None}
+    assert {row["command"] for row in rows} == {"python -m benchmarks.memory quick=true"}
+    assert all(row["gate_passed"] is None for row in rows)
+
+
+def test_without_the_executor_our_arms_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "run_child", fake_answer)
+    monkeypatch.setattr(product, "EXECUTOR", "idlm.infer.memory.nothing")
+    assert (
+        memory.measure([f"results={tmp_path}", "device=cpu", "parts=l_max,chunking", "check_layers=false"])
+        == 0
+    )
+    assert "not measured: ours: this tree has no idlm.infer.memory.nothing" in capsys.readouterr().out
+    assert not {row["case"]["arm"] for row in read_rows("memory", results=tmp_path)} & set(
+        product.PRODUCT_ARMS
+    )
+
+
+@pytest.mark.usefixtures("on_a_fake_gpu")
+def test_nothing_starts_without_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        f"results={tmp_path}",
+        "device=cpu",
+        "parts=l_max",
+        "budget_s=1",
+        "arms=masked",
+        "shares=0.5",
+    ]
+    assert memory.measure(arguments) == 0
+    assert "no time left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argument", ["arms=nativ", "models=llama", "parts=steps", "allocators=fast", "what=1"]
+)
+def test_unknown_values_are_refused(argument: str) -> None:
+    with pytest.raises(UserError, match="IDLM-0107"):
+        memory.measure([argument, "device=cpu"])
+
+
+def test_peaks_of_different_depths_fail_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def growing(task: Task, *, timeout_s: float) -> dict[str, Any]:
+        return {"live_bytes": 100 * task.layers, "physical_bytes": 100}
+
+    monkeypatch.setattr(memory, "run_child", growing)
+    session = memory.Session({**memory.DEFAULTS, "device": "cpu"}, deadline=math.inf)
+    assert memory._has_same_peaks(session, "tiny", "masked") is False
+    monkeypatch.setattr(memory, "run_child", fake_answer)
+    assert memory._has_same_peaks(session, "tiny", "masked") is True
+
+
+def test_a_floor_of_a_step_counts_linears_and_attention() -> None:
+    rows = report.step_rows(
+        {("llada_8b", None, 8192, 0.5, "ours"): 200.0}, {("llada_8b", None, 8192, 0.5): 180.0}, "x"
+    )
+    assert rows[0]["share_of_floor"] == pytest.approx(0.9)
+    assert rows[0]["ratio"] is None
