@@ -75,7 +75,7 @@ DEFAULTS = {
     "results": str(RESULTS),
 }
 QUICK = {
-    "arms": "native,compile,masked,mosaic,ours",
+    "arms": "ours,mosaic,masked,native,compile",
     "shares": "0.5",
     "parts": "l_max,step,plan",
     "allocators": "expandable",
@@ -96,11 +96,15 @@ LEAST_SECONDS = 15.0
 
 @dataclass(slots=True)
 class Session:
-    """One run: its options, what it found, and what it could not measure."""
+    """One run: its options, what it could not measure, and its rows to come.
+
+    A row names the GPU, and asking for the name may leave a context of this process on it. So rows are made
+    after the last measurement.
+    """
 
     options: dict[str, str]
     deadline: float
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    pending: list[Callable[[], list[dict[str, Any]]]] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
 
     def listed(self, key: str) -> list[str]:
@@ -150,6 +154,19 @@ class Session:
         chosen = self.listed("allocators")
         return chosen if arm in NATIVE_ARMS else chosen[:1]
 
+    def later(self, make: Callable[..., list[dict[str, Any]]], *arguments: Any) -> None:
+        """Make rows at the end of the run."""
+        self.pending.append(lambda: make(*arguments))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, and what follows from those of L_max."""
+        rows = [row for make in self.pending for row in make()]
+        for model in self.listed("models"):
+            own = [row for row in rows if row["case"].get("model") == model]
+            if known := report.recorded_l_max(own, Path(self.options["results"])):
+                rows += report.over_rows(known, self.command(model))
+        return rows
+
     def command(self, model: str) -> str:
         """The command that rows of a model name."""
         return report.command_of(model, is_quick=self.options["quick"] == "true")
@@ -166,21 +183,17 @@ def measure(arguments: list[str]) -> int:
     options = parse_options(arguments, {**DEFAULTS, **(QUICK if is_quick else {})})
     session = Session(options, time.monotonic() + float(options["budget_s"]))
     _check(session)
-    parts = session.listed("parts")
+    results = Path(options["results"])
     try:
         for model in session.listed("models"):
-            for part in parts:
+            for part in session.listed("parts"):
                 PARTS[part](session, model)
     finally:
-        results = Path(options["results"])
-        for model in session.listed("models"):
-            own = [row for row in session.rows if row["case"].get("model") == model]
-            if known := report.recorded_l_max(own, results):
-                session.rows += report.over_rows(known, session.command(model))
-        if options["record"] == "true" and session.rows:
-            append_rows(report.BENCH, session.rows, results=results)
+        rows = session.rows()
+        if options["record"] == "true" and rows:
+            append_rows(report.BENCH, rows, results=results)
         print_absent(session.absent)
-        print(report.table(session.rows))
+        print(report.table(rows))
     if options["figures"]:
         for path in report.draw(results, Path(options["figures"])):
             print(f"drawn: {path}")
@@ -203,6 +216,11 @@ def _check(session: Session) -> None:
         )
 
 
+def _number(text: str) -> float:
+    """A number, without a point if it is whole."""
+    return int(text) if text.isdigit() else float(text)
+
+
 def _short(answer: dict[str, Any]) -> str:
     """The answer without long lists."""
     shown = {key: value for key, value in answer.items() if key not in ("points", "probes")}
@@ -216,7 +234,7 @@ def measure_l_max(session: Session, model: str) -> None:
     does_check = session.options["check_layers"] == "true"
     same = {arm: _has_same_peaks(session, model, arm) if does_check else None for arm in arms}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for cap in map(float, session.listed("caps")):
+    for cap in map(_number, session.listed("caps")):
         for share in map(float, session.listed("shares")):
             for arm in arms:
                 guess = round(0.97 * length_floor(model_spec(model), arm, share, cap))
@@ -236,7 +254,7 @@ def measure_l_max(session: Session, model: str) -> None:
                         found[model, cap, share, arm, allocator] = {**answer, "gate_passed": same[arm]}
             if session.options["confirm"] == "true":
                 _confirm(session, found, (model, cap, share))
-    session.rows += report.l_max_rows(found, session.command(model))
+    session.later(report.l_max_rows, found, session.command(model))
 
 
 def _has_same_peaks(session: Session, model: str, arm: str) -> bool | None:
@@ -294,7 +312,7 @@ def measure_steps(session: Session, model: str) -> None:
                 wanted = num_masks(length, share)
                 floors[model, layers, length, share] = (
                     None
-                    if rates is None
+                    if rates is None or not rates["attention"][str(length)]["rate"]
                     else 1e3
                     * (
                         linear_flops(spec, length, wanted) / rates["matmul"]
@@ -305,7 +323,7 @@ def measure_steps(session: Session, model: str) -> None:
                 for milliseconds, length in _steps_of(session, model, arm, share, lengths, chosen):
                     key = (model, layers, length, share, arm)
                     found[key] = min(milliseconds, found.get(key, milliseconds))
-        session.rows += report.step_rows(found, floors, session.command(model))
+        session.later(report.step_rows, found, floors, session.command(model))
 
 
 def _steps_of(
@@ -343,7 +361,7 @@ def measure_timelines(session: Session, model: str) -> None:
         answer = session.ask(task)
         if answer is not None:
             found[arm] = answer
-            session.rows += report.arm_rows(arm, answer, session.command(model))
+            session.later(report.arm_rows, arm, answer, session.command(model))
     if session.options["record"] == "true" and found:
         report.save_timelines(found, Path(session.options["results"]))
 
@@ -356,7 +374,7 @@ def measure_plans(session: Session, model: str) -> None:
     for length in PLAN_LENGTHS:
         times = product.planning_ms(spec, length=length, wanted=num_masks(length, 0.5), capacity=capacity)
         for metric, value in times.items():
-            session.rows.append(report.length_row(metric, length, value, "ms", session.command(model)))
+            session.later(report.length_rows, metric, length, value, "ms", session.command(model))
 
 
 def measure_chunking(session: Session, model: str) -> None:
@@ -368,8 +386,8 @@ def measure_chunking(session: Session, model: str) -> None:
         answer = session.ask(task)
         if answer is not None:
             cost = answer["chunked_ms"] / answer["whole_ms"] - 1
-            row = report.length_row("chunking_cost", CHUNKING_LENGTH, cost, "share", session.command(model))
-            session.rows.append(row)
+            made_by = session.command(model)
+            session.later(report.length_rows, "chunking_cost", CHUNKING_LENGTH, cost, "share", made_by)
 
 
 def measure_resizing(session: Session, model: str) -> None:
@@ -385,7 +403,7 @@ def measure_resizing(session: Session, model: str) -> None:
             task = replace(session.task("resize", model, arm=arm, **fields), arena=arena)
             answer = session.ask(task)
             if answer is not None:
-                session.rows.append(report.resize_row(arena, answer, session.command(model)))
+                session.later(report.resize_rows, arena, answer, session.command(model))
 
 
 PARTS: dict[str, Callable[[Session, str], None]] = {

@@ -1,7 +1,7 @@
 """The product's executor as arms of the benchmark: `paper`, `mosaic`, `ours`.
 
-No other file of the benchmark uses names of the executor.
-A tree without the executor leaves these arms out (`why_absent`).
+What the benchmark asks of them; `executor.py` answers. A tree without the executor leaves these arms out
+(`why_absent`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from benchmarks.engine.canvas.models import ITEM_BYTES
@@ -24,7 +25,7 @@ from idlm.infer.planning.trunk import TrunkShape
 
 PRODUCT_ARMS = ("paper", "mosaic", "ours")
 ARENAS = (PLAIN, MAPPED)
-EXECUTOR = "idlm.infer.memory.mosaic"
+EXECUTOR = "idlm.infer.runtime.canvas_runner"
 PLANNING_ROUNDS = 5
 
 
@@ -97,7 +98,31 @@ class ProductArm(ABC):
     def force_chunks(self, count: int) -> None:
         """Cut everything that can be cut into `count` chunks from now on; 0: as the planner chooses."""
 
+    @abstractmethod
+    def library_bytes(self) -> int:
+        """Bytes that libraries may allocate beside the workspace, at any length."""
+
+    @abstractmethod
+    def timeline(self, canvas: Canvas) -> list[tuple[float, float]]:
+        """Microseconds and bytes alive at the start of each op of one step."""
+
     def planned(self, canvas: Canvas) -> dict[str, int]:
-        """Bytes of the workspace, and the most that live in it at once."""
+        """Bytes of the workspace, the most that live in it at once, and all bytes that are planned."""
         plan = self.plan(canvas)
-        return {"planned_bytes": plan.peak_bytes, "planned_live_bytes": plan.live_bytes}
+        return {
+            "workspace_bytes": plan.peak_bytes,
+            "planned_live_bytes": plan.live_bytes,
+            "planned_bytes": plan.peak_bytes + self.library_bytes(),
+        }
+
+
+def open_arm(
+    arm: str, model: str, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, options: Options
+) -> ProductArm:
+    """Our arm of a model; ValueError with the reason in a tree that lacks the executor."""
+    reason = why_absent()
+    if reason is not None:
+        raise ValueError(reason)
+    from benchmarks.engine.canvas.executor import ExecutorArm
+
+    return ExecutorArm(arm, model, spec, device=device, dtype=dtype, options=options)

@@ -138,21 +138,22 @@ def arm_rows(arm: str, answer: Row, command: str) -> list[Row]:
     if live:
         rows.append(row("reserved_over_live", answer["reserved_bytes"] / live))
     if "planned_bytes" in answer:
-        planned, physical = answer["planned_bytes"], answer["physical_bytes"]
-        rows.append(row("planned_over_live", planned / live, planned <= 1.01 * live))
+        workspace, planned = answer["workspace_bytes"], answer["planned_bytes"]
+        rows.append(row("planned_over_live", workspace / live, workspace <= 1.01 * live))
+        physical = answer["physical_bytes"]
         is_passed = physical <= 1.01 * planned + PHYSICAL_SLACK
         rows.append(row("physical_over_planned", physical / planned, is_passed))
     return rows
 
 
-def length_row(metric: str, length: int, value: float, unit: str, command: str) -> Row:
-    """A row of a metric whose case is the length."""
-    return result_row(BENCH, {"length": length}, metric, value, unit, command=command)
+def length_rows(metric: str, length: int, value: float, unit: str, command: str) -> list[Row]:
+    """The row of a metric whose case is the length."""
+    return [result_row(BENCH, {"length": length}, metric, value, unit, command=command)]
 
 
-def resize_row(arena: str, answer: Row, command: str) -> Row:
+def resize_rows(arena: str, answer: Row, command: str) -> list[Row]:
     """`resize_stall_share` of an arena; the gate is that no request failed."""
-    return result_row(
+    row = result_row(
         BENCH,
         {"arena": arena},
         "resize_stall_share",
@@ -161,6 +162,7 @@ def resize_row(arena: str, answer: Row, command: str) -> Row:
         gate_passed=not answer["failures"],
         command=command,
     )
+    return [row]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -192,7 +194,7 @@ def save_timelines(found: Mapping[str, Row], results: Path) -> Path:
 
 
 def draw(results: Path, folder: Path) -> list[Path]:
-    """Draw L_max of every model and cap, and one timeline per arm, from what is recorded; returns the SVGs."""
+    """Draw recorded L_max of every model and cap, and one timeline per arm; returns the SVGs."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.engine import memory
 from benchmarks.engine.canvas import card, product, report, tasks
 from benchmarks.engine.canvas.child import ArmFailedError, run_child
 from benchmarks.engine.canvas.models import (
+    CONFIGS,
     family_of,
     layer_weights,
     length_floor,
@@ -26,13 +25,14 @@ from benchmarks.engine.canvas.models import (
     total_weights,
 )
 from benchmarks.engine.canvas.native import loaded_model
-from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, NativeArm, random_canvas
+from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, NativeArm, masked_logits, random_canvas
 from benchmarks.engine.canvas.search import longest
 from benchmarks.engine.canvas.tasks import Task, run_task
 from benchmarks.engine.canvas.trace import peak_over_average, thinned, timeline_of
 from benchmarks.results import read_rows
 from idlm.errors import UserError
-from idlm.infer.models.loader import load_model
+from idlm.infer.models.dense import weight_targets
+from idlm.infer.models.loader import make_trunk
 from tests.numerics import full_reference
 
 CPU = torch.device("cpu")
@@ -68,12 +68,13 @@ def native_of(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_native_models_equal_the_reference_and_the_trunk(kind: str, tmp_path: Path) -> None:
+def test_native_models_equal_the_reference_and_the_trunk(kind: str) -> None:
     tensors, ids = full_reference.random_tensors(kind), list(range(3, 40, 3))
-    config = full_reference.CONFIGS[kind] | {"dtype": "float32"}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    trunk = load_model(tmp_path, device="cpu").trunk
+    family = family_of(full_reference.CONFIGS[kind])
+    trunk = make_trunk(family.spec(full_reference.CONFIGS[kind]), device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        for name, target in weight_targets(trunk, family.tensor_names).items():
+            target.view.copy_(tensors[name])
     ids_L = torch.tensor(ids)
     with torch.inference_mode():
         native_LV = native_of(kind)(ids_L[None])[0]
@@ -251,7 +252,8 @@ def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
     if task.arm == "compile":
         raise ArmFailedError("InductorError: no")
     milliseconds = {"native": 40.0, "masked": 30.0}.get(task.arm, 25.0)
-    planned = {"planned_bytes": 101, "planned_live_bytes": 100} if task.arm in product.PRODUCT_ARMS else {}
+    plan = {"planned_bytes": 101, "workspace_bytes": 100, "planned_live_bytes": 100}
+    planned = plan if task.arm in product.PRODUCT_ARMS else {}
     memory_use = {"live_bytes": 100, "reserved_bytes": 130, "physical_bytes": 101, **planned}
     answers: dict[str, dict[str, Any]] = {
         "l_max": {"length": task.length + ALLOCATOR_GAIN * task.expandable, "reason": "out", "probes": []},
@@ -387,3 +389,42 @@ def test_a_floor_of_a_step_counts_linears_and_attention() -> None:
     )
     assert rows[0]["share_of_floor"] == pytest.approx(0.9)
     assert rows[0]["ratio"] is None
+
+
+@pytest.mark.skipif(product.why_absent() is not None, reason="this tree has no executor of planned passes")
+@pytest.mark.parametrize("arm", product.PRODUCT_ARMS)
+def test_our_arms_propose_what_the_native_arms_do(arm: str) -> None:
+    from benchmarks.engine.canvas.executor import ExecutorArm
+
+    spec = model_spec("tiny")
+    ours = ExecutorArm(arm, "tiny", spec, device=CPU, dtype=torch.float32, options=product.Options())
+    canvas = random_canvas(40, 0.5, vocab=spec.vocab_size, mask_id=127, device=CPU)
+    trunk, names = ours._runner._trunk, family_of(CONFIGS["tiny"]).tensor_names
+    tensors = {name: target.view for name, target in weight_targets(trunk, names).items()}
+    native = loaded_model(spec, tensors, names, device=CPU)
+    logits_MV = masked_logits(native, canvas.ids_BL, canvas.places_M, is_shifted=False)
+    # The product never predicts the mask.
+    logits_MV[:, 127] = -torch.inf
+    best_M2 = logits_MV.topk(2).values
+    assert float((best_M2[:, 0] - best_M2[:, 1]).min()) > TOLERANCE
+    confidence_M, expected_M = logits_MV.double().softmax(-1).max(-1)
+    for chunks in (0, 3):
+        ours.force_chunks(chunks)
+        tokens_M, own_M = ours.propose(canvas)
+        assert tokens_M.tolist() == expected_M.tolist()
+        torch.testing.assert_close(own_M.double(), confidence_M, atol=TOLERANCE, rtol=0)
+        assert max(ours.plan(canvas).sizes.chunks.values(), default=1) == max(1, chunks)
+    points = ours.timeline(canvas)
+    assert max(size for _, size in points) == ours.plan(canvas).live_bytes
+    assert ours.planned(canvas)["planned_bytes"] > ours.plan(canvas).peak_bytes
+    assert ours.resize_seconds > 0
+    ours.shrink()
+    assert ours._arena.num_bytes == 0
+
+
+@pytest.mark.skipif(product.why_absent() is not None, reason="this tree has no executor of planned passes")
+@pytest.mark.parametrize("kind", ["chunking", "resize", "timeline"])
+def test_tasks_of_our_arms_run(kind: str) -> None:
+    fields = {"length": 64, "lengths": (16, 64), "chunks": 2 * (kind == "chunking"), "requests": 3}
+    answer = run_task(Task(kind=kind, model="tiny", arm="ours", device="cpu", dtype="float32", **fields))
+    assert all(value >= 0 for value in answer.values() if isinstance(value, float))
