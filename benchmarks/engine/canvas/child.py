@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,18 +24,21 @@ MARK = "ANSWER "
 ROOT = Path(__file__).resolve().parents[3]
 ALLOCATORS = {"default": False, "expandable": True}
 MAX_REASON = 300
+PROGRAM = ("-m", "benchmarks.engine.canvas.child")
 
 
 class ArmFailedError(RuntimeError):
     """A task has no answer; the message says why."""
 
 
-def run_child(task: Task, *, timeout_s: float) -> dict[str, Any]:
-    """The answer of a task in a fresh process; raises ArmFailedError with the reason if there is none."""
+def run_child(task: Task, *, timeout_s: float, program: Sequence[str] = PROGRAM) -> dict[str, Any]:
+    """The answer of a task in a fresh process; raises ArmFailedError with the reason if there is none.
+
+    `program` gets the task as its last argument.
+    """
     environment = {**os.environ, **_environment(task)}
-    command = [sys.executable, "-m", "benchmarks.engine.canvas.child", json.dumps(asdict(task))]
     with subprocess.Popen(
-        command,
+        [sys.executable, *program, json.dumps(asdict(task))],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

@@ -131,7 +131,7 @@ def arm_rows(arm: str, answer: Row, command: str) -> list[Row]:
     def row(metric: str, value: float, is_passed: bool | None = None) -> Row:
         return result_row(BENCH, {"arm": arm}, metric, value, "x", gate_passed=is_passed, command=command)
 
-    live = answer.get("planned_live_bytes", answer["live_bytes"])
+    live: int = answer["planned_live_bytes" if "planned_live_bytes" in answer else "live_bytes"]
     rows = []
     if answer["points"]:
         rows.append(row("peak_over_average", answer["peak_over_average"]))

@@ -30,7 +30,7 @@ from benchmarks.engine.canvas.models import (
 from benchmarks.engine.canvas.native import random_model
 from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, Canvas, NativeArm, random_canvas
 from benchmarks.engine.canvas.search import longest
-from benchmarks.engine.canvas.trace import peak_over_average, thinned, timeline_of
+from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, timeline_of
 from benchmarks.stream import matmul_rate
 
 ARMS = (*NATIVE_ARMS, *product.PRODUCT_ARMS)
@@ -83,6 +83,7 @@ def run_task(task: Task) -> Answer:
 
 def open_arm(task: Task) -> Arm:
     """The arm of a task on its device, after the ballast."""
+    assert task.arm in ARMS, f"{task.arm=}"
     device, dtype = torch.device(task.device), getattr(torch, task.dtype)
     whole = model_spec(task.model)
     spec = replace(whole, num_layers=task.layers or whole.num_layers)
@@ -220,7 +221,7 @@ def record_timeline(task: Task) -> Answer:
     else:
         points, end = _traced(lambda: arm.step(canvas), device), None
     memory = _memory(arm, task, task.length)
-    return {"points": thinned(points), "peak_over_average": peak_over_average(points, end=end), **memory}
+    return {"points": fewer_points(points), "peak_over_average": peak_over_average(points, end=end), **memory}
 
 
 def _traced(call: Callable[[], Any], device: torch.device) -> list[tuple[float, float]]:
@@ -246,14 +247,15 @@ def attention_rate(task: Task, length: int) -> Answer:
     """FLOP/s of SDPA by back end, best first, at the model's heads; keys are expanded to all heads."""
     spec, device = model_spec(task.model), torch.device(task.device)
     shape = (1, spec.num_heads, length, spec.head_dim)
-    qkv = [torch.randn(shape, device=device, dtype=getattr(torch, task.dtype)) for _ in range(3)]
+    q, k, v = (torch.randn(shape, device=device, dtype=getattr(torch, task.dtype)) for _ in range(3))
     backends = ATTENTION_BACKENDS if device.type == "cuda" else (SDPBackend.MATH,)
     flops, rates, reasons = 4.0 * math.prod(shape) * length, {}, {}
     for backend in backends:
         try:
             with sdpa_kernel([backend]), torch.inference_mode():
                 seconds = [
-                    _seconds(lambda: F.scaled_dot_product_attention(*qkv), device) for _ in range(2 + REPEATS)
+                    _seconds(lambda: F.scaled_dot_product_attention(q, k, v), device)
+                    for _ in range(2 + REPEATS)
                 ]
             rates[backend.name] = flops / statistics.median(seconds[2:])
         except RuntimeError as error:

@@ -38,7 +38,7 @@ def peak_over_average(points: Sequence[tuple[float, float]], *, end: float | Non
     return max(size for _, size in points) / average if average > 0 else 1.0
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Timeline:
+def fewer_points(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Timeline:
     """At most `most` points: of each run of points the one with the most bytes, so that peaks stay."""
     if len(points) <= most:
         return list(points)

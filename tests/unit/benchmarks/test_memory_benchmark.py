@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.engine import memory
-from benchmarks.engine.canvas import card, product, report, tasks
+from benchmarks.engine.canvas import card, child, product, report, session, tasks
 from benchmarks.engine.canvas.child import ArmFailedError, run_child
 from benchmarks.engine.canvas.models import (
     CONFIGS,
@@ -28,7 +30,7 @@ from benchmarks.engine.canvas.native import loaded_model
 from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, NativeArm, masked_logits, random_canvas
 from benchmarks.engine.canvas.search import longest
 from benchmarks.engine.canvas.tasks import Task, run_task
-from benchmarks.engine.canvas.trace import peak_over_average, thinned, timeline_of
+from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, timeline_of
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 from idlm.infer.models.dense import weight_targets
@@ -84,8 +86,10 @@ def test_native_models_equal_the_reference_and_the_trunk(kind: str) -> None:
     torch.testing.assert_close(native_LV, trunk_LV, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("is_shifted", [False, True])
-@pytest.mark.parametrize("arm", NATIVE_ARMS)
+@pytest.mark.parametrize(
+    ("arm", "is_shifted"),
+    [*((arm, arm in ("native", "compile_masked")) for arm in NATIVE_ARMS), ("masked", True)],
+)
 def test_every_native_arm_proposes_the_same(arm: str, is_shifted: bool) -> None:
     model = native_of("dream")
     canvas = random_canvas(12, 0.5, vocab=48, mask_id=47, device=CPU)
@@ -213,7 +217,7 @@ def test_a_timeline_counts_releases_when_they_are_done() -> None:
     assert peak_over_average(points) == pytest.approx(10 / ((4 + 10 + 10) / 3))
     assert peak_over_average([]) == 1
     many = [(float(time), float(time % 97)) for time in range(5000)]
-    assert len(thinned(many)) <= 400 and max(size for _, size in thinned(many)) == 96
+    assert len(fewer_points(many)) <= 400 and max(size for _, size in fewer_points(many)) == 96
 
 
 def test_tasks_run_in_this_process() -> None:
@@ -228,15 +232,31 @@ def test_tasks_run_in_this_process() -> None:
 
 
 def test_a_child_answers_or_says_why_not() -> None:
-    task = Task(kind="confirm", model="tiny", arm="masked", length=96, device="cpu", dtype="float32")
-    assert run_child(task, timeout_s=100)["fits"] is True
+    task = Task(kind="step", model="tiny", lengths=(3, 4), expandable=True)
+    script = """if True:
+        import json, os, sys
+        task = json.loads(sys.argv[1])
+        print("noise")
+        print("ANSWER", json.dumps({"lengths": task["lengths"], "conf": os.environ["PYTORCH_ALLOC_CONF"]}))
+        """
+    answer = run_child(task, timeout_s=60, program=("-c", script))
+    assert answer == {"lengths": [3, 4], "conf": "expandable_segments:True"}
     with pytest.raises(ArmFailedError, match=r"no answer in 0 s"):
-        run_child(task, timeout_s=0.01)
+        run_child(task, timeout_s=0.3, program=("-c", "import time; time.sleep(60)"))
+    with pytest.raises(ArmFailedError, match=r"status -9: no output"):
+        run_child(task, timeout_s=60, program=("-c", "import os; os.kill(os.getpid(), 9)"))
+
+
+def test_the_program_of_a_child_prints_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Task(kind="confirm", model="tiny", arm="masked", length=96, device="cpu", dtype="float32")
+    assert child.main([json.dumps(asdict(task))]) == 0
+    assert child._answer_of(capsys.readouterr().out, "", 0)["fits"] is True
+    assert child.main([json.dumps(asdict(replace(task, arm="nothing")))]) == 1
+    with pytest.raises(ArmFailedError, match="nothing"):
+        child._answer_of(capsys.readouterr().out, "", 1)
 
 
 def test_a_failed_child_gives_its_reason() -> None:
-    from benchmarks.engine.canvas import child
-
     assert child._answer_of('text\nANSWER {"length": 3}\n', "", 0) == {"length": 3}
     with pytest.raises(ArmFailedError, match="ValueError: bad"):
         child._answer_of('ANSWER {"error": "ValueError: bad"}\n', "", 1)
@@ -273,7 +293,7 @@ ALLOCATOR_GAIN = 100
 
 @pytest.fixture
 def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "run_child", fake_answer)
+    monkeypatch.setattr(session, "run_child", fake_answer)
     monkeypatch.setattr(product, "why_absent", lambda: None)
 
 
@@ -338,7 +358,7 @@ def test_quick_runs_few_arms_and_marks_fewer_layers(tmp_path: Path) -> None:
 def test_without_the_executor_our_arms_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "run_child", fake_answer)
+    monkeypatch.setattr(session, "run_child", fake_answer)
     monkeypatch.setattr(product, "EXECUTOR", "idlm.infer.memory.nothing")
     assert (
         memory.measure([f"results={tmp_path}", "device=cpu", "parts=l_max,chunking", "check_layers=false"])
@@ -376,11 +396,11 @@ def test_peaks_of_different_depths_fail_the_gate(monkeypatch: pytest.MonkeyPatch
     def growing(task: Task, *, timeout_s: float) -> dict[str, Any]:
         return {"live_bytes": 100 * task.layers, "physical_bytes": 100}
 
-    monkeypatch.setattr(memory, "run_child", growing)
-    session = memory.Session({**memory.DEFAULTS, "device": "cpu"}, deadline=math.inf)
-    assert memory._has_same_peaks(session, "tiny", "masked") is False
-    monkeypatch.setattr(memory, "run_child", fake_answer)
-    assert memory._has_same_peaks(session, "tiny", "masked") is True
+    monkeypatch.setattr(session, "run_child", growing)
+    run = session.Session({**memory.DEFAULTS, "device": "cpu"}, deadline=math.inf)
+    assert memory._has_same_peaks(run, "tiny", "masked") is False
+    monkeypatch.setattr(session, "run_child", fake_answer)
+    assert memory._has_same_peaks(run, "tiny", "masked") is True
 
 
 def test_a_floor_of_a_step_counts_linears_and_attention() -> None:
