@@ -163,7 +163,7 @@ def time_steps(task: Task) -> Answer:
     for length in task.lengths:
         card.release(torch.device(task.device))
         try:
-            found[str(length)] = {"ms": step_ms(arm, task, length), **_memory(arm, task, length)}
+            found[str(length)] = {"ms": step_ms(arm, task, length)}
         except Exception as error:
             reason = card.shortage(error)
             if reason is None:

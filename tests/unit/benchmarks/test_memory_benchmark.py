@@ -143,7 +143,7 @@ def fake_answer(task: Task, *, timeout_s: float) -> dict[str, Any]:
     answers: dict[str, dict[str, Any]] = {
         "l_max": {"length": task.length + ALLOCATOR_GAIN * task.expandable, "reason": "out", "probes": []},
         "confirm": {"fits": task.length % 2 == 0, "seconds": 1.0, "reason": ""},
-        "step": {"lengths": {str(length): {"ms": milliseconds, **memory_use} for length in task.lengths}},
+        "step": {"lengths": {str(length): {"ms": milliseconds} for length in task.lengths}},
         "peak": memory_use,
         "rates": {"matmul": 7e14, "attention": {str(length): {"rate": 6e14} for length in task.lengths}},
         "timeline": {**memory_use, "points": [(0.0, 50.0), (1.0, 100.0)], "peak_over_average": 1.5},
