@@ -1,0 +1,201 @@
+"""One denoising step by the product's planned passes, over a trunk of random weights.
+
+The only file that uses names of the executor. They are looked up when an arm opens, because a tree may lack
+them. The proposals are those of decoder `full` at temperature 0, order low_confidence.
+Shapes: R rows of the canvas, X wanted rows, Y rows of a slice, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine.canvas.models import CONFIGS, family_of
+from benchmarks.engine.canvas.native_arms import Canvas, Proposals
+from benchmarks.engine.canvas.product import Options, ProductArm
+from idlm.infer.decoders.full import SCORE_BYTES
+from idlm.infer.models.base import ModelSpec
+from idlm.infer.models.loader import LoadedModel, make_trunk
+from idlm.infer.planning.arena import PLAIN, open_arena
+from idlm.infer.planning.chunking import trunk_forward
+from idlm.infer.planning.planner import Plan, live_bytes, plan_template, storage_bytes
+from idlm.infer.planning.sizes import Sizes
+from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.page_pool import PagePool
+from idlm.kernels.sampling import judged_draws, row_probs
+
+
+class ExecutorArm(ProductArm):
+    """An arm of `trunk_forward`; the workspace may have all that is free once the weights exist."""
+
+    def __init__(
+        self,
+        arm: str,
+        model: str,
+        spec: ModelSpec,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: Options,
+    ) -> None:
+        planned = import_module("idlm.infer.planning.canvas")
+        runner = import_module("idlm.infer.runtime.canvas_runner")
+        self._ops = import_module("idlm.infer.runtime.canvas_ops")
+        config = CONFIGS[model]
+        family = family_of(config)
+        loaded = LoadedModel(
+            trunk=random_trunk(spec, device=device, dtype=dtype),
+            spec=spec,
+            local=spec,
+            semantics=family.semantics(config),
+            architecture=config["architectures"][0],
+            dtype=dtype,
+            device=device,
+            directory=Path(),
+        )
+        self._mask_id, self._shift = config["mask_token_id"], int(family.logit_shift)
+        self._vocab, self._chunks, self._arm = spec.vocab_size, options.chunks, arm
+        shape = planned.canvas_shape(spec, dtype)
+        self._arena = open_arena(options.arena or PLAIN, device)
+        self._time_resizes(device)
+        capacity = planned.workspace_bytes(shape, device)
+        # Pages only count rows for the scheduler, which does not run here.
+        pool = PagePool(num_pages=1, page_size=1, num_lanes=1, max_slots=1, device=device)
+        self._runner = runner.CanvasRunner(loaded, self._arena, pool, capacity=capacity, arm=arm)
+
+    def _time_resizes(self, device: torch.device) -> None:
+        resize, arena = self._arena.resize, self._arena
+
+        def timed(num_bytes: int) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            resize(num_bytes)
+            self.resize_seconds += time.perf_counter() - start
+
+        arena.resize = timed  # type: ignore[method-assign]
+
+    def propose(self, canvas: Canvas) -> Proposals:
+        """Tokens [X] and confidences [X] of the masks."""
+        ids_R, places_X = canvas.ids_BL[0], canvas.places_M
+        if self._chunks:
+            self._force(len(ids_R), len(places_X))
+        wanted = self._runner.forward(self._step_plan(ids_R, places_X))
+
+        def propose(logits_YV: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            zeros_Y = torch.zeros(len(logits_YV), dtype=torch.float64, device=logits_YV.device)
+            probs = row_probs(
+                logits_YV,
+                zeros_Y,
+                zeros_Y.long(),
+                zeros_Y,
+                zeros_Y,
+                filters=False,
+                forbidden_id=self._mask_id,
+                own=True,
+            )
+            return judged_draws(probs, zeros_Y + 0.5, zeros_Y)
+
+        tokens_X, confidence_X = wanted.proposals(propose, row_bytes=SCORE_BYTES * self._vocab)
+        return tokens_X, confidence_X
+
+    @torch.inference_mode()
+    def step(self, canvas: Canvas) -> Tensor:
+        """See `ProductArm.step`."""
+        tokens_X, confidence_X = self.propose(canvas)
+        best = confidence_X.argmax()
+        ids_BL = canvas.ids_BL.clone()
+        ids_BL[0, canvas.places_M[best]] = tokens_X[best]
+        return ids_BL
+
+    def _step_plan(self, ids_R: Tensor, places_X: Tensor) -> StepPlan:
+        num_rows, device = len(ids_R), ids_R.device
+        rows_R = torch.arange(num_rows, device=device)
+        limits_R, zero_B = torch.full_like(rows_R, num_rows), rows_R[:1]
+        is_true_B = torch.ones(1, dtype=torch.bool, device=device)
+        return StepPlan(
+            lanes_B=zero_B,
+            cu_rows_B1=torch.tensor([0, num_rows], device=device),
+            sequence_R=torch.zeros_like(rows_R),
+            token_ids_R=ids_R,
+            positions_R=rows_R,
+            slots_R=rows_R,
+            limits_R=limits_R,
+            branch_starts_R=limits_R,
+            is_mask_R=None,
+            logit_rows_X=(places_X - self._shift).clamp(min=0),
+            first_logit_B=zero_B,
+            num_feed_B=limits_R[:1],
+            samples_B=is_true_B,
+            advances_B=is_true_B,
+            max_rows=num_rows,
+            max_slots=num_rows,
+        )
+
+    def plan(self, canvas: Canvas) -> Plan:
+        """See `ProductArm.plan`."""
+        num_rows, num_wanted = canvas.ids_BL.shape[1], len(canvas.places_M)
+        if self._chunks:
+            self._force(num_rows, num_wanted)
+        found: Plan = self._runner.plan_of(num_rows, num_wanted)
+        return found
+
+    def library_bytes(self) -> int:
+        """See `ProductArm.library_bytes`."""
+        return int(self._runner.library_bytes)
+
+    def shrink(self) -> None:
+        """See `ProductArm.shrink`."""
+        self._arena.resize(0)
+
+    def force_chunks(self, count: int) -> None:
+        """See `ProductArm.force_chunks`."""
+        self._chunks = count
+        self._runner._plans.clear()
+
+    def _force(self, num_rows: int, num_wanted: int) -> None:
+        """Put a plan with the forced chunk counts where the runner looks for the plan of a length."""
+        forward = trunk_forward(self._runner.shape, self._arm)
+        chunks = dict.fromkeys(forward.chunk_counts, self._chunks)
+        sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=chunks)
+        if num_rows not in self._runner._plans:
+            self._runner._plans[num_rows] = plan_template(forward.template(chunks), sizes)
+
+    def timeline(self, canvas: Canvas) -> list[tuple[float, float]]:
+        """See `ProductArm.timeline`: the plan's bytes at the start of each op, when it starts."""
+        plan, points, run_op = self.plan(canvas), [], self._ops.CanvasPass.execute
+        lifetimes = plan.template.lifetimes
+        live = live_bytes(lifetimes, storage_bytes(lifetimes, plan.sizes))
+        start = time.perf_counter()
+
+        def timed(run: Any, step: Any, op: Any = None) -> None:
+            points.append((1e6 * (time.perf_counter() - start), float(live[step.place])))
+            run_op(run, step, op)
+
+        with patch.object(self._ops.CanvasPass, "execute", timed):
+            self.step(canvas)
+        return points
+
+
+def random_trunk(spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
+    """The product's trunk with random weights, made on the device."""
+    trunk = make_trunk(spec, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in trunk.named_parameters():
+            if name.endswith("norm"):
+                parameter.fill_(1.0)
+            elif name == "embed":
+                parameter.normal_(generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+    return trunk
