@@ -33,7 +33,7 @@ class RunnerParts:
 
 @dataclass(frozen=True, slots=True)
 class RunnerKind:
-    """`resolve` returns the settings as this runner needs them, or raises UserError for what it cannot run."""
+    """`resolve` returns the settings as this runner needs them, or raises UserError."""
 
     resolve: Callable[[EngineSettings, KVWritePolicy, Outline, Collection[str]], EngineSettings]
     make: Callable[[RunnerParts], PassRunner]
