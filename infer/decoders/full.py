@@ -53,7 +53,7 @@ from idlm.kernels.sampling import judged_draws, nonfinite, row_probs, uniforms
 from idlm.semantics import Semantics
 
 SCORE_BYTES = 24
-"""Bytes for each logit that drawing and scoring allocate at most: three fp64 copies."""
+"""Bytes for each logit that drawing on a CPU, and scoring by whole distributions, allocate: fp64 copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,8 @@ class FullDecoder(Decoder):
         self._max_length = max_length
         self._width = min(self.config.block_length or max_length, max_length)
         shape = (num_lanes, self._width)
-        self._proposal_bytes = SCORE_BYTES * vocab_size
+        copies = device.type == "cpu" or self._kind.reads_all
+        self._proposal_bytes = SCORE_BYTES * vocab_size if copies else 0
         self.tokens_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.is_decided_ZW = torch.zeros(shape, dtype=torch.bool, device=device)
         self.is_recent_ZW = torch.zeros_like(self.is_decided_ZW)

@@ -58,6 +58,8 @@ class Order(Protocol):
     always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
+    """Whether the score reads the whole distribution, which needs copies of the logits on a GPU too."""
 
     def score(self, drawn: Drawn) -> Tensor:
         """fp64 [Y]; not called if `is_random`."""
@@ -100,6 +102,7 @@ class LowConfidence:
     always_own: ClassVar[bool] = True
     has_threshold: ClassVar[bool] = True
     is_random: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
 
     def score(self, drawn: Drawn) -> Tensor:
         """Probability of the token under the model's own distribution."""
@@ -125,6 +128,7 @@ class MaskgitPlus:
     always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = True
     is_random: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
 
     def score(self, drawn: Drawn) -> Tensor:
         """Probability of the token."""
@@ -139,6 +143,8 @@ class MaskgitPlus:
 class TopkMargin(MaskgitPlus):
     """Where the most likely token is furthest ahead of the second."""
 
+    reads_all: ClassVar[bool] = True
+
     def score(self, drawn: Drawn) -> Tensor:
         """Difference of the two largest probabilities."""
         return row_margin(drawn.probs, drawn.is_greedy_Y)
@@ -149,6 +155,7 @@ class Entropy(MaskgitPlus):
     """Where the distribution is the most certain."""
 
     has_threshold: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = True
 
     def score(self, drawn: Drawn) -> Tensor:
         """Negative entropy, in nats."""

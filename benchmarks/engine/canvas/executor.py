@@ -103,7 +103,8 @@ class ExecutorArm(ProductArm):
             )
             return judged_draws(probs, zeros_Y + 0.5, zeros_Y)
 
-        tokens_X, confidence_X = wanted.proposals(propose, row_bytes=SCORE_BYTES * self._vocab)
+        row_bytes = SCORE_BYTES * self._vocab if ids_R.device.type == "cpu" else 0
+        tokens_X, confidence_X = wanted.proposals(propose, row_bytes=row_bytes)
         return tokens_X, confidence_X
 
     @torch.inference_mode()
