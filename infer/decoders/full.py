@@ -159,7 +159,8 @@ class FullDecoder(Decoder):
         self.is_recent_ZW = torch.zeros_like(self.is_decided_ZW)
         self.num_passes_Z = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.options = LaneOptions.empty(num_lanes, device)
-        self._stop_ids_S = to_device(self._stop_ids, device)
+        known = [token for token in self._stop_ids if token < vocab_size]
+        self._stop_ids_S = to_device(known, device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """In a new sequence nothing is decided yet."""
