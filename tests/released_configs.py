@@ -97,6 +97,47 @@ LLADA20_MINI: dict[str, Any] = STOCK | {
     "using_split_qkv_in_self_attention": False,
     "vocab_size": 157184,
 }
+LLADA_8B: dict[str, Any] = {
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 4096,
+    "embedding_size": 126464,
+    "eos_token_id": 126081,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "mask_token_id": 126336,
+    "max_sequence_length": 4096,
+    "mlp_hidden_size": 12288,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "pad_token_id": 126081,
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "use_cache": False,
+    "vocab_size": 126464,
+    "weight_tying": False,
+}
+DREAM: dict[str, Any] = QWEN | {"mask_token_id": 151666, "is_causal": False, "max_window_layers": 28}
+LLADA_MOE: dict[str, Any] = STOCK | {
+    "dense_intermediate_size": 8192,
+    "expert_intermediate_size": 1024,
+    "mask_token_id": 156895,
+    "moe_layer_freq": [1] * 36,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "pad_token_id": 156892,
+    "qk_layernorm": True,
+}
 RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2.5-7B-Instruct": ("Qwen2ForCausalLM", "qwen2", QWEN | {"sliding_window": 131072}),
     "Qwen3-8B": ("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128, "attention_bias": False}),
@@ -112,6 +153,9 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Fast_dLLM_v2_7B": ("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", QWEN | {"bd_size": 32}),
     "LLaDA2.0-mini": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI),
     "LLaDA2.1-mini": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"sliding_window": 4096}),
+    "LLaDA-8B-Instruct": ("LLaDAModelLM", "llada", LLADA_8B),
+    "Dream-v0-Instruct-7B": ("DreamModel", "Dream", DREAM),
+    "LLaDA-MoE-7B-A1B-Instruct": ("LLaDAMoEModelLM", "llada", LLADA_MOE),
     "DMax-Math-16B": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"_moe_implementation": "fused"}),
 }
 """Architecture string, model_type and the other keys, by the model's name."""

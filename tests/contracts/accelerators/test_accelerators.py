@@ -69,7 +69,7 @@ def plain_answers(toys: dict[str, Path]) -> Any:
 
 
 @pytest.mark.parametrize("stack", STACKS, ids="+".join)
-@pytest.mark.parametrize("decoder", DECODERS.names())
+@pytest.mark.parametrize("decoder", [name for name in DECODERS.names() if name != "full"])
 def test_at_full_budget_every_stack_is_exact_or_refused(
     toys: dict[str, Path], decoder: str, stack: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

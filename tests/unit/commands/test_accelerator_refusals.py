@@ -16,6 +16,7 @@ from idlm.infer.cli.config import take_accelerator_options, with_options
 from idlm.infer.cli.help import describe_plugins
 from idlm.infer.settings import EngineSettings, as_options
 from idlm.infer.sparse.stack import accelerator_configs, stack_of
+from idlm.infer.state.kv_cache import TOKEN_BY_TOKEN
 
 LOSSY = [name for name in ACCELERATORS.names() if ACCELERATORS.get(name).exactness == "lossy"]
 
@@ -109,10 +110,10 @@ def test_graphs_are_left_off_and_the_log_says_why(monkeypatch: pytest.MonkeyPatc
     logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(build, "get_logger", lambda name: logger)
     model: Any = SimpleNamespace(device=torch.device("cuda"))
-    settings = build._resolve_graphs(EngineSettings(), "triton", model, ["mage", "focus"])
+    settings = build._resolve_graphs(EngineSettings(), "triton", model, ["mage", "focus"], TOKEN_BY_TOKEN)
     assert (settings.graphs, settings.num_inflight_steps) == ("off", 0)
     assert said == ["graphs=off: CUDA graphs cannot capture steps of accelerator mage, focus"]
-    settings = build._resolve_graphs(EngineSettings(), "triton", model, [])
+    settings = build._resolve_graphs(EngineSettings(), "triton", model, [], TOKEN_BY_TOKEN)
     assert (settings.graphs, settings.num_inflight_steps, len(said)) == ("on", 4, 1)
 
 
