@@ -152,7 +152,7 @@ class FullDecoder(Decoder):
         self._max_length = max_length
         self._width = min(self.config.block_length or max_length, max_length)
         shape = (num_lanes, self._width)
-        copies = device.type == "cpu" or self._kind.reads_all
+        copies = device.type == "cpu" or self._kind.reads_all or self.config.forbid_eos
         self._proposal_bytes = SCORE_BYTES * vocab_size if copies else 0
         self.tokens_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.is_decided_ZW = torch.zeros(shape, dtype=torch.bool, device=device)
