@@ -355,7 +355,7 @@ class FullDecoder(Decoder):
         quota_B = self._order.quota(quota)
         if self._kind.is_random:
             scores_BW = uniforms_BW
-        if self._order_name == "origin":
+        if self._kind.flips:
             is_maskable_BW = is_maskable_BW & (uniforms_BW < flip_chance(quota)[:, None])
         order_temperature_B1 = options.order_temperature_Z[lanes_B, None]
         gumbel_BW = -(-uniforms_BW.log()).log()

@@ -11,8 +11,9 @@ Shapes: B sequences, W places of a block, Y rows of a slice.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,27 +48,29 @@ class Quota:
     num_masks_B: Tensor
 
 
-class Order(Protocol):
-    """The order in which masks are decided: largest score first.
+class Order(ABC):
+    """The order in which masks are decided: largest score first, and by default as many as Dream's times say.
 
     `always_own`: the confidence is under the model's own distribution, not under the request's (after
     temperature and truncation). `has_threshold`: scores are probabilities, which a threshold can be compared
     with. `is_random`: the score is a random number of the place, not a function of the distribution.
+    `reads_all`: the score reads the whole distribution, which needs copies of the logits on a GPU too.
+    `flips`: only masks whose random number is below `flip_chance` are decided.
     """
 
     always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
-    """Whether the score reads the whole distribution, which needs copies of the logits on a GPU too."""
+    flips: ClassVar[bool] = False
 
+    @abstractmethod
     def score(self, drawn: Drawn) -> Tensor:
         """fp64 [Y]; not called if `is_random`."""
-        ...
 
     def quota(self, quota: Quota) -> Tensor:
         """Masks to decide in this pass, int64 [B]."""
-        ...
+        return timed_quota(quota)
 
 
 ORDERS: Registry[type[Order]] = Registry("order", None)
@@ -96,13 +99,11 @@ def timed_quota(quota: Quota) -> Tensor:
 
 
 @ORDERS.register("low_confidence")
-class LowConfidence:
+class LowConfidence(Order):
     """The most confident tokens; the others stay masked (LLaDA's low-confidence remasking)."""
 
     always_own: ClassVar[bool] = True
     has_threshold: ClassVar[bool] = True
-    is_random: ClassVar[bool] = False
-    reads_all: ClassVar[bool] = False
 
     def score(self, drawn: Drawn) -> Tensor:
         """Probability of the token under the model's own distribution."""
@@ -122,21 +123,14 @@ class Random(LowConfidence):
 
 
 @ORDERS.register("maskgit_plus")
-class MaskgitPlus:
+class MaskgitPlus(Order):
     """The most confident tokens, under the request's distribution."""
 
-    always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = True
-    is_random: ClassVar[bool] = False
-    reads_all: ClassVar[bool] = False
 
     def score(self, drawn: Drawn) -> Tensor:
         """Probability of the token."""
         return drawn.confidence_Y
-
-    def quota(self, quota: Quota) -> Tensor:
-        """By time."""
-        return timed_quota(quota)
 
 
 @ORDERS.register("topk_margin")
@@ -165,6 +159,8 @@ class Entropy(MaskgitPlus):
 @ORDERS.register("origin")
 class Origin(Random):
     """Every mask flips with the same chance: the reverse process of the diffusion itself."""
+
+    flips: ClassVar[bool] = True
 
     def quota(self, quota: Quota) -> Tensor:
         """All masks: which of them flip is drawn (`flip_chance`)."""
