@@ -143,7 +143,7 @@ def _number(text: str) -> float:
 
 def measure_l_max(session: Session, model: str) -> None:
     """Rows of L_max at every cap and prompt share."""
-    arms = session.runnable(session.listed("arms"))
+    arms = session.listed("arms")
     probe_layers = int(session.options["probe_layers"])
     does_check = session.options["check_layers"] == "true"
     same = {arm: _has_same_peaks(session, model, arm) if does_check else None for arm in arms}
@@ -237,7 +237,7 @@ def measure_steps(session: Session, model: str) -> None:
                         + attention_flops(spec, length) / rates["attention"][str(length)]["rate"]
                     )
                 )
-            for arm in session.runnable(session.listed("arms")):
+            for arm in session.listed("arms"):
                 for milliseconds, length in _steps_of(session, model, arm, share, lengths, chosen):
                     key = (model, layers, length, share, arm)
                     found[key] = min(milliseconds, found.get(key, milliseconds))
@@ -271,7 +271,7 @@ def _steps_of(
 def measure_timelines(session: Session, model: str) -> None:
     """Rows of each arm's use of memory at 16K, and the points of its timeline."""
     found = {}
-    for arm in session.runnable(session.listed("arms")):
+    for arm in session.listed("arms"):
         allocator = session.allocators(arm)[-1]
         task = session.task(
             "timeline", model, arm=arm, length=TIMELINE_LENGTH, layers=4, expandable=ALLOCATORS[allocator]
@@ -297,15 +297,13 @@ def measure_plans(session: Session, model: str) -> None:
 
 def measure_chunking(session: Session, model: str) -> None:
     """The row of what chunks cost at 32K if they are forced on."""
-    for arm in session.runnable(["ours"]):
-        task = session.task(
-            "chunking", model, arm=arm, length=CHUNKING_LENGTH, chunks=int(session.options["chunks"])
-        )
-        answer = session.ask(task)
-        if answer is not None:
-            cost = answer["chunked_ms"] / answer["whole_ms"] - 1
-            made_by = session.command(model)
-            session.later(report.length_rows, "chunking_cost", CHUNKING_LENGTH, cost, "share", made_by)
+    chunks = int(session.options["chunks"])
+    task = session.task("chunking", model, arm="ours", length=CHUNKING_LENGTH, chunks=chunks)
+    answer = session.ask(task)
+    if answer is not None:
+        cost = answer["chunked_ms"] / answer["whole_ms"] - 1
+        made_by = session.command(model)
+        session.later(report.length_rows, "chunking_cost", CHUNKING_LENGTH, cost, "share", made_by)
 
 
 def measure_resizing(session: Session, model: str) -> None:
@@ -316,12 +314,11 @@ def measure_resizing(session: Session, model: str) -> None:
         "lengths": RESIZE_LENGTHS,
         "expandable": True,
     }
-    for arm in session.runnable(["ours"]):
-        for arena in product.ARENAS:
-            task = replace(session.task("resize", model, arm=arm, **fields), arena=arena)
-            answer = session.ask(task)
-            if answer is not None:
-                session.later(report.resize_rows, arena, answer, session.command(model))
+    for arena in product.ARENAS:
+        task = replace(session.task("resize", model, arm="ours", **fields), arena=arena)
+        answer = session.ask(task)
+        if answer is not None:
+            session.later(report.resize_rows, arena, answer, session.command(model))
 
 
 PARTS: dict[str, Callable[[Session, str], None]] = {

@@ -1,7 +1,6 @@
 """The product's executor as arms of the benchmark: `paper`, `mosaic`, `ours`.
 
-What the benchmark asks of them; `executor.py` answers. A tree without the executor leaves these arms out
-(`why_absent`).
+What the benchmark asks of them; `executor.py` answers.
 """
 
 from __future__ import annotations
@@ -9,23 +8,20 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine.canvas.models import ITEM_BYTES
 from benchmarks.engine.canvas.native_arms import Canvas
 from idlm.infer.models.base import ModelSpec
 from idlm.infer.planning.arena import MAPPED, PLAIN
+from idlm.infer.planning.canvas import canvas_shape
 from idlm.infer.planning.chunking import plan_forward, trunk_forward
 from idlm.infer.planning.planner import Plan, plan_template
 from idlm.infer.planning.sizes import Sizes
-from idlm.infer.planning.trunk import TrunkShape
 
 PRODUCT_ARMS = ("paper", "mosaic", "ours")
 ARENAS = (PLAIN, MAPPED)
-EXECUTOR = "idlm.infer.runtime.canvas_runner"
 PLANNING_ROUNDS = 5
 
 
@@ -37,34 +33,12 @@ class Options:
     chunks: int = 0
 
 
-def why_absent() -> str | None:
-    """Why this tree cannot run our arms; None if it can."""
-    return None if find_spec(EXECUTOR) is not None else f"this tree has no {EXECUTOR}"
-
-
-def trunk_shape(spec: ModelSpec) -> TrunkShape:
-    """The planner's shape of a model in bf16."""
-    moe = spec.moe
-    return TrunkShape(
-        width=spec.width,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        ffn=spec.ffn_width if moe is None else moe.ffn_width,
-        vocab=spec.vocab_size,
-        num_layers=spec.num_layers,
-        num_experts=0 if moe is None else moe.num_experts,
-        top_k=0 if moe is None else moe.num_chosen,
-        item_bytes=ITEM_BYTES,
-    )
-
-
 def planning_ms(spec: ModelSpec, *, length: int, wanted: int, capacity: int) -> dict[str, float]:
     """Milliseconds of one plan of fixed sizes (`plan_ms`) and of a search under a capacity (`search_ms`).
 
     The least of some rounds; the templates are made before, as a process makes them once.
     """
-    forward = trunk_forward(trunk_shape(spec))
+    forward = trunk_forward(canvas_shape(spec, torch.bfloat16))
     found = {"plan_ms": float("inf"), "search_ms": float("inf")}
     for _ in range(PLANNING_ROUNDS):
         start = time.perf_counter()
@@ -119,10 +93,7 @@ class ProductArm(ABC):
 def open_arm(
     arm: str, model: str, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, options: Options
 ) -> ProductArm:
-    """Our arm of a model; ValueError with the reason in a tree that lacks the executor."""
-    reason = why_absent()
-    if reason is not None:
-        raise ValueError(reason)
+    """Our arm of a model."""
     from benchmarks.engine.canvas.executor import ExecutorArm
 
     return ExecutorArm(arm, model, spec, device=device, dtype=dtype, options=options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.canvas import product, report
+from benchmarks.engine.canvas import report
 from benchmarks.engine.canvas.child import ArmFailedError, run_child
 from benchmarks.engine.canvas.native_arms import NATIVE_ARMS
 from benchmarks.engine.canvas.tasks import Task
@@ -64,13 +64,6 @@ class Session:
             return None
         print(f"{label}: {short(answer)} ({time.monotonic() - start:.0f} s)", flush=True)
         return answer
-
-    def runnable(self, arms: list[str]) -> list[str]:
-        """The arms that can run here; notes the reason of the others once."""
-        reason = product.why_absent()
-        if reason is not None:
-            self.absent |= {arm: reason for arm in arms if arm in product.PRODUCT_ARMS}
-        return [arm for arm in arms if reason is None or arm not in product.PRODUCT_ARMS]
 
     def allocators(self, arm: str) -> list[str]:
         """Both allocators for arms of libraries; our arms hold one workspace, so one allocator is enough."""

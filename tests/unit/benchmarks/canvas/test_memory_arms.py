@@ -149,7 +149,6 @@ def test_tasks_run_in_this_process() -> None:
     assert run_task(rates)["attention"]["64"]["rate"] > 0
 
 
-@pytest.mark.skipif(product.why_absent() is not None, reason="this tree has no executor of planned passes")
 @pytest.mark.parametrize("arm", product.PRODUCT_ARMS)
 def test_our_arms_propose_what_the_native_arms_do(arm: str) -> None:
     from benchmarks.engine.canvas.executor import ExecutorArm
@@ -180,7 +179,6 @@ def test_our_arms_propose_what_the_native_arms_do(arm: str) -> None:
     assert ours._arena.num_bytes == 0
 
 
-@pytest.mark.skipif(product.why_absent() is not None, reason="this tree has no executor of planned passes")
 @pytest.mark.parametrize("kind", ["chunking", "resize", "timeline"])
 def test_tasks_of_our_arms_run(kind: str) -> None:
     fields = {"length": 64, "lengths": (16, 64), "chunks": 2 * (kind == "chunking"), "requests": 3}

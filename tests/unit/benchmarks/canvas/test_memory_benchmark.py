@@ -159,7 +159,6 @@ ALLOCATOR_GAIN = 100
 @pytest.fixture
 def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "run_child", fake_answer)
-    monkeypatch.setattr(product, "why_absent", lambda: None)
 
 
 CASES = {
@@ -218,21 +217,6 @@ def test_quick_runs_few_arms_and_marks_fewer_layers(tmp_path: Path) -> None:
     assert {case.get("layers") for case in steps} == {8, None}
     assert {row["command"] for row in rows} == {"python -m benchmarks.memory quick=true"}
     assert all(row["gate_passed"] is None for row in rows)
-
-
-def test_without_the_executor_our_arms_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(session, "run_child", fake_answer)
-    monkeypatch.setattr(product, "EXECUTOR", "idlm.infer.memory.nothing")
-    assert (
-        memory.measure([f"results={tmp_path}", "device=cpu", "parts=l_max,chunking", "check_layers=false"])
-        == 0
-    )
-    assert "not measured: ours: this tree has no idlm.infer.memory.nothing" in capsys.readouterr().out
-    assert not {row["case"]["arm"] for row in read_rows("memory", results=tmp_path)} & set(
-        product.PRODUCT_ARMS
-    )
 
 
 @pytest.mark.usefixtures("on_a_fake_gpu")
