@@ -43,6 +43,7 @@ def test_tokens_equal_the_slow_decoder(
     assert [done.token_ids for done in found] == [tokens for _, tokens, _ in cases]
 
 
+@pytest.mark.alone
 def test_the_mapped_arena_takes_what_it_says_at_one_address() -> None:
     arena = open_arena("mapped", torch.device("cuda"))
     assert isinstance(arena, MappedArena)

@@ -138,6 +138,7 @@ def test_bf16_logits_are_close_to_caching(wide: Path, chunks: dict[str, int]) ->
     assert difference < 0.03, difference
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arena", ["plain", "mapped"])
 def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str) -> None:
     """By the driver's count, at two lengths, the second one much larger."""
