@@ -366,7 +366,7 @@ def _pool(
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
         device=model.device,
-        cache=PrefixCache(page_size=page_size) if has_cache else None,
+        cache=PrefixCache() if has_cache else None,
     )
     if stack is not None:
         stack.allocate_pages(pool.num_pages)

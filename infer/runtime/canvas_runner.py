@@ -11,7 +11,6 @@ Shapes: R rows of a pass, X wanted rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -115,7 +114,3 @@ class CanvasRunner:
                 return CanvasRows(run, list(chain([step], steps)))
             run.execute(step)
         raise AssertionError(f"no row is wanted: {num_wanted=}")
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Nothing is stored, so nothing is shared."""
-        assert not copies, f"{copies=}"

@@ -10,7 +10,6 @@ sequences, J tokens that a pass can emit, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -96,10 +95,6 @@ class PassRunner(Protocol):
         """Raise UserError for a request whose passes, of so many rows, could never run."""
         ...
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of pages (from, to), before the next pass."""
-        ...
-
 
 class Runner:
     """Model and cache of one device, and the accelerators between them. `memory` plans the transients."""
@@ -178,12 +173,6 @@ class Runner:
 
     def check_canvas(self, num_rows: int, num_wanted: int) -> None:
         """Any request that the pool can hold can run."""
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of pages (from, to), before the next pass."""
-        self._cache.copy_pages(copies, self.pool.page_size)
-        if self._stack is not None:
-            self._stack.copy_pages(copies)
 
 
 def _num_chunks(

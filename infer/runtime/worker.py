@@ -1,5 +1,5 @@
-"""Executes schedules on one device: fills lanes, rewinds KV pointers, copies pages and launches steps, whose
-results `InflightStep` copies to the host without waiting for them.
+"""Executes schedules on one device: fills lanes, rewinds KV pointers and launches steps, whose results
+`InflightStep` copies to the host without waiting for them.
 
 A worker takes no decisions. With tensor parallelism each rank has one, and that of rank 0
 (`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
@@ -87,7 +87,6 @@ class Worker:
             parts.decoder.rewind(rewound_lanes)
         if parts.stack is not None and (new or rewound):
             parts.stack.reset(new_lanes + rewound_lanes)
-        parts.runner.copy_pages(schedule.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
