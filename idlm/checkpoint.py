@@ -22,6 +22,7 @@ from idlm.files.disk import MANIFEST
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
 ADAPTER_CONFIG = "adapter_config.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def recover(target: Path) -> None:
@@ -76,6 +77,30 @@ def verify(directory: Path, *, required: bool = True, sealed: bool = False) -> N
 def is_adapter(directory: Path) -> bool:
     """Return whether a directory holds an adapter and no whole model."""
     return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that should hold the weights, whether they exist or not; empty if no file names any.
+
+    Raises UserError IDLM-0607 for an index that does not name plain *.safetensors files.
+    """
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return []
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError("IDLM-0607", f"{index} has no weight_map", fix="restore the file from its source")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                "IDLM-0607",
+                f"{index} names the file {name!r}; allowed are plain *.safetensors names",
+                fix="do not use this checkpoint unless you know where it comes from",
+            )
+    return [directory / name for name in names]
 
 
 def read_json(path: Path) -> dict[str, Any]:

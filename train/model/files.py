@@ -16,24 +16,14 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from idlm.checkpoint import read_json
-from idlm.errors import UserError
+from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
+from idlm.errors import UserError, some_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
-MAX_NAMED = 4
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that should hold the weights, whether they exist or not; empty where no file names any."""
-    if (directory / INDEX).is_file():
-        names = read_json(directory / INDEX).get("weight_map", {}).values()
-        return [directory / name for name in sorted(set(names))]
-    return [directory / SINGLE] if (directory / SINGLE).is_file() else []
 
 
 def num_tensors(directory: Path) -> int | None:
@@ -61,7 +51,7 @@ def weight_problems(
     """
     files = weight_files(directory)
     if not files:
-        return [f"model.path={directory} has no weights: neither {SINGLE} nor {INDEX}"]
+        return [f"model.path={directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"]
     missing_files = [path.name for path in files if not path.is_file()]
     if missing_files:
         return [f"model.path={directory} lacks weight files that its index names: {some_of(missing_files)}"]
@@ -103,12 +93,6 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by tensor name; OSError or SafetensorError where the header does not describe the file."""
     with safe_open(str(path), framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def some_of(names: list[str], limit: int = MAX_NAMED) -> str:
-    """The first `limit` names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
