@@ -23,6 +23,15 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
 
 
+def option(text: str, default: Any) -> Any:
+    """Return a dataclass field with the help text that the command line shows. A list or dict default is
+    copied.
+    """
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 def fields_of(schema: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     """Return name -> (field, resolved annotation) of the fields that a user may set."""
     hints = typing.get_type_hints(schema)

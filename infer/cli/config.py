@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from idlm.cli.command import split_plugin_options
 from idlm.config.compose import compose
-from idlm.contracts import SamplingParams, option
+from idlm.config.schema import option
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.progress import loading
 from idlm.infer.settings import EngineSettings, as_options

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
-from idlm.log import run_fingerprint
+from idlm.fingerprint import run_fingerprint
 from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
