@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Members of one `kind` by name. The first look-up imports `package`; an import error is raised by all."""
+    """Members of one `kind` by name. The first look-up imports `package`; all of them raise its errors."""
 
     def __init__(self, kind: str, package: str | None) -> None:
         self.kind = kind
