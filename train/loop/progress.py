@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
 
 from idlm.files.disk import replace_text, translate_disk_errors
 from idlm.train.distributed.collectives import all_reduce, highest
@@ -51,15 +50,7 @@ class MetricsWindow:
         """Add an optimizer step."""
         for name in ("counts", "sums", "fed"):
             known, new = getattr(self, name), getattr(step, name)
-            setattr(self, name, new.clone() if known is None else known.to(new.device) + new)
-
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """`sums` and `fed` over all ranks. Collective."""
-        assert self.sums is not None and self.fed is not None
-        totals = self.sums.clone(), self.fed.clone()
-        for tensor in totals:
-            all_reduce(tensor)
-        return totals
+            setattr(self, name, new.clone() if known is None else known + new)
 
 
 def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
@@ -78,9 +69,10 @@ def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str,
     return records
 
 
-class Progress(TrainerCallback, ExportableState):
+class Progress(TrainerCallback):
     """Reports the steps that are logged; `attach` gives it the trainer. Between reports nothing here waits
-    for the device. `tracker` gets every record too. `trainer_state.json` keeps what is not reported yet.
+    for the device. `tracker` gets every record too. The first report of a resumed run covers the steps since
+    its checkpoint.
     """
 
     def __init__(self, metrics_path: Path, *, console: Any) -> None:
@@ -90,7 +82,6 @@ class Progress(TrainerCallback, ExportableState):
         self._bar: FigureBar | None = None
         self._task: Any = None
         self._window = MetricsWindow(step=0, start=0.0)
-        self._saved: dict[str, Any] | None = None
         self._work: ModelWork | None = None
         self._grad_norm: Any = None
 
@@ -106,20 +97,6 @@ class Progress(TrainerCallback, ExportableState):
             return None if trainer.is_deepspeed_enabled else self._grad_norm
 
         trainer.accelerator.clip_grad_norm_ = clip_and_keep
-        trainer.before_save = self.gather
-
-    def gather(self) -> None:
-        """Make `state` that of this step. Collective; waits for the device."""
-        window, self._saved = self._window, None
-        if window.counts is not None:
-            sums, fed = window.totals()
-            tensors = {"counts": window.counts, "sums": sums, "fed": fed}
-            self._saved = {name: tensor.tolist() for name, tensor in tensors.items()}
-            self._saved |= {"step": window.step, "seconds": time.perf_counter() - window.start}
-
-    def state(self) -> dict[str, Any]:
-        """What transformers writes with a checkpoint."""
-        return {"args": {}, "attributes": {"window": self._saved}}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -134,20 +111,7 @@ class Progress(TrainerCallback, ExportableState):
         self._say(f"step {record['step']}  {describe(record)}")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # transformers replaces only the entries that a checkpoint has.
-        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        saved, now = stored["attributes"].get("window"), time.perf_counter()
-        self._window = MetricsWindow(step=state.global_step, start=now)
-        if saved is not None and "sums" in saved:
-            # Rank 0 takes the sums of all ranks.
-            own = {
-                name: torch.tensor(saved[name], device=args.device) * (args.process_index == 0)
-                for name in ("sums", "fed")
-            }
-            counts = torch.tensor(saved["counts"], device=args.device)
-            self._window = MetricsWindow(
-                step=saved["step"], start=now - saved["seconds"], counts=counts, **own
-            )
+        self._window = MetricsWindow(step=state.global_step, start=time.perf_counter())
         if not state.is_world_process_zero:
             return
         # A resumed run repeats the steps after its checkpoint; their old lines go.
@@ -185,12 +149,13 @@ class Progress(TrainerCallback, ExportableState):
         """The line of the metrics for `window`, which ends with `step`. Collective."""
         trainer = self.trainer
         assert trainer is not None and window.counts is not None and step.weights is not None
+        assert window.sums is not None and window.fed is not None
         overlap = torch.stack([step.overlap_sums, step.overlap_counts])
-        all_reduce(overlap)
-        sums, counts = window.totals()
-        means = (sums / window.counts.clamp_min(1)).tolist()
+        for tensor in (overlap, window.sums, window.fed):
+            all_reduce(tensor)
+        means = (window.sums / window.counts.clamp_min(1)).tolist()
         acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
-        fed, num_processes = TokenCounts(*counts.tolist()), trainer.args.world_size
+        fed, num_processes = TokenCounts(*window.fed.tolist()), trainer.args.world_size
         tokens, global_batch = int(fed.document_tokens), trainer.step.curriculum.global_batch
         # Read last: everything above has waited for the device.
         seconds = max(time.perf_counter() - window.start, 1e-9)
