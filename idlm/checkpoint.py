@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -142,6 +143,19 @@ def read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
     if path.read_text(encoding="utf-8") != manifest_text(files):
         raise _mismatch(path, "it was altered after publication")
     return files
+
+
+def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that `target` has but not its manifest; `publish` refuses to replace them."""
+    ours = own_files(target)
+    return [name for name in names if os.path.lexists(target / name) and target / name not in ours]
+
+
+def own_files(target: Path) -> set[Path]:
+    """Return the paths of the files that the manifest of `target` names, and its own."""
+    if target.is_dir() and (target / MANIFEST).exists():
+        return {target / name for name in (MANIFEST, *read_manifest(target))}
+    return set()
 
 
 def _mismatch(path: Path, reason: str) -> UserError:

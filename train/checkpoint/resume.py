@@ -68,7 +68,8 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     rows per step, number of ZeRO processes. IDLM-0302: damaged files.
     """
     run = Path(config.output_dir) / RUN_FOLDER
-    clear_stale(run)
+    if run.is_dir():
+        clear_stale(run)
     if config.resume == "never":
         _move_aside(run)
         return None

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
-from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
+from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
 from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
 from idlm.train.prepare import held_out_flags

@@ -28,7 +28,7 @@ from idlm.train.checkpoint.resume import (
 )
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
-from idlm.train.loop.progress import read_metrics
+from idlm.train.loop.metrics import read_metrics
 from idlm.train.loop.trainer import StopOnSignal
 from idlm.train.prepare import remember_base
 
