@@ -26,7 +26,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import publish
-from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape
+from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
 from idlm.train.distributed.collectives import barrier, from_rank_zero, highest
 from idlm.train.distributed.deepspeed import local_part
 from idlm.train.loop.watchdog import Watchdog
