@@ -10,8 +10,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -21,6 +19,9 @@ def run_fingerprint() -> dict[str, Any]:
     Outside a clone, `dirty` is None and `commit` is that of the unpacked archive, or None. `gpu` is None
     without one.
     """
+    # Imported here, because tools that only read results need not wait for it.
+    import torch
+
     has_gpu = torch.cuda.is_available()
     commit, dirty = _git_state()
     return {
