@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from idlm.errors import UserError
-from idlm.log import run_fingerprint
+from idlm.fingerprint import run_fingerprint
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLASSES = ("exact", "lossy")

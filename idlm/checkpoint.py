@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,6 +23,7 @@ from idlm.files.disk import MANIFEST
 HASHING_THREADS = 8
 FORMAT = "idlm-manifest-1"
 ADAPTER_CONFIG = "adapter_config.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def recover(target: Path) -> None:
@@ -78,6 +80,30 @@ def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that should hold the weights, whether they exist or not; empty if no file names any.
+
+    Raises UserError IDLM-0607 for an index that does not name plain *.safetensors files.
+    """
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return []
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError("IDLM-0607", f"{index} has no weight_map", fix="restore the file from its source")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                "IDLM-0607",
+                f"{index} names the file {name!r}; allowed are plain *.safetensors names",
+                fix="do not use this checkpoint unless you know where it comes from",
+            )
+    return [directory / name for name in names]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; otherwise UserError IDLM-0303 with file, line and reason."""
     path, fix = Path(path), "restore the file from its source"
@@ -117,6 +143,19 @@ def read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
     if path.read_text(encoding="utf-8") != manifest_text(files):
         raise _mismatch(path, "it was altered after publication")
     return files
+
+
+def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that `target` has but not its manifest; `publish` refuses to replace them."""
+    ours = own_files(target)
+    return [name for name in names if os.path.lexists(target / name) and target / name not in ours]
+
+
+def own_files(target: Path) -> set[Path]:
+    """Return the paths of the files that the manifest of `target` names, and its own."""
+    if target.is_dir() and (target / MANIFEST).exists():
+        return {target / name for name in (MANIFEST, *read_manifest(target))}
+    return set()
 
 
 def _mismatch(path: Path, reason: str) -> UserError:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from idlm.config.schema import option
 from idlm.errors import UserError
 
 LARGEST_NUMBER = sys.float_info.max
@@ -16,13 +17,6 @@ MAX_SAMPLES = 1 << 16
 """Largest `n`: all samples of a request are queued at once."""
 MAX_LOGPROBS = 1024
 """Largest `logprobs`: each step copies this many alternatives per row to the host."""
-
-
-def option(text: str, default: Any) -> Any:
-    """A dataclass field with the help text that the command line shows. A list or dict default is copied."""
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+MAX_NAMED = 8
+
 
 class UserError(ValueError):
     """A mistake in input or configuration, raised where the value enters.
@@ -15,3 +19,9 @@ class UserError(ValueError):
         self.code = code
         self.message = message
         self.fix = fix
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names of a list for a message, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from idlm.checkpoint import ADAPTER_CONFIG, read_json
+from idlm.checkpoint import ADAPTER_CONFIG, read_json, weight_files
 from idlm.contracts import is_number
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
@@ -137,12 +137,8 @@ def base_identity(directory: Path) -> str:
 
 def _tensors(directory: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     """Return the file, the start of its data and the header entry of every tensor, by name."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    else:
+    files = weight_files(directory)
+    if not files:
         raise UserError(
             "IDLM-0308",
             f"{directory} has no model.safetensors, which identifies the base of an adapter",

@@ -15,11 +15,11 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from idlm.checkpoint import fsync, manifest_text, read_manifest, recover, sha256_of, staging_pattern
+from idlm.checkpoint import fsync, manifest_text, own_files, recover, sha256_of, staging_pattern
 from idlm.errors import UserError
 from idlm.files.disk import DISK_ERRNOS, MANIFEST, NO_LOCKS, cannot_save, lock_file, translate_disk_errors
 
@@ -78,23 +78,11 @@ def _write_manifest(staging: Path) -> None:
     (staging / MANIFEST).write_text(manifest_text(files), encoding="utf-8")
 
 
-def foreign_files(target: Path, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that `target` has but not its manifest: `publish` refuses to replace them."""
-    ours = _own_files(target)
-    return [name for name in names if os.path.lexists(target / name) and target / name not in ours]
-
-
-def _own_files(target: Path) -> set[Path]:
-    if target.is_dir() and (target / MANIFEST).exists():
-        return {target / name for name in (MANIFEST, *read_manifest(target))}
-    return set()
-
-
 def _keep_foreign_files(target: Path, staging: Path) -> None:
     """Hard-link (or copy) the files of `target` that its manifest does not name into `staging`."""
     if not target.exists():
         return
-    ours = _own_files(target)
+    ours = own_files(target)
     found = [target] if not target.is_dir() else [path for path in target.rglob("*") if path not in ours]
     clashes = []
     for path in found:

@@ -22,13 +22,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Members of one `kind` by name. The first look-up imports `package`; its import errors propagate."""
+    """Members of one `kind` by name. The first look-up imports `package`; all of them raise its errors."""
 
     def __init__(self, kind: str, package: str | None) -> None:
         self.kind = kind
         self.package = package
         self._members: dict[str, T] = {}
         self._is_scanned = False
+        self._error: Exception | None = None
         self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -67,6 +68,8 @@ class Registry(Generic[T]):
 
     def _scan(self) -> None:
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if self._is_scanned:
                 return
             # Set first: a module of the package may look up another member while it is being imported.
@@ -76,8 +79,9 @@ class Registry(Generic[T]):
                     for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
                         importlib.import_module(f"{self.package}.{module.name}")
                 self._load_entry_points()
-            except Exception:
-                self._is_scanned = False
+            except Exception as error:
+                # A second import would name what the first one left half registered, not the cause.
+                self._error = error
                 raise
 
     def _load_entry_points(self) -> None:

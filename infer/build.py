@@ -24,6 +24,7 @@ from idlm.infer.memory.base import (
     CANVAS,
     LOGITS,
     MEMORY_MANAGERS,
+    PAGED,
     MemoryDemand,
     MemoryManager,
     MemoryPlan,
@@ -36,9 +37,17 @@ from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
 from idlm.infer.planning.canvas import canvas_shape
+from idlm.infer.runtime.canvas_runner import CanvasRunner
 from idlm.infer.runtime.cuda_graphs import StaticStep
-from idlm.infer.runtime.model_runner import EagerStep, Step, head_shape, set_deterministic
-from idlm.infer.runtime.runners import RUNNERS, RunnerParts
+from idlm.infer.runtime.model_runner import (
+    EagerStep,
+    PassRunner,
+    Runner,
+    RunnerParts,
+    Step,
+    head_shape,
+    set_deterministic,
+)
 from idlm.infer.runtime.stride_controller import StrideController
 from idlm.infer.scheduler import Scheduler
 from idlm.infer.settings import EngineSettings
@@ -52,6 +61,8 @@ from idlm.kernels.paged_attention.backends import AUTO
 from idlm.log import get_logger
 from idlm.text.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 
+RUNNERS: Mapping[str, type[PassRunner]] = {PAGED: Runner, CANVAS: CanvasRunner}
+"""What executes passes, by the word that a memory manager says (`runner_of`)."""
 PAGE_SIZE = 16
 MIN_LANE_BYTES = 256
 """Estimated bytes of one lane's counters on the device and of its bookkeeping on the host."""
@@ -366,7 +377,7 @@ def _pool(
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
         device=model.device,
-        cache=PrefixCache(page_size=page_size) if has_cache else None,
+        cache=PrefixCache() if has_cache else None,
     )
     if stack is not None:
         stack.allocate_pages(pool.num_pages)

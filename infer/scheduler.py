@@ -93,7 +93,7 @@ class Scheduler:
             request = self.waiting[0]
             request.lane = self._free_lanes.pop()
             num_slots = self.slots_needed(request.num_known, request.max_length)
-            if not self._allocate(request, num_slots, schedule):
+            if not self._allocate(request, num_slots):
                 self._free_lanes.append(request.lane)
                 request.lane = None
                 break
@@ -205,47 +205,36 @@ class Scheduler:
         lane = lane_of(request)
         if self.pool.num_owned(lane):
             return self.pool.reserve(lane, num_slots)
-        if not self._allocate(request, num_slots, schedule):
+        if not self._allocate(request, num_slots):
             return False
         schedule.resumed.append(request)
         return True
 
-    def _allocate(self, request: Request, num_slots: int, schedule: Schedule) -> bool:
+    def _allocate(self, request: Request, num_slots: int) -> bool:
         """Reserve pages for a sequence that has none, beginning with the pages of its tokens that the prefix
         cache holds.
 
-        The block of the last known token is fed in any case, for its logits. A page that is equal in part, in
-        whole blocks, is copied, so that the lane writes into pages of its own only.
+        The block of the last known token is fed in any case, for its logits. Only whole pages are shared, so
+        that the lane writes into pages of its own only: what a page has in common with the text up to its
+        middle is computed again, which adds less than a page of rows to the next pass.
         """
         lane, cache, size = lane_of(request), self.pool.cache, self.pool.page_size
         if cache is None:
             return self.pool.reserve(lane, num_slots)
         most = self._kv_policy.num_reusable(request.num_known)
-        keys = self._page_keys(request, most // size)[: most // size]
-        shared = cache.chain(keys)
-        start = len(shared) * size
-        parent = keys[len(shared) - 1] if shared else cache.root
-        source, num_equal = cache.nearest(parent, request.known_ids(start, min(start + size, most)))
-        num_equal = self._kv_policy.num_computable(num_equal)
+        shared = cache.chain(self._page_keys(request, most // size)[: most // size])
         if not self.pool.reserve(lane, num_slots, shared):
             return False
-        if num_equal:
-            # The source may have been given to this lane or another by now: copies come before all writes.
-            cache.touch(source)
-            schedule.copies.append((source, self.pool.page(lane, len(shared))))
-        request.num_computed = start + num_equal
+        request.num_computed = len(shared) * size
         if request.num_forwards == 0:
             request.num_cached_tokens = request.num_computed
         cache.counts.num_lookups += 1
         cache.counts.num_tokens += most
         cache.counts.num_hit_tokens += request.num_computed
-        cache.counts.num_copied += num_equal > 0
         return True
 
     def _commit_computed_pages(self) -> None:
         """Enter what launched passes compute into the prefix cache."""
-        if self.pool.cache is not None:
-            self.pool.cache.mark_written()
         for request in self.running:
             self._commit(request, request.num_computed)
 
@@ -274,8 +263,7 @@ class Scheduler:
             if not is_written and cache.page_of(keys[place]) is not None:
                 return
             parent = keys[place - 1] if place else cache.root
-            token_ids = request.known_ids(place * size, (place + 1) * size)
-            self.pool.commit(lane, keys[place], parent, token_ids, is_written=is_written)
+            self.pool.commit(lane, keys[place], parent, is_written=is_written)
 
     def _page_keys(self, request: Request, num_pages: int) -> list[bytes]:
         """Keys of the request's first pages, at least `num_pages` of them."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from idlm.contracts import option
+from idlm.config.schema import option
 from idlm.errors import UserError
 
 NO_NAMES = ("", "none", "null", "off", "false")

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -84,16 +85,30 @@ class _Forgetful(PrefixCache):
         return pages[: self.dice.randint(0, len(pages))] if self.dice.random() < 0.5 else pages
 
 
+class _Pool(PagePool):
+    """Knows the pages that the next pass fills and that other lanes may hold by then."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.unwritten_pages: set[int] = set()
+
+    def commit(self, lane: int, key: bytes, parent: bytes, *, is_written: bool) -> None:
+        page = self._owned[lane][self.num_cached(lane)]
+        super().commit(lane, key, parent, is_written=is_written)
+        if not is_written:
+            self.unwritten_pages.add(page)
+
+
 class Simulation:
     """One engine without a model. `max_length` bounds prompt and answer together."""
 
     def __init__(self, world: World, dice: random.Random, *, max_length: int) -> None:
         self.world, self.dice, self.max_length = world, dice, max_length
         kind = _Forgetful if world.invalidate else PrefixCache
-        cache = kind(page_size=world.page_size) if world.has_cache else None
+        cache = kind() if world.has_cache else None
         if isinstance(cache, _Forgetful):
             cache.dice = dice
-        self.pool = PagePool(
+        self.pool = _Pool(
             num_pages=world.num_pages,
             page_size=world.page_size,
             num_lanes=world.num_lanes,
@@ -135,6 +150,7 @@ class Simulation:
 
     def step(self) -> None:
         """One pass of the engine."""
+        self.pool.unwritten_pages.clear()
         schedule = self.scheduler.next()
         if schedule is None:
             self._book(0)
@@ -169,13 +185,6 @@ class Simulation:
             )
         for request in (*schedule.preempted, *schedule.resumed):
             self.lanes[lane_of(request)].num_computed = request.num_computed
-        size = self.world.page_size
-        at_once = self.dice.choice((1, 2, 100))
-        for part in (schedule.copies[i : i + at_once] for i in range(0, len(schedule.copies), at_once)):
-            contents = [self.memory[source * size : (source + 1) * size] for source, _ in part]
-            for (_, target), content in zip(part, contents, strict=True):
-                self._check_writer(target)
-                self.memory[target * size : (target + 1) * size] = content
 
     def _run(self, schedule: Schedule) -> list[tuple[Request, bool, list[int]]]:
         self.num_passes += 1
@@ -225,7 +234,7 @@ class Simulation:
     def _check_writer(self, page: int) -> None:
         """A page that is written has one holder, or was entered for those who read it in this very pass."""
         if self.pool.cache is not None and page in self.pool.cache:
-            assert page in self.pool.cache._unwritten, f"{page=} is committed and written"
+            assert page in self.pool.unwritten_pages, f"{page=} is committed and written"
             self.num_shared_writes += self.pool._num_refs[page] > 1
         else:
             assert self.pool._num_refs[page] == 1, f"{page=} is shared and written"

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from idlm.infer.distributed.launcher import TensorParallelGroup, create_worker
 from idlm.infer.distributed.messages import receive, send
 from idlm.infer.distributed.rank import describe
+from idlm.infer.distributed.worker_loop import worker_loop
 from idlm.infer.engine import Engine
 from idlm.infer.models.shards import Shards
 from idlm.infer.options import check_options
-from idlm.infer.runtime.worker import worker_loop
 
 LONGEST_WAIT = timedelta(seconds=60)
 SMALL: dict[str, Any] = {

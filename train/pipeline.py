@@ -64,7 +64,7 @@ def run_training(config: TrainConfig, *, console: Any, sampler: Sampler | None =
     """Train, export and report. Every rank of a distributed run calls this; rank 0 publishes and reports."""
     start = time.perf_counter()
     check_config(config)
-    if config.train.device != "auto":
+    if config.train.device == "cuda":
         require_gpu(config.train.device, key="train.device")
     if config.adapter is not None and config.model.path is None:
         raise UserError(

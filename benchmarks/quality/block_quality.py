@@ -10,30 +10,34 @@ the engine, recomputes the answers of n questions.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.options import parse_options
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.quality.arms import (
+    ArmResult,
+    Measured,
+    arm_rows,
+    binomial_error,
+    engine_of,
+    free_memory,
+    greedy,
+)
+from benchmarks.results import RESULTS, append_rows
 from idlm.cli import command
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
-from idlm.infer.engine import Engine
+from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.semantics import Semantics
 from idlm.tasks import TASKS, Task, TaskSample
 from idlm.text.tokenizer import encode_prompt, load_tokenizer
 from tests.block_reference import Rules, Sampling, SlowBlocks
 
-COMMAND = "python -m benchmarks.block_quality"
 OPTIONS = {
     "model": "outputs/tiny_block",
     "task": "ledger",
@@ -71,19 +75,12 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """An arm's answers; `num_equal` of the first `num_compared` are those of the slow reference."""
+class Result(ArmResult):
+    """The answers of `arm`; `num_equal` of the first `num_compared` are those of the slow reference."""
 
     arm: Arm
-    evaluation: Evaluation
     num_compared: int = 0
     num_equal: int = 0
-    marks: tuple[bool, ...] = field(default=(), repr=False)
-
-    @property
-    def share(self) -> float:
-        """Exact match."""
-        return self.evaluation.exact_match
 
 
 def main() -> int:
@@ -122,20 +119,10 @@ def _results(
     """Results of all arms, one engine per strategy; the first answers are compared with the reference."""
     model, compared = Path(options["model"]), samples[: int(options["reference"])]
     for strategy, members in itertools.groupby(arms, key=lambda arm: arm.strategy):
-        engine = Engine.from_pretrained(
-            model,
-            "block",
-            device=options["device"],
-            dtype=options["dtype"],
-            max_num_seqs=int(options["batch"]),
-            prefix_cache=False,
-            strategy=strategy,
-        )
+        engine = engine_of(options, "block", prefix_cache=False, strategy=strategy)
         for arm in members:
             print(f"decoding: {strategy} {arm.threshold or ''}", file=sys.stderr)
-            params = SamplingParams(
-                temperature=0, max_tokens=int(options["max_tokens"]), seed=1, decoder_options=arm.options()
-            )
+            params = greedy(options, arm.options())
             evaluation = evaluate(engine, task, samples, params)
             answers = [list(done.token_ids) for done in evaluation.completions[: len(compared)]]
             expected = slow_answers(model, arm, compared, params)
@@ -147,11 +134,8 @@ def _results(
                 marks=tuple(verdict.correct for verdict in evaluation.verdicts),
             )
         engine.close()
-        # The next engine sizes its own memory.
         del engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def slow_answers(
@@ -167,11 +151,6 @@ def slow_answers(
     slow = SlowBlocks(model, rules, allows_ties=True)
     settings = Sampling(temperature=0, max_tokens=params.max_tokens, stops=meaning.stop_token_ids)
     return [slow.answer(encode_prompt(tokenizer, one.prompt), settings)[0] for one in samples]
-
-
-def binomial_error(share: float, num: int) -> float:
-    """Standard error of a share of `num` questions."""
-    return math.sqrt(share * (1 - share) / num)
 
 
 def difference_error(result: Result, base: Result) -> float:
@@ -217,30 +196,12 @@ def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
             "strategy": result.arm.strategy,
             "questions": num,
         }
-        speed = result.evaluation.tokens_per_second, base.evaluation.tokens_per_second
-        measured: list[tuple[str, float, str, float | None]] = [
-            ("exact_match", result.share, "share", base.share),
-            ("standard_error", binomial_error(result.share, num), "share", None),
-            ("standard_error_of_difference", difference_error(result, base), "share", None),
-            ("tokens_per_forward", result.evaluation.tokens_per_forward, "tokens", 1.0),
-            ("tokens_per_second", speed[0], "tokens/s", speed[1]),
+        further: list[Measured] = [
+            ("standard_error_of_difference", difference_error(result, base), "share", None)
         ]
         if result.num_compared:
-            measured.append(("equal_to_reference", result.num_equal / result.num_compared, "share", None))
-        out += [
-            result_row(
-                "block_quality",
-                case,
-                metric,
-                value,
-                unit,
-                baseline=baseline,
-                gate_passed=passes(result, base),
-                exactness=result.evaluation.exactness,
-                command=COMMAND,
-            )
-            for metric, value, unit, baseline in measured
-        ]
+            further.append(("equal_to_reference", result.num_equal / result.num_compared, "share", None))
+        out += arm_rows("block_quality", case, result, base, *further, gate_passed=passes(result, base))
     return out
 
 

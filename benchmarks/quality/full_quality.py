@@ -10,28 +10,22 @@ names values of `decoder.cache`, with "none" for a decoder without that option.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.options import parse_options
-from benchmarks.quality.block_quality import binomial_error
-from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.quality.arms import ArmResult, arm_rows, binomial_error, engine_of, free_memory, greedy
+from benchmarks.results import RESULTS, append_rows
 from idlm.cli import command
-from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
+from idlm.infer.cli.evaluate import evaluate, task_samples
 from idlm.infer.decoders.full_orders import ORDERS
-from idlm.infer.engine import Engine
 from idlm.tasks import TASKS, Task, TaskSample
 
-COMMAND = "python -m benchmarks.full_quality"
 OPTIONS = {
     "model": "outputs/tiny_full",
     "task": "ledger",
@@ -72,17 +66,10 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """An arm's answers; `marks` says which questions were answered exactly."""
+class Result(ArmResult):
+    """The answers of `arm`."""
 
     arm: Arm
-    evaluation: Evaluation
-    marks: tuple[bool, ...] = field(default=(), repr=False)
-
-    @property
-    def share(self) -> float:
-        """Exact match."""
-        return self.evaluation.exact_match
 
 
 def main() -> int:
@@ -139,31 +126,15 @@ def _results(
 ) -> Iterator[Result]:
     """Results of all arms, one engine for those that differ in the options of requests only."""
     for settings, members in itertools.groupby(arms, key=Arm.engine_options):
-        engine = Engine.from_pretrained(
-            Path(options["model"]),
-            "full",
-            device=options["device"],
-            dtype=options["dtype"],
-            max_num_seqs=int(options["batch"]),
-            **settings,
-        )
+        engine = engine_of(options, "full", **settings)
         for arm in members:
             print(f"decoding: {settings} {arm.request_options()}", file=sys.stderr)
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=int(options["max_tokens"]),
-                seed=1,
-                decoder_options=arm.request_options(),
-            )
-            evaluation = evaluate(engine, task, samples, params)
+            evaluation = evaluate(engine, task, samples, greedy(options, arm.request_options()))
             marks = tuple(verdict.correct for verdict in evaluation.verdicts)
             yield Result(arm=arm, evaluation=evaluation, marks=marks)
         engine.close()
-        # The next engine sizes its own memory.
         del engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def num_changed(result: Result, base: Result) -> tuple[int, int]:
@@ -205,27 +176,8 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
             "block_length": arm.block_length,
             "questions": num,
         }
-        speed = result.evaluation.tokens_per_second, base.evaluation.tokens_per_second
-        measured: list[tuple[str, float, str, float | None]] = [
-            ("exact_match", result.share, "share", base.share),
-            ("standard_error", binomial_error(result.share, num), "share", None),
-            ("tokens_per_forward", result.evaluation.tokens_per_forward, "tokens", 1.0),
-            ("tokens_per_second", speed[0], "tokens/s", speed[1]),
-        ]
-        out += [
-            result_row(
-                "full_quality",
-                case,
-                metric,
-                value,
-                unit,
-                baseline=baseline,
-                gate_passed=result.share >= ENOUGH if result is base else None,
-                exactness=result.evaluation.exactness,
-                command=COMMAND,
-            )
-            for metric, value, unit, baseline in measured
-        ]
+        gate = result.share >= ENOUGH if result is base else None
+        out += arm_rows("full_quality", case, result, base, gate_passed=gate)
     return out
 
 

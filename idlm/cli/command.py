@@ -1,4 +1,4 @@
-"""What every command line shares: user errors without a traceback, Ctrl-C without noise, plug-in options."""
+"""What every command line shares: user errors without a traceback, Ctrl-C without noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from idlm.config.compose import parse_value
 from idlm.errors import UserError
 
 # Set before torch is loaded: a spinning OpenMP pool is four times slower next to a busy process.
@@ -66,23 +65,3 @@ def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **_
     """Print only warnings for the user, without the position in the code."""
     if issubclass(category, UserWarning):
         print(f"warning: {message}", file=sys.stderr)
-
-
-def split_plugin_options(
-    arguments: Sequence[str], *, plugin: str
-) -> tuple[str | None, dict[str, Any], list[str]]:
-    """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
-
-    Returns the name or None, the options with values in the grammar of all overrides, and the remaining
-    arguments.
-    """
-    name, options, rest = None, {}, []
-    for argument in arguments:
-        key, equals, value = argument.lstrip("+").partition("=")
-        if equals and key == plugin:
-            name = value
-        elif equals and key.startswith(f"{plugin}."):
-            options[key.removeprefix(f"{plugin}.")] = parse_value(key, value)
-        else:
-            rest.append(argument)
-    return name, options, rest

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from idlm import __version__
-from idlm.config.compose import CONF_DIR, RECIPE, describe, recipes
+from idlm.config.compose import CONF_DIR, RECIPE, recipes
+from idlm.config.schema import describe_type, is_schema, members, plain, walk
 
 PARENTHESIS = re.compile(r"\s*\([^()]*\)")
 SENTENCE_END = re.compile(r"(?<=[.;])\s")
@@ -56,6 +59,36 @@ def help_text(command: CommandHelp, schema: type, *, plugins: str = "") -> str:
         f"All keys, given as key=value{more}:\n{describe(schema)}",
     ]
     return "\n\n".join([*sections, plugins] if plugins else sections)
+
+
+def describe(schema: type, *, keys: Sequence[str] = ()) -> str:
+    """Describe every key of `schema`, or only `keys`: type, default and help text; sections only if they have
+    help.
+    """
+    lines = {}
+    for key, annotation, item, default in walk(schema):
+        has_value, text = is_leaf(annotation), item.metadata.get("help", "")
+        if has_value or text:
+            shown = f" = {show_default(default)}" if has_value else ""
+            lines[key] = f"{key}{shown}\n    {text} [{describe_type(annotation)}]"
+    return "\n".join(lines[key] for key in keys or lines)
+
+
+def is_leaf(annotation: Any) -> bool:
+    """Return True for keys of values, False for sections and lists of sections."""
+    return not any(
+        is_schema(item) for one in members(annotation) for item in (one, *typing.get_args(one)[:1])
+    )
+
+
+def show_default(default: Any) -> str:
+    """Return a default as a user would type it."""
+    if default is MISSING:
+        return "(required)"
+    value = plain(default)
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"[{','.join(map(show_default, value))}]" if isinstance(value, list) else str(value)
 
 
 def recipe_summary(name: str, conf_dir: Path = CONF_DIR) -> str:

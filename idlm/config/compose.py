@@ -7,7 +7,6 @@ files and resolves interpolations, and the schema decides what is allowed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,19 +73,6 @@ def compose(config_name: str, schema: type[T], overrides: list[str], *, conf_dir
             fix="correct these keys on the command line or in the recipe; --help lists every key",
         )
     return config
-
-
-def describe(schema: type, *, keys: Sequence[str] = ()) -> str:
-    """Describe every key of `schema`, or only `keys`: type, default and help text; sections only if they have
-    help.
-    """
-    lines = {}
-    for key, annotation, field, default in schemas.walk(schema):
-        is_leaf, text = schemas.is_leaf(annotation), field.metadata.get("help", "")
-        if is_leaf or text:
-            shown = f" = {schemas.show_default(default)}" if is_leaf else ""
-            lines[key] = f"{key}{shown}\n    {text} [{schemas.describe_type(annotation)}]"
-    return "\n".join(lines[key] for key in keys or lines)
 
 
 def recipes(conf_dir: Path = CONF_DIR) -> list[str]:

@@ -23,6 +23,15 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 _GIVEN = {int: "integer", float: "number", str: "text", bool: "boolean", list: "list", dict: "mapping"}
 
 
+def option(text: str, default: Any) -> Any:
+    """Return a dataclass field with the help text that the command line shows. A list or dict default is
+    copied.
+    """
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 def fields_of(schema: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     """Return name -> (field, resolved annotation) of the fields that a user may set."""
     hints = typing.get_type_hints(schema)
@@ -109,7 +118,7 @@ def defaults_of(schema: type) -> dict[str, Any]:
     for name, (field, annotation) in fields_of(schema).items():
         value = _default_of(field)
         if value is not MISSING:
-            defaults[name] = _plain(value)
+            defaults[name] = plain(value)
         elif is_schema(annotation):
             defaults[name] = defaults_of(annotation)
     return defaults
@@ -119,12 +128,13 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as plain nested data: dataclasses as mappings, tuples as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in fields_of(type(value))}
+        return {name: plain(getattr(value, name)) for name in fields_of(type(value))}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def build(
@@ -204,13 +214,6 @@ def describe_type(annotation: Any) -> str:
     return _NAMES.get(annotation, "any value")
 
 
-def is_leaf(annotation: Any) -> bool:
-    """Return True for keys of values, False for sections and lists of sections."""
-    return not any(
-        is_schema(item) for one in members(annotation) for item in (one, *typing.get_args(one)[:1])
-    )
-
-
 def is_text(annotation: Any) -> bool:
     """Return whether only text or null fits, so that a value needs no parsing."""
     return set(members(annotation)) - {type(None)} == {str}
@@ -219,13 +222,3 @@ def is_text(annotation: Any) -> bool:
 def allows_null(annotation: Any) -> bool:
     """Return whether null fits."""
     return annotation is Any or type(None) in members(annotation)
-
-
-def show_default(default: Any) -> str:
-    """Return a default as a user would type it."""
-    if default is MISSING:
-        return "(required)"
-    plain = _plain(default)
-    if isinstance(plain, bool) or plain is None:
-        return {True: "true", False: "false", None: "null"}[plain]
-    return f"[{','.join(map(show_default, plain))}]" if isinstance(plain, list) else str(plain)

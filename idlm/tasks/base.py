@@ -6,11 +6,9 @@ the prompt again, so it finds mistakes of a model and of the generator alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
-
-from idlm.errors import UserError
 
 Split = Literal["train", "validation", "test"]
 MAX_QUOTED = 80
@@ -89,11 +87,3 @@ class Task(Protocol):
     def surface_texts() -> Iterator[str]:
         """Yield texts that together contain every word of the task in every position (for the tokenizer)."""
         ...
-
-
-def check_rules(name: str, config: object, rules: Mapping[str, bool]) -> None:
-    """Raise `UserError` IDLM-0222 naming the rules of task `name` that a configuration breaks."""
-    if broken := [text for text, holds in rules.items() if not holds]:
-        raise UserError(
-            "IDLM-0222", f"{name} cannot use {config!r}", fix="make these hold: " + "; ".join(broken)
-        )

@@ -72,7 +72,7 @@ class GeneratedTask(Task, Generic[Problem]):
     """
 
     LEVELS: ClassVar[Mapping[str, Any]]
-    """Presets, dataclasses of all knobs; the first one is the default."""
+    """Presets, dataclasses of all knobs with their `rules()`; the first one is the default."""
     LEXICON: ClassVar[Lexicon]
 
     def __init__(self, *, level: str | None = None, **knobs: Any) -> None:
@@ -81,8 +81,8 @@ class GeneratedTask(Task, Generic[Problem]):
     def _config(self, level: str, knobs: Mapping[str, Any]) -> Any:
         """Return the preset `level` with some knobs replaced.
 
-        Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob; the configuration
-        class itself raises IDLM-0222 for values that cannot work.
+        Raises `UserError` IDLM-0220 for an unknown level, IDLM-0221 for an unknown knob, and IDLM-0222 naming
+        the rules that values break.
         """
         if level not in self.LEVELS:
             raise UserError(
@@ -100,7 +100,11 @@ class GeneratedTask(Task, Generic[Problem]):
                     fix=f"use some of: {', '.join(known)}",
                 )
         changes = {knob: tuple(value) if isinstance(value, list) else value for knob, value in knobs.items()}
-        return replace(preset, **changes)
+        config = replace(preset, **changes)
+        if broken := [text for text, holds in config.rules().items() if not holds]:
+            fix = "make these hold: " + "; ".join(broken)
+            raise UserError("IDLM-0222", f"{self.name} cannot use {config!r}", fix=fix)
+        return config
 
     def sample(self, index: int, split: str) -> TaskSample:
         """Return sample `index` of `split`: the first problem of its own random stream that lies there.

@@ -13,7 +13,7 @@ B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -169,9 +169,6 @@ class Accelerator:
 
     def reset(self, lanes: list[int]) -> None:
         """Clear the state of lanes that get new sequences, or whose sequences lost their KV."""
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the state of pages whose KV is copied, given as (source, target), in this order."""
 
 
 class KVAccelerator(Accelerator, ABC):

@@ -4,7 +4,7 @@ Each page of 16 slots is summarised by the least and the largest key of each cha
 score is the upper bound of a query's product with any of its keys, averaged over the queries of a KV head
 (heads of its group, positions of the block). The block's rows see the best pages, and all of the block. A
 page is summarised when its keys are final, never from rows that a later pass overwrites. Summaries belong to
-physical pages, so shared and copied pages keep theirs. Departure: as for MAGE, the budget counts slots: k /
+physical pages, so shared pages keep theirs. Departure: as for MAGE, the budget counts slots: k /
 16 pages, rounded up.
 B sequences, I pieces, F slots, C pages of the engine in pieces, P pages of Quest, K KV heads, H head dim, L
 sparse layers.
@@ -13,7 +13,7 @@ sparse layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,15 +57,6 @@ class Bounds:
         self._least[layer, pieces_I] = least_IKH.to(self.least.dtype)
         self._largest[layer, pieces_I] = largest_IKH.to(self.largest.dtype)
 
-    def copy(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
-        """Copy the bounds of the engine's pages (source, target), in this order."""
-        per_page = page_size // self.size
-        for source, target in copies:
-            for each in (self.least, self.largest):
-                each[:, target * per_page : (target + 1) * per_page] = each[
-                    :, source * per_page : (source + 1) * per_page
-                ]
-
 
 @ACCELERATORS.register("quest")
 class Quest(KVAccelerator):
@@ -105,10 +96,6 @@ class Quest(KVAccelerator):
         num_pieces = num_pages * (spec.page_size // self.piece)
         shape = (self._num_layers, num_pieces, spec.num_kv_heads, spec.head_dim)
         self.bounds = Bounds(shape, self.piece, dtype=self._dtype, device=spec.device)
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy their bounds."""
-        self.bounds.copy(copies, self.spec.page_size)
 
     def begin(self, view: PassView) -> QuestPass:
         """Every pass over a block is sparse."""

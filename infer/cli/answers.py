@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from idlm.cli.progress import Progress
 from idlm.contracts import Completion
 from idlm.errors import UserError
 from idlm.infer.cli.config import require_tokenizer
 from idlm.infer.cli.fingerprint import RunConfig, of_request
-from idlm.infer.cli.progress import AnswerProgress
+from idlm.infer.cli.progress import Tally
 from idlm.infer.cli.prompts import PromptLine
-from idlm.infer.engine import Engine
+from idlm.infer.engine import Engine, StreamEvent
 from idlm.text.tokenizer import encode_messages
 
 QUEUE_FACTOR = 4
@@ -22,6 +23,32 @@ QUEUE_FACTOR = 4
 
 Key = tuple[str, int]
 Answer = tuple[PromptLine, Completion]
+
+
+class AnswerProgress(Progress):
+    """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
+
+    Tokens are counted when they are emitted; `tally` holds the figures of finished answers.
+    """
+
+    def __init__(self, title: str, *, total: int, **options: Any) -> None:
+        super().__init__(title, total=total, **options)
+        self.tally, self._num_tokens = Tally(), 0
+
+    def see(self, events: Iterable[StreamEvent]) -> None:
+        """Count the events of one pass."""
+        for event in events:
+            self._num_tokens += len(event.token_ids)
+            if event.completion is not None:
+                self.tally.add(event.completion)
+        self.update(self.tally.num_answers, self._figures)
+
+    def _figures(self) -> str:
+        tally = self.tally
+        rate = self._num_tokens / max(self.seconds, 1e-9)
+        per_forward = f"{tally.num_tokens / tally.num_forwards:.2f}" if tally.num_forwards else "-"
+        failed = f"  {tally.num_failed} failed" if tally.num_failed else ""
+        return f"{self._num_tokens:,} tokens  {rate:,.0f} tokens/s  TPF {per_forward}{failed}"
 
 
 class AnswerRun:

@@ -14,11 +14,11 @@ from idlm.files.paths import translate_path_errors
 from idlm.infer.cli.chat import chat, check_system, with_system
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.infer.cli.output import answer_file, exclusive_output, partial_path
-from idlm.infer.cli.progress import AnswerProgress, engine_name, print_stream
+from idlm.infer.cli.progress import engine_name, print_stream
 from idlm.infer.cli.prompts import PromptLine, check_prompts, read_prompts, text_prompts
 
 if TYPE_CHECKING:
-    from idlm.infer.cli.answers import AnswerRun
+    from idlm.infer.cli.answers import AnswerProgress, AnswerRun
     from idlm.infer.cli.fingerprint import RunConfig
     from idlm.infer.cli.resume import ResumeState
     from idlm.infer.engine import Engine
@@ -99,7 +99,7 @@ def _run(config: GenerateConfig, arguments: EngineArguments, read: Reader | None
     check_system(engine.tokenizer, config.system)
     if read is None:
         return chat(engine, config)
-    from idlm.infer.cli.answers import AnswerRun, check_lines, encode_line
+    from idlm.infer.cli.answers import AnswerProgress, AnswerRun, check_lines, encode_line
 
     if config.input is None and config.output is None and len(config.prompt) <= 1 and config.sampling.n == 1:
         [line] = read()

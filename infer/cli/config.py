@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from idlm.cli.command import split_plugin_options
-from idlm.config.compose import compose
-from idlm.contracts import SamplingParams, option
+from idlm.config.compose import compose, parse_value
+from idlm.config.schema import option
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.progress import loading
 from idlm.infer.settings import EngineSettings, as_options
@@ -121,6 +121,26 @@ def read_arguments(
     return config, EngineArguments(
         model=str(config.model), decoder=decoder, settings=settings, options=options
     )
+
+
+def split_plugin_options(
+    arguments: Sequence[str], *, plugin: str
+) -> tuple[str | None, dict[str, Any], list[str]]:
+    """Take `plugin=name` and `plugin.option=value` out of command-line arguments.
+
+    Returns the name or None, the options with values in the grammar of all overrides, and the remaining
+    arguments.
+    """
+    name, options, rest = None, {}, []
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if equals and key == plugin:
+            name = value
+        elif equals and key.startswith(f"{plugin}."):
+            options[key.removeprefix(f"{plugin}.")] = parse_value(key, value)
+        else:
+            rest.append(argument)
+    return name, options, rest
 
 
 def take_accelerator_options(arguments: Sequence[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -20,11 +20,12 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, EvaluateConfig, read_arguments
 from idlm.infer.cli.output import answer_file, exclusive_output
-from idlm.infer.cli.progress import AnswerProgress, engine_name
+from idlm.infer.cli.progress import engine_name
 from idlm.infer.cli.prompts import PromptLine
 from idlm.semantics import Semantics
 
 if TYPE_CHECKING:
+    from idlm.infer.cli.answers import AnswerProgress
     from idlm.infer.engine import Engine
     from idlm.tasks import Task, TaskSample, Verdict
 
@@ -122,6 +123,8 @@ def _evaluate(
     size its own.
     """
     import torch
+
+    from idlm.infer.cli.answers import AnswerProgress
 
     engine = arguments.load()
     try:

@@ -12,8 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from idlm.cli.help import CommandHelp, print_help
-from idlm.config.schema import show_default
+from idlm.cli.help import CommandHelp, print_help, show_default
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.registry import Registry

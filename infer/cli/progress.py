@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from idlm.cli.progress import Progress
 from idlm.contracts import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from idlm.infer.engine import Engine, StreamEvent
+    from idlm.infer.engine import Engine
 
 
 @contextmanager
@@ -89,29 +89,3 @@ class Tally:
             f"{self.num_tokens / seconds:.0f} tokens/s",
             file=sys.stderr,
         )
-
-
-class AnswerProgress(Progress):
-    """Shows how many answers of `total` are finished, tokens per second and tokens per forward (TPF).
-
-    Tokens are counted when they are emitted; `tally` holds the figures of finished answers.
-    """
-
-    def __init__(self, title: str, *, total: int, **options: Any) -> None:
-        super().__init__(title, total=total, **options)
-        self.tally, self._num_tokens = Tally(), 0
-
-    def see(self, events: Iterable[StreamEvent]) -> None:
-        """Count the events of one pass."""
-        for event in events:
-            self._num_tokens += len(event.token_ids)
-            if event.completion is not None:
-                self.tally.add(event.completion)
-        self.update(self.tally.num_answers, self._figures)
-
-    def _figures(self) -> str:
-        tally = self.tally
-        rate = self._num_tokens / max(self.seconds, 1e-9)
-        per_forward = f"{tally.num_tokens / tally.num_forwards:.2f}" if tally.num_forwards else "-"
-        failed = f"  {tally.num_failed} failed" if tally.num_failed else ""
-        return f"{self._num_tokens:,} tokens  {rate:,.0f} tokens/s  TPF {per_forward}{failed}"

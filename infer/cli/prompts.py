@@ -107,7 +107,7 @@ def check_prompts(lines: Iterable[PromptLine], *, source: str | None = None) -> 
 
 def _record(place: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise UserError(
             "IDLM-0432", f"{place} is not valid JSON: {error}", fix="one JSON object per line, in UTF-8"
@@ -116,6 +116,15 @@ def _record(place: str, line: bytes) -> dict[str, Any]:
         raise UserError("IDLM-0433", f"{place} needs exactly one of {SHAPES}", fix='write {"prompt": "..."}')
     check_text(place, json.dumps(record, ensure_ascii=False))
     return record
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`; ValueError for a repeated key, of which json would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return found
 
 
 def _carried(place: str, record: dict[str, Any], *, carry_keys: bool) -> dict[str, Any]:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from idlm.errors import UserError
 from idlm.infer.build import build, resolve_device
 from idlm.infer.distributed.messages import Message, receive, send, step_message
+from idlm.infer.distributed.worker_loop import digest
 from idlm.infer.errors import is_out_of_memory
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions
@@ -221,7 +222,7 @@ class DriverWorker(Worker):
     def compare(self) -> None:
         """Wait for all passes; UserError IDLM-0429 if ranks differ in their tokens or pointers."""
         self.group.broadcast({"do": "digest", "engine": self._number})
-        mine = self.digest()
+        mine = digest(self.parts.table)
         others = [answer["digest"] for answer in self.group.answers()]
         odd = [rank for rank, other in enumerate(others, start=1) if other != mine]
         if odd:

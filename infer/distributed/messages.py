@@ -45,8 +45,8 @@ def receive(connection: Connection) -> Message | None:
 
 
 def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Message:
-    """A pass and what precedes it: admitted requests, moved KV pointers, `pages` (lane, place, page) that
-    lanes received, and pages to copy.
+    """A pass and what precedes it: admitted requests, moved KV pointers, and `pages` (lane, place, page) that
+    lanes received.
     """
     return {
         "admitted": [_request_message(request) for request in schedule.scheduled_new_requests],
@@ -54,7 +54,6 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
             [lane_of(request), request.num_computed] for request in (*schedule.preempted, *schedule.resumed)
         ],
         "pages": pages,
-        "copies": schedule.copies,
         "lanes": [lane_of(request) for request in schedule.requests],
         "num_feed": schedule.num_feed,
         "num_known": schedule.num_known,
@@ -87,7 +86,6 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         num_rows=message["num_rows"],
         scheduled_new_requests=admitted,
         resumed=[requests[lane] for lane, _ in message["rewound"]],
-        copies=[(source, target) for source, target in message["copies"]],
         mode=message["mode"],
     )
 

@@ -31,7 +31,7 @@ def main(descriptor: str, parent: str) -> None:
         hello = inbox.get()
         # These imports take seconds, so the connection is watched first.
         from idlm.infer.distributed.launcher import join
-        from idlm.infer.runtime.worker import worker_loop
+        from idlm.infer.distributed.worker_loop import worker_loop
 
         send(connection, {"state": "here"})
         inbox.get()

@@ -59,7 +59,7 @@ class MemoryPlan:
 class MemoryManager(Protocol):
     """Decides the size of the KV pool and how passes divide what they allocate.
 
-    An attribute `runner` says what executes its passes (`idlm.infer.runtime.runners`); without one, PAGED.
+    An attribute `runner` says what executes its passes (`idlm.infer.build.RUNNERS`); without one, PAGED.
     """
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from idlm.errors import UserError
+from idlm.errors import MAX_NAMED, UserError
 from idlm.infer.models import weights
 from idlm.infer.models.base import ModelSpec, TensorNames
 from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
@@ -110,7 +110,7 @@ def read_kv_scales(
     if problems:
         raise UserError(
             "IDLM-0614",
-            f"KV scales: {'; '.join(problems[: weights.MAX_NAMED])}",
+            f"KV scales: {'; '.join(problems[:MAX_NAMED])}",
             fix=f"give each layer a k_scale and a v_scale, 1 or {spec.num_kv_heads} numbers above 0, or none",
         )
     return torch.stack(scales).view(2, spec.num_layers, -1).to(device)

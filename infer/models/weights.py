@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 
-from idlm.checkpoint import read_json
-from idlm.errors import UserError
+from idlm.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
+from idlm.errors import UserError, some_of
 from idlm.infer.models.dense import WeightTarget
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.pth", "*.ckpt")
 FLOATS = ("F", "BF")
 """First letters of floating-point types in a safetensors header."""
-MAX_NAMED = 8
 WATCHER: ContextVar[Callable[[int, int], None]] = ContextVar("WATCHER", default=lambda num_done, total: None)
 """Called by `copy` after each tensor with the bytes copied and in all. It is a context variable because the
 command line that shows progress is many calls above `copy`.
@@ -32,10 +29,16 @@ command line that shows progress is many calls above `copy`.
 
 def locate(directory: Path) -> dict[str, Path]:
     """The file of every tensor. Raises UserError IDLM-0602 (no safetensors) or IDLM-0607 (broken)."""
-    if (directory / SINGLE_FILE).is_file():
-        return dict.fromkeys(tensor_names(directory / SINGLE_FILE), directory / SINGLE_FILE)
-    if (directory / INDEX_FILE).is_file():
-        return _locate_sharded(directory)
+    files = weight_files(directory)
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise UserError(
+            "IDLM-0607",
+            f"{directory} lacks {len(absent)} of {len(files)} weight files: {some_of(absent)}",
+            fix="download the missing files",
+        )
+    if files:
+        return {name: path for path in files for name in tensor_names(path)}
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -50,32 +53,6 @@ def locate(directory: Path) -> dict[str, Path]:
         f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}",
         fix="give the directory that holds the weights; a download may be incomplete",
     )
-
-
-def _locate_sharded(directory: Path) -> dict[str, Path]:
-    index_path = directory / INDEX_FILE
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(
-            "IDLM-0607", f"{index_path} has no weight_map", fix="restore the file from its source"
-        )
-    shards = sorted({str(name) for name in weight_map.values()})
-    for shard in shards:
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise UserError(
-                "IDLM-0607",
-                f"{index_path} names the file {shard!r}; allowed are plain *.safetensors names",
-                fix="do not use this checkpoint unless you know where it comes from",
-            )
-    absent = [shard for shard in shards if not (directory / shard).is_file()]
-    if absent:
-        raise UserError(
-            "IDLM-0607",
-            f"{directory} lacks {len(absent)} of {len(shards)} weight files: {_some(absent)}",
-            fix="download the missing files",
-        )
-    present = {shard: set(tensor_names(directory / shard)) for shard in shards}
-    return {name: directory / shard for name, shard in weight_map.items() if name in present[shard]}
 
 
 def check(targets: Mapping[str, WeightTarget], files: Mapping[str, Path], ignored: Collection[str]) -> None:
@@ -118,7 +95,7 @@ def misfits(
     missing = sorted(targets.keys() - files.keys())
     unused = sorted(files.keys() - targets.keys() - set(ignored))
     return [
-        f"{len(found)} {what}: {_some(found)}"
+        f"{len(found)} {what}: {some_of(found)}"
         for what, found in (
             ("missing", missing),
             ("of the wrong shape", wrong_shapes),
@@ -182,8 +159,3 @@ def _opened(path: Path) -> Iterator[Any]:
             f"{path} cannot be read as safetensors: {error}",
             fix="restore the file from its source",
         ) from error
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMED])
-    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"

@@ -27,8 +27,6 @@ PLAIN, MAPPED = "plain", "mapped"
 SHRINK_BELOW = 0.5
 """A plain arena shrinks when less than this share of it is needed."""
 
-log = get_logger(__name__)
-
 
 class Arena(Protocol):
     """A workspace on one device."""
@@ -62,7 +60,7 @@ def open_arena(kind: str, device: torch.device) -> Arena:
             driver = CudaDriver(device)
             return MappedArena(driver, torch.cuda.get_device_properties(device).total_memory)
         except DriverError as error:
-            log.warning("arena=mapped is not available, arena=plain is used: %s", error)
+            get_logger(__name__).warning("arena=mapped is not available, arena=plain is used: %s", error)
     return PlainArena(device)
 
 

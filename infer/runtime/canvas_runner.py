@@ -11,22 +11,26 @@ Shapes: R rows of a pass, X wanted rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection
+from dataclasses import replace
 from itertools import chain
 
 import torch
 
 from idlm.errors import UserError
 from idlm.infer.models.dense import DenseTrunk
-from idlm.infer.models.loader import LoadedModel
-from idlm.infer.planning.arena import Arena
+from idlm.infer.models.loader import LoadedModel, Outline
+from idlm.infer.planning.arena import Arena, open_arena
 from idlm.infer.planning.canvas import canvas_shape, library_bytes
 from idlm.infer.planning.chunking import MIN_CHUNK_ROWS, plan_forward, trunk_forward
 from idlm.infer.planning.planner import Plan
 from idlm.infer.planning.trunk import HEAD
 from idlm.infer.runtime.canvas_ops import CanvasPass
 from idlm.infer.runtime.canvas_rows import CanvasRows
+from idlm.infer.runtime.model_runner import RunnerParts
+from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 
 MAX_PLANS = 256
@@ -52,6 +56,50 @@ class CanvasRunner:
         self.shape = canvas_shape(model.spec, model.dtype)
         self._templates = trunk_forward(self.shape, arm)
         self._plans: OrderedDict[int, Plan] = OrderedDict()
+
+    @classmethod
+    def make(cls, parts: RunnerParts) -> CanvasRunner:
+        """The runner of an engine, in the workspace that its settings name."""
+        arena = open_arena(parts.settings.memory_arena, parts.model.device)
+        return cls(parts.model, arena, parts.pool, capacity=parts.plan.workspace_bytes)
+
+    @staticmethod
+    def resolve(
+        settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
+    ) -> EngineSettings:
+        """Raise UserError IDLM-0471 for what has no place in the template. Passes are eager, because their
+        plan follows their rows.
+        """
+        name = f"memory={settings.memory}"
+        if policy.store != "shared":
+            raise UserError(
+                "IDLM-0471",
+                f"{name} runs decoders that store nothing between passes, and this one keeps pages of keys "
+                "and values",
+                fix="use memory=caching, or decoder=full without decoder.cache on a full-diffusion "
+                "checkpoint",
+            )
+        moe, backend = outline.spec.moe, settings.attention
+        refused = {
+            "a gated adapter": outline.adapter is not None,
+            "experts in some layers only": bool(moe and (moe.dense_layers or moe.layer_step != 1)),
+            "a shared expert": moe is not None and moe.shared_ffn_width > 0,
+            f"accelerators=[{','.join(accelerators)}]": bool(accelerators),
+            f"tensor_parallel={settings.tensor_parallel}": settings.tensor_parallel > 1,
+            f"weights={settings.weights}": settings.weights == "fp8",
+            f"kv_cache={settings.kv_cache}": settings.kv_cache == "fp8",
+            "graphs=on": settings.graphs == "on",
+            "deterministic=true": settings.deterministic,
+            f"attention={backend}, which chooses paged attention": backend != "auto",
+        }
+        found = [what for what, is_refused in refused.items() if is_refused]
+        if found:
+            raise UserError(
+                "IDLM-0471",
+                f"{name} does not support {'; '.join(found)}",
+                fix="leave it out, or use memory=caching",
+            )
+        return replace(settings, graphs="off")
 
     @property
     def library_bytes(self) -> int:
@@ -115,7 +163,3 @@ class CanvasRunner:
                 return CanvasRows(run, list(chain([step], steps)))
             run.execute(step)
         raise AssertionError(f"no row is wanted: {num_wanted=}")
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Nothing is stored, so nothing is shared."""
-        assert not copies, f"{copies=}"

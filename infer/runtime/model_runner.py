@@ -10,7 +10,7 @@ sequences, J tokens that a pass can emit, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from idlm.errors import UserError
 from idlm.infer.decoders.base import Decoder
-from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
-from idlm.infer.models.loader import LoadedModel
+from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, MemoryPlan, Transient
+from idlm.infer.models.loader import LoadedModel, Outline
+from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
 from idlm.infer.state.batch import Batch, Schedule, StepOutcome, StepPlan
-from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import DroppedRows, WantedRows
@@ -83,10 +84,36 @@ class EagerStep:
         return self.step(schedule.batch(self.step.table.device, self.step.decoder.num_rows))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What a runner may use; `open_cache` allocates the pages, for a runner that has them."""
+
+    settings: EngineSettings
+    model: LoadedModel
+    pool: PagePool
+    open_cache: Callable[[], KVCache]
+    attention: str
+    stack: AcceleratorStack | None
+    memory: MemoryManager
+    plan: MemoryPlan
+
+
 class PassRunner(Protocol):
-    """What a step needs of a runner."""
+    """Executes passes."""
 
     pool: PagePool
+
+    @classmethod
+    def make(cls, parts: RunnerParts) -> PassRunner:
+        """The runner of an engine."""
+        ...
+
+    @staticmethod
+    def resolve(
+        settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
+    ) -> EngineSettings:
+        """The settings as this runner needs them; UserError for what it cannot run. Before weights load."""
+        ...
 
     def forward(self, plan: StepPlan) -> WantedRows:
         """Run the model over the rows of `plan` and return its wanted rows."""
@@ -96,30 +123,32 @@ class PassRunner(Protocol):
         """Raise UserError for a request whose passes, of so many rows, could never run."""
         ...
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of pages (from, to), before the next pass."""
-        ...
-
 
 class Runner:
-    """Model and cache of one device, and the accelerators between them. `memory` plans the transients."""
+    """Model and cache of one device, and the accelerators between them. The memory manager plans the
+    transients.
+    """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        cache: KVCache,
-        pool: PagePool,
-        *,
-        attention: str,
-        stack: AcceleratorStack | None,
-        memory: MemoryManager,
-    ) -> None:
-        self._trunk, self._cache, self.pool, self._attention = model.trunk, cache, pool, attention
-        self._stack = stack
-        self._heads = head_shape(model, cache.keys.dtype)
+    def __init__(self, parts: RunnerParts) -> None:
+        model = parts.model
+        self._trunk, self._cache, self.pool = model.trunk, parts.open_cache(), parts.pool
+        self._attention, self._stack = parts.attention, parts.stack
+        self._heads = head_shape(model, self._cache.keys.dtype)
         self._scale = model.spec.head_dim**-0.5
         logits_bytes = model.spec.vocab_size * model.dtype.itemsize
-        self._num_chunks = functools.cache(partial(_num_chunks, memory, model.device, logits_bytes))
+        self._num_chunks = functools.cache(partial(_num_chunks, parts.memory, model.device, logits_bytes))
+
+    @classmethod
+    def make(cls, parts: RunnerParts) -> Runner:
+        """The runner of an engine."""
+        return cls(parts)
+
+    @staticmethod
+    def resolve(
+        settings: EngineSettings, policy: KVWritePolicy, outline: Outline, accelerators: Collection[str]
+    ) -> EngineSettings:
+        """The settings as they are: this runner runs all of them."""
+        return settings
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> WantedRows:
@@ -178,12 +207,6 @@ class Runner:
 
     def check_canvas(self, num_rows: int, num_wanted: int) -> None:
         """Any request that the pool can hold can run."""
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of pages (from, to), before the next pass."""
-        self._cache.copy_pages(copies, self.pool.page_size)
-        if self._stack is not None:
-            self._stack.copy_pages(copies)
 
 
 def _num_chunks(

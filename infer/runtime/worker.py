@@ -1,5 +1,5 @@
-"""Executes schedules on one device: fills lanes, rewinds KV pointers, copies pages and launches steps, whose
-results `InflightStep` copies to the host without waiting for them.
+"""Executes schedules on one device: fills lanes, rewinds KV pointers and launches steps, whose results
+`InflightStep` copies to the host without waiting for them.
 
 A worker takes no decisions. With tensor parallelism each rank has one, and that of rank 0
 (`launcher.DriverWorker`) broadcasts each schedule to the others before it executes it.
@@ -10,7 +10,6 @@ tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +17,12 @@ import torch
 from torch import Tensor
 
 from idlm.contracts import TokenLogprob
-from idlm.infer.build import build
-from idlm.infer.distributed.messages import Message, schedule_from_message
-from idlm.infer.models.shards import Shards
-from idlm.infer.options import check_options
 from idlm.infer.parts import EngineParts
 from idlm.infer.request import Request
 from idlm.infer.runtime.cuda_graphs import StaticStep
 from idlm.infer.runtime.model_runner import StepResult
 from idlm.infer.state.batch import Schedule, lane_of
-from idlm.infer.state.sequence_state import SequenceState
 
-DIGEST_PRIME = 1_000_003
 POLL_SECONDS = 5e-5
 POLLS_PER_CHECK = 1000
 
@@ -61,10 +54,6 @@ class Worker:
     def close(self) -> None:
         """End the ranks of this engine, if it has any."""
 
-    def digest(self) -> int:
-        """A checksum of tokens and pointers of all sequences, equal on all ranks. Waits for all steps."""
-        return digest(self.parts.table)
-
     def _admit(self, schedule: Schedule) -> None:
         """Fill the lanes of new requests, and rewind those that were preempted or resumed."""
         parts, new = self.parts, schedule.scheduled_new_requests
@@ -87,7 +76,6 @@ class Worker:
             parts.decoder.rewind(rewound_lanes)
         if parts.stack is not None and (new or rewound):
             parts.stack.reset(new_lanes + rewound_lanes)
-        parts.runner.copy_pages(schedule.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,37 +174,3 @@ def _read(num_top: int, b: int, token_ids: list[int], results: list[Any]) -> lis
         )
         for j, token_id in enumerate(token_ids)
     ]
-
-
-@torch.inference_mode()
-def digest(table: SequenceState) -> int:
-    """Sum of known tokens, weighted by position and lane, and of the pointers, modulo 2^64."""
-    positions_L = torch.arange(table.max_length, device=table.device)
-    tokens_ZL = table.tokens_ZL[:, : table.max_length] * (positions_L < table.num_known_Z[:, None])
-    sums_Z = (tokens_ZL * (DIGEST_PRIME * positions_L + 1)).sum(dim=1)
-    for column_Z in (table.num_known_Z, table.num_computed_Z, table.steps_Z):
-        sums_Z = sums_Z * DIGEST_PRIME + column_Z
-    lanes_Z = torch.arange(len(sums_Z), device=table.device)
-    return int((sums_Z * (2 * lanes_Z + 1)).sum())
-
-
-def worker_loop(
-    receive: Callable[[], Message | None], send: Callable[[Message], None], shards: Shards
-) -> None:
-    """The loop of a rank other than 0: execute messages until there are none. Serves several engines."""
-    workers: dict[int, tuple[Worker, dict[int, Request]]] = {}
-    while (message := receive()) is not None:
-        number = message["engine"]
-        match message["do"]:
-            case "build":
-                parts = build(message["path"], check_options(message["decoder"], message["options"]), shards)
-                workers[number] = Worker(parts), {}
-                send({"state": "built"})
-            case "pass":
-                worker, requests = workers[number]
-                worker.parts.pool.follow(message["pages"])
-                worker.launch(schedule_from_message(message, requests))
-            case "digest":
-                send({"digest": workers[number][0].digest()})
-            case "drop":
-                del workers[number]

@@ -71,12 +71,6 @@ class AcceleratorStack:
         if self.num_waits_Z is not None:
             fill_lanes(lanes, 0, self.num_waits_Z)
 
-    @torch.inference_mode()
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the state of pages whose KV is copied, given as (source, target)."""
-        for each in self.members:
-            each.copy_pages(copies)
-
     def begin(
         self,
         plan: StepPlan,

@@ -24,7 +24,7 @@ class Schedule:
     `num_feed[b]` known tokens are fed; at most `num_known[b]` are computed afterwards; `samples[b]`: these
     are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode. A later
     pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
-    ones lose their KV, `resumed` ones get (part of) it back, and `copies` are pages (from, to) to copy.
+    ones lose their KV, and `resumed` ones get (part of) it back.
     `mode`: which of the decoder's modes lays the pass out.
     """
 
@@ -36,7 +36,6 @@ class Schedule:
     scheduled_new_requests: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     mode: int = 0
     num_lookahead_tokens: int = 1
 

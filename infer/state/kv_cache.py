@@ -1,12 +1,12 @@
 """Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
 with), and where (`KV_STORES`).
 
-Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query heads, C pages to copy.
+Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,11 +15,8 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.state.batch import to_device
 from idlm.kernels.paged_attention import Plan, paged_attention
 
-MAX_PAGES_PER_COPY = 32
-"""Bounds the temporary memory of copies."""
 KVKind = Literal["append", "block", "none"]
 StoreKind = Literal["layers", "shared"]
 
@@ -179,17 +176,6 @@ class KVCache:
         return paged_attention(
             q_RNH, keys, values, plan, scale=scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
         )
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
-        """Copy pages (from, to) of all layers, in order. No page is read after it was written."""
-        for start in range(0, len(copies), MAX_PAGES_PER_COPY):
-            part = copies[start : start + MAX_PAGES_PER_COPY]
-            from_C, to_C = to_device(part, self.keys.device).unbind(dim=1)
-            for slots in (self.keys, self.values):
-                # As bytes: not every device can index eight-bit floats.
-                slots = slots.view(torch.uint8) if slots.itemsize == 1 else slots
-                pages = slots.view(slots.shape[0], -1, page_size, *slots.shape[2:])
-                pages[:, to_C] = pages[:, from_C]
 
 
 class CanvasCache(KVCache):

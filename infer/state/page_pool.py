@@ -80,10 +80,6 @@ class PagePool:
         """Number of a lane's front pages that are in the prefix cache."""
         return self._num_cached[lane]
 
-    def page(self, lane: int, place: int) -> int:
-        """The page at a place of a lane."""
-        return self._owned[lane][place]
-
     def pages_for(self, num_slots: int) -> int:
         """Pages that hold `num_slots` slots."""
         return -(-num_slots // self.page_size)
@@ -105,11 +101,9 @@ class PagePool:
             self._incref(lane, len(owned), self._allocate())
         return True
 
-    def commit(
-        self, lane: int, key: bytes, parent: bytes, token_ids: Sequence[int], *, is_written: bool
-    ) -> None:
-        """Enter the lane's first page that is not in the prefix cache; its slots hold the KV of `token_ids`,
-        or will after the next pass.
+    def commit(self, lane: int, key: bytes, parent: bytes, *, is_written: bool) -> None:
+        """Enter the lane's first page that is not in the prefix cache; its slots hold the KV of the text of
+        `key`, or (`is_written` False) will after the next pass.
 
         If another lane has entered such a page before, the lane takes that one in place of its own: a lane
         that holds a page then also holds the cached pages before it. Passes under way still read the old
@@ -120,7 +114,7 @@ class PagePool:
         own = self._owned[lane][place]
         cached = self.cache.page_of(key)
         if cached is None:
-            self.cache.insert(key, parent, token_ids, own, is_written=is_written)
+            self.cache.insert(key, parent, own)
         else:
             assert is_written, f"{lane=} is about to write {place=}"
             self._incref(lane, place, cached)

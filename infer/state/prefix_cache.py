@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 @dataclass(slots=True, kw_only=True)
 class PrefixCacheCounts:
     """Counts since the engine was built. `num_tokens`: known tokens looked up for sequences that were
-    admitted or resumed; `num_hit_tokens`: those whose KV was found. `num_copied`: partly equal pages, copied.
+    admitted or resumed; `num_hit_tokens`: those whose KV was found.
     """
 
     num_lookups: int = 0
     num_tokens: int = 0
     num_hit_tokens: int = 0
-    num_copied: int = 0
     num_evicted: int = 0
 
 
@@ -38,7 +36,6 @@ class _Entry:
     page: int
     key: bytes
     parent: bytes
-    token_ids: tuple[int, ...]
 
 
 class PrefixCache:
@@ -47,8 +44,7 @@ class PrefixCache:
     root = bytes(32)
     """The key before the first page of every text."""
 
-    def __init__(self, *, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self) -> None:
         self.counts = PrefixCacheCounts()
         self.clear()
 
@@ -56,9 +52,8 @@ class PrefixCache:
         """Remove all pages."""
         self._by_key: dict[bytes, _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
-        self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        self._children: dict[bytes, set[int]] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._unwritten: set[int] = set()
 
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
@@ -97,41 +92,13 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def nearest(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The child of `parent` that shares the longest prefix with `token_ids`, and its length; (-1, 0) if
-        none does.
-
-        In sorted order that page is next to the place of `token_ids`. Pages that only the next pass writes
-        cannot be copied before it.
-        """
-        children, wanted = self._children.get(parent, []), tuple(token_ids)
-        place = bisect_left(children, (wanted, -1))
-        found = (-1, 0)
-        for tokens, page in children[max(place - 1, 0) : place + 1]:
-            num_equal = _num_equal(tokens, wanted)
-            if num_equal > found[1] and page not in self._unwritten:
-                found = page, num_equal
-        return found
-
-    def insert(
-        self, key: bytes, parent: bytes, token_ids: Sequence[int], page: int, *, is_written: bool
-    ) -> None:
-        """Enter a page that a lane holds. `is_written` False: a pass that is not launched yet will fill it;
-        see `mark_written`.
-        """
-        entry = _Entry(page, key, parent, tuple(token_ids))
-        assert len(token_ids) == self.page_size, f"{len(token_ids)=}"
-        assert entry.key not in self._by_key, "a key has two pages"
+    def insert(self, key: bytes, parent: bytes, page: int) -> None:
+        """Enter a page that a lane holds; `parent` is the key of the page before it."""
+        assert key not in self._by_key, "a key has two pages"
         assert page not in self._by_page, f"{page=} has two keys"
         assert parent == self.root or parent in self._by_key, "the page before it is not here"
-        self._by_key[entry.key] = self._by_page[page] = entry
-        insort(self._children.setdefault(parent, []), (entry.token_ids, page))
-        if not is_written:
-            self._unwritten.add(page)
-
-    def mark_written(self) -> None:
-        """The passes that fill the entered pages have been launched."""
-        self._unwritten.clear()
+        self._by_key[key] = self._by_page[page] = _Entry(page, key, parent)
+        self._children.setdefault(parent, set()).add(page)
 
     def make_evictable(self, page: int) -> bool:
         """The last lane released the page. False: it is not in the index, so it cannot be found again."""
@@ -144,11 +111,6 @@ class PrefixCache:
         """A lane holds the evictable page again."""
         del self._evictable[page]
 
-    def touch(self, page: int) -> None:
-        """An evictable page was used: evict it later. Its children stay before it, and its parent is held."""
-        if page in self._evictable:
-            self._evictable.move_to_end(page)
-
     def evict(self) -> int:
         """Remove the page that has been evictable for longest, and return it."""
         page = next(iter(self._evictable))
@@ -160,7 +122,7 @@ class PrefixCache:
         """Remove an evictable page and its descendants, which are evictable too; returns them, it last."""
         found = [page]
         for above in found:
-            found += [child for _, child in self._children.get(self._by_page[above].key, ())]
+            found += self._children.get(self._by_page[above].key, ())
         for below in reversed(found):
             self._remove(below)
         return found[::-1]
@@ -172,7 +134,7 @@ class PrefixCache:
         assert entry.key not in self._children, f"{page=} goes before its children"
         del self._by_key[entry.key]
         siblings = self._children[entry.parent]
-        del siblings[bisect_left(siblings, (entry.token_ids, page))]
+        siblings.remove(page)
         if not siblings:
             del self._children[entry.parent]
 
@@ -183,14 +145,7 @@ class PrefixCache:
         assert self._evictable.keys() <= self._by_page.keys()
         order = {page: place for place, page in enumerate(self._evictable)}
         for entry in self._by_key.values():
-            assert entry.key == self.key(entry.parent, entry.token_ids), f"{entry.page=}"
-            assert (entry.token_ids, entry.page) in self._children[entry.parent]
+            assert entry.page in self._children[entry.parent]
             if entry.parent != self.root:
                 parent = self._by_key[entry.parent].page
                 assert parent not in order or order.get(entry.page, len(order)) < order[parent], f"{parent=}"
-
-
-def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -9,7 +9,7 @@ B packed rows, T rows of one packed row, I tiles of one packed row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -51,7 +51,7 @@ class Visibility:
         return tuple(getattr(self, name) for name in FIELDS)
 
 
-FIELDS = tuple(field.name for field in fields(Visibility))
+FIELDS = tuple(Visibility.__dataclass_fields__)
 
 
 def from_tensors(tensors: Sequence[torch.Tensor]) -> Visibility:

@@ -154,7 +154,7 @@ def test_soak(checkpoint: Path, decoder: str, as_on_a_gpu: bool) -> None:
     cache = _check_soak(checkpoint, decoder, count, options)
     assert cache is not None
     counts = cache.counts
-    assert min(counts.num_hit_tokens, counts.num_copied, counts.num_evicted) > count // 4, counts
+    assert min(counts.num_hit_tokens, counts.num_evicted) > count // 4, counts
 
 
 @pytest.mark.decides

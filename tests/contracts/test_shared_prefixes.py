@@ -18,7 +18,6 @@ from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.rejection import STRATEGIES
 from idlm.infer.engine import Engine
-from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.contracts.engines import (
@@ -90,7 +89,7 @@ def _uncached(
 @pytest.mark.parametrize("num_inflight_steps", [0, 3])
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_inflight_steps: int) -> None:
-    """From a cold cache, from a full one (all but the last token of every prompt is in it), and when pages
+    """From a cold cache, from a full one (all whole pages of every prompt are in it), and when pages
     are so few that they are evicted and sequences preempted.
     """
     prompts, params, expected = _uncached(checkpoint, decoder)
@@ -98,7 +97,7 @@ def test_answers_are_those_without_a_cache(checkpoint: Path, decoder: str, num_i
     assert _said(engine.generate(prompts, params)) == expected
     again = engine.generate(prompts, params)
     assert _said(again) == expected
-    assert [c.num_cached_tokens for c in again] == [c.num_prompt_tokens - 1 for c in again]
+    assert [c.num_cached_tokens for c in again] == [(c.num_prompt_tokens - 1) // PAGE * PAGE for c in again]
     assert_idle(engine)
 
     tight = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=num_inflight_steps)
@@ -122,11 +121,10 @@ def test_in_passes_of_static_shape(checkpoint: Path, decoder: str) -> None:
 
 @pytest.mark.parametrize("decoder", ["ar", "branch"])
 def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages hold NaN from the moment they are free, evicted ones from the moment copies of them are made."""
+    """Pages hold NaN from the moment they are free or evicted."""
     engine = _engine(checkpoint, decoder, **TIGHT, num_inflight_steps=3)
     memory = engine._parts.runner._cache
-    evicted: list[int] = []
-    let_go, evict, copy_pages = PagePool._decref, PrefixCache.evict, KVCache.copy_pages
+    let_go, evict = PagePool._decref, PrefixCache.evict
     num_poisoned = 0
 
     def poison(pages: Sequence[int]) -> None:
@@ -140,17 +138,12 @@ def test_freed_pages_are_never_read(checkpoint: Path, decoder: str, monkeypatch:
         poison([page] if self._free[-1:] == [page] else [])
 
     def evicting(self: PrefixCache) -> int:
-        evicted.append(evict(self))
-        return evicted[-1]
-
-    def copying(self: KVCache, copies: Sequence[tuple[int, int]], page_size: int) -> None:
-        copy_pages(self, copies, page_size)
-        poison(sorted({*evicted} - {target for _, target in copies}))
-        evicted.clear()
+        page = evict(self)
+        poison([page])
+        return page
 
     monkeypatch.setattr(PagePool, "_decref", letting_go)
     monkeypatch.setattr(PrefixCache, "evict", evicting)
-    monkeypatch.setattr(KVCache, "copy_pages", copying)
     poison(range(engine.pool.num_pages))
     prompts, params, expected = _uncached(checkpoint, decoder)
     for _ in range(2):

@@ -183,7 +183,7 @@ def test_a_tight_pool_aborts_and_shared_beginnings(
     assert_idle(engine)
     assert engine.scheduler.num_preemptions > 0
     assert engine.pool.cache is not None
-    assert min(engine.pool.cache.counts.num_hit_tokens, engine.pool.cache.counts.num_copied) > 0
+    assert engine.pool.cache.counts.num_hit_tokens > 0
     assert 5 < len(finished) < 28
     one = build_engine(foreseeing, "isd", **options, max_length=64).generate(*map(list, zip(*requests)))
     for request_id, found in finished.items():

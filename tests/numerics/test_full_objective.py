@@ -24,7 +24,8 @@ from idlm.train.model.attention import document_masks, row_ranges
 from idlm.train.model.flex_mask import flex_predicate
 from idlm.train.objectives.base import Batch, Head, Terms
 from idlm.train.objectives.curriculum import Stage
-from idlm.train.objectives.full import LOWEST_RATE, FullDiffusion
+from idlm.train.objectives.full import FullDiffusion
+from idlm.train.objectives.masked import LOWEST_RATE
 from idlm.train.planning.dry_run import sample_text
 from idlm.train.planning.flops import TokenCounts
 from tests.tiny_training import MASK, HiddenStates, random_sample, tiny_model

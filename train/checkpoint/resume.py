@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +21,14 @@ from idlm.checkpoint import MANIFEST, read_json, verify
 from idlm.errors import UserError
 from idlm.files.disk import replace_text
 from idlm.publish import clear_stale
+from idlm.train.checkpoint.same_run import CONFIG_FILE, RunShape, require_same_config, require_same_shape
 from idlm.train.config.schema import TrainConfig
 
 log = logging.getLogger(__name__)
 RUN_FOLDER = "run"
 STAGE_FOLDER = "stages"
-CONFIG_FILE = "config.yaml"
-SHAPE_FILE = "shape.json"
 FINISHED_FILE = "finished.json"
 REPORT_FILE = "report.md"
-FREE_KEYS = ("resume", "dry_run", "output_dir", "report", "export", "wandb", "plan")
-# `RunShape` compares batch size and accumulation by their product, the rows of an optimizer step.
-FREE_LOOP_KEYS = (
-    *("log_every", "save_every", "save_total_limit", "threads", "workers", "device", "hang_seconds"),
-    "cache_dir",
-    *("batch_size", "accumulation", "global_batch"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    """How a run divides one optimizer step among its processes; `zero_stage` is None without DeepSpeed."""
-
-    world_size: int
-    batch_size: int
-    accumulation: int
-    zero_stage: int | None
-
-    @property
-    def global_batch(self) -> int:
-        """Packed rows of one optimizer step."""
-        return self.world_size * self.batch_size * self.accumulation
-
-    def __str__(self) -> str:
-        return (
-            f"{self.world_size} processes x {self.batch_size} rows x {self.accumulation} micro-batches = "
-            f"{self.global_batch} rows per step"
-        )
 
 
 def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
@@ -68,7 +39,8 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
     rows per step, number of ZeRO processes. IDLM-0302: damaged files.
     """
     run = Path(config.output_dir) / RUN_FOLDER
-    clear_stale(run)
+    if run.is_dir():
+        clear_stale(run)
     if config.resume == "never":
         _move_aside(run)
         return None
@@ -78,8 +50,8 @@ def choose_checkpoint(config: TrainConfig, shape: RunShape) -> Path | None:
         found = named_checkpoint(config)
         verify(found, sealed=True)
     if found is not None:
-        _require_same_config(config, run)
-        _require_same_shape(shape, found)
+        require_same_config(config_text(config), run)
+        require_same_shape(shape, found)
     else:
         _move_aside(run)
     return found
@@ -127,7 +99,7 @@ def finished_text(config: TrainConfig) -> str | None:
     stored = _finished_file(config)
     if config.resume != "auto" or not stored.is_file():
         return None
-    _require_same_config(config, stored.parent)
+    require_same_config(config_text(config), stored.parent)
     target = Path(config.output_dir)
     report = target / REPORT_FILE if config.report.enabled else None
     try:
@@ -184,72 +156,6 @@ def _newest_intact(run: Path) -> Path | None:
             continue
         return path
     return None
-
-
-def _require_same_config(config: TrainConfig, run: Path) -> None:
-    path = run / CONFIG_FILE
-    if not path.is_file():
-        return
-    try:
-        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise UserError(
-            "IDLM-0303",
-            f"{path} cannot be read as YAML: {type(error).__name__}: {error}",
-            fix="restore the file, or delete it to resume without comparing the configuration",
-        ) from error
-    stored = stored if isinstance(stored, dict) else {}
-    before, now = _comparable(stored), _comparable(yaml.safe_load(config_text(config)))
-    differing = [
-        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys(), key=str)
-        if before.get(key) != now.get(key)
-    ]
-    if differing:
-        raise UserError(
-            "IDLM-0507",
-            f"{run} holds a run with another configuration: {'; '.join(differing)}",
-            fix="give the same values to continue it, another output_dir, or resume=never to set it aside",
-        )
-
-
-def _require_same_shape(now: RunShape, checkpoint: Path) -> None:
-    before = RunShape(**read_json(checkpoint / SHAPE_FILE))
-    if now.global_batch != before.global_batch:
-        per_pass = now.world_size * now.batch_size
-        accumulation, rest = divmod(before.global_batch, per_pass)
-        fix = f"set train.accumulation={accumulation} to keep {before.global_batch} rows per step"
-        if rest:
-            fix = (
-                f"choose processes x train.batch_size that divide {before.global_batch}: {per_pass} does "
-                f"not; the run was started with {before.world_size} x {before.batch_size}"
-            )
-        raise UserError(
-            "IDLM-0512",
-            f"{checkpoint} was trained with {before}, now it would be {now}: data order, curriculum and "
-            f"learning rate would shift",
-            fix=fix,
-        )
-    if before.world_size != now.world_size and before.zero_stage:
-        raise UserError(
-            "IDLM-0513",
-            f"{checkpoint} holds the ZeRO-{before.zero_stage} state of {before.world_size} processes, one "
-            f"part each; this run has {now.world_size}",
-            fix=f"continue on {before.world_size} processes, or start a new run from the weights of the "
-            "last finished stage (model.path). DeepSpeed's `ds_to_universal` re-cuts such states for other "
-            "numbers of processes, but its output has no manifest, and idlm unpickles nothing without one",
-        )
-
-
-def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key in config.keys() - set(FREE_KEYS):
-        value = config[key]
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items() if name not in FREE_LOOP_KEYS}
-        else:
-            flat[key] = value
-    return flat
 
 
 def _move_aside(run: Path) -> None:

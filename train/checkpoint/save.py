@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import publish
-from idlm.train.checkpoint.resume import SHAPE_FILE, RunShape
+from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
 from idlm.train.distributed.collectives import barrier, from_rank_zero, highest
 from idlm.train.distributed.deepspeed import local_part
 from idlm.train.loop.watchdog import Watchdog
@@ -38,13 +37,10 @@ LEFT_OUT = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
 
 class SavingTrainer(Trainer):
-    """A Trainer whose checkpoints appear whole or not at all. They store `zero_stage`; `before_save` is
-    called on every rank before one is written.
-    """
+    """A Trainer whose checkpoints appear whole or not at all. They store `zero_stage`."""
 
     zero_stage: int | None = None
     watchdog: Watchdog | None = None
-    before_save: Callable[[], None] | None = None
     _staging: str | None = None
 
     def refuse_bad_weights(self) -> None:
@@ -94,8 +90,6 @@ class SavingTrainer(Trainer):
             self.watchdog.move(phase, self.state.global_step)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.before_save is not None:
-            self.before_save()
         self.at("save")
         self.refuse_bad_weights()
         target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"

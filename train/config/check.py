@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from idlm.checkpoint import foreign_files
 from idlm.config.suggest import did_you_mean
 from idlm.errors import UserError
-from idlm.publish import foreign_files
 from idlm.semantics import MASK_REGIONS, MAX_STRIDE
 from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import MATMUL_TFLOPS, WANDB_MODES

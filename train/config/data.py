@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from idlm.config.schema import option
 
 MAX_DEFAULT_WORKERS = 8
 """Processes that tokenise when `data.workers` is not given, on a machine with more cores."""
-
-
-def setting(default: Any, text: str) -> Any:
-    """A field of a section with its default, a copy for each instance, and its line of `--help`."""
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: copy.copy(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     """The training data."""
 
-    source: str = setting("jsonl", "a registered source: jsonl, parquet, hf (a saved dataset) or task")
-    path: str | None = setting(None, "file, folder or pattern of the source; for hf a folder or a hub name")
-    split: str = setting("train", "split of an hf dataset")
-    shape: str = setting(
-        "auto",
+    source: str = option("a registered source: jsonl, parquet, hf (a saved dataset) or task", "jsonl")
+    path: str | None = option("file, folder or pattern of the source; for hf a folder or a hub name", None)
+    split: str = option("split of an hf dataset", "train")
+    shape: str = option(
         "shape of the records: messages, sharegpt, pair, alpaca, text, answers; auto: as the first record",
+        "auto",
     )
-    task: str = setting("ledger", "generated task of the task source")
-    level: str = setting("tiny", "level of the task")
-    task_args: dict[str, Any] = setting({}, "arguments of the task that differ from those of its level")
-    seed: int = setting(0, "seed of the order of a file's samples, or of a task")
-    chat_template: bool = setting(
-        True, "render prompt and response with the tokenizer's chat template if it has one"
+    task: str = option("generated task of the task source", "ledger")
+    level: str = option("level of the task", "tiny")
+    task_args: dict[str, Any] = option("arguments of the task that differ from those of its level", {})
+    seed: int = option("seed of the order of a file's samples, or of a task", 0)
+    chat_template: bool = option(
+        "render prompt and response with the tokenizer's chat template if it has one", True
     )
-    thinking: str = setting(
-        "keep",
+    thinking: str = option(
         "<think> blocks: keep the text as it is, strip the blocks, or off: strip and render without thinking",
+        "keep",
     )
-    turns: str = setting(
-        "all", "supervised assistant turns: all, last, or each, in a sample of its own that ends with it"
+    turns: str = option(
+        "supervised assistant turns: all, last, or each, in a sample of its own that ends with it", "all"
     )
-    on_bad_record: str = setting("error", "a record that cannot be used: error, or skip and count it")
-    workers: int | None = setting(
-        None,
+    on_bad_record: str = option("a record that cannot be used: error, or skip and count it", "error")
+    workers: int | None = option(
         f"processes that tokenise; 0 or 1: this process; null: one per core, at most {MAX_DEFAULT_WORKERS}",
+        None,
     )
-    cache_dir: str | None = setting(
-        None, "folder of tokenised data; null: the folder data_cache next to output_dir"
+    cache_dir: str | None = option(
+        "folder of tokenised data; null: the folder data_cache next to output_dir", None
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from idlm.train.config.data import setting
+from idlm.config.schema import option
 
 MATMUL_TFLOPS = {"B200": 1700.0, "H200": 785.0, "H100": 700.0, "A100": 265.0}
 """bf16 TFLOP/s that matrix products of a GPU reach: H200 measured, the others about 0.8 of the data sheet."""
@@ -18,39 +18,39 @@ WANDB_MODES = ("disabled", "offline", "online")
 class PlanConfig:
     """What `dry_run=true` assumes where it cannot find out."""
 
-    num_gpus: int | None = setting(
-        None, "GPUs to plan for; null: the launcher's processes, else the visible GPUs, else 1"
+    num_gpus: int | None = option(
+        "GPUs to plan for; null: the launcher's processes, else the visible GPUs, else 1", None
     )
-    gpu: str | None = setting(None, "B200, H200, H100 or A100; null: the visible GPU, else H200")
-    tflops: float | None = setting(None, "bf16 TFLOP/s of its matrix products; null: by its name")
+    gpu: str | None = option("B200, H200, H100 or A100; null: the visible GPU, else H200", None)
+    tflops: float | None = option("bf16 TFLOP/s of its matrix products; null: by its name", None)
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
     """Losses and acceptance by draft position on held-out data while training."""
 
-    every: int | None = setting(None, "optimizer steps between evaluations; null: none")
-    num_items: int = setting(16, "packed rows per evaluation")
-    path: str | None = setting(
-        None, "held-out file of the data source; null: the task's validation split, or eval.holdout"
+    every: int | None = option("optimizer steps between evaluations; null: none", None)
+    num_items: int = option("packed rows per evaluation", 16)
+    path: str | None = option(
+        "held-out file of the data source; null: the task's validation split, or eval.holdout", None
     )
-    holdout: float = setting(0.005, "share of a file's samples that is held out, where path is null")
+    holdout: float = option("share of a file's samples that is held out, where path is null", 0.005)
 
 
 @dataclass(kw_only=True)
 class WandbConfig:
     """Metrics mirrored to Weights & Biases."""
 
-    mode: str = setting(
-        "disabled", "disabled, offline (no account needed; files in the run's folder) or online"
+    mode: str = option(
+        "disabled, offline (no account needed; files in the run's folder) or online", "disabled"
     )
-    project: str = setting("idlm", "name of the project")
-    name: str | None = setting(None, "name of the run; null: chosen by the service")
+    project: str = option("name of the project", "idlm")
+    name: str | None = option("name of the run; null: chosen by the service", None)
 
 
 @dataclass(kw_only=True)
 class ReportConfig:
     """The report next to the checkpoint."""
 
-    enabled: bool = setting(True, "write report.md with plots")
-    num_samples: int = setting(8, "sample generations shown")
+    enabled: bool = option("write report.md with plots", True)
+    num_samples: int = option("sample generations shown", 8)

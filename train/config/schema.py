@@ -10,9 +10,10 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from idlm.config.schema import option
 from idlm.errors import UserError
 from idlm.semantics import PROJECTIONS
-from idlm.train.config.data import DataConfig, setting
+from idlm.train.config.data import DataConfig
 from idlm.train.config.monitoring import EvalConfig, PlanConfig, ReportConfig, WandbConfig
 from idlm.train.data.files import SUFFIXES
 from idlm.train.objectives.curriculum import AUTO_BALANCED, Curriculum, Stage, split_steps
@@ -25,44 +26,44 @@ DEFAULT_CLEAN_WEIGHT = 0.2
 class ModelConfig:
     """The model that is trained."""
 
-    path: str | None = setting(None, "directory of the base checkpoint; null: new weights by `config`")
-    config: dict[str, Any] = setting(
-        {}, "model_type and fields of a new transformers model, used when path is null"
+    path: str | None = option("directory of the base checkpoint; null: new weights by `config`", None)
+    config: dict[str, Any] = option(
+        "model_type and fields of a new transformers model, used when path is null", {}
     )
-    tokenizer: str | None = setting(
-        None, "tokenizer directory; null: that of path; `task`: the tokenizer of the generated tasks"
+    tokenizer: str | None = option(
+        "tokenizer directory; null: that of path; `task`: the tokenizer of the generated tasks", None
     )
-    dtype: str = setting("float32", "parameter dtype while training: float32 or bfloat16")
-    mask_token_id: int | None = setting(None, "null: the tokenizer's mask token, else the first unused row")
-    attention: str = setting(
-        "auto",
+    dtype: str = option("parameter dtype while training: float32 or bfloat16", "float32")
+    mask_token_id: int | None = option("null: the tokenizer's mask token, else the first unused row", None)
+    attention: str = option(
         "auto; idlm_split (our kernel), idlm_flex, idlm_flash (GPU); idlm_documents, idlm_sdpa (dense mask)",
+        "auto",
     )
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
-    compile: str = setting("auto", "on, off, or auto: torch.compile of the decoder layers on a GPU")
+    gradient_checkpointing: bool = option("recompute activations in the backward pass", False)
+    compile: str = option("on, off, or auto: torch.compile of the decoder layers on a GPU", "auto")
 
 
 @dataclass(kw_only=True)
 class AdapterConfig:
     """A gated LoRA (R-ISD): it changes mask rows only, so that the base model stays as it is."""
 
-    rank: int = setting(128, "rank r of the low-rank update")
-    alpha: float = setting(256.0, "the update is scaled by alpha / rank")
-    targets: list[str] = setting(list(PROJECTIONS), "last name parts of the adapted linear layers")
+    rank: int = option("rank r of the low-rank update", 128)
+    alpha: float = option("the update is scaled by alpha / rank", 256.0)
+    targets: list[str] = option("last name parts of the adapted linear layers", list(PROJECTIONS))
 
 
 @dataclass(kw_only=True)
 class StageConfig:
     """One stage of the curriculum."""
 
-    stride: int = setting(
-        2, "tokens that one pass can decide: blocks of stride-1 masks; with objective=block, of stride tokens"
+    stride: int = option(
+        "tokens that one pass can decide: blocks of stride-1 masks; with objective=block, of stride tokens", 2
     )
-    steps: int | None = setting(None, "optimizer steps of this stage")
-    fraction: float | None = setting(None, "share of the run, in place of steps; fractions add up to 1")
-    clean_weight: Any = setting(
-        None,
+    steps: int | None = option("optimizer steps of this stage", None)
+    fraction: float | None = option("share of the run, in place of steps; fractions add up to 1", None)
+    clean_weight: Any = option(
         "s in L_mask + s * L_clean: a number, or auto (L_mask / L_clean); null: 0.2, and 0 with an adapter",
+        None,
     )
 
 
@@ -70,53 +71,53 @@ class StageConfig:
 class LoopConfig:
     """Length, optimizer, batches and devices of the training loop."""
 
-    stages: list[StageConfig] = setting([], "curriculum; empty for objectives without strides")
-    steps: int | None = setting(
-        None, "optimizer steps of the run, where stages give fractions or there are no stages"
+    stages: list[StageConfig] = option("curriculum; empty for objectives without strides", [])
+    steps: int | None = option(
+        "optimizer steps of the run, where stages give fractions or there are no stages", None
     )
-    epochs: float | None = setting(None, "passes over the files, in place of steps")
-    balance: str = setting(
-        "step", "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)"
+    epochs: float | None = option("passes over the files, in place of steps", None)
+    balance: str = option(
+        "losses that clean_weight=auto balances: those of this step, or of the previous one (faster)", "step"
     )
-    batch_size: int = setting(1, "packed rows per device and micro-batch")
-    accumulation: int = setting(1, "micro-batches per optimizer step")
-    global_batch: int | None = setting(
-        None, "packed rows per optimizer step over all processes; accumulation then follows"
+    batch_size: int = option("packed rows per device and micro-batch", 1)
+    accumulation: int = option("micro-batches per optimizer step", 1)
+    global_batch: int | None = option(
+        "packed rows per optimizer step over all processes; accumulation then follows", None
     )
-    max_length: int = setting(4096, "longest sample in tokens")
-    row_length: int | None = setting(None, "rows of a packed row; null: what the longest sample needs")
-    max_padding: int = setting(
-        128, "objective=full: after an answer come 0 to so many stop tokens, which fill the canvas"
+    max_length: int = option("longest sample in tokens", 4096)
+    row_length: int | None = option("rows of a packed row; null: what the longest sample needs", None)
+    max_padding: int = option(
+        "objective=full: after an answer come 0 to so many stop tokens, which fill the canvas", 128
     )
-    overlong: str = setting(
-        "error", "samples longer than max_length: error, drop, truncate, or split into parts"
+    overlong: str = option(
+        "samples longer than max_length: error, drop, truncate, or split into parts", "error"
     )
-    learning_rate: float = setting(1e-5, "peak learning rate")
-    warmup: float = setting(
-        0.03, "share of the steps with a rising rate; a cosine to zero follows, over all stages"
+    learning_rate: float = option("peak learning rate", 1e-5)
+    warmup: float = option(
+        "share of the steps with a rising rate; a cosine to zero follows, over all stages", 0.03
     )
-    weight_decay: float = setting(0.0, "AdamW weight decay")
-    adam_beta2: float = setting(0.999, "AdamW beta2")
-    max_grad_norm: float = setting(1.0, "norm at which gradients are clipped; 0: not")
-    bf16: bool = setting(
-        False,
+    weight_decay: float = option("AdamW weight decay", 0.0)
+    adam_beta2: float = option("AdamW beta2", 0.999)
+    max_grad_norm: float = option("norm at which gradients are clipped; 0: not", 1.0)
+    bf16: bool = option(
         "autocast to bfloat16 over float32 parameters; with DeepSpeed, bfloat16 weights with float32 masters",
+        False,
     )
-    seed: int = setting(0, "seed of new weights and dropout")
-    device: str = setting("auto", "auto, cpu or cuda")
-    threads: int | None = setting(None, "CPU threads; null: torch's default")
-    workers: int = setting(0, "processes that prepare rows; 0 prepares them in the training process")
-    log_every: int = setting(10, "steps between metrics; each stage also ends with them")
-    save_every: int = setting(500, "steps between checkpoints")
-    save_total_limit: int = setting(2, "checkpoints kept")
-    zero_stage: int | None = setting(
-        None,
+    seed: int = option("seed of new weights and dropout", 0)
+    device: str = option("auto, cpu or cuda", "auto")
+    threads: int | None = option("CPU threads; null: torch's default", None)
+    workers: int = option("processes that prepare rows; 0 prepares them in the training process", 0)
+    log_every: int = option("steps between metrics; each stage also ends with them", 10)
+    save_every: int = option("steps between checkpoints", 500)
+    save_total_limit: int = option("checkpoints kept", 2)
+    zero_stage: int | None = option(
         "DeepSpeed ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too, 0 nothing; null: without",
+        None,
     )
-    offload_optimizer: bool = setting(False, "keep the ZeRO optimizer in host memory (slow)")
-    deepspeed: str | None = setting(None, "DeepSpeed configuration file, in place of zero_stage")
-    hang_seconds: float = setting(
-        600.0, "seconds without progress of a rank after which the run ends, naming the rank"
+    offload_optimizer: bool = option("keep the ZeRO optimizer in host memory (slow)", False)
+    deepspeed: str | None = option("DeepSpeed configuration file, in place of zero_stage", None)
+    hang_seconds: float = option(
+        "seconds without progress of a rank after which the run ends, naming the rank", 600.0
     )
 
 
@@ -124,25 +125,25 @@ class LoopConfig:
 class ExportConfig:
     """The published checkpoint."""
 
-    dtype: str | None = setting(None, "float32 or bfloat16; null: the dtype of training")
-    merge: bool = setting(False, "false: a gated adapter cannot be merged into its base")
+    dtype: str | None = option("float32 or bfloat16; null: the dtype of training", None)
+    merge: bool = option("false: a gated adapter cannot be merged into its base", False)
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """The configuration of `idlm-train`."""
 
-    output_dir: str = setting(
-        "outputs/train", "folder of the checkpoint; the run's own files are in its folder `run`"
+    output_dir: str = option(
+        "folder of the checkpoint; the run's own files are in its folder `run`", "outputs/train"
     )
-    objective: str = setting(
-        "idlm", "a registered objective: idlm, ar, block (block diffusion) or full (full diffusion)"
+    objective: str = option(
+        "a registered objective: idlm, ar, block (block diffusion) or full (full diffusion)", "idlm"
     )
-    mask_region: str = setting("response", "response or all: which tokens are supervised")
-    resume: str = setting("auto", "auto, never, or a checkpoint directory of this run")
-    dry_run: bool = setting(False, "check everything and print the plan without training")
+    mask_region: str = option("response or all: which tokens are supervised", "response")
+    resume: str = option("auto, never, or a checkpoint directory of this run", "auto")
+    dry_run: bool = option("check everything and print the plan without training", False)
     model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig | None = setting(None, "a gated LoRA (R-ISD); null: train all weights")
+    adapter: AdapterConfig | None = option("a gated LoRA (R-ISD); null: train all weights", None)
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

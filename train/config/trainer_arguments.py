@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from idlm.errors import UserError
-from idlm.train.checkpoint.resume import RUN_FOLDER, RunShape, config_hash
+from idlm.train.checkpoint.resume import RUN_FOLDER, config_hash
+from idlm.train.checkpoint.same_run import RunShape
 from idlm.train.config.schema import LoopConfig, TrainConfig
 from idlm.train.distributed.collectives import gather_objects
 from idlm.train.distributed.deepspeed import keeps_fp32_masters, uses_deepspeed, zero_stage

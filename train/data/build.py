@@ -8,6 +8,7 @@ kept.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -23,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from idlm.errors import UserError
-from idlm.files.disk import DISK_CODE
 from idlm.train.config.data import MAX_DEFAULT_WORKERS
 from idlm.train.data.base import Encoder
 from idlm.train.data.cache import (
@@ -96,19 +96,6 @@ def build_cache(reader: Reader, config: DataConfig, encoder: Encoder, *, directo
         parts = intact_parts(directory)
     if parts and parts[-1]["is_last"]:
         return
-    try:
-        _write_parts(reader, config, encoder, directory, parts)
-    except UserError as error:
-        if error.code != DISK_CODE:
-            # Corrected data has another key, so that these parts would never be used or removed.
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
-def _write_parts(
-    reader: Reader, config: DataConfig, encoder: Encoder, directory: Path, parts: list[dict[str, Any]]
-) -> None:
-    """Write the parts after `parts`, which are headers of finished ones."""
     counts, num_parts = Counts(), len(parts)
     if parts:
         counts = Counts(**{name: parts[-1][name] for name in Counts.__dataclass_fields__})
@@ -123,6 +110,7 @@ def _write_parts(
         note_progress()
         if done.error is not None and config.on_bad_record == "error":
             code, message, fix = done.error
+            _remove_parts(directory, num_parts)
             raise UserError(code, message, fix=fix)
         counts.add(done)
         waiting.append(done)
@@ -141,10 +129,22 @@ def _write_parts(
                 logged - start,
             )
     if not counts.num_samples:
+        _remove_parts(directory, num_parts)
         raise _no_samples(config, counts)
     write_part(part_folder(directory, num_parts), waiting, counts, names=reader.names, is_last=True)
     if counts.num_skipped:
         log.warning("%d of %d records are bad and were skipped", counts.num_skipped, counts.num_records)
+
+
+def _remove_parts(directory: Path, num_parts: int) -> None:
+    """Remove the parts of data with a mistake: corrected data has another key and would never use them.
+
+    Another process that builds the same cache finds the same mistake and removes what it has written by then.
+    """
+    for index in reversed(range(num_parts)):
+        shutil.rmtree(part_folder(directory, index), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _tasks(reader: Reader, config: DataConfig) -> Iterator[Task | Encoded]:

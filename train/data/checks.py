@@ -14,7 +14,7 @@ import numpy as np
 
 from idlm.errors import UserError
 from idlm.train.data.cache import CachedSource
-from idlm.train.data.packing import FileRows
+from idlm.train.data.file_rows import FileRows
 
 if TYPE_CHECKING:
     from idlm.train.config.data import DataConfig

@@ -15,8 +15,9 @@ from torch.utils.data import Dataset
 
 from idlm.masks import PADDING_DOC
 from idlm.train.data.base import Source
+from idlm.train.data.file_rows import FileRows
 from idlm.train.data.layout import IGNORE_LABEL, ROW_FIELDS, pack_rows
-from idlm.train.data.packing import FileRows, LengthLimits, StreamRows
+from idlm.train.data.packing import LengthLimits, StreamRows
 from idlm.train.objectives.base import Objective
 from idlm.train.objectives.curriculum import Curriculum
 from idlm.train.planning.flops import count_fed

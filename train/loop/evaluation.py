@@ -15,7 +15,8 @@ from transformers import TrainerCallback, TrainerState
 
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.distributed.collectives import all_reduce
-from idlm.train.loop.progress import EVALUATION, Progress
+from idlm.train.loop.metrics import EVALUATION
+from idlm.train.loop.progress import Progress
 from idlm.train.objectives.curriculum import Curriculum, Stage
 
 if TYPE_CHECKING:

@@ -1,86 +1,30 @@
-"""Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`.
-
-Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
-teacher-forced expectation of the step shown.
-"""
+"""Shows a run while it trains: a progress bar on a terminal, plain lines elsewhere, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
 
 from idlm.files.disk import replace_text, translate_disk_errors
-from idlm.train.distributed.collectives import all_reduce, highest
-from idlm.train.planning.flops import ModelWork, TokenCounts, peak_flops, span, train_flops, work_of
-from idlm.train.step import StepLosses
+from idlm.train.loop.metrics import MetricsWindow, describe, metrics_record, read_metrics
+from idlm.train.planning.flops import ModelWork, span, work_of
 
 if TYPE_CHECKING:
     from idlm.cli.progress import FigureBar
     from idlm.train.loop.tracking import WandbTracker
     from idlm.train.loop.trainer import IdlmTrainer
 
-EVALUATION = "held_out"
-"""Marks the records of `metrics.jsonl` that are evaluations."""
 
-
-@dataclass(slots=True, kw_only=True)
-class MetricsWindow:
-    """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
-
-    `counts` are over all ranks, `sums` and `fed` of this rank, as in `StepLosses`; None before a first step.
-    """
-
-    step: int
-    start: float
-    counts: Tensor | None = None
-    sums: Tensor | None = None
-    fed: Tensor | None = None
-
-    def add(self, step: StepLosses) -> None:
-        """Add an optimizer step."""
-        for name in ("counts", "sums", "fed"):
-            known, new = getattr(self, name), getattr(step, name)
-            setattr(self, name, new.clone() if known is None else known.to(new.device) + new)
-
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """`sums` and `fed` over all ranks. Collective."""
-        assert self.sums is not None and self.fed is not None
-        totals = self.sums.clone(), self.fed.clone()
-        for tensor in totals:
-            all_reduce(tensor)
-        return totals
-
-
-def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
-    """Records of `metrics.jsonl` in order; a line that is no record, as a crash may leave one, is skipped."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is int and (up_to_step is None or step <= up_to_step):
-            records.append(record)
-    return records
-
-
-class Progress(TrainerCallback, ExportableState):
+class Progress(TrainerCallback):
     """Reports the steps that are logged; `attach` gives it the trainer. Between reports nothing here waits
-    for the device. `tracker` gets every record too. `trainer_state.json` keeps what is not reported yet.
+    for the device. `tracker` gets every record too. The first report of a resumed run covers the steps since
+    its checkpoint.
     """
 
     def __init__(self, metrics_path: Path, *, console: Any) -> None:
@@ -90,7 +34,6 @@ class Progress(TrainerCallback, ExportableState):
         self._bar: FigureBar | None = None
         self._task: Any = None
         self._window = MetricsWindow(step=0, start=0.0)
-        self._saved: dict[str, Any] | None = None
         self._work: ModelWork | None = None
         self._grad_norm: Any = None
 
@@ -106,20 +49,6 @@ class Progress(TrainerCallback, ExportableState):
             return None if trainer.is_deepspeed_enabled else self._grad_norm
 
         trainer.accelerator.clip_grad_norm_ = clip_and_keep
-        trainer.before_save = self.gather
-
-    def gather(self) -> None:
-        """Make `state` that of this step. Collective; waits for the device."""
-        window, self._saved = self._window, None
-        if window.counts is not None:
-            sums, fed = window.totals()
-            tensors = {"counts": window.counts, "sums": sums, "fed": fed}
-            self._saved = {name: tensor.tolist() for name, tensor in tensors.items()}
-            self._saved |= {"step": window.step, "seconds": time.perf_counter() - window.start}
-
-    def state(self) -> dict[str, Any]:
-        """What transformers writes with a checkpoint."""
-        return {"args": {}, "attributes": {"window": self._saved}}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -134,25 +63,13 @@ class Progress(TrainerCallback, ExportableState):
         self._say(f"step {record['step']}  {describe(record)}")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # transformers replaces only the entries that a checkpoint has.
-        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        saved, now = stored["attributes"].get("window"), time.perf_counter()
-        self._window = MetricsWindow(step=state.global_step, start=now)
-        if saved is not None and "sums" in saved:
-            # Rank 0 takes the sums of all ranks.
-            own = {
-                name: torch.tensor(saved[name], device=args.device) * (args.process_index == 0)
-                for name in ("sums", "fed")
-            }
-            counts = torch.tensor(saved["counts"], device=args.device)
-            self._window = MetricsWindow(
-                step=saved["step"], start=now - saved["seconds"], counts=counts, **own
-            )
+        self._window = MetricsWindow(step=state.global_step, start=time.perf_counter())
         if not state.is_world_process_zero:
             return
-        # A resumed run repeats the steps after its checkpoint; their old lines go.
-        kept = read_metrics(self.metrics_path, up_to_step=state.global_step)
-        replace_text(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
+        if self.metrics_path.exists():
+            # A resumed run repeats the steps after its checkpoint; their old lines go.
+            kept = read_metrics(self.metrics_path, up_to_step=state.global_step)
+            replace_text(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
         if self.console.is_terminal:
             self._bar = _new_bar(self.console)
             self._task = self._bar.add_task(
@@ -165,7 +82,9 @@ class Progress(TrainerCallback, ExportableState):
         step = self.trainer.step.losses
         self._window.add(step)
         if step.is_logged:
-            record = self._record(self._window, step, state)
+            record = metrics_record(
+                self.trainer, self._window, work=self._work, gradient_norm=self._grad_norm
+            )
             self._window = MetricsWindow(step=state.global_step, start=time.perf_counter())
             if state.is_world_process_zero:
                 self._show(record, state)
@@ -180,50 +99,6 @@ class Progress(TrainerCallback, ExportableState):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-    def _record(self, window: MetricsWindow, step: StepLosses, state: TrainerState) -> dict[str, Any]:
-        """The line of the metrics for `window`, which ends with `step`. Collective."""
-        trainer = self.trainer
-        assert trainer is not None and window.counts is not None and step.weights is not None
-        overlap = torch.stack([step.overlap_sums, step.overlap_counts])
-        all_reduce(overlap)
-        sums, counts = window.totals()
-        means = (sums / window.counts.clamp_min(1)).tolist()
-        acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
-        fed, num_processes = TokenCounts(*counts.tolist()), trainer.args.world_size
-        tokens, global_batch = int(fed.document_tokens), trainer.step.curriculum.global_batch
-        # Read last: everything above has waited for the device.
-        seconds = max(time.perf_counter() - window.start, 1e-9)
-        record = {
-            "step": state.global_step,
-            "stage": step.stage.index,
-            "stride": step.stage.stride,
-            **{
-                f"{name}_loss": mean
-                for name, mean in zip(trainer.step.objective.term_names, means, strict=True)
-            },
-            "clean_weight": float(step.weights[-1]),
-            "acceptance": acceptance,
-            "learning_rate": trainer.optimizer.param_groups[0]["lr"],
-            "gradient_norm": None if self._grad_norm is None else float(self._grad_norm),
-            "first_item": window.step * global_batch,
-            "last_item": state.global_step * global_batch - 1,
-            "num_tokens": tokens,
-            "seconds": seconds,
-            "step_seconds": seconds / (state.global_step - window.step),
-            "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_gpu": tokens / seconds / num_processes,
-        }
-        if self._work is not None:
-            flops = train_flops(self._work, fed, trains_clean=step.stage.clean_weight != 0)
-            device = trainer.args.device
-            peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-            record["tflops_per_gpu"] = flops / seconds / num_processes / 1e12
-            if peak is not None:
-                record["mfu"] = flops / seconds / num_processes / peak
-        if trainer.args.device.type == "cuda":
-            record["peak_memory"] = highest(torch.cuda.max_memory_allocated())
-        return record
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
@@ -242,27 +117,6 @@ class Progress(TrainerCallback, ExportableState):
             file.write(json.dumps(record) + "\n")
         if self.tracker is not None:
             self.tracker.log(record)
-
-
-def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of training steps."""
-    return [record for record in records if EVALUATION not in record]
-
-
-def describe(record: dict[str, Any]) -> str:
-    """One line of text about a metrics record."""
-    parts = ["held out"] if EVALUATION in record else []
-    parts += [f"stride {record['stride']}"] if record["stride"] > 1 else []
-    parts += [f"{key[:-5]} loss {value:.3f}" for key, value in record.items() if key.endswith("_loss")]
-    if record["stride"] > 1 and "clean_weight" in record and "clean_loss" in record:
-        parts.append(f"s {record['clean_weight']:.2f}")
-    if record["acceptance"]:
-        parts.append("acceptance " + " ".join(f"{value:.3f}" for value in record["acceptance"]))
-    if "tokens_per_second" in record:
-        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-    if "mfu" in record:
-        parts.append(f"MFU {record['mfu']:.1%}")
-    return "  ".join(parts)
 
 
 def _new_bar(console: Any) -> FigureBar:

@@ -10,105 +10,33 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from idlm.checkpoint import read_json
+from idlm.checkpoint import weight_files
 from idlm.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig
 
 log = logging.getLogger(__name__)
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
-MAX_NAMED = 4
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that should hold the weights, whether they exist or not; empty where no file names any."""
-    if (directory / INDEX).is_file():
-        names = read_json(directory / INDEX).get("weight_map", {}).values()
-        return [directory / name for name in sorted(set(names))]
-    return [directory / SINGLE] if (directory / SINGLE).is_file() else []
 
 
 def num_tensors(directory: Path) -> int | None:
     """How many tensors the weight files hold; None where there are none or one cannot be read."""
     try:
-        return sum(len(_shapes(path)) for path in weight_files(directory)) or None
+        return sum(len(tensor_shapes(path)) for path in weight_files(directory)) or None
     except (OSError, ValueError, SafetensorError):
         return None
 
 
-def is_renamed(model: PreTrainedModel) -> bool:
-    """Whether transformers stores the family's weights under other names (experts one by one)."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
-
-
-def weight_problems(
-    directory: Path, expected: Mapping[str, tuple[int, ...]], *, is_renamed: bool = False
-) -> list[str]:
-    """Problems of the weights of `directory`, whose tensors should be `expected` (name to shape).
-
-    Values are not read. Only one of several tied tensors has to be there. `is_renamed`: transformers stores
-    the family under other names, so that a name may be missing.
-    """
-    files = weight_files(directory)
-    if not files:
-        return [f"model.path={directory} has no weights: neither {SINGLE} nor {INDEX}"]
-    missing_files = [path.name for path in files if not path.is_file()]
-    if missing_files:
-        return [f"model.path={directory} lacks weight files that its index names: {some_of(missing_files)}"]
-    found: dict[str, tuple[int, ...]] = {}
-    problems = []
-    for path in files:
-        try:
-            found |= _shapes(path)
-        except (OSError, SafetensorError) as error:
-            problems.append(f"{path} is damaged: {error}")
-    if problems:
-        return problems
-    wrong = [name for name, shape in found.items() if name in expected and expected[name] != shape]
-    if wrong:
-        problems.append(
-            f"{len(wrong)} tensors of {directory} are not of the shape that config.json says: {wrong[0]} is "
-            f"{list(found[wrong[0]])}, not {list(expected[wrong[0]])}"
-        )
-    missing = [name for name in expected if name not in found]
-    # In a checkpoint of the body alone every name differs.
-    if missing and len(missing) < len(expected) and not is_renamed:
-        problems.append(f"{len(missing)} tensors are in no file of {directory}: {some_of(missing)}")
-    return problems
-
-
-def embedding_norm(directory: Path, name: str, row: int) -> float | None:
-    """The norm of one row of a stored matrix; None where it cannot be read. Reads that row only."""
-    for path in weight_files(directory):
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118 - not a mapping
-                    return float(file.get_slice(name)[row : row + 1].float().norm())
-        except (OSError, SafetensorError):
-            return None
-    return None
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by tensor name; OSError or SafetensorError where the header does not describe the file."""
     with safe_open(str(path), framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def some_of(names: list[str], limit: int = MAX_NAMED) -> str:
-    """The first `limit` names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:

@@ -18,16 +18,15 @@ from torch import nn
 
 from idlm.checkpoint import read_json, verify
 from idlm.config_keys import refuse_impossible_counts, refuse_unknown_keys
-from idlm.errors import UserError
+from idlm.errors import UserError, some_of
 from idlm.log import rank
 from idlm.train.model.attention import register_attention
-from idlm.train.model.files import num_tensors, savable, some_of
+from idlm.train.model.files import num_tensors, savable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
-MAX_NAMED = 8
 COMPILE_CHOICES = ("auto", "on", "off")
 WEIGHT_SHARDING_STAGE = 3
 
@@ -100,7 +99,7 @@ def check_base_config(directory: Path) -> None:
 
 def _require_complete(path: str, report: Mapping[str, Any]) -> None:
     problems = [
-        f"{len(names)} {what}: {some_of(sorted(map(str, names)), MAX_NAMED)}"
+        f"{len(names)} {what}: {some_of(sorted(map(str, names)))}"
         for what, names in (
             ("missing", report["missing_keys"]),
             ("not used", report["unexpected_keys"]),

@@ -1,13 +1,12 @@
 """Block diffusion as in SDAR (arXiv 2510.06303): masked tokens of a block are predicted in place, from the
 whole block and the clean blocks before it, in one forward pass of `[x_t | x_0]`.
 
-Blocks have `stride` tokens and start with the document. Each block draws a mask rate p. The loss of a masked
-token weighs 1/p, and the sum is divided by the number of targets, masked or not: its expectation is the
-NELBO. Differences from SDAR: p is drawn per block, not per sample, for less variance; a block without a
-target has no noisy rows, because no row would see them; the block in which an answer ends is filled with its
-stop token, because a shorter block would reveal the end, which decoding does not know.
+Blocks have `stride` tokens and start with the document. Differences from SDAR: the mask rate is drawn per
+block, not per sample, for less variance; a block without a target has no noisy rows, because no row would see
+them; the block in which an answer ends is filled with its stop token, because a shorter block would reveal
+the end, which decoding does not know.
 
-Shape letters: B packed rows, T rows of one packed row, D width, L tokens of one sample, M masked rows.
+Shape letter: L tokens of one sample.
 """
 
 from __future__ import annotations
@@ -17,27 +16,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from idlm.semantics import Semantics
-from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows, target_flags
-from idlm.train.objectives.base import OBJECTIVES, Batch, Count, Head, Objective, Terms, one_term
+from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Rows, Sample, SampleRows
+from idlm.train.objectives.base import OBJECTIVES, Count
 from idlm.train.objectives.curriculum import Stage
-
-LOWEST_RATE = CERTAIN // 1000
-"""Lower end of the uniform mask rates, which keeps 1/p finite."""
+from idlm.train.objectives.masked import LOWEST_RATE, MaskedDiffusion
 
 
 @OBJECTIVES.register("block")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockDiffusion(Objective):
-    """The one term is `mask`, in nats per target: an estimate of the NELBO."""
+class BlockDiffusion(MaskedDiffusion):
+    """One mask rate for each block of `stride` tokens."""
 
-    places_masks: ClassVar[bool] = True
     has_strides: ClassVar[bool] = True
-    predicts_next: ClassVar[bool] = False
-    term_names: ClassVar[tuple[str, ...]] = ("mask",)
 
     def semantics(self, stride: int) -> Semantics:
         return Semantics(
@@ -57,7 +49,7 @@ class BlockDiffusion(Objective):
 
     def rows(self, sample: Sample, stage: Stage, seed: Sequence[int] = ()) -> SampleRows:
         random = np.random.default_rng([*seed])
-        token_ids, is_target = self._filled(sample, stage.stride)
+        token_ids, is_target = self.targets(sample, multiple=stage.stride)
         block = np.arange(len(token_ids)) // stage.stride
         rates = random.integers(LOWEST_RATE, CERTAIN, size=block[-1] + 1, endpoint=True)[block]
         is_masked = is_target & (random.integers(CERTAIN, size=len(block)) < rates)
@@ -91,34 +83,6 @@ class BlockDiffusion(Objective):
             reach=np.minimum(starts + block_size, len(token_ids))[kept] - 1,
             mask_rates=np.where(is_masked, rates, 0)[kept],
         )
-
-    def _filled(self, sample: Sample, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and target flags up to the last target; fills the block in which an answer ends."""
-        is_target = np.zeros(len(sample), dtype=bool)
-        # As in all objectives, the first token of a document is context.
-        is_target[1:] = target_flags(sample, self.mask_region)[:-1]
-        end = int(np.flatnonzero(is_target)[-1]) + 1
-        last = int(sample.token_ids[end - 1])
-        num_more = -end % block_size if last in self.stop_token_ids else 0
-        token_ids = np.concatenate([sample.token_ids[:end], np.full(num_more, last, dtype=np.int64)])
-        return token_ids, np.concatenate([is_target[:end], np.ones(num_more, dtype=bool)])
-
-    def counts(self, batch: Batch, *, stage: Stage, want_overlap: bool) -> Tensor:
-        return torch.tensor([batch["noisy_index"].numel() + batch["open_index"].numel()])
-
-    def terms(
-        self,
-        head: Head,
-        hidden_BTD: Tensor,
-        batch: Batch,
-        *,
-        stage: Stage,
-        coefficients: Tensor | None,
-        want_overlap: bool,
-    ) -> Terms:
-        index_M = batch["noisy_index"]
-        weights_M = CERTAIN / batch["mask_rates"].flatten()[index_M].float()
-        return one_term(head, hidden_BTD, batch, index_M, weights_M=weights_M, coefficients=coefficients)
 
 
 def _context_rows(sample: Sample, block_size: int) -> Rows:

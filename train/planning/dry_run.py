@@ -27,7 +27,7 @@ from idlm.train.data.checks import inspect_data
 from idlm.train.data.dataset import PackedDataset
 from idlm.train.data.layout import IGNORE_LABEL
 from idlm.train.model.checks import mask_token
-from idlm.train.model.files import embedding_norm, is_renamed, read_generation_config, weight_problems
+from idlm.train.model.files import read_generation_config
 from idlm.train.model.load import check_base_config, create_base
 from idlm.train.objectives.base import OBJECTIVES
 from idlm.train.planning.estimate import (
@@ -41,6 +41,7 @@ from idlm.train.planning.estimate import (
 from idlm.train.planning.flops import span
 from idlm.train.planning.memory import DEVICE_BYTES
 from idlm.train.planning.state import DISK_FIX, GIB, DiskPlan, plan_disk, size_text
+from idlm.train.planning.weights import embedding_norm, is_renamed, weight_problems
 from idlm.train.prepare import make_objective, prepare_adapter, prepare_data, prepare_model, prepare_tokenizer
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from idlm.acceptance import tokens_per_forward_branch, tokens_per_forward_cold
 from idlm.files.disk import replace_text, translate_disk_errors
-from idlm.log import run_fingerprint
+from idlm.fingerprint import run_fingerprint
 from idlm.text.tokenizer import stop_token_ids
 from idlm.train.checkpoint.export import stage_directory
 from idlm.train.checkpoint.resume import RUN_FOLDER, config_text
 from idlm.train.data.checks import inspect_data
-from idlm.train.loop.progress import EVALUATION, describe, read_metrics, training_records
+from idlm.train.loop.metrics import EVALUATION, describe, read_metrics, training_records
 from idlm.train.planning.estimate import Estimate, estimate_run
 from idlm.train.planning.flops import span
 from idlm.train.planning.state import size_text

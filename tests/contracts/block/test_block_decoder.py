@@ -258,7 +258,7 @@ def test_shared_beginnings_are_computed_once_and_change_nothing(toys: dict[bool,
         engine = build_engine(toys[False], "block", page_size=page_size, max_num_seqs=1)
         found = engine.generate(prompts, greedy(max_tokens=9))
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
-        assert found[-1].num_cached_tokens == 28
+        assert found[-1].num_cached_tokens == 28 // page_size * page_size
         assert_idle(engine)
     # Pages that end inside a block cannot be told by their own tokens.
     with pytest.warns(UserWarning, match=r"page_size=6 ends inside a block of 4.*give page_size=8"):

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
-from idlm.config.compose import compose, describe, recipes
+from idlm.cli.help import describe
+from idlm.config.compose import compose, recipes
 from idlm.infer.cli.evaluate import run_evaluation
 from idlm.infer.cli.generate import generate
 from idlm.semantics import Semantics

@@ -49,6 +49,8 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("IDLM-0432", '{"prompt": "x"', "JSON"),
         ("IDLM-0432", "[" * 100_000, "JSON"),
+        ("IDLM-0432", '{"prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
+        ("IDLM-0432", '{"prompt": "x", "sampling": {"n": 1, "seed": 0, "n": 2}}', "'n' is given twice"),
         ("IDLM-0433", "[]", "exactly one"),
         ("IDLM-0433", {"prompt": "x", "prompt_ids": [1]}, "exactly one"),
         ("IDLM-0433", {"id": 3}, "exactly one"),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from idlm.tasks.tokenizer import save_tokenizer
 from idlm.train import cli
-from idlm.train.loop.progress import EVALUATION, read_metrics, training_records
+from idlm.train.loop.metrics import EVALUATION, read_metrics, training_records
 from idlm.train.model.load import create_base
 from idlm.train.planning.report import SampleReport
 from idlm.train.prepare import held_out_flags
@@ -197,7 +197,7 @@ def test_a_share_of_a_file_is_held_out_and_never_trained(base: Path, tmp_path: P
     assert data.dataset.rows.num_dropped == data.held_out.rows.num_dropped == 0
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.PID.tmp", "report.PID.tmp"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "report.PID.tmp"])
 def test_a_file_of_the_run_that_cannot_be_written_is_named(
     name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

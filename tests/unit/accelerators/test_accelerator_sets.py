@@ -313,16 +313,6 @@ def test_attention_over_lists_equals_its_definition() -> None:
         torch.testing.assert_close(found_BWNH, right_BWNH)
 
 
-def test_bounds_of_copied_pages() -> None:
-    quest: Any = accelerator_of("quest", k=8)
-    quest.bounds.least.copy_(torch.arange(quest.bounds.least.numel()).view_as(quest.bounds.least))
-    before = quest.bounds.least.clone()
-    quest.copy_pages([(3, 5), (5, 6)])
-    assert torch.equal(quest.bounds.least[:, 5], before[:, 3])
-    assert torch.equal(quest.bounds.least[:, 6], before[:, 3])
-    assert torch.equal(quest.bounds.least[:, 7], before[:, 7])
-
-
 def test_quest_reports_the_bytes_of_a_page() -> None:
     for page in (4, 6, 8, 16):
         quest: Any = accelerator_of("quest", page=page)

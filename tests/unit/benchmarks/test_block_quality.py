@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quality import block_quality
-from benchmarks.quality.block_quality import Arm, Result, binomial_error, difference_error, passes
+from benchmarks.quality.arms import binomial_error
+from benchmarks.quality.block_quality import Arm, Result, difference_error, passes
 from benchmarks.results import read_rows
 from idlm.infer.cli.evaluate import Evaluation
 from idlm.semantics import Semantics

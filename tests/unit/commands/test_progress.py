@@ -15,10 +15,12 @@ from rich.console import Console
 
 from idlm.cli.progress import Progress, remaining
 from idlm.contracts import Completion
-from idlm.infer.cli.progress import AnswerProgress, loading
+from idlm.infer.cli.answers import AnswerProgress
+from idlm.infer.cli.progress import loading
 from idlm.infer.engine import StreamEvent
 from idlm.infer.models.loader import load_model
-from idlm.train.loop.progress import _new_bar, describe
+from idlm.train.loop.metrics import describe
+from idlm.train.loop.progress import _new_bar
 from tests.toy import write_toy_checkpoint
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

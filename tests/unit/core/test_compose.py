@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import pytest
 
+from idlm.cli.help import describe, is_leaf
 from idlm.config import schema as schemas
-from idlm.config.compose import compose, describe, recipes
+from idlm.config.compose import compose, recipes
 from idlm.errors import UserError
 
 
@@ -255,7 +256,7 @@ def test_help_lists_every_key_with_default_and_text() -> None:
     assert "optimizer.learning_rate = 0.001\n    peak learning rate [a number]" in text
     assert "stages.*.stride = 2\n    tokens per forward [an integer]" in text
     assert "model_path = (required)\n    the base checkpoint [text]" in text
-    leaves = [key for key, annotation, *_ in schemas.walk(FixtureSchema) if schemas.is_leaf(annotation)]
+    leaves = [key for key, annotation, *_ in schemas.walk(FixtureSchema) if is_leaf(annotation)]
     assert len(leaves) == 16
     assert all(f"{key} = " in text for key in leaves)
 

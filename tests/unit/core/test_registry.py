@@ -64,8 +64,11 @@ def test_unknown_name_gets_nearest_and_list(package: Path) -> None:
 
 
 def test_import_error_of_a_member_propagates_every_time(package: Path) -> None:
+    """Also that of a module which registers a member before it fails: a second import would name that."""
     write_plug(package, "alpha")
-    write_plug(package, "zeta", extra="import a_module_that_is_missing")
+    write_plug(package, "zeta")
+    with (package / "zeta_file.py").open("a") as file:
+        file.write("import a_module_that_is_missing\n")
     registry = load(package)
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):

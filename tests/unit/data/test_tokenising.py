@@ -197,6 +197,25 @@ def test_parts_outlive_a_full_disk_and_not_refused_data(
     assert list(tmp_path.rglob("other/*")) == []
 
 
+def test_refused_data_leaves_what_another_process_is_writing(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It builds the same cache and is in the middle of a part."""
+    monkeypatch.setattr(build, "PART_TOKENS", 200)
+    config = config_of(tmp_path, on_bad_record="error")
+    remove, staged = build._remove_parts, []
+
+    def removing(directory: Path, num_parts: int) -> None:
+        staged.append(directory / ".000002.staging-0" / "files")
+        staged[0].mkdir(parents=True)
+        remove(directory, num_parts)
+
+    monkeypatch.setattr(build, "_remove_parts", removing)
+    with pytest.raises(UserError, match="IDLM-0204"):
+        read(config, encoder)
+    assert staged[0].is_dir() and part_folders(config) == []
+
+
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (64, 8)])
 def test_tokenising_takes_up_to_eight_cores_by_default(
     cores: int, expected: int, tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from idlm.cli.command import split_plugin_options
 from idlm.config.compose import compose
 from idlm.config.suggest import RENAMED
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.cli.config import GenerateConfig
+from idlm.infer.cli.config import GenerateConfig, split_plugin_options
 from idlm.infer.cli.help import describe_plugins
 from idlm.infer.engine import Engine
 from idlm.infer.options import check_options

@@ -13,8 +13,6 @@ import torch
 
 from idlm.infer.request import Request
 from idlm.infer.scheduler import Scheduler
-from idlm.infer.state import kv_cache
-from idlm.infer.state.batch import Schedule
 from idlm.infer.state.page_pool import PagePool
 from idlm.infer.state.prefix_cache import PrefixCache
 from tests.prefix_simulation import Simulation, World, simulate
@@ -24,7 +22,7 @@ PAGE = 4
 
 
 def _cache() -> PrefixCache:
-    return PrefixCache(page_size=PAGE)
+    return PrefixCache()
 
 
 def _pool(cache: PrefixCache | None, *, num_pages: int = 8, num_lanes: int = 4) -> PagePool:
@@ -54,9 +52,8 @@ def _store(pool: PagePool, lane: int, token_ids: Sequence[int]) -> list[int]:
     assert pool.reserve(lane, len(token_ids), shared)
     for place in range(len(shared), len(keys)):
         parent = keys[place - 1] if place else cache.root
-        tokens = token_ids[place * PAGE : (place + 1) * PAGE]
-        pool.commit(lane, keys[place], parent, tokens, is_written=True)
-    return [pool.page(lane, place) for place in range(pool.num_owned(lane))]
+        pool.commit(lane, keys[place], parent, is_written=True)
+    return list(pool._owned[lane])
 
 
 def _world(seed: int) -> World:
@@ -84,9 +81,6 @@ def test_a_page_is_found_behind_its_own_beginning_only() -> None:
     assert cache.chain(_keys(cache, same)) == []
     assert len(cache.chain(_keys(cache, [1, 2, 3, 4, *same, 1, 1, 1, 1]))) == 3
     assert len(cache.chain(_keys(cache, [1, 2, 3, 4, *same[:4], 9, 9, 9, 8]))) == 2
-    first = cache.key(cache.root, [1, 2, 3, 4])
-    assert cache.nearest(first, [5, 6, 7, 7])[1] == 3
-    assert cache.nearest(cache.key(cache.root, [1, 2, 3, 3]), [5, 6, 7, 8]) == (-1, 0)
 
 
 def test_a_key_depends_on_every_token_from_the_first_on() -> None:
@@ -99,23 +93,6 @@ def test_a_key_depends_on_every_token_from_the_first_on() -> None:
     assert len({*keys}) == 2 * 5
     assert {len(key) for key in keys} == {32}
     assert _cache().key(cache.root, [1, 2, 3, 4]) == keys[0]
-
-
-def test_the_nearest_page_is_the_one_with_the_longest_common_beginning() -> None:
-    dice = random.Random(0)
-    for _ in range(200):
-        cache = _cache()
-        texts = {tuple(dice.randrange(3) for _ in range(PAGE)) for _ in range(dice.randint(0, 12))}
-        for page, text in enumerate(texts):
-            cache.insert(cache.key(cache.root, text), cache.root, text, page, is_written=True)
-        wanted = [dice.randrange(3) for _ in range(dice.randint(1, PAGE))]
-        common = {
-            text: next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), len(wanted))
-            for text in texts
-        }
-        page, num_equal = cache.nearest(cache.root, wanted)
-        assert num_equal == max(common.values(), default=0)
-        assert page == -1 if num_equal == 0 else common[list(texts)[page]] == num_equal
 
 
 def test_the_longest_unused_goes_first_and_leaves_before_their_parents() -> None:
@@ -166,29 +143,12 @@ def test_two_lanes_that_computed_the_same_page_end_up_with_one() -> None:
     assert pool.reserve(1, 12)
     for lane in (0, 1, 0, 1):
         place = pool.num_cached(lane)
-        pool.commit(lane, keys[place], keys[place - 1] if place else cache.root, text[:PAGE], is_written=True)
+        pool.commit(lane, keys[place], keys[place - 1] if place else cache.root, is_written=True)
         pool.check()
-    assert [pool.page(0, place) for place in (0, 1)] == [pool.page(1, place) for place in (0, 1)]
-    assert pool.page(0, 2) != pool.page(1, 2)
+    assert pool._owned[0][:2] == pool._owned[1][:2]
+    assert pool._owned[0][2] != pool._owned[1][2]
     assert pool.num_free == 8 - 4
-    assert pool.block_table_ZP[:2, :3].tolist() == [[pool.page(z, p) for p in range(3)] for z in (0, 1)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("at_once", [1, 32])
-def test_pages_are_copied_in_all_layers_and_no_other_is_touched(
-    at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a page that was copied is written by a later copy."""
-    monkeypatch.setattr(kv_cache, "MAX_PAGES_PER_COPY", at_once)
-    cache = kv_cache.KVCache((3, 5 * PAGE, 2, 2), dtype=dtype, device=torch.device("cpu"))
-    for slots in (cache.keys, cache.values):
-        slots.copy_(torch.randn(slots.shape))
-    before = [slots.float().clone().view(3, 5, -1) for slots in (cache.keys, cache.values)]
-    cache.copy_pages([], PAGE)
-    cache.copy_pages([(1, 3), (4, 4), (2, 1)], PAGE)
-    for old, slots in zip(before, (cache.keys, cache.values), strict=True):
-        assert torch.equal(slots.float().view(3, 5, -1), old[:, [0, 2, 2, 1, 4]])
+    assert pool.block_table_ZP[:2, :3].tolist() == pool._owned
 
 
 def test_every_read_finds_its_own_text() -> None:
@@ -197,7 +157,7 @@ def test_every_read_finds_its_own_text() -> None:
     for seed in range(NUM_WORLDS):
         simulation = simulate(_world(seed), seed)
         assert simulation.pool.cache is not None
-        for name in ("num_hit_tokens", "num_copied", "num_evicted"):
+        for name in ("num_hit_tokens", "num_evicted"):
             totals[name] = totals.get(name, 0) + getattr(simulation.pool.cache.counts, name)
         totals["preemptions"] += simulation.scheduler.num_preemptions
         totals["in_pass"] += simulation.num_shared_writes
@@ -235,8 +195,8 @@ def test_samples_of_one_prompt_share_its_pages_in_the_pass_that_stores_it() -> N
     simulation.step()
     assert [request.num_cached_tokens for request in simulation.active] == [0, *[16] * 7]
     assert simulation.num_passes == 1
-    assert len({simulation.pool.page(lane, 3) for lane in range(8)}) == 1
-    assert len({simulation.pool.page(lane, 4) for lane in range(8)}) == 8
+    assert len({simulation.pool._owned[lane][3] for lane in range(8)}) == 1
+    assert len({simulation.pool._owned[lane][4] for lane in range(8)}) == 8
 
 
 def test_a_preempted_sequence_comes_back_to_its_own_pages() -> None:
@@ -282,8 +242,8 @@ def key_without_its_parent(patch: pytest.MonkeyPatch) -> None:
 def the_pending_token_is_taken_from_the_cache(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler._allocate
 
-    def allocate(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
-        has_pages = original(self, request, num_slots, schedule)
+    def allocate(self: Scheduler, request: Request, num_slots: int) -> bool:
+        has_pages = original(self, request, num_slots)
         request.num_computed += request.num_computed == request.num_known - 1
         return has_pages
 
@@ -298,39 +258,6 @@ def a_page_is_committed_with_its_last_slot_pending(patch: pytest.MonkeyPatch) ->
         original(self, request, min(num_computed + 1, request.num_known), **options)
 
     patch.setattr(Scheduler, "_commit", commit)
-
-
-@fault
-def a_partly_equal_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._allocate
-
-    def allocate(self: Scheduler, *arguments: Any) -> bool:
-        has_pages = original(self, *arguments)
-        arguments[-1].copies.clear()
-        return has_pages
-
-    patch.setattr(Scheduler, "_allocate", allocate)
-
-
-@fault
-def a_page_that_this_pass_writes_is_copied(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.insert
-
-    def insert(self: PrefixCache, *arguments: Any, is_written: bool) -> None:
-        original(self, *arguments, is_written=True)
-
-    patch.setattr(PrefixCache, "insert", insert)
-
-
-@fault
-def one_more_token_is_called_equal(patch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.nearest
-
-    def nearest(self: PrefixCache, parent: bytes, token_ids: Sequence[int]) -> tuple[int, int]:
-        page, num_equal = original(self, parent, token_ids)
-        return page, min(num_equal + 1, len(token_ids)) if num_equal else 0
-
-    patch.setattr(PrefixCache, "nearest", nearest)
 
 
 @fault

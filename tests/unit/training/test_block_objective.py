@@ -20,8 +20,9 @@ from idlm.masks import RowMeta, dense_mask
 from idlm.train.data.dataset import PackedDataset, collate
 from idlm.train.data.layout import CERTAIN, IGNORE_LABEL, Sample, SampleRows, pack_rows
 from idlm.train.objectives.base import Batch, Head, Terms
-from idlm.train.objectives.block import LOWEST_RATE, BlockDiffusion
+from idlm.train.objectives.block import BlockDiffusion
 from idlm.train.objectives.curriculum import Curriculum, Stage
+from idlm.train.objectives.masked import LOWEST_RATE
 from tests.tiny_training import MASK, HiddenStates, random_sample, tiny_model
 
 STOP = 7

@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from idlm.train import cli
+from idlm.train import sampler
 from idlm.train.config.schema import ReportConfig, TrainConfig
 from idlm.train.objectives.curriculum import Curriculum, Stage
 from idlm.train.planning import report
@@ -107,8 +107,8 @@ def test_out_of_memory_in_the_engine_of_the_report_fails_no_finished_run(
     def generate(*_: Any) -> report.SampleReport:
         raise error
 
-    monkeypatch.setattr(cli, "_generate", generate)
-    samples = cli.engine_sampler(TrainConfig())(tmp_path, 8)
+    monkeypatch.setattr(sampler, "_generate", generate)
+    samples = sampler.engine_sampler(TrainConfig())(tmp_path, 8)
     assert "out of memory" in write(tmp_path, samples, [])
     assert "out of memory" in capsys.readouterr().err
 
@@ -117,11 +117,11 @@ def test_another_failure_of_the_engine_is_not_hidden(monkeypatch: pytest.MonkeyP
     def generate(*_: Any) -> report.SampleReport:
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr(cli, "_generate", generate)
+    monkeypatch.setattr(sampler, "_generate", generate)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        cli.engine_sampler(TrainConfig())(tmp_path, 8)
+        sampler.engine_sampler(TrainConfig())(tmp_path, 8)
 
 
 def test_requests_that_fail_before_their_first_pass_have_no_tokens_per_forward() -> None:
     failed = SimpleNamespace(tested_by_position=(), accepted_by_position=(), token_ids=[], num_forwards=0)
-    assert cli._measure("isd", [failed], [None]).tokens_per_forward is None
+    assert sampler._measure("isd", [failed], [None]).tokens_per_forward is None

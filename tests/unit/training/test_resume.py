@@ -19,16 +19,15 @@ from idlm.errors import UserError
 from idlm.files.disk import translate_disk_errors
 from idlm.publish import clear_stale, publish
 from idlm.train.checkpoint.resume import (
-    SHAPE_FILE,
-    RunShape,
     choose_checkpoint,
     config_hash,
     config_text,
     store_config,
 )
+from idlm.train.checkpoint.same_run import SHAPE_FILE, RunShape
 from idlm.train.config.check import check_config
 from idlm.train.config.schema import TrainConfig, settle_accumulation
-from idlm.train.loop.progress import read_metrics
+from idlm.train.loop.metrics import read_metrics
 from idlm.train.loop.trainer import StopOnSignal
 from idlm.train.prepare import remember_base
 

@@ -1,0 +1,87 @@
+"""What the benchmarks of quality share: greedy answers of one arm after another, and their result rows."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.results import result_row
+from idlm.contracts import SamplingParams
+from idlm.infer.cli.evaluate import Evaluation
+from idlm.infer.engine import Engine
+
+Measured = tuple[str, float, str, float | None]
+"""Metric, value, unit and baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmResult:
+    """The answers of an arm; `marks` says which questions were answered exactly."""
+
+    evaluation: Evaluation
+    marks: tuple[bool, ...] = field(default=(), repr=False)
+
+    @property
+    def share(self) -> float:
+        """Exact match."""
+        return self.evaluation.exact_match
+
+
+def engine_of(options: dict[str, str], decoder: str, **settings: Any) -> Engine:
+    """The engine of a benchmark's `model`, `device`, `dtype` and `batch`, with further keywords."""
+    sizes: dict[str, Any] = {"max_num_seqs": int(options["batch"]), **settings}
+    return Engine.from_pretrained(
+        options["model"], decoder, device=options["device"], dtype=options["dtype"], **sizes
+    )
+
+
+def free_memory() -> None:
+    """Give back the memory of an engine that nothing refers to: the next one sizes its own."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def greedy(options: dict[str, str], decoder_options: dict[str, Any]) -> SamplingParams:
+    """Settings of all requests of an arm."""
+    return SamplingParams(
+        temperature=0, max_tokens=int(options["max_tokens"]), seed=1, decoder_options=decoder_options
+    )
+
+
+def binomial_error(share: float, num: int) -> float:
+    """Standard error of a share of `num` questions."""
+    return math.sqrt(share * (1 - share) / num)
+
+
+def arm_rows(
+    bench: str, case: dict[str, Any], result: ArmResult, base: ArmResult, *further: Measured, **facts: Any
+) -> Sequence[dict[str, Any]]:
+    """Result rows of an arm, compared with `base`: quality, speed, and `further` metrics."""
+    evaluation = result.evaluation
+    measured: tuple[Measured, ...] = (
+        ("exact_match", result.share, "share", base.share),
+        ("standard_error", binomial_error(result.share, evaluation.num_prompts), "share", None),
+        ("tokens_per_forward", evaluation.tokens_per_forward, "tokens", 1.0),
+        ("tokens_per_second", evaluation.tokens_per_second, "tokens/s", base.evaluation.tokens_per_second),
+        *further,
+    )
+    return [
+        result_row(
+            bench,
+            case,
+            metric,
+            value,
+            unit,
+            baseline=baseline,
+            exactness=evaluation.exactness,
+            command=f"python -m benchmarks.{bench}",
+            **facts,
+        )
+        for metric, value, unit, baseline in measured
+    ]

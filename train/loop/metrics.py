@@ -1,0 +1,133 @@
+"""The lines of `metrics.jsonl`: what they hold, and how they read.
+
+Losses are means over all tokens since the last line, whose steps are all of one stage; acceptance is the
+teacher-forced expectation of the step shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from idlm.train.distributed.collectives import all_reduce, highest
+from idlm.train.planning.flops import ModelWork, TokenCounts, peak_flops, train_flops
+from idlm.train.step import StepLosses
+
+if TYPE_CHECKING:
+    from idlm.train.loop.trainer import IdlmTrainer
+
+EVALUATION = "held_out"
+"""Marks the records of `metrics.jsonl` that are evaluations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MetricsWindow:
+    """Sums over the steps after `step`, the last one with a line; `start` [s] on the performance counter.
+
+    `counts` are over all ranks, `sums` and `fed` of this rank, as in `StepLosses`; None before a first step.
+    """
+
+    step: int
+    start: float
+    counts: Tensor | None = None
+    sums: Tensor | None = None
+    fed: Tensor | None = None
+
+    def add(self, step: StepLosses) -> None:
+        """Add an optimizer step."""
+        for name in ("counts", "sums", "fed"):
+            known, new = getattr(self, name), getattr(step, name)
+            setattr(self, name, new.clone() if known is None else known + new)
+
+
+def read_metrics(path: Path, *, up_to_step: int | None = None) -> list[dict[str, Any]]:
+    """Records of `metrics.jsonl` in order; a line that is no record, as a crash may leave one, is skipped."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and (up_to_step is None or step <= up_to_step):
+            records.append(record)
+    return records
+
+
+def metrics_record(
+    trainer: IdlmTrainer, window: MetricsWindow, *, work: ModelWork | None, gradient_norm: Any
+) -> dict[str, Any]:
+    """The line of the metrics for `window`, which ends with the trainer's last step. Collective.
+
+    `work` gives FLOPs, where the model's are known; `gradient_norm` is None before a first one.
+    """
+    step, state = trainer.step.losses, trainer.state
+    assert step is not None and step.weights is not None
+    assert window.counts is not None and window.sums is not None and window.fed is not None
+    overlap = torch.stack([step.overlap_sums, step.overlap_counts])
+    for tensor in (overlap, window.sums, window.fed):
+        all_reduce(tensor)
+    means = (window.sums / window.counts.clamp_min(1)).tolist()
+    acceptance = [value for value in (overlap[0] / overlap[1]).tolist() if not math.isnan(value)]
+    fed, num_processes = TokenCounts(*window.fed.tolist()), trainer.args.world_size
+    tokens, global_batch = int(fed.document_tokens), trainer.step.curriculum.global_batch
+    # Read last: everything above has waited for the device.
+    seconds = max(time.perf_counter() - window.start, 1e-9)
+    record = {
+        "step": state.global_step,
+        "stage": step.stage.index,
+        "stride": step.stage.stride,
+        **{f"{name}_loss": mean for name, mean in zip(trainer.step.objective.term_names, means, strict=True)},
+        "clean_weight": float(step.weights[-1]),
+        "acceptance": acceptance,
+        "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "gradient_norm": None if gradient_norm is None else float(gradient_norm),
+        "first_item": window.step * global_batch,
+        "last_item": state.global_step * global_batch - 1,
+        "num_tokens": tokens,
+        "seconds": seconds,
+        "step_seconds": seconds / (state.global_step - window.step),
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_per_gpu": tokens / seconds / num_processes,
+    }
+    if work is not None:
+        flops = train_flops(work, fed, trains_clean=step.stage.clean_weight != 0)
+        device = trainer.args.device
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        record["tflops_per_gpu"] = flops / seconds / num_processes / 1e12
+        if peak is not None:
+            record["mfu"] = flops / seconds / num_processes / peak
+    if trainer.args.device.type == "cuda":
+        record["peak_memory"] = highest(torch.cuda.max_memory_allocated())
+    return record
+
+
+def training_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of training steps."""
+    return [record for record in records if EVALUATION not in record]
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One line of text about a metrics record."""
+    parts = ["held out"] if EVALUATION in record else []
+    parts += [f"stride {record['stride']}"] if record["stride"] > 1 else []
+    parts += [f"{key[:-5]} loss {value:.3f}" for key, value in record.items() if key.endswith("_loss")]
+    if record["stride"] > 1 and "clean_weight" in record and "clean_loss" in record:
+        parts.append(f"s {record['clean_weight']:.2f}")
+    if record["acceptance"]:
+        parts.append("acceptance " + " ".join(f"{value:.3f}" for value in record["acceptance"]))
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)

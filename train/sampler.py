@@ -1,0 +1,97 @@
+"""The samples of the report, which the engine generates from the published checkpoint.
+
+This is the only module of training that imports the engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from idlm.contracts import SamplingParams
+from idlm.errors import UserError
+from idlm.semantics import Semantics
+from idlm.train.data.base import CORRECT, JudgedSource, has_splits, make_encoder, open_source
+from idlm.train.planning.estimate import is_out_of_memory
+from idlm.train.planning.report import Measurement, Sampler, SampleReport, SampleText
+
+if TYPE_CHECKING:
+    from idlm.infer.engine import Engine
+    from idlm.train.config.schema import TrainConfig
+
+SAMPLE_TOKENS = 512
+
+
+def engine_sampler(config: TrainConfig) -> Sampler:
+    """Return a function that generates greedily from the published checkpoint, with every decoder that fits.
+
+    The prompts are held-out prompts of a task, or the first ones of a file. If the engine fails, the report
+    has no samples: the checkpoint is published before.
+    """
+
+    def sample(directory: Path, num_samples: int) -> SampleReport:
+        try:
+            return _generate(config, directory, num_samples)
+        except UserError as error:
+            problem = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = "out of memory: " + str(error).partition("\n")[0]
+        print(f"the report has no samples: {problem}", file=sys.stderr)
+        return SampleReport(problem=problem)
+
+    return sample
+
+
+def _generate(config: TrainConfig, directory: Path, num_samples: int) -> SampleReport:
+    # Importing the engine takes seconds, and only the report needs it.
+    from idlm.infer.decoders.base import fitting_decoders
+    from idlm.infer.engine import Engine
+
+    params = SamplingParams(temperature=0, max_tokens=SAMPLE_TOKENS)
+    measurements: list[Measurement] = []
+    texts: list[SampleText] = []
+    for decoder in fitting_decoders(Semantics.load(directory)):
+        engine = Engine.from_pretrained(directory, decoder, device=config.train.device)
+        prompts, judge = _prompts(config, engine, num_samples)
+        done = engine.generate(prompts, params)
+        verdicts = [judge(place, completion.text) for place, completion in enumerate(done)]
+        measurements.append(_measure(decoder, done, verdicts))
+        if not texts:
+            shown = [p if isinstance(p, str) else engine.tokenizer.decode(p) for p in prompts]
+            texts = [
+                SampleText(prompt=prompt, response=completion.text, verdict=verdict or "")
+                for prompt, completion, verdict in zip(shown, done, verdicts, strict=True)
+            ]
+    return SampleReport(samples=tuple(texts), measurements=tuple(measurements))
+
+
+def _prompts(
+    config: TrainConfig, engine: Engine, num_samples: int
+) -> tuple[list[str | list[int]], Callable[[int, str], str | None]]:
+    """Return the prompts, and a judge `(place, answer) -> verdict`, which gives None without a checker."""
+    data = replace(config.data, split="validation") if has_splits(config.data.source) else config.data
+    source = open_source(data, make_encoder(data, engine.tokenizer, None), output_dir=config.output_dir)
+    places = range(num_samples if source.num_samples is None else min(num_samples, source.num_samples))
+    if isinstance(source, JudgedSource):
+        return [source.question(place) for place in places], source.verdict
+    samples = [source.sample(place) for place in places]
+    prompts = [sample.token_ids[: max(1, int(sample.supervised.argmax()))].tolist() for sample in samples]
+    return prompts, lambda place, answer: None
+
+
+def _measure(decoder: str, done: Sequence[Any], verdicts: Sequence[str | None]) -> Measurement:
+    tested = sum(sum(completion.tested_by_position) for completion in done)
+    accepted = sum(sum(completion.accepted_by_position) for completion in done)
+    num_forwards = sum(completion.num_forwards for completion in done)
+    is_judged = all(verdict is not None for verdict in verdicts)
+    return Measurement(
+        decoder=decoder,
+        exact_match=sum(verdict == CORRECT for verdict in verdicts) / len(done) if is_judged else None,
+        acceptance_rate=accepted / tested if tested else None,
+        tokens_per_forward=sum(len(c.token_ids) for c in done) / num_forwards if num_forwards else None,
+    )
