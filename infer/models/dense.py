@@ -233,6 +233,11 @@ class DenseTrunk(nn.Module):
         """Return logits_XV in the dtype of the weights."""
         return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
 
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The head [V, D] if this rank has all of it, and may multiply rows in any way; else None."""
+        return None if self.shards.size > 1 or self.linears.deterministic else self.head
+
     def _gate(self, is_mask_R: Tensor | None) -> Tensor | None:
         """The rows that the adapter applies to; None without adapter or without MASK rows."""
         return is_mask_R if self.is_adapted else None
