@@ -212,7 +212,7 @@ class FullDecoder(Decoder):
             advances_B=advances_B,
             max_rows=batch.max_rows,
             max_slots=batch.max_length,
-            takes_best=self._kind.reads != "row" and batch.is_greedy and batch.num_top is None,
+            takes_best=self._kind.reads != "row" and batch.is_greedy,
             sequence_X=sequence_X,
             place_X=place_X,
             is_maskable_BW=is_maskable_BW,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import StepPlan
-from idlm.kernels.masked_logits import Proposals, has_fused, masked_logits
+from idlm.kernels.masked_logits import Proposals, masked_logits
 
 Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 """(logits_YV, slice of the wanted rows) -> tensors [Y, ...]."""
@@ -51,8 +51,8 @@ class WantedRows:
     """Wanted row x is row `rows_X[x]` of `hidden_RD` (after the final norm).
 
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
-    the model's dtype; `weight_VD` is its weight, if `head` is nothing but a product with it, and `workspace`
-    is as in `masked_logits`. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder
+    the model's dtype; `weight_VD`: its weight, if `masked_logits` is to multiply with it; `workspace`: as
+    there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder
     takes b bytes each beside the logits; None: one slice.
     """
 
@@ -90,7 +90,7 @@ class WantedRows:
         logits tell. `forbidden_S` (int64): ids that have no probability. `entropy`: also return it. For other
         rows everything is 0, and nothing is computed for many of them in a row.
         """
-        if self._weight_VD is None or not has_fused(self._weight_VD.device):
+        if self._weight_VD is None:
             return None
         return masked_logits(
             self.hidden_RD,
