@@ -58,6 +58,11 @@ def choose(num_rows: int, dtype: torch.dtype, *, is_drawn: bool = False) -> Laun
     return FEW_ROWS if num_rows <= FEW_ROWS.block_x else MANY_ROWS
 
 
+def most_splits(num_rows: int, num_fields: int) -> int:
+    """Most ranges: one whatever the rows are, and as many more as the constant bytes allow."""
+    return min(MAX_SPLITS, 1 + WORKSPACE_BYTES // (4 * num_fields * num_rows))
+
+
 @functools.lru_cache(maxsize=1024)
 def range_tiles(row_tiles: int, token_tiles: int, most_splits: int, num_programs: int) -> int:
     """Tiles of a range of the vocabulary, so that the last round of programs leaves few multiprocessors idle:
@@ -90,8 +95,7 @@ def run(
     launch = choose(num_rows, hidden_RD.dtype, is_drawn=draws is not None) if launch is None else launch
     num_fields = 8 if draws is not None else 4 if entropy else 3
     row_tiles, token_tiles = triton.cdiv(num_rows, launch.block_x), triton.cdiv(num_tokens, int(TILE_TOKENS))
-    # One range whatever X is, and as many more as the constant bytes allow.
-    most = min(MAX_SPLITS, 1 + WORKSPACE_BYTES // (4 * num_fields * num_rows))
+    most = most_splits(num_rows, num_fields)
     tiles = range_tiles(row_tiles, token_tiles, most, _num_programs(hidden_RD.device))
     splits = triton.cdiv(token_tiles, tiles)
     shape = (num_fields, num_rows, splits)
