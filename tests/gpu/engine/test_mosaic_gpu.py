@@ -19,6 +19,8 @@ from idlm.infer.planning.arena import MappedArena
 from idlm.infer.planning.planner import plan_template
 from idlm.infer.planning.sizes import Sizes
 from idlm.infer.runtime.canvas_ops import CanvasPass
+from idlm.infer.state.wanted_rows import WantedRows
+from idlm.kernels.masked_logits import has_fused
 from tests.kernels.cases.places import check_expert_steps, check_heads_in_place
 from tests.numerics import full_reference
 
@@ -136,6 +138,32 @@ def test_bf16_logits_are_close_to_caching(wide: Path, chunks: dict[str, int]) ->
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     # Keys and values of another product, and another attention kernel: rounding of bf16 in every layer.
     assert difference < 0.03, difference
+
+
+def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, at every pass: by the kernel in its planned workspace, and by the library's logits."""
+    agreements, best_of = [], WantedRows.best
+
+    def compared(
+        self: WantedRows, forbidden_S: torch.Tensor, is_wanted_X: torch.Tensor, **options: Any
+    ) -> Any:
+        found = best_of(self, forbidden_S, is_wanted_X, **options)
+        assert found is not None and is_wanted_X.all()
+        logits_XV = self.logits().float().index_fill(1, forbidden_S, -torch.inf)
+        own_X = logits_XV.softmax(-1).gather(1, found.token_X[:, None])[:, 0]
+        assert (own_X - found.own_X).abs().max() < 0.01
+        agreements.append((logits_XV.argmax(-1) == found.token_X).double().mean())
+        return found
+
+    if not has_fused(torch.device("cuda", 0)):
+        pytest.skip("this GPU has too little shared memory for the kernel")
+    monkeypatch.setattr(WantedRows, "best", compared)
+    engine = engine_of(wide, "mosaic", max_length=2048, order="low_confidence", forbid_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, seed=1)
+    prompts = [[1 + number % 40 for number in range(length)] for length in (700, 1500)]
+    assert [len(done.token_ids) for done in engine.generate(prompts, params)] == [64, 64]
+    # Sums in another order may round a logit to its neighbour.
+    assert len(agreements) >= 64 and torch.stack(agreements).mean() > 0.95
 
 
 @pytest.mark.parametrize("arena", ["plain", "mapped"])
