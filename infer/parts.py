@@ -10,7 +10,7 @@ from typing import Any
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import Decoder
+from idlm.infer.decoders.base import Decoder, answer_length
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.request import Request, token_list
 from idlm.infer.runtime.model_runner import PassRunner, StepResult
@@ -111,8 +111,7 @@ class EngineParts:
         what the runner raises for such a canvas.
         """
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
-        num_new = params.max_tokens or self.decoder.default_max_tokens
-        longest = min(context, len(prompt_ids) + num_new)
+        longest = min(context, len(prompt_ids) + answer_length(params))
         self.runner.check_canvas(longest, longest - len(prompt_ids))
         needed, num_slots = self.scheduler.slots_needed(longest, longest), self.pool.num_pages * page_size
         if needed > num_slots:

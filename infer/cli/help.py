@@ -168,13 +168,15 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
 
 def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=memory` prints: the template of a canvas of `max_length` rows, all of them wanted, with
-    bytes and lifetimes. UserError IDLM-0472 for a checkpoint whose passes are not planned.
+    bytes and lifetimes; then that of greedy passes, where they store no logits. UserError IDLM-0472 for a
+    checkpoint whose passes are not planned.
     """
     from idlm.infer.build import resolve_device
     from idlm.infer.models.loader import read_outline
-    from idlm.infer.planning.canvas import canvas_shape, library_bytes, workspace_bytes
+    from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
     from idlm.infer.planning.chunking import plan_forward, trunk_forward
     from idlm.infer.planning.describe import describe_plan
+    from idlm.kernels.masked_logits import has_fused
 
     outline = read_outline(
         arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
@@ -192,10 +194,12 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     weights = sum(prod(target.shape) for target in outline.targets.values()) * outline.dtype.itemsize
     device = resolve_device(config.device)
     capacity = workspace_bytes(shape, device) - (weights if device.type == "cuda" else 0)
-    plan = plan_forward(trunk_forward(shape), length=length, wanted=length, capacity=capacity)
+    shapes = [shape, fused_head(shape)] if has_fused(device) else [shape]
+    forwards = [trunk_forward(one) for one in shapes]
+    plans = [plan_forward(one, length=length, wanted=length, capacity=capacity) for one in forwards]
     return "\n".join(
         [
-            describe_plan(plan),
+            *map(describe_plan, plans),
             f"beside the workspace: weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at "
             f"any length; the workspace may have {capacity:,} bytes",
         ]

@@ -120,6 +120,12 @@ class Decoder(ABC):
 DECODERS: Registry[type[Decoder]] = Registry("decoder", "idlm.infer.decoders")
 
 
+def answer_length(params: SamplingParams) -> int:
+    """`max_tokens`, which the engine fills in before anything else reads it."""
+    assert params.max_tokens is not None, f"{params=}"
+    return params.max_tokens
+
+
 def fitting_decoders(semantics: Semantics) -> list[str]:
     """Names of the decoders that such a checkpoint was made for, the default first; UserError IDLM-0619 if
     there is none.

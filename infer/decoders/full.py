@@ -22,7 +22,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
+from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, answer_length, request_config
 from idlm.infer.decoders.full_cache import (
     CACHES,
     Cache,
@@ -135,7 +135,7 @@ class FullDecoder(Decoder):
         check_canvas(
             self.configure(params.decoder_options),
             num_prompt=len(prompt_ids),
-            max_tokens=params.max_tokens or self.default_max_tokens,
+            max_tokens=answer_length(params),
             max_length=self._max_length,
         )
         if self._mask_token_id in prompt_ids:
@@ -152,7 +152,7 @@ class FullDecoder(Decoder):
         self._max_length = max_length
         self._width = min(self.config.block_length or max_length, max_length)
         shape = (num_lanes, self._width)
-        copies = device.type == "cpu" or self._kind.reads_all or self.config.forbid_eos
+        copies = device.type == "cpu" or self._kind.reads != "token" or self.config.forbid_eos
         self._proposal_bytes = SCORE_BYTES * vocab_size if copies else 0
         self.tokens_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.is_decided_ZW = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -161,12 +161,14 @@ class FullDecoder(Decoder):
         self.options = LaneOptions.empty(num_lanes, device)
         known = [token for token in self._stop_ids if token < vocab_size]
         self._stop_ids_S = to_device(known, device)
+        forbidden = [self._mask_token_id, *(known if self.config.forbid_eos else [])]
+        self._forbidden_S = to_device(forbidden, device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """In a new sequence nothing is decided yet."""
         self._begin_blocks(lanes)
         configs = [self.configure(one.decoder_options) for one in params]
-        self.options.admit(lanes, configs, [one.max_tokens or self.default_max_tokens for one in params])
+        self.options.admit(lanes, configs, [answer_length(one) for one in params])
 
     def rewind(self, lanes: list[int]) -> None:
         """With a cache, begin the blocks anew, with the same outcome: what their passes stored is gone."""
@@ -210,6 +212,7 @@ class FullDecoder(Decoder):
             advances_B=advances_B,
             max_rows=batch.max_rows,
             max_slots=batch.max_length,
+            takes_best=self._kind.reads != "row" and batch.is_greedy,
             sequence_X=sequence_X,
             place_X=place_X,
             is_maskable_BW=is_maskable_BW,
@@ -306,6 +309,13 @@ class FullDecoder(Decoder):
         self, table: SequenceState, batch: Batch, plan: CanvasPlan, wanted: WantedRows, uniforms_BW: Tensor
     ) -> tuple[Tensor, ...]:
         """Of every wanted row a token, its score, and whether its logits are not finite; the head streams."""
+        if plan.takes_best:
+            is_wanted_X = plan.is_maskable_BW[plan.sequence_X, plan.place_X]
+            best = wanted.best(self._forbidden_S, is_wanted_X, entropy=self._kind.reads == "entropy")
+            if best is not None:
+                # All wanted rows are greedy, and the others mean nothing.
+                drawn = Drawn(confidence_Y=best.own_X, is_greedy_Y=is_wanted_X, entropy_Y=best.entropy_X)
+                return best.token_X, self._score(drawn, best.token_X), best.is_nonfinite_X.long()
         uniforms_X = uniforms_BW[plan.sequence_X, plan.place_X]
         lane_X = plan.lanes_B[plan.sequence_X]
 
@@ -329,15 +339,17 @@ class FullDecoder(Decoder):
                 probs, uniforms_X[rows].contiguous(), temperature_Y, always_own=self._kind.always_own
             )
             rows_Y1 = torch.arange(len(ids_Y), device=ids_Y.device)[:, None]
-            scores_Y = confidence_Y
-            if not self._kind.is_random:
-                drawn = Drawn(probs=probs, confidence_Y=confidence_Y, is_greedy_Y=temperature_Y == 0)
-                scores_Y = self._order.score(drawn)
-            if self.config.defer_eos:
-                scores_Y = scores_Y.masked_fill(torch.isin(ids_Y, self._stop_ids_S), -torch.inf)
-            return ids_Y, scores_Y, nonfinite(probs, rows_Y1)
+            drawn = Drawn(confidence_Y=confidence_Y, is_greedy_Y=temperature_Y == 0, probs=probs)
+            return ids_Y, self._score(drawn, ids_Y), nonfinite(probs, rows_Y1)
 
         return wanted.proposals(propose, row_bytes=self._proposal_bytes)
+
+    def _score(self, drawn: Drawn, ids_Y: Tensor) -> Tensor:
+        """Scores of drawn tokens, fp64 [Y]; those of a random order mean nothing."""
+        scores_Y = drawn.confidence_Y if self._kind.is_random else self._order.score(drawn)
+        if self.config.defer_eos:
+            scores_Y = scores_Y.masked_fill(torch.isin(ids_Y, self._stop_ids_S), -torch.inf)
+        return scores_Y
 
     def _choose(
         self, table: SequenceState, plan: CanvasPlan, scores_BW: Tensor, uniforms_BW: Tensor

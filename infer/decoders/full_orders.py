@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +27,15 @@ FIRST_TIME = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The tokens drawn for rows [Y] of a slice. `confidence_Y` (fp64): their probability, as
-    `Order.always_own` says; `probs`: the distributions; `is_greedy_Y` (bool): of temperature 0.
+    """The tokens drawn for rows [Y]. `confidence_Y` (fp64): their probability, as `Order.always_own` says;
+    `is_greedy_Y` (bool): of temperature 0. The distributions are `probs`, or for the best tokens of a head
+    that stores none `entropy_Y` alone, if the order reads it.
     """
 
-    probs: Probs
     confidence_Y: Tensor
     is_greedy_Y: Tensor
+    probs: Probs | None = None
+    entropy_Y: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +56,15 @@ class Order(ABC):
     `always_own`: the confidence is under the model's own distribution, not under the request's (after
     temperature and truncation). `has_threshold`: scores are probabilities, which a threshold can be compared
     with. `is_random`: the score is a random number of the place, not a function of the distribution.
-    `reads_all`: the score reads the whole distribution, which needs copies of the logits on a GPU too.
+    `reads`: what the score is a function of: the probability of the token, the entropy, or the whole row. The
+    latter two need copies of the logits, where logits are stored.
     `flips`: only masks whose random number is below `flip_chance` are decided.
     """
 
     always_own: ClassVar[bool] = False
     has_threshold: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
-    reads_all: ClassVar[bool] = False
+    reads: ClassVar[Literal["token", "entropy", "row"]] = "token"
     flips: ClassVar[bool] = False
 
     @abstractmethod
@@ -137,10 +140,11 @@ class MaskgitPlus(Order):
 class TopkMargin(MaskgitPlus):
     """Where the most likely token is furthest ahead of the second."""
 
-    reads_all: ClassVar[bool] = True
+    reads: ClassVar[Literal["token", "entropy", "row"]] = "row"
 
     def score(self, drawn: Drawn) -> Tensor:
         """Difference of the two largest probabilities."""
+        assert drawn.probs is not None, "the second best token is not known"
         return row_margin(drawn.probs, drawn.is_greedy_Y)
 
 
@@ -149,10 +153,13 @@ class Entropy(MaskgitPlus):
     """Where the distribution is the most certain."""
 
     has_threshold: ClassVar[bool] = False
-    reads_all: ClassVar[bool] = True
+    reads: ClassVar[Literal["token", "entropy", "row"]] = "entropy"
 
     def score(self, drawn: Drawn) -> Tensor:
         """Negative entropy, in nats."""
+        if drawn.probs is None:
+            assert drawn.entropy_Y is not None
+            return -drawn.entropy_Y
         return -row_entropy(drawn.probs, drawn.is_greedy_Y)
 
 

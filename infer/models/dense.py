@@ -20,6 +20,7 @@ from idlm.infer.models.base import KVAccess, ModelSpec, TensorNames
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.kernels.gated_lora import GatedLora
 from idlm.kernels.linear import Fp8Weight, Linears
+from idlm.kernels.masked_logits import has_fused
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
 
@@ -232,6 +233,14 @@ class DenseTrunk(nn.Module):
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """Return logits_XV in the dtype of the weights."""
         return self.shards.gather(self.linears.linear(hidden_XD, self.head), self.spec.vocab_size)
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The head [V, D] for the kernel that stores no logits. None where it does not apply: this rank has a
+        part of the head, the device cannot run it, or no bit of a row may depend on how many rows there are.
+        """
+        is_whole, is_free = self.shards.size == 1, not self.linears.deterministic
+        return self.head if is_whole and is_free and has_fused(self.head.device) else None
 
     def _gate(self, is_mask_R: Tensor | None) -> Tensor | None:
         """The rows that the adapter applies to; None without adapter or without MASK rows."""

@@ -8,10 +8,14 @@ length; `library_bytes` is their sum, which is taken off what a workspace may ha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from idlm.infer.models.base import ModelSpec
+from idlm.infer.planning.sizes import WANTED, Size
 from idlm.infer.planning.trunk import TrunkShape
+from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 
 PIECE_ROWS = 4096
 PROPOSAL_BYTES = 128 << 20
@@ -35,6 +39,12 @@ def canvas_shape(spec: ModelSpec, dtype: torch.dtype) -> TrunkShape:
         top_k=0 if moe is None else moe.num_chosen,
         item_bytes=dtype.itemsize,
     )
+
+
+def fused_head(shape: TrunkShape) -> TrunkShape:
+    """The trunk whose head stores no logits, for passes of greedy rows."""
+    workspace = Size(row_bytes=WORKSPACE_ROW_BYTES, rows=WANTED, constant=WORKSPACE_BYTES)
+    return replace(shape, fused_head=workspace)
 
 
 def library_bytes(shape: TrunkShape) -> int:

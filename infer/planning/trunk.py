@@ -33,6 +33,8 @@ KEYS_VALUES = Loop(name="keys_values", rows=LENGTH, chunks=K_QUERY)
 FFN = Loop(name="ffn", rows=LENGTH, chunks=K_FFN)
 EXPERTS = Loop(name="experts", rows=LENGTH, chunks=K_EXPERTS)
 HEAD = Loop(name="head", rows=WANTED, chunks=K_LOGITS)
+FUSED_HEAD = "masked_logits"
+"""The op that takes the place of the loop HEAD."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,8 @@ class TrunkShape:
     """Numbers of a trunk. `ffn` is the width of one expert when `num_experts` is set.
 
     `attention_row_bytes`: what the attention kernel allocates per query row (the log-sum-exp of its heads).
-    `workspaces`: constant bytes by name of op, for what libraries allocate in it. `fused_head`: one op
-    computes tokens and confidences without storing logits.
+    `workspaces`: constant bytes by name of op, for what libraries allocate in it. `fused_head`: the workspace
+    of one op that computes tokens and confidences without storing logits; None: logits are stored, in chunks.
     """
 
     width: int
@@ -56,7 +58,7 @@ class TrunkShape:
     item_bytes: int = 2
     attention_row_bytes: int = 0
     workspaces: Mapping[str, int] = field(default_factory=dict)
-    fused_head: bool = False
+    fused_head: Size | None = None
 
     @property
     def x_bytes(self) -> int:
@@ -112,7 +114,8 @@ def trunk_template(shape: TrunkShape, attention: str = WHOLE) -> Template:
     `attention` is one of ATTENTION_ARMS. Inputs: `token_ids`, `positions`, `wanted_rows`.
     """
     assert attention in ATTENTION_ARMS, attention
-    trunk = _TrunkTemplate(shape, f"{'moe' if shape.num_experts else 'dense'}, attention {attention}")
+    names = ["moe" if shape.num_experts else "dense", f"attention {attention}"]
+    trunk = _TrunkTemplate(shape, ", ".join(names + ["no logits"] * (shape.fused_head is not None)))
     template = trunk.template
     template.add_input("token_ids", "positions", "wanted_rows")
     trunk.rows(shape.x_bytes, x=1)
@@ -218,9 +221,10 @@ def _add_head(trunk: _TrunkTemplate) -> None:
     shape, template = trunk.shape, trunk.template
     template.add_tensor("tokens", Size(row_bytes=TOKEN_BYTES, rows=WANTED))
     template.add_tensor("confidences", Size(row_bytes=CONFIDENCE_BYTES, rows=WANTED))
-    if shape.fused_head:
+    if shape.fused_head is not None:
+        template.add_tensor("ranges", shape.fused_head)
         trunk.op("final_norm", ["x"], ["x"])
-        trunk.op("masked_logits", ["x", "wanted_rows"], ["tokens", "confidences"])
+        trunk.op(FUSED_HEAD, ["x", "wanted_rows"], ["tokens", "confidences"], scratch="ranges")
     else:
         trunk.rows(shape.x_bytes, HEAD, head_in=1)
         trunk.rows(shape.vocab * shape.item_bytes, HEAD, logits=1)

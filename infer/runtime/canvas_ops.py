@@ -253,6 +253,12 @@ def _add_experts(run: CanvasPass, step: Step) -> None:
     add_experts(y_PD, _ids(run, step), _weights(run, step), x_mD)
 
 
+def _final_norm(run: CanvasPass, step: Step) -> None:
+    """Norm all rows in place: the head that stores no logits gathers the wanted ones itself."""
+    x_RD = run.whole(step, "x", run.trunk.spec.width)
+    norm_rows(run, x_RD, run.trunk.final_norm, x_RD)
+
+
 def _head_norm(run: CanvasPass, step: Step) -> None:
     """Gather the wanted rows, then norm them in place."""
     width = run.trunk.spec.width
@@ -287,7 +293,9 @@ OPS: Mapping[str, Callable[[CanvasPass, Step], None]] = {
     "expert_hidden": _expert_hidden,
     "expert_outputs": _expert_outputs,
     "add_experts": _add_experts,
+    "final_norm": _final_norm,
     "head_norm": _head_norm,
     "logits": _logits,
 }
-"""By name of op; `choose_tokens` is the decoder's (`canvas_rows.py`)."""
+"""By name of op; the ops of `canvas_rows.py` are missing: `choose_tokens`, which is the decoder's, and
+`masked_logits`."""

@@ -1,6 +1,7 @@
-"""Wanted rows whose head is the end of a planned pass: each chunk of logits has its place in the workspace.
+"""Wanted rows whose head is the end of a planned pass: each chunk of logits has its place in the workspace,
+or the numbers of a head without logits have theirs.
 
-Shapes: R rows, X wanted rows, Y rows of a slice, D width, V vocabulary.
+Shapes: R rows, X wanted rows, Y rows of a slice, D width, V vocabulary, S forbidden ids.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from idlm.infer.planning.canvas import PROPOSAL_BYTES
 from idlm.infer.planning.template import Step
 from idlm.infer.runtime.canvas_ops import CanvasPass, norm_rows
 from idlm.infer.state.wanted_rows import Propose, WantedRows
+from idlm.kernels.masked_logits import Proposals
 
 LOGITS, CHOICE = "logits", "choose_tokens"
 
@@ -53,3 +55,33 @@ class CanvasRows(WantedRows):
         for step in self._steps:
             run.execute(step, choose if step.op.name == CHOICE else None)
         return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+
+class BestRows(WantedRows):
+    """Rows of a pass planned for `WantedRows.best`. `hidden_RD` is in the workspace, after the final norm; it
+    is valid until the next pass. Logits, if anybody asks for them, are outside of the plan.
+
+    `step`: the call of the head.
+    """
+
+    def __init__(self, run: CanvasPass, step: Step) -> None:
+        trunk, num_bytes = run.trunk, run.plan.num_bytes["ranges"]
+        super().__init__(
+            run.whole(step, "x", trunk.spec.width),
+            run.rows_X,
+            trunk.logits,
+            weight_VD=trunk.head_weight,
+            workspace=run.arena.view(step.offsets["ranges"], (num_bytes // 4,), torch.float32),
+        )
+        self._run, self._step = run, step
+
+    def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
+        """As the base, once."""
+        found: list[Proposals | None] = []
+        ask = super().best
+
+        def op(run: CanvasPass, step: Step) -> None:
+            found.append(ask(forbidden_S, is_wanted_X, entropy=entropy))
+
+        self._run.execute(self._step, op)
+        return found[0]

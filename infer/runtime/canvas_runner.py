@@ -21,17 +21,18 @@ from idlm.errors import UserError
 from idlm.infer.models.dense import DenseTrunk
 from idlm.infer.models.loader import LoadedModel, Outline
 from idlm.infer.planning.arena import Arena, open_arena
-from idlm.infer.planning.canvas import canvas_shape, library_bytes
-from idlm.infer.planning.chunking import MIN_CHUNK_ROWS, plan_forward, trunk_forward
+from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes
+from idlm.infer.planning.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
 from idlm.infer.planning.planner import Plan
-from idlm.infer.planning.trunk import HEAD
+from idlm.infer.planning.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.canvas_ops import CanvasPass
-from idlm.infer.runtime.canvas_rows import CanvasRows
+from idlm.infer.runtime.canvas_rows import BestRows, CanvasRows
 from idlm.infer.runtime.model_runner import RunnerParts
 from idlm.infer.settings import EngineSettings
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
+from idlm.infer.state.wanted_rows import WantedRows
 
 MAX_PLANS = 256
 """Numbers of rows whose plans are kept."""
@@ -55,7 +56,9 @@ class CanvasRunner:
         self.capacity, self.min_rows = capacity, min_rows
         self.shape = canvas_shape(model.spec, model.dtype)
         self._templates = trunk_forward(self.shape, arm)
-        self._plans: OrderedDict[int, Plan] = OrderedDict()
+        has_best = model.trunk.head_weight is not None
+        self._best_templates = trunk_forward(fused_head(self.shape), arm) if has_best else None
+        self._plans: OrderedDict[tuple[int, bool], Plan] = OrderedDict()
 
     @classmethod
     def make(cls, parts: RunnerParts) -> CanvasRunner:
@@ -106,37 +109,34 @@ class CanvasRunner:
         """Bytes that libraries allocate beside the workspace, at any length."""
         return library_bytes(self.shape)
 
-    def plan_of(self, num_rows: int, num_wanted: int) -> Plan:
+    def plan_of(self, num_rows: int, num_wanted: int, *, takes_best: bool = False) -> Plan:
         """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones; UserError IDLM-0466
-        if it cannot fit.
+        if it cannot fit. `takes_best`: as in `StepPlan`.
         """
-        plan = self._plans.get(num_rows)
+        key = num_rows, takes_best
+        plan = self._plans.get(key)
         if plan is None or plan.sizes.wanted < num_wanted:
-            plan = plan_forward(
-                self._templates,
-                length=num_rows,
-                wanted=num_wanted,
-                capacity=self.capacity,
-                min_rows=min(self.min_rows, num_rows),
-            )
-            self._plans[num_rows] = plan
-        self._plans.move_to_end(num_rows)
+            self._plans[key] = plan = self._plan(num_rows, num_wanted, takes_best=takes_best)
+        self._plans.move_to_end(key)
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
 
     def check_canvas(self, num_rows: int, num_wanted: int) -> None:
         """Raise UserError IDLM-0466 for a canvas that does not fit even alone."""
-        plan_forward(
-            self._templates,
-            length=num_rows,
-            wanted=min(num_rows, num_wanted),
-            capacity=self.capacity,
-            min_rows=min(self.min_rows, num_rows),
-        )
+        self._plan(num_rows, min(num_rows, num_wanted), takes_best=False)
+
+    def _plan(self, num_rows: int, num_wanted: int, *, takes_best: bool) -> Plan:
+        limits = {"capacity": self.capacity, "min_rows": min(self.min_rows, num_rows)}
+        if takes_best and self._best_templates is not None:
+            plan = search(self._best_templates, length=num_rows, wanted=num_wanted, **limits)
+            # Its constant workspace may not fit where a few rows of logits do.
+            if isinstance(plan, Plan):
+                return plan
+        return plan_forward(self._templates, length=num_rows, wanted=num_wanted, **limits)
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> CanvasRows:
+    def forward(self, plan: StepPlan) -> WantedRows:
         """Run the trunk over the rows of `plan`, and return its wanted rows, whose head is still to run.
 
         Waits for the bounds of the canvases. Raises torch.OutOfMemoryError if the device cannot give the
@@ -144,7 +144,7 @@ class CanvasRunner:
         """
         num_rows, num_wanted = len(plan.token_ids_R), len(plan.logit_rows_X)
         try:
-            planned = self.plan_of(num_rows, num_wanted)
+            planned = self.plan_of(num_rows, num_wanted, takes_best=plan.takes_best)
             self.arena.resize(planned.peak_bytes)
         except UserError as error:
             raise torch.OutOfMemoryError(error.message) from error
@@ -161,5 +161,7 @@ class CanvasRunner:
         for step in steps:
             if step.op.loop == HEAD:
                 return CanvasRows(run, list(chain([step], steps)))
+            if step.op.name == FUSED_HEAD:
+                return BestRows(run, step)
             run.execute(step)
         raise AssertionError(f"no row is wanted: {num_wanted=}")

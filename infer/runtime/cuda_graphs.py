@@ -38,8 +38,8 @@ results).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
-    and `max_rows` of one sequence: decoding rows. `max_length` is 0 unless canvases are fed. See `Batch` for
-    the rest.
+    and `max_rows` of one sequence: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
+    fed. See `Batch` for the rest.
     """
 
     mode: int
@@ -51,6 +51,7 @@ class PassShape:
     filters: bool
     num_top: int | None
     max_length: int = 0
+    is_greedy: bool = False
 
 
 class StaticStep:
@@ -122,6 +123,7 @@ class StaticStep:
             mode=shape.mode,
             num_top=shape.num_top,
             max_length=shape.max_length,
+            is_greedy=shape.is_greedy,
         )
 
     def _capture(self, shape: PassShape) -> _Graph:
@@ -167,7 +169,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
     policy = decoder.kv_policy
     num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
-    num_rows, num_prompt_rows, longest = num_sequences * max_rows, 0, 0
+    num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
     match policy.kind:
         case "append":
             num_prompt_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
@@ -179,6 +181,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
             most = decoder.num_rows(schedule.mode, max_length)
             max_rows = min(_rounded_up(max(schedule.num_rows)), most)
             longest = min(_rounded_up(schedule.max_length), max_length)
+            is_greedy = schedule.is_greedy
     return PassShape(
         mode=schedule.mode,
         num_sequences=num_sequences,
@@ -189,6 +192,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         filters=schedule.filters,
         num_top=schedule.num_top,
         max_length=longest,
+        is_greedy=is_greedy,
     )
 
 

@@ -187,7 +187,14 @@ class Runner:
         return self._wanted(hidden_RD, plan.logit_rows_X)
 
     def _wanted(self, hidden_RD: Tensor, rows_X: Tensor, dropped: DroppedRows | None = None) -> WantedRows:
-        return WantedRows(hidden_RD, rows_X, self._trunk.logits, dropped=dropped, num_chunks=self._num_chunks)
+        return WantedRows(
+            hidden_RD,
+            rows_X,
+            self._trunk.logits,
+            dropped=dropped,
+            num_chunks=self._num_chunks,
+            weight_VD=self._trunk.head_weight,
+        )
 
     def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
         """The attention plan of exact attention, which all layers share."""

@@ -51,6 +51,11 @@ class Schedule:
         return any(request.params.has_filters for request in self.requests)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether no request draws."""
+        return all(request.params.temperature == 0 for request in self.requests)
+
+    @property
     def max_length(self) -> int:
         """Tokens of the longest request, prompt and answer together."""
         return max(request.max_length for request in self.requests)
@@ -69,6 +74,7 @@ class Schedule:
             mode=self.mode,
             num_top=self.num_top,
             max_length=self.max_length,
+            is_greedy=self.is_greedy,
         )
 
     def launched(self) -> None:
@@ -97,7 +103,8 @@ class Batch:
     out in all, padding included; None: exactly those that are fed, which the host has to wait for.
     `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
     likely tokens to report for every token; None: no log-probabilities. `max_length`: tokens of the longest
-    sequence at most, prompt and answer together, which only decoders of whole canvases may ask for.
+    sequence at most, prompt and answer together; `is_greedy`: no sequence draws. Only decoders of whole
+    canvases may ask for these two.
     """
 
     lanes_B: Tensor
@@ -111,6 +118,7 @@ class Batch:
     mode: int = 0
     num_top: int | None = None
     max_length: int = 0
+    is_greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +158,8 @@ class StepPlan:
     sequence decodes in this pass; the wanted rows of the others are ignored. `advances_B` (bool): its fed
     tokens become computed ones; False for a sequence that has its full length. `active`: block diffusion
     only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
-    upper bounds known to the host.
+    upper bounds known to the host. `takes_best`: the decoder first asks for `WantedRows.best`, and for logits
+    only if there is none.
     """
 
     lanes_B: Tensor
@@ -170,6 +179,7 @@ class StepPlan:
     max_rows: int
     max_slots: int
     active: ActiveBlocks | None = None
+    takes_best: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The rows of a pass whose predictions a decoder wants: hidden states and the output head, not yet logits.
 
-A decoder takes either all logits at once, or what it makes of them slice by slice, so that the logits of many
-rows never exist together.
-Shapes: R rows fed, X wanted rows, Y rows of a slice, D width, V vocabulary.
+A decoder takes the best tokens alone, for which no logits are stored where a kernel can; or what it makes of
+logits slice by slice, so that those of many rows never exist together; or all logits at once.
+Shapes: R rows fed, X wanted rows, Y rows of a slice, D width, V vocabulary, S forbidden ids.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.state.batch import StepPlan
+from idlm.kernels.masked_logits import Proposals, masked_logits
 
 Propose = Callable[[Tensor, slice], tuple[Tensor, ...]]
 """(logits_YV, slice of the wanted rows) -> tensors [Y, ...]."""
@@ -50,7 +51,8 @@ class WantedRows:
     """Wanted row x is row `rows_X[x]` of `hidden_RD` (after the final norm).
 
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
-    the model's dtype. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder
+    the model's dtype; `weight_VD`: its weight, if `masked_logits` is to multiply with it; `workspace`: as
+    there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder
     takes b bytes each beside the logits; None: one slice.
     """
 
@@ -62,9 +64,11 @@ class WantedRows:
         *,
         dropped: DroppedRows | None = None,
         num_chunks: Callable[[int, int], int] | None = None,
+        weight_VD: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> None:
         self.hidden_RD, self.rows_X, self.head, self.dropped = hidden_RD, rows_X, head, dropped
-        self._num_chunks = num_chunks
+        self._num_chunks, self._weight_VD, self._workspace = num_chunks, weight_VD, workspace
         self._logits_XV: Tensor | None = None
 
     def __len__(self) -> int:
@@ -80,6 +84,22 @@ class WantedRows:
         if self._logits_XV is None:
             self._logits_XV = self._logits_of(self.rows_X)
         return self._logits_XV
+
+    def best(self, forbidden_S: Tensor, is_wanted_X: Tensor, *, entropy: bool = False) -> Proposals | None:
+        """The likeliest token of every row of `is_wanted_X` (bool), ties to the lower id; None where only
+        logits tell. `forbidden_S` (int64): ids that have no probability. `entropy`: also return it. For other
+        rows everything is 0, and nothing is computed for many of them in a row.
+        """
+        if self._weight_VD is None:
+            return None
+        return masked_logits(
+            self.hidden_RD,
+            torch.where(is_wanted_X, self.rows_X, -1),
+            self._weight_VD,
+            forbidden_S=forbidden_S,
+            entropy=entropy,
+            workspace=self._workspace,
+        )
 
     def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
         """Apply `propose` to the logits of consecutive slices; returns its tensors joined to [X, ...].

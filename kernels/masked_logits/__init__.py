@@ -1,7 +1,17 @@
 """Tokens and confidences of wanted rows without stored logits; contract in README.md."""
 
-from idlm.kernels.masked_logits.op import MAX_BYTES, chunk_rows, masked_logits
+from idlm.kernels.masked_logits.op import MAX_BYTES, chunk_rows, has_fused, masked_logits
 from idlm.kernels.masked_logits.reference import masked_logits_reference
-from idlm.kernels.masked_logits.types import Draws, Proposals
+from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES, Draws, Proposals
 
-__all__ = ["MAX_BYTES", "Draws", "Proposals", "chunk_rows", "masked_logits", "masked_logits_reference"]
+__all__ = [
+    "MAX_BYTES",
+    "WORKSPACE_BYTES",
+    "WORKSPACE_ROW_BYTES",
+    "Draws",
+    "Proposals",
+    "chunk_rows",
+    "has_fused",
+    "masked_logits",
+    "masked_logits_reference",
+]

@@ -6,6 +6,7 @@ Shapes: X wanted rows, V vocabulary, D width, S ranges of the vocabulary, F numb
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.masked_logits.kernel import TILE_TOKENS, combine_kernel, parts_kernel
-from idlm.kernels.masked_logits.types import Draws, Proposals
+from idlm.kernels.masked_logits.types import WORKSPACE_BYTES, Draws, Proposals
 
-PARTS_BYTES = 64 << 20
-"""Most memory for the numbers of all ranges."""
 MAX_SPLITS = 256
 INTERPRETED_PROGRAMS = 4
 ALIGNED_BYTES = 16
@@ -59,6 +58,11 @@ def choose(num_rows: int, dtype: torch.dtype, *, is_drawn: bool = False) -> Laun
     return FEW_ROWS if num_rows <= FEW_ROWS.block_x else MANY_ROWS
 
 
+def most_splits(num_rows: int, num_fields: int) -> int:
+    """Most ranges: one whatever the rows are, and as many more as the constant bytes allow."""
+    return min(MAX_SPLITS, 1 + WORKSPACE_BYTES // (4 * num_fields * num_rows))
+
+
 @functools.lru_cache(maxsize=1024)
 def range_tiles(row_tiles: int, token_tiles: int, most_splits: int, num_programs: int) -> int:
     """Tiles of a range of the vocabulary, so that the last round of programs leaves few multiprocessors idle:
@@ -80,6 +84,7 @@ def run(
     draws: Draws | None,
     forbidden_S: Tensor | None,
     entropy: bool,
+    workspace: Tensor | None = None,
     launch: Launch | None = None,
 ) -> Proposals:
     """See `masked_logits`."""
@@ -90,10 +95,13 @@ def run(
     launch = choose(num_rows, hidden_RD.dtype, is_drawn=draws is not None) if launch is None else launch
     num_fields = 8 if draws is not None else 4 if entropy else 3
     row_tiles, token_tiles = triton.cdiv(num_rows, launch.block_x), triton.cdiv(num_tokens, int(TILE_TOKENS))
-    most = max(1, min(MAX_SPLITS, PARTS_BYTES // (4 * num_fields * num_rows)))
+    most = most_splits(num_rows, num_fields)
     tiles = range_tiles(row_tiles, token_tiles, most, _num_programs(hidden_RD.device))
     splits = triton.cdiv(token_tiles, tiles)
-    parts_FXS = hidden_RD.new_empty(num_fields, num_rows, splits, dtype=torch.float32)
+    shape = (num_fields, num_rows, splits)
+    if workspace is None:
+        workspace = hidden_RD.new_empty(math.prod(shape), dtype=torch.float32)
+    parts_FXS = workspace[: math.prod(shape)].view(shape)
     tma = launch.tma and _has_descriptor(weight_VD)
     columns = (rows_X,) * 4
     if draws is not None:

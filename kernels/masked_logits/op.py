@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from idlm.kernels.backend import runs_kernels
+from idlm.kernels.backend import INTERPRETED
 from idlm.kernels.masked_logits.types import Draws, Proposals
 from idlm.kernels.sampling import entropy as entropy_of
 from idlm.kernels.sampling import judged_draws, nonfinite, row_probs
@@ -20,8 +20,10 @@ from idlm.kernels.sampling.plain import philox4x32
 MAX_BYTES = 128 << 20
 """Most memory of a chunk: its logits and its gathered rows."""
 GPU_ROUTE = "fused"
-"""The default route on a GPU. A CPU always takes chunks."""
+"""The default route where the fused kernel runs; elsewhere it is chunks."""
 ROUTES = ("chunks", "fused")
+FUSED_MAJORS = (9, 10)
+"""Compute capabilities whose multiprocessors have the shared memory of the fused kernel, 192 KiB."""
 ROW_MULTIPLE = 128
 PLAIN_BYTES = 128
 """Bytes for each logit that the fp64 path allocates at most."""
@@ -29,6 +31,13 @@ MAX_VOCABULARY = 1 << 24
 """Token ids pass through fp32, which is exact up to here."""
 GROUP_TOKENS, GROUP_WORDS = 256, 64
 FIRST_COUNTER = 1 << 31
+
+
+def has_fused(device: torch.device) -> bool:
+    """Whether the fused kernel runs on a device: a GPU with enough shared memory, or Triton's interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED
+    return torch.cuda.get_device_capability(device)[0] in FUSED_MAJORS
 
 
 @torch.inference_mode()
@@ -42,13 +51,15 @@ def masked_logits(
     entropy: bool = False,
     route: str | None = None,
     max_bytes: int = MAX_BYTES,
+    workspace: Tensor | None = None,
 ) -> Proposals:
     """Propose a token for row `rows_X[x]` (int64, -1: no row) of `hidden_RD` (fp32, bf16 or fp16).
 
     Logits are hidden times weight (same dtype, contiguous rows), rounded to that dtype. Without `draws` the
     token is the argmax, ties to the lower id; else each row draws by its settings. `forbidden_S`: ids (int64)
-    that have no probability. `entropy`: also return it. `route`: "fused" (a GPU) or "chunks"; None: the
-    default. Chunks take `max_bytes`, whatever X is.
+    that have no probability. `entropy`: also return it. `route`: "fused" (see `has_fused`) or "chunks"; None:
+    the default. Chunks take `max_bytes`, whatever X is. `workspace` (fp32, flat): where the fused route keeps
+    its numbers, of `WORKSPACE_BYTES` + X * `WORKSPACE_ROW_BYTES` bytes for greedy rows.
     """
     assert hidden_RD.dtype == weight_VD.dtype and hidden_RD.shape[1] == weight_VD.shape[1], (
         f"{hidden_RD.dtype=} {weight_VD.dtype=} {hidden_RD.shape=} {weight_VD.shape=}"
@@ -59,13 +70,21 @@ def masked_logits(
         columns = (draws.temperature_X, draws.seeds_X, draws.samples_X, draws.steps_X)
         assert all(column.is_contiguous() and len(column) == len(rows_X) for column in columns)
     if route is None:
-        route = GPU_ROUTE if hidden_RD.is_cuda else "chunks"
+        route = GPU_ROUTE if has_fused(hidden_RD.device) else "chunks"
     assert route in ROUTES, f"{route=}"
     if route == "fused":
-        assert runs_kernels(hidden_RD), "the fused kernel needs a GPU"
+        assert has_fused(hidden_RD.device), f"the fused kernel does not run on {hidden_RD.device}"
         from idlm.kernels.masked_logits import launch
 
-        return launch.run(hidden_RD, rows_X, weight_VD, draws=draws, forbidden_S=forbidden_S, entropy=entropy)
+        return launch.run(
+            hidden_RD,
+            rows_X,
+            weight_VD,
+            draws=draws,
+            forbidden_S=forbidden_S,
+            entropy=entropy,
+            workspace=workspace,
+        )
     step = chunk_rows(len(rows_X), weight_VD, max_bytes, is_plain=draws is not None)
     parts = []
     for start in range(0, max(1, len(rows_X)), step):

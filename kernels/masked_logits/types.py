@@ -1,10 +1,15 @@
-"""Values that the op takes and returns. Shapes: X wanted rows."""
+"""Values that the op takes and returns, and the bytes of its workspace. Shapes: X wanted rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+WORKSPACE_BYTES = 8 << 20
+WORKSPACE_ROW_BYTES = 16
+"""The fused route of greedy rows needs at most so many bytes, and so many for each row. With less, the ranges
+of a million rows would be longer, and the last round of programs emptier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,9 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     return compile_for_hopper(kernel, TYPES | {"weight": weight}, constants, num_warps=warps)
 
 
-def compiled_parts(num_rows: int, *, is_drawn: bool = False, tma: bool = True) -> Any:
+def compiled_parts(
+    num_rows: int, *, is_drawn: bool = False, tma: bool = True, entropy: bool = False, forbidden: int = 1
+) -> Any:
     """The fused kernel at its launch parameters for bf16, of columns that its tiles divide."""
     pytest.importorskip("triton")
     from idlm.kernels.masked_logits.kernel import parts_kernel
@@ -125,9 +127,9 @@ def compiled_parts(num_rows: int, *, is_drawn: bool = False, tma: bool = True) -
 
     launch = choose(num_rows, torch.bfloat16, is_drawn=is_drawn)
     constants = {
-        "FORBIDDEN": 1,
+        "FORBIDDEN": forbidden,
         "DRAWS": is_drawn,
-        "ENTROPY": False,
+        "ENTROPY": entropy,
         "TMA": tma,
         "EVEN": True,
         "BLOCK_X": launch.block_x,
@@ -147,6 +149,26 @@ def test_the_greedy_kernel_compiles_for_hopper_without_spills(num_rows: int, tma
     assert made.spilled_bytes == 0 and made.shared_bytes <= SHARED_BYTES
     assert "m64n256k16" in made.ptx and ("cp.async.bulk" in made.ptx) == tma
     assert "cp.async.cg" in made.ptx, "rows are gathered into shared memory"
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_what_full_diffusion_asks_compiles_for_hopper(entropy: bool) -> None:
+    """The mask and two stop tokens are forbidden: with `forbid_eos`, few bytes spill."""
+    made = compiled_parts(64 if entropy else 8192, entropy=entropy, forbidden=3)
+    assert made.spilled_bytes <= 64 and made.shared_bytes <= SHARED_BYTES
+
+
+def test_the_workspace_holds_the_numbers_of_all_ranges() -> None:
+    pytest.importorskip("triton")
+    from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
+    from idlm.kernels.masked_logits.launch import most_splits
+
+    for num_fields in (3, 4):
+        for num_rows in (1, 64, 5000, 32768, 1_000_003, 20_000_000):
+            splits = most_splits(num_rows, num_fields)
+            assert splits >= 1
+            num_bytes = 4 * num_fields * num_rows * splits
+            assert num_bytes <= WORKSPACE_BYTES + num_rows * WORKSPACE_ROW_BYTES
 
 
 def test_the_other_kernels_compile_for_hopper() -> None:

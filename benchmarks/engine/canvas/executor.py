@@ -24,7 +24,6 @@ from idlm.infer.decoders.full import SCORE_BYTES
 from idlm.infer.models.base import ModelSpec
 from idlm.infer.models.loader import LoadedModel, make_trunk
 from idlm.infer.planning.arena import PLAIN, open_arena
-from idlm.infer.planning.chunking import trunk_forward
 from idlm.infer.planning.planner import Plan, live_bytes, plan_template, storage_bytes
 from idlm.infer.planning.sizes import Sizes
 from idlm.infer.state.batch import StepPlan
@@ -33,7 +32,9 @@ from idlm.kernels.sampling import judged_draws, row_probs
 
 
 class ExecutorArm(ProductArm):
-    """An arm of `trunk_forward`; the workspace may have all that is free once the weights exist."""
+    """An arm of `trunk_forward` (`infer/planning/chunking.py`); the workspace may have all that is free once
+    the weights exist.
+    """
 
     def __init__(
         self,
@@ -61,7 +62,8 @@ class ExecutorArm(ProductArm):
             directory=Path(),
         )
         self._mask_id, self._shift = config["mask_token_id"], int(family.logit_shift)
-        self._vocab, self._chunks, self._arm = spec.vocab_size, options.chunks, arm
+        self._mask_id_S = torch.tensor([self._mask_id], device=device)
+        self._vocab, self._chunks = spec.vocab_size, options.chunks
         shape = planned.canvas_shape(spec, dtype)
         self._arena = open_arena(options.arena or PLAIN, device)
         self._time_resizes(device)
@@ -88,6 +90,9 @@ class ExecutorArm(ProductArm):
         if self._chunks:
             self._force(len(ids_R), len(places_X))
         wanted = self._runner.forward(self._step_plan(ids_R, places_X))
+        best = wanted.best(self._mask_id_S, torch.ones_like(places_X, dtype=torch.bool))
+        if best is not None:
+            return best.token_X, best.own_X
 
         def propose(logits_YV: Tensor, rows: slice) -> tuple[Tensor, ...]:
             zeros_Y = torch.zeros(len(logits_YV), dtype=torch.float64, device=logits_YV.device)
@@ -138,6 +143,7 @@ class ExecutorArm(ProductArm):
             advances_B=is_true_B,
             max_rows=num_rows,
             max_slots=num_rows,
+            takes_best=True,
         )
 
     def plan(self, canvas: Canvas) -> Plan:
@@ -145,7 +151,7 @@ class ExecutorArm(ProductArm):
         num_rows, num_wanted = canvas.ids_BL.shape[1], len(canvas.places_M)
         if self._chunks:
             self._force(num_rows, num_wanted)
-        found: Plan = self._runner.plan_of(num_rows, num_wanted)
+        found: Plan = self._runner.plan_of(num_rows, num_wanted, takes_best=True)
         return found
 
     def library_bytes(self) -> int:
@@ -163,11 +169,11 @@ class ExecutorArm(ProductArm):
 
     def _force(self, num_rows: int, num_wanted: int) -> None:
         """Put a plan with the forced chunk counts where the runner looks for the plan of a length."""
-        forward = trunk_forward(self._runner.shape, self._arm)
+        forward = self._runner._best_templates or self._runner._templates
         chunks = dict.fromkeys(forward.chunk_counts, self._chunks)
         sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=chunks)
-        if num_rows not in self._runner._plans:
-            self._runner._plans[num_rows] = plan_template(forward.template(chunks), sizes)
+        if (num_rows, True) not in self._runner._plans:
+            self._runner._plans[num_rows, True] = plan_template(forward.template(chunks), sizes)
 
     def timeline(self, canvas: Canvas) -> list[tuple[float, float]]:
         """See `ProductArm.timeline`: the plan's bytes at the start of each op, when it starts."""

@@ -52,18 +52,20 @@ def params_of(number: int, seed: int) -> SamplingParams:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_file(full_reference.random_tensors(request.param), directory / "model.safetensors")
-    config = full_reference.CONFIGS[request.param] | {"dtype": "float32"}
-    (directory / "config.json").write_text(json.dumps(config))
+    return request.param, write_family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def write_family(kind: str, directory: Path) -> Path:
+    save_file(full_reference.random_tensors(kind), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(full_reference.CONFIGS[kind] | {"dtype": "float32"}))
     meaning = Semantics(
         causality="full",
-        logit_shift=request.param == "dream",
+        logit_shift=kind == "dream",
         mask_token_id=MASK_ID,
         stop_token_ids=STOP_IDS,
     )
     meaning.save(directory)
-    return request.param, directory
+    return directory
 
 
 def slow_canvas(kind: str, options: dict[str, Any]) -> SlowCanvas:

@@ -42,7 +42,7 @@ def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
     """Plan every pass with these chunk counts (at most one row a chunk), whatever fits."""
     runner: Any = engine._parts.runner
 
-    def plan_of(num_rows: int, num_wanted: int) -> Plan:
+    def plan_of(num_rows: int, num_wanted: int, *, takes_best: bool = False) -> Plan:
         known = {name: count for name, count in chunks.items() if name in runner._templates.chunk_counts}
         counts = {
             name: min(count, num_wanted if name == "logits" else num_rows) for name, count in known.items()

@@ -1,5 +1,5 @@
-"""Full diffusion on a CUDA device decides the tokens of the slow decoder, in fp32, with and without graphs;
-the mapped arena grows and shrinks at one address.
+"""Full diffusion on a CUDA device decides the tokens of the slow decoder, in fp32, with and without graphs,
+with and without stored logits; the mapped arena grows and shrinks at one address.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 
 from idlm.errors import UserError
 from idlm.infer.planning.arena import MappedArena, open_arena
+from idlm.kernels.masked_logits import has_fused, launch
+from tests.contracts.full.test_best_head import check_answers, greedy_cases
 from tests.contracts.full.test_full_decoder import (  # noqa: F401 - `family` is a fixture
     ORDERS,
     PROMPTS,
@@ -41,6 +43,34 @@ def test_tokens_equal_the_slow_decoder(
     engine = engine_of(directory, options, graphs=graphs, device="cuda")
     found = engine.generate(PROMPTS, [params for params, _, _ in cases])
     assert [done.token_ids for done in found] == [tokens for _, tokens, _ in cases]
+
+
+@pytest.mark.parametrize("settings", [{"graphs": "on"}, {"memory": "mosaic"}], ids=str)
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_greedy_passes_store_no_logits_and_decide_the_same(
+    family: tuple[str, Path],  # noqa: F811
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy requests alone, then among warm and truncated ones; topk_margin needs logits."""
+    kind, directory = family
+    slow = slow_canvas(kind, options)
+    cases, mixed = greedy_cases(slow), [expected_of(slow, number) for number in range(len(PROMPTS))]
+    launches, run = [], launch.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        launches.append(kwargs["workspace"] is not None)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(launch, "run", counted)
+    engine = engine_of(directory, options, device="cuda", **settings)
+    check_answers(engine, cases)
+    is_served = options["order"] != "topk_margin" and has_fused(torch.device("cuda", 0))
+    assert set(launches) == ({"memory" in settings} if is_served else set())
+    found = engine.generate(PROMPTS, [params for params, _, _ in mixed])
+    assert [done.token_ids for done in found] == [tokens for _, tokens, _ in mixed]
+    check_answers(engine, cases)
 
 
 @pytest.mark.alone

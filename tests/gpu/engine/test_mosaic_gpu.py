@@ -19,6 +19,8 @@ from idlm.infer.planning.arena import MappedArena
 from idlm.infer.planning.planner import plan_template
 from idlm.infer.planning.sizes import Sizes
 from idlm.infer.runtime.canvas_ops import CanvasPass
+from idlm.infer.state.wanted_rows import WantedRows
+from idlm.kernels.masked_logits import has_fused
 from tests.kernels.cases.places import check_expert_steps, check_heads_in_place
 from tests.numerics import full_reference
 
@@ -129,13 +131,39 @@ def test_bf16_logits_are_close_to_caching(wide: Path, chunks: dict[str, int]) ->
     engine = engine_of(wide, "mosaic", max_length=2048)
     runner: Any = engine._parts.runner
     known = {name: count for name, count in chunks.items() if name in runner._templates.chunk_counts}
-    runner.plan_of = lambda rows, wanted: plan_template(
+    runner.plan_of = lambda rows, wanted, **_: plan_template(
         runner._templates.template(known), Sizes(length=rows, wanted=wanted, chunks=known)
     )
     _, logits = logits_of(engine, prompts)
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     # Keys and values of another product, and another attention kernel: rounding of bf16 in every layer.
     assert difference < 0.03, difference
+
+
+def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, at every pass: by the kernel in its planned workspace, and by the library's logits."""
+    agreements, best_of = [], WantedRows.best
+
+    def compared(
+        self: WantedRows, forbidden_S: torch.Tensor, is_wanted_X: torch.Tensor, **options: Any
+    ) -> Any:
+        found = best_of(self, forbidden_S, is_wanted_X, **options)
+        assert found is not None and is_wanted_X.all()
+        logits_XV = self.logits().float().index_fill(1, forbidden_S, -torch.inf)
+        own_X = logits_XV.softmax(-1).gather(1, found.token_X[:, None])[:, 0]
+        assert (own_X - found.own_X).abs().max() < 0.01
+        agreements.append((logits_XV.argmax(-1) == found.token_X).double().mean())
+        return found
+
+    if not has_fused(torch.device("cuda", 0)):
+        pytest.skip("this GPU has too little shared memory for the kernel")
+    monkeypatch.setattr(WantedRows, "best", compared)
+    engine = engine_of(wide, "mosaic", max_length=2048, order="low_confidence", forbid_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, seed=1)
+    prompts = [[1 + number % 40 for number in range(length)] for length in (700, 1500)]
+    assert [len(done.token_ids) for done in engine.generate(prompts, params)] == [64, 64]
+    # Sums in another order may round a logit to its neighbour.
+    assert len(agreements) >= 64 and torch.stack(agreements).mean() > 0.95
 
 
 @pytest.mark.alone
@@ -155,7 +183,7 @@ def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str) ->
         engine.step()
         torch.cuda.synchronize()
         taken = before - torch.cuda.mem_get_info()[0]
-        planned = runner.plan_of(length + 64, 64).peak_bytes + runner.library_bytes
+        planned = runner.plan_of(length + 64, 64, takes_best=True).peak_bytes + runner.library_bytes
         engine.abort("one")
         assert taken <= 1.01 * planned + SLACK, f"{taken / MIB:.0f} MiB of {planned / MIB:.0f} planned"
         assert taken >= runner.arena.num_bytes > 0
@@ -171,7 +199,7 @@ def test_the_mapped_arena_grows_and_shrinks_between_requests(wide: Path) -> None
     for length in (1_000, 12_000, 300, 12_000, 1_000):
         [found] = engine.generate([[1 + number % 40 for number in range(length)]], params)
         assert answers.setdefault(length, found.token_ids) == found.token_ids
-        planned = runner.plan_of(length + 4, 4).peak_bytes
+        planned = runner.plan_of(length + 4, 4, takes_best=True).peak_bytes
         assert planned <= runner.arena.num_bytes <= planned + (2 << 20)
         sizes.append(runner.arena.num_bytes)
     assert runner.arena.address == address and sizes[1] == sizes[3] > sizes[0] == sizes[4] >= sizes[2]

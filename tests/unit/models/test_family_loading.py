@@ -338,7 +338,7 @@ def test_describe_reports_the_configuration_without_reading_weights(
 
 
 def test_describe_memory_prints_the_plan_of_a_canvas(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tensor with its bytes and lifetime, without weights being loaded."""
     tensors = full_reference.random_tensors("llada")
@@ -349,6 +349,14 @@ def test_describe_memory_prints_the_plan_of_a_canvas(
     assert lines[0].startswith("dense, attention whole: 64 rows, 64 wanted, 2 layers")
     assert any(line.split()[:2] == ["x", f"{64 * 32 * 4:,}"] for line in lines)
     assert f"weights {4 * sum(each.numel() for each in tensors.values()):,} bytes" in lines[-1]
+    monkeypatch.setattr("idlm.kernels.masked_logits.has_fused", lambda device: True)
+    assert generate([f"model={tmp_path}", "describe=memory", "max_length=64", "device=cpu"]) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert found[: len(lines) - 1] == lines[:-1] and found[-1] == lines[-1]
+    further = found[len(lines) - 1 : -1]
+    assert further[0].startswith("dense, attention whole, no logits: 64 rows, 64 wanted")
+    tensors_found = {line.split()[0] for line in further}
+    assert {"x", "ranges"} <= tensors_found and "logits" not in tensors_found
 
 
 def test_describe_memory_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -205,7 +205,6 @@ def test_planning_imports_no_torch_and_no_numpy() -> None:
         "template",
         "trunk",
         "planner",
-        "oracle",
         "chunking",
         "describe",
     )

@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
+from idlm.infer.planning.canvas import fused_head
 from idlm.infer.planning.chunking import max_length, search, trunk_forward
 from idlm.infer.planning.describe import describe_plan
 from idlm.infer.planning.planner import Plan, plan_template
 from idlm.infer.planning.sizes import Sizes
 from idlm.infer.planning.trunk import PAPER, QUERY, WHOLE, trunk_template
+from idlm.kernels.masked_logits import WORKSPACE_BYTES, WORKSPACE_ROW_BYTES
 from tests.unit.planning.shapes import KIB_A_ROW, LLADA_8B, LLADA_MOE, SHAPES
 
 GIB = 1 << 30
@@ -122,10 +124,34 @@ def test_workspaces_and_scratch_are_part_of_the_plan() -> None:
 
 
 def test_a_fused_head_stores_no_logits() -> None:
-    forward = trunk_forward(dataclasses.replace(LLADA_8B, fused_head=True))
+    forward = trunk_forward(fused_head(LLADA_8B))
     plan = search(forward, length=100_000, wanted=100_000, capacity=4 * GIB)
     assert isinstance(plan, Plan) and "logits" not in plan.num_bytes
     assert names(plan)[-2:] == ["final_norm", "masked_logits"]
+    assert plan.num_bytes["ranges"] == WORKSPACE_BYTES + 100_000 * WORKSPACE_ROW_BYTES
+    assert "ranges" in describe_plan(plan)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_fused_head_takes_no_length(model: str, share: float) -> None:
+    """L_max is that of stored logits at least, and a canvas that fits them fits without."""
+    shape = SHAPES[model]
+    fused = fused_head(shape)
+    for arm in ("mosaic", "ours"):
+        longest, without = (
+            max_length(trunk_forward(one, arm), capacity=8 * GIB, wanted_share=share)
+            for one in (shape, fused)
+        )
+        assert 0 < longest <= without
+    for length in (64, 1000, 8192, 65536):
+        wanted = round(share * length)
+        stored, none = (
+            search(trunk_forward(one), length=length, wanted=wanted, capacity=24 * GIB)
+            for one in (shape, fused)
+        )
+        assert isinstance(stored, Plan) and isinstance(none, Plan)
+        assert none.peak_bytes <= stored.peak_bytes + WORKSPACE_BYTES
 
 
 def test_the_printed_table_names_every_tensor_and_the_peak() -> None:

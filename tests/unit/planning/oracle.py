@@ -1,12 +1,15 @@
 """The best possible plan, by mixed-integer programming: the offline oracle of first fit.
 
-Mosaic (section 5.3) compares first fit with such a program. scipy is a development dependency and is imported
-here only, when the oracle runs.
+Mosaic (section 5.3) compares first fit with such a program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
 
 
 def least_peak(
@@ -23,10 +26,6 @@ def least_peak(
     Sizes are divided by `upper`, so that the big-M of "either below or above" is 1. HiGHS is exact to about
     1e-6 of `upper`. RuntimeError if it does not prove optimality.
     """
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_array
-
     if not upper:
         return 0.0
     num = peak = len(num_bytes)
