@@ -23,6 +23,7 @@ from idlm.infer.planning.arena import Arena
 from idlm.infer.planning.canvas import canvas_shape, library_bytes
 from idlm.infer.planning.chunking import MIN_CHUNK_ROWS, plan_forward, trunk_forward
 from idlm.infer.planning.planner import Plan
+from idlm.infer.planning.sizes import Sizes
 from idlm.infer.planning.trunk import HEAD
 from idlm.infer.runtime.canvas_ops import CanvasPass
 from idlm.infer.runtime.canvas_rows import CanvasRows
@@ -58,18 +59,20 @@ class CanvasRunner:
         """Bytes that libraries allocate beside the workspace, at any length."""
         return library_bytes(self.shape)
 
-    def plan_of(self, num_rows: int, num_wanted: int) -> Plan:
-        """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones; UserError IDLM-0466
-        if it cannot fit.
+    def plan_of(self, num_rows: int, num_wanted: int, group: int = 1) -> Plan:
+        """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones, in groups of `group`;
+        UserError IDLM-0466 if it cannot fit.
         """
         plan = self._plans.get(num_rows)
-        if plan is None or plan.sizes.wanted < num_wanted:
+        if plan is None or plan.sizes.wanted < num_wanted or plan.sizes.group < group:
+            known = Sizes(length=num_rows) if plan is None else plan.sizes
             plan = plan_forward(
                 self._templates,
                 length=num_rows,
-                wanted=num_wanted,
+                wanted=max(num_wanted, known.wanted),
                 capacity=self.capacity,
                 min_rows=min(self.min_rows, num_rows),
+                group=max(group, known.group),
             )
             self._plans[num_rows] = plan
         self._plans.move_to_end(num_rows)
@@ -77,14 +80,16 @@ class CanvasRunner:
             self._plans.popitem(last=False)
         return plan
 
-    def check_canvas(self, num_rows: int, num_wanted: int) -> None:
-        """Raise UserError IDLM-0466 for a canvas that does not fit even alone."""
+    def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
+        """Raise UserError IDLM-0466 for canvases of a request that do not fit even alone."""
+        num_rows, num_wanted = num_canvases * num_rows, num_canvases * num_wanted
         plan_forward(
             self._templates,
             length=num_rows,
             wanted=min(num_rows, num_wanted),
             capacity=self.capacity,
             min_rows=min(self.min_rows, num_rows),
+            group=num_canvases,
         )
 
     @torch.inference_mode()
@@ -96,7 +101,7 @@ class CanvasRunner:
         """
         num_rows, num_wanted = len(plan.token_ids_R), len(plan.logit_rows_X)
         try:
-            planned = self.plan_of(num_rows, num_wanted)
+            planned = self.plan_of(num_rows, num_wanted, plan.logit_group)
             self.arena.resize(planned.peak_bytes)
         except UserError as error:
             raise torch.OutOfMemoryError(error.message) from error
@@ -112,7 +117,7 @@ class CanvasRunner:
         steps = planned.steps(wanted=num_wanted)
         for step in steps:
             if step.op.loop == HEAD:
-                return CanvasRows(run, list(chain([step], steps)))
+                return CanvasRows(run, list(chain([step], steps)), group=plan.logit_group)
             run.execute(step)
         raise AssertionError(f"no row is wanted: {num_wanted=}")
 

@@ -38,7 +38,7 @@ results).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
-    and `max_rows` of one sequence: decoding rows. `max_length` is 0 unless canvases are fed. See `Batch` for
+    and `max_rows` of one canvas: decoding rows. `max_length` is 0 unless canvases are fed. See `Batch` for
     the rest.
     """
 
@@ -51,6 +51,7 @@ class PassShape:
     filters: bool
     num_top: int | None
     max_length: int = 0
+    num_canvases: int = 1
 
 
 class StaticStep:
@@ -122,6 +123,7 @@ class StaticStep:
             mode=shape.mode,
             num_top=shape.num_top,
             max_length=shape.max_length,
+            num_canvases=shape.num_canvases,
         )
 
     def _capture(self, shape: PassShape) -> _Graph:
@@ -177,7 +179,10 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         case "none":
             num_rows = _rounded_up(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
-            max_rows = min(_rounded_up(max(schedule.num_rows)), most)
+            canvas_rows = map(
+                lambda rows, one: rows // one.num_canvases, schedule.num_rows, schedule.requests
+            )
+            max_rows = min(_rounded_up(max(canvas_rows)), most)
             longest = min(_rounded_up(schedule.max_length), max_length)
     return PassShape(
         mode=schedule.mode,
@@ -189,6 +194,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         filters=schedule.filters,
         num_top=schedule.num_top,
         max_length=longest,
+        num_canvases=schedule.num_canvases,
     )
 
 

@@ -52,6 +52,11 @@ class Schedule:
         return any(request.params.has_filters for request in self.requests)
 
     @property
+    def num_canvases(self) -> int:
+        """Canvases of a request at most."""
+        return max(request.num_canvases for request in self.requests)
+
+    @property
     def max_length(self) -> int:
         """Tokens of the longest request, prompt and answer together."""
         return max(request.max_length for request in self.requests)
@@ -70,6 +75,7 @@ class Schedule:
             mode=self.mode,
             num_top=self.num_top,
             max_length=self.max_length,
+            num_canvases=self.num_canvases,
         )
 
     def launched(self) -> None:
@@ -99,6 +105,7 @@ class Batch:
     `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
     likely tokens to report for every token; None: no log-probabilities. `max_length`: tokens of the longest
     sequence at most, prompt and answer together, which only decoders of whole canvases may ask for.
+    `num_canvases` of one sequence at most (`Decoder.num_canvases`).
     """
 
     lanes_B: Tensor
@@ -112,6 +119,7 @@ class Batch:
     mode: int = 0
     num_top: int | None = None
     max_length: int = 0
+    num_canvases: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +160,10 @@ class StepPlan:
     tokens become computed ones; False for a sequence that has its full length. `active`: block diffusion
     only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
     upper bounds known to the host.
+
+    A plan may hold more sequences than the batch, after those of the batch: their further canvases. Sequence
+    b begins at slot `first_slots_B[b]` of its lane, rounded up to a whole page, and all its other slots count
+    from there; None: at 0. `logit_group`: so many wanted rows, one after the other, make one prediction.
     """
 
     lanes_B: Tensor
@@ -171,6 +183,8 @@ class StepPlan:
     max_rows: int
     max_slots: int
     active: ActiveBlocks | None = None
+    first_slots_B: Tensor | None = None
+    logit_group: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Shapes: Z lanes, P pages of the longest sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ class PagePool:
         self.flush()
         return self._block_table_ZP
 
+    def block_table(self, lanes_B: Tensor, num_slots: int, first_slots_B: Tensor | None = None) -> Tensor:
+        """Page ids [B, P] of `num_slots` slots of lanes, from `first_slots_B` on, rounded up to whole pages;
+        None: from the first slot on.
+        """
+        table_ZP, num_pages = self.block_table_ZP, self.pages_for(num_slots)
+        if first_slots_B is None:
+            return table_ZP[lanes_B, :num_pages]
+        places_P = torch.arange(num_pages, device=table_ZP.device)
+        places_BP = self.pages_for(first_slots_B)[:, None] + places_P
+        return table_ZP[lanes_B[:, None], places_BP.clamp(max=table_ZP.shape[1] - 1)]
+
     @property
     def unwritten(self) -> list[tuple[int, int, int]]:
         """Reservations (lane, place, page) since the last `flush`."""
@@ -84,8 +96,8 @@ class PagePool:
         """The page at a place of a lane."""
         return self._owned[lane][place]
 
-    def pages_for(self, num_slots: int) -> int:
-        """Pages that hold `num_slots` slots."""
+    def pages_for(self, num_slots: Any) -> Any:
+        """Pages that hold `num_slots` slots; a number or a tensor."""
         return -(-num_slots // self.page_size)
 
     def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
