@@ -1,6 +1,6 @@
 """Full diffusion: every pass feeds the whole canvas (prompt, answer, masks), whose rows all see all of
 it, and decides some masks of the active block. Nothing is stored between passes, unless `decoder.cache` says
-so: then some passes feed a part of the canvas (`full_cache.py`).
+so: then some passes feed a part of the canvas (`full_rows.py`).
 
 LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (arXiv 2508.15487; a row
 predicts the next place, read by an index and not by a copy). A block of the answer is emitted once it is
@@ -22,16 +22,6 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, request_config
-from idlm.infer.decoders.full_cache import (
-    CACHES,
-    Cache,
-    Canvases,
-    FedRows,
-    fed_canvases,
-    reuse_of,
-    reused_places,
-    whole_canvases,
-)
 from idlm.infer.decoders.full_config import (
     NO_FACTOR,
     NO_THRESHOLD,
@@ -42,15 +32,24 @@ from idlm.infer.decoders.full_config import (
     check_canvas,
     order_name,
 )
-from idlm.infer.decoders.full_guidance import (
+from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, factor_quota, flip_chance
+from idlm.infer.decoders.full_rows import (
+    CACHES,
     MIXED_BYTES,
     NUM_CANVASES,
+    Cache,
+    Canvases,
+    CanvasPlan,
+    FedRows,
     canvases_of,
+    fed_canvases,
     guided,
     mixed_logits,
+    reuse_of,
+    reused_places,
+    wanted_places,
+    whole_canvases,
 )
-from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, factor_quota, flip_chance
-from idlm.infer.decoders.full_rows import CanvasPlan, wanted_places
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState

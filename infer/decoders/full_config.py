@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.decoders.full_cache import CACHES
 from idlm.infer.decoders.full_orders import ORDERS, Order
+from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.state.batch import to_device
 
 REQUEST_OPTIONS = ("steps", "threshold", "factor", "order_temperature", "guidance")
@@ -39,7 +39,7 @@ class FullConfig:
     is decided at once. `forbid_eos`: no stop token is drawn. `guidance`: draw from the logits of a second
     canvas whose prompt is masked, plus (1 + guidance) times what the prompt adds to them (LLaDA's
     `cfg_scale`; 0: off); a pass then feeds twice the rows. `cache`: keys and values that passes read of
-    earlier ones (`full_cache.py`; lossy); `cache_refresh`: with cache=delayed, the first of every so many
+    earlier ones (`full_rows.py`; lossy); `cache_refresh`: with cache=delayed, the first of every so many
     passes over a block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor`,
     `order_temperature` and `guidance`.
     """

@@ -14,8 +14,7 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.infer.decoders.full_cache import CACHES
-from idlm.infer.decoders.full_guidance import mixed_logits
+from idlm.infer.decoders.full_rows import CACHES, mixed_logits
 from idlm.infer.distributed.messages import schedule_from_message, step_message
 from idlm.infer.engine import Engine
 from idlm.infer.state.batch import Schedule
