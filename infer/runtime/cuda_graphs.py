@@ -179,10 +179,9 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         case "none":
             num_rows = _rounded_up(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
-            canvas_rows = map(
-                lambda rows, one: rows // one.num_canvases, schedule.num_rows, schedule.requests
-            )
-            max_rows = min(_rounded_up(max(canvas_rows)), most)
+            rows = zip(schedule.num_rows, schedule.requests, strict=True)
+            longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
+            max_rows = min(_rounded_up(longest_canvas), most)
             longest = min(_rounded_up(schedule.max_length), max_length)
     return PassShape(
         mode=schedule.mode,

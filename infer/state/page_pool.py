@@ -8,7 +8,6 @@ Shapes: Z lanes, P pages of the longest sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +58,8 @@ class PagePool:
         table_ZP, num_pages = self.block_table_ZP, self.pages_for(num_slots)
         if first_slots_B is None:
             return table_ZP[lanes_B, :num_pages]
-        places_P = torch.arange(num_pages, device=table_ZP.device)
-        places_BP = self.pages_for(first_slots_B)[:, None] + places_P
+        first_B1 = -(-first_slots_B[:, None] // self.page_size)
+        places_BP = first_B1 + torch.arange(num_pages, device=table_ZP.device)
         return table_ZP[lanes_B[:, None], places_BP.clamp(max=table_ZP.shape[1] - 1)]
 
     @property
@@ -96,8 +95,8 @@ class PagePool:
         """The page at a place of a lane."""
         return self._owned[lane][place]
 
-    def pages_for(self, num_slots: Any) -> Any:
-        """Pages that hold `num_slots` slots; a number or a tensor."""
+    def pages_for(self, num_slots: int) -> int:
+        """Pages that hold `num_slots` slots."""
         return -(-num_slots // self.page_size)
 
     def reserve(self, lane: int, num_slots: int, shared: Sequence[int] = ()) -> bool:
