@@ -92,6 +92,20 @@ def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str,
     assert alone.exactness == "exact"
 
 
+@pytest.mark.parametrize("memory", ["caching", "mosaic"])
+def test_greedy_batches_equal_the_slow_decoder(family: tuple[str, Path], memory: str) -> None:
+    """Greedy passes may take a shorter way than logits; those with guidance need logits."""
+    kind, directory = family
+    engine = engine_of(directory, BLOCKS, memory=memory, max_num_batched_tokens=100)
+    greedy = (0, 3)
+    for scales in ((1.5, 0.5), (1.5, 0.0), (0.0, 0.0)):
+        cases = [case_of(kind, BLOCKS, scale, number) for scale, number in zip(scales, greedy, strict=True)]
+        prompts, params = [PROMPTS[number] for number in greedy], [case[0] for case in cases]
+        assert {one.temperature for one in params} == {0.0}
+        found = engine.generate(prompts, params)
+        assert [done.token_ids for done in found] == [tokens for _, tokens, _ in cases], f"{scales=}"
+
+
 def test_guidance_changes_answers(family: tuple[str, Path]) -> None:
     """Else the tests above would prove nothing."""
     kind, _ = family
