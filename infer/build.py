@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import read_json
+from idlm.contracts import SamplingParams
 from idlm.devices import require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
@@ -78,12 +79,13 @@ MEMORY_FIX = "lower max_num_seqs, max_length or num_pages"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; decoding
-    rows and KV slots of one sequence at most.
+    """Sizes of one engine: a lane per running sequence and one for the padding of static shapes; KV slots of
+    one sequence at most; `num_canvases` and, of all of them, decoding rows of a request without options.
     """
 
     num_lanes: int
     max_length: int
+    num_canvases: int
     max_rows: int
     max_slots: int
     kv_dtype: torch.dtype
@@ -91,12 +93,14 @@ class _Sizes:
 
 def _sizes(settings: EngineSettings, model: LoadedModel, decoder: Decoder) -> _Sizes:
     assert settings.max_length is not None
-    num_rows = max_rows(decoder, settings.max_length)
+    num_rows, num_canvases = max_rows(decoder, settings.max_length), decoder.num_canvases(SamplingParams())
+    num_slots, page_size = decoder.kv_policy.num_slots(settings.max_length, num_rows), settings.slots_per_page
     return _Sizes(
         num_lanes=settings.max_num_seqs + 1,
         max_length=settings.max_length,
-        max_rows=num_rows,
-        max_slots=decoder.kv_policy.num_slots(settings.max_length, num_rows),
+        num_canvases=num_canvases,
+        max_rows=num_canvases * num_rows,
+        max_slots=(decoder.max_canvases - 1) * -(-num_slots // page_size) * page_size + num_slots,
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache == "fp8" else model.dtype,
     )
 
@@ -342,7 +346,8 @@ def _memory_demand(
     max_pages = -(-sizes.max_slots // page_size) * settings.max_num_seqs
     if policy.store == "shared":
         # Canvases of one pass, each of which may leave part of a page unused.
-        max_pages = min(max_pages, -(-most_rows // page_size) + settings.max_num_seqs)
+        num_canvases = sizes.num_canvases * settings.max_num_seqs
+        max_pages = min(max_pages, -(-most_rows // page_size) + num_canvases)
     return MemoryDemand(
         device=model.device,
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),

@@ -88,6 +88,7 @@ class EngineParts:
                 params=params,
                 stop_ids=frozenset(stop_ids),
                 max_length=max_length,
+                num_canvases=self.decoder.num_canvases(params),
             )
             for index in range(params.n)
         ]
@@ -111,9 +112,10 @@ class EngineParts:
         what the runner raises for such a canvas.
         """
         context, page_size = self._check_length(request_id, len(prompt_ids)), self.pool.page_size
-        longest = min(context, len(prompt_ids) + answer_length(params))
-        self.runner.check_canvas(longest, longest - len(prompt_ids))
-        needed, num_slots = self.scheduler.slots_needed(longest, longest), self.pool.num_pages * page_size
+        num_new, num_canvases = answer_length(params), self.decoder.num_canvases(params)
+        longest, num_slots = min(context, len(prompt_ids) + num_new), self.pool.num_pages * page_size
+        self.runner.check_canvas(longest, longest - len(prompt_ids), num_canvases)
+        needed = self.scheduler.slots_needed(longest, longest, num_canvases)
         if needed > num_slots:
             raise UserError(
                 "IDLM-0413",

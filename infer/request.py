@@ -20,7 +20,8 @@ class Request:
     The host counts `num_computed` tokens whose KV is stored and `num_steps` steps that emitted tokens (the
     position of the random stream), as far as results have been read; `num_inflight` more steps are launched.
     `num_passes` decoding steps have emitted nothing since it last emitted tokens or lost its KV.
-    `max_length` bounds prompt and answer together. `page_keys` are the prefix-cache keys of its first whole
+    `max_length` bounds prompt and answer together; a pass feeds `num_canvases` of them (full diffusion),
+    each in slots of its own. `page_keys` are the prefix-cache keys of its first whole
     pages, as far as they were looked up; `num_cached_tokens` of the prompt were found there. `accepted` and
     `tested` count drafts by position.
     """
@@ -31,6 +32,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int]
     max_length: int
+    num_canvases: int = 1
     lane: int | None = None
     num_computed: int = 0
     num_inflight: int = 0

@@ -27,11 +27,11 @@ STEPS_TO_RESTORE = 16
 class Scheduler:
     """Lanes, queue and page accounting.
 
-    A running sequence of at most n tokens gets its decoding rows in every pass: `num_rows(n)` at most, which
-    emit `max_emitted` tokens at most. `max_num_batched_tokens` bounds the further rows of all sequences
-    together (prompt rows, and the canvases of full diffusion); `halve_budget` lowers it for a while. Passes
-    may be scheduled before the results of earlier ones are known: then every sequence counts as long as it
-    can be by then, and none is preempted.
+    A running sequence of at most n tokens gets its decoding rows in every pass: `num_rows(n)` at most for
+    each of its canvases, which emit `max_emitted` tokens at most. `max_num_batched_tokens` bounds the further
+    rows of all sequences together (prompt rows, and the canvases of full diffusion); `halve_budget` lowers it
+    for a while. Passes may be scheduled before the results of earlier ones are known: then every sequence
+    counts as long as it can be by then, and none is preempted.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
 
-    def slots_needed(self, num_known: int, max_length: int) -> int:
+    def slots_needed(self, num_known: int, max_length: int, num_canvases: int = 1) -> int:
         """KV slots of a decoding sequence with `num_known` known tokens, of `max_length` at most, with its
-        drafts and masks.
+        drafts and masks. Each of several canvases begins with a page.
         """
-        return self._kv_policy.num_slots(num_known, self._num_rows(max_length))
+        num_slots = self._kv_policy.num_slots(num_known, self._num_rows(max_length))
+        return (num_canvases - 1) * self.pool.pages_for(num_slots) * self.pool.page_size + num_slots
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -92,7 +93,7 @@ class Scheduler:
             num_committed = self._commit_scheduled_pages(schedule, num_committed)
             request = self.waiting[0]
             request.lane = self._free_lanes.pop()
-            num_slots = self.slots_needed(request.num_known, request.max_length)
+            num_slots = self.slots_needed(request.num_known, request.max_length, request.num_canvases)
             if not self._allocate(request, num_slots):
                 self._free_lanes.append(request.lane)
                 request.lane = None
@@ -160,7 +161,7 @@ class Scheduler:
         is free. Returns what is left of the budget.
         """
         policy, block_size = self._kv_policy, self._kv_policy.block_size
-        num_rows = policy.num_decoding_rows(
+        num_rows = request.num_canvases * policy.num_decoding_rows(
             self._num_rows(request.max_length),
             num_known=request.num_known,
             num_passes=None if request.num_inflight else request.num_passes,
@@ -187,7 +188,7 @@ class Scheduler:
         Returns None if a sequence would be preempted whose results are still to come.
         """
         lane = lane_of(request)
-        num_slots = self.slots_needed(self._longest(request), request.max_length)
+        num_slots = self.slots_needed(self._longest(request), request.max_length, request.num_canvases)
         while not self._extend(request, num_slots, schedule):
             if self.pool.num_owned(lane) == 0:
                 return False

@@ -36,7 +36,7 @@ from benchmarks.results import RESULTS, append_rows, result_row
 from benchmarks.stream import stream_rate
 from idlm.cli import command
 from idlm.errors import UserError
-from idlm.infer.decoders.full_cache import CACHES
+from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.models.loader import DTYPES, LoadedModel
 
 DEFAULTS = {

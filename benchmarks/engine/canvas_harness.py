@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks.engine.decoding.harness import PAGE_SIZE, fill_randomly
 from idlm.contracts import SamplingParams
 from idlm.infer import build as parts_builder
-from idlm.infer.decoders.full import CanvasPlan, FullConfig, FullDecoder
+from idlm.infer.decoders.full import FullConfig, FullDecoder
+from idlm.infer.decoders.full_rows import CanvasPlan
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import FAMILIES
 from idlm.infer.models.dense import DenseTrunk

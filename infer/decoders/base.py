@@ -53,6 +53,8 @@ class Decoder(ABC):
     """Options that its baseline takes over from the decoder that it is compared with."""
     default_max_tokens: ClassVar[int] = 512
     """`max_tokens` of a request that gives none."""
+    max_canvases: int = 1
+    """Canvases that a pass feeds for one request at most."""
     exactness: str = "exact"
     modes: tuple[StrideMode, ...] = (StrideMode(stride=1, strategy="cold"),)
     kv_policy: KVWritePolicy = TOKEN_BY_TOKEN
@@ -74,6 +76,12 @@ class Decoder(ABC):
         """Rows that a sequence of at most `max_length` tokens feeds when it decodes, beside known tokens. A
         constant, or for whole canvases a number that grows with the length.
         """
+
+    def num_canvases(self, params: SamplingParams) -> int:
+        """Canvases that a pass feeds for such a request: copies of its tokens, each of `num_rows` rows in
+        slots of its own, at most `max_canvases`.
+        """
+        return 1
 
     def configure(self, options: Mapping[str, Any]) -> Any:
         """The Config of a request with `decoder_options`; UserError IDLM-0453 for options that a request

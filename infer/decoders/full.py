@@ -1,20 +1,19 @@
 """Full diffusion: every pass feeds the whole canvas (prompt, answer, masks), whose rows all see all of
 it, and decides some masks of the active block. Nothing is stored between passes, unless `decoder.cache` says
-so: then some passes feed a part of the canvas (`full_cache.py`).
+so: then some passes feed a part of the canvas (`full_rows.py`).
 
 LLaDA (arXiv 2502.09992; logits in place, blocks from left to right) and Dream (arXiv 2508.15487; a row
 predicts the next place, read by an index and not by a copy). A block of the answer is emitted once it is
 clean.
 Departures: the MASK is never predicted; a token is drawn by inversion of a Philox number, in the law of the
 papers' Gumbel noise; `full_orders.py` names those of orders.
-Shapes: B sequences, R rows, W places of the active block, X wanted rows, Y rows of a slice, Z lanes, V
-vocabulary.
+Shapes: B sequences, C canvases (as many, or with guidance twice as many), R rows, W places of the active
+block, X wanted places, Y places of a slice, Z lanes, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,16 +22,6 @@ from torch import Tensor
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.base import DECODERS, Decoder, StrideMode, answer_length, request_config
-from idlm.infer.decoders.full_cache import (
-    CACHES,
-    Cache,
-    Canvases,
-    FedRows,
-    fed_canvases,
-    reuse_of,
-    reused_places,
-    whole_canvases,
-)
 from idlm.infer.decoders.full_config import (
     NO_FACTOR,
     NO_THRESHOLD,
@@ -44,6 +33,23 @@ from idlm.infer.decoders.full_config import (
     order_name,
 )
 from idlm.infer.decoders.full_orders import ORDERS, Drawn, Quota, choose, factor_quota, flip_chance
+from idlm.infer.decoders.full_rows import (
+    CACHES,
+    MIXED_BYTES,
+    NUM_CANVASES,
+    Cache,
+    Canvases,
+    CanvasPlan,
+    FedRows,
+    canvases_of,
+    fed_canvases,
+    guided,
+    mixed_logits,
+    reuse_of,
+    reused_places,
+    wanted_places,
+    whole_canvases,
+)
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, fill_lanes, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
@@ -54,20 +60,6 @@ from idlm.semantics import Semantics
 
 SCORE_BYTES = 24
 """Bytes for each logit that drawing on a CPU, and scoring by whole distributions, allocate: fp64 copies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanvasPlan(StepPlan):
-    """A plan whose wanted row x predicts place `place_X[x]` of the active block of sequence `sequence_X[x]`.
-
-    `is_maskable_BW` (bool): masks that this pass may decide; wanted rows of others mean nothing.
-    `draw_steps_B`: each sequence's step of the random stream.
-    """
-
-    sequence_X: Tensor
-    place_X: Tensor
-    is_maskable_BW: Tensor
-    draw_steps_B: Tensor
 
 
 @DECODERS.register("full")
@@ -83,7 +75,9 @@ class FullDecoder(Decoder):
         "cache": None,
         "cache_refresh": None,
     }
-    baseline_keeps: ClassVar[tuple[str, ...]] = ("order", "block_length", "defer_eos", "forbid_eos")
+    baseline_keeps: ClassVar[tuple[str, ...]] = (
+        *("order", "block_length", "defer_eos", "forbid_eos", "guidance"),
+    )
     # A whole canvas costs as many passes as it has places: LLaDA's length, not that of a longest answer.
     default_max_tokens: ClassVar[int] = 128
 
@@ -114,10 +108,15 @@ class FullDecoder(Decoder):
             config.cache, block_length=config.block_length, interval=config.cache_refresh, shift=self._shift
         )
         self.kv_policy = KVWritePolicy(kind="none", reuse=self._reuse)
+        self.max_canvases = NUM_CANVASES if self._cache is None else 1
 
     def num_rows(self, mode: int, max_length: int) -> int:
         """The whole canvas; with a cache, in a refresh."""
         return max_length
+
+    def num_canvases(self, params: SamplingParams) -> int:
+        """See `Decoder.num_canvases`."""
+        return NUM_CANVASES if params.decoder_options.get("guidance", self.config.guidance) > 0 else 1
 
     def configure(self, options: Mapping[str, Any]) -> FullConfig:
         """See `Decoder.configure`."""
@@ -154,6 +153,7 @@ class FullDecoder(Decoder):
         shape = (num_lanes, self._width)
         copies = device.type == "cpu" or self._kind.reads != "token" or self.config.forbid_eos
         self._proposal_bytes = SCORE_BYTES * vocab_size if copies else 0
+        self._mixed_bytes = MIXED_BYTES * vocab_size
         self.tokens_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
         self.is_decided_ZW = torch.zeros(shape, dtype=torch.bool, device=device)
         self.is_recent_ZW = torch.zeros_like(self.is_decided_ZW)
@@ -180,23 +180,26 @@ class FullDecoder(Decoder):
 
     def plan(self, table: SequenceState, batch: Batch) -> CanvasPlan:
         """The canvas of every sequence that is not complete; the masks of its active block are wanted."""
-        lanes_B = batch.lanes_B
-        ends_B, known_B = table.ends_Z[lanes_B], table.num_known_Z[lanes_B]
-        advances_B = known_B < ends_B
-        samples_B = batch.samples_B & advances_B
-        fed = self._fed(batch, known_B, ends_B, samples_B)
+        lanes_C, num_feed_C, samples_C = canvases_of(batch, self.options.guidance_Z)
+        ends_C, known_C = table.ends_Z[lanes_C], table.num_known_Z[lanes_C]
+        advances_C = known_C < ends_C
+        samples_C = samples_C & advances_C
+        fed = self._fed(batch, known_C, ends_C, samples_C)
         sequence_R, slots_R, is_fed_R = fed.sequence_R, fed.slots_R, fed.is_fed_R
-        lane_R, place_R = lanes_B[sequence_R], slots_R - known_B[sequence_R]
+        lane_R, place_R = lanes_C[sequence_R], slots_R - known_C[sequence_R]
         is_known_R, in_block_R = place_R < 0, place_R < self._width
         place_R = place_R.clamp(0, self._width - 1)
         is_decided_R = in_block_R & self.is_decided_ZW[lane_R, place_R]
         decided_R = torch.where(is_decided_R, self.tokens_ZW[lane_R, place_R], self._mask_token_id)
-        limits_R = torch.where(is_fed_R, ends_B[sequence_R], 1)
+        limits_R = torch.where(is_fed_R, ends_C[sequence_R], 1)
+        lanes_B, known_B, ends_B, samples_B = (
+            each_C[: len(batch.lanes_B)] for each_C in (lanes_C, known_C, ends_C, samples_C)
+        )
         is_maskable_BW = self._maskable(known_B, ends_B, lanes_B, samples_B, width=batch.max_length)
-        sequence_X, place_X = _places(is_maskable_BW, is_exact=batch.num_rows is None)
+        sequence_X, place_X = wanted_places(is_maskable_BW, is_exact=batch.num_rows is None)
         wanted_X = fed.rows_of(sequence_X, known_B[sequence_X] + place_X - self._shift)
-        return CanvasPlan(
-            lanes_B=lanes_B,
+        plan = CanvasPlan(
+            lanes_B=lanes_C,
             cu_rows_B1=fed.cu_rows_B1,
             sequence_R=sequence_R,
             token_ids_R=torch.where(is_known_R, table.tokens_ZL[lane_R, slots_R], decided_R),
@@ -206,19 +209,23 @@ class FullDecoder(Decoder):
             branch_starts_R=limits_R,
             is_mask_R=is_fed_R & ~is_known_R & ~is_decided_R,
             logit_rows_X=wanted_X,
-            first_logit_B=torch.zeros_like(known_B),
-            num_feed_B=batch.num_feed_B,
-            samples_B=samples_B,
-            advances_B=advances_B,
+            first_logit_B=torch.zeros_like(known_C),
+            num_feed_B=num_feed_C,
+            samples_B=samples_C,
+            advances_B=advances_C,
             max_rows=batch.max_rows,
             max_slots=batch.max_length,
-            takes_best=self._kind.reads != "row" and batch.is_greedy,
+            takes_best=self._kind.reads != "row" and batch.is_greedy and batch.num_canvases == 1,
             sequence_X=sequence_X,
             place_X=place_X,
             is_maskable_BW=is_maskable_BW,
             # By block and pass, so that a block begun anew draws the same.
             draw_steps_B=(known_B << PASSES_BITS) + self.num_passes_Z[lanes_B],
         )
+        if batch.num_canvases == 1:
+            return plan
+        prompt_ends_C = ends_C - self.options.lengths_Z[lanes_C]
+        return guided(plan, fed, ends_C, prompt_ends_C, mask_token_id=self._mask_token_id)
 
     def _fed(self, batch: Batch, known_B: Tensor, ends_B: Tensor, samples_B: Tensor) -> FedRows:
         """The rows of the pass: of each sequence that samples, its canvas or the part that the cache asks
@@ -265,7 +272,8 @@ class FullDecoder(Decoder):
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Decide masks by the order; emit the blocks that are clean."""
         assert isinstance(plan, CanvasPlan), f"{type(plan)=}"
-        lanes_B, is_maskable_BW = plan.lanes_B, plan.is_maskable_BW
+        lanes_B, is_maskable_BW = plan.batch_lanes_B, plan.is_maskable_BW
+        samples_B = plan.samples_B[: len(lanes_B)]
         num_places, width = is_maskable_BW.numel(), is_maskable_BW.shape[1]
         uniforms_BW2 = uniforms(
             table.seeds_Z,
@@ -287,11 +295,11 @@ class FullDecoder(Decoder):
         chosen_BW = self._choose(table, plan, scores_BW, uniforms_BW2[:, :, 1])
         decided_BW = self.is_decided_ZW[lanes_B, :width] | chosen_BW
         tokens_BW = torch.where(chosen_BW, ids_BW, self.tokens_ZW[lanes_B, :width])
-        is_clean_B = plan.samples_B & ~(is_maskable_BW & ~chosen_BW).any(-1)
+        is_clean_B = samples_B & ~(is_maskable_BW & ~chosen_BW).any(-1)
         self.tokens_ZW[lanes_B, :width] = tokens_BW
         self.is_decided_ZW[lanes_B, :width] = decided_BW & ~is_clean_B[:, None]
         self.is_recent_ZW[lanes_B, :width] = chosen_BW & ~is_clean_B[:, None]
-        num_passes_B = self.num_passes_Z[lanes_B] + plan.samples_B.long()
+        num_passes_B = self.num_passes_Z[lanes_B] + samples_B.long()
         self.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
         sizes_B = self._sizes(table.num_known_Z[lanes_B], table.ends_Z[lanes_B])
         num_emitted_B = torch.where(is_clean_B, sizes_B, 0)
@@ -317,10 +325,13 @@ class FullDecoder(Decoder):
                 drawn = Drawn(confidence_Y=best.own_X, is_greedy_Y=is_wanted_X, entropy_Y=best.entropy_X)
                 return best.token_X, self._score(drawn, best.token_X), best.is_nonfinite_X.long()
         uniforms_X = uniforms_BW[plan.sequence_X, plan.place_X]
-        lane_X = plan.lanes_B[plan.sequence_X]
+        lane_X, is_guided = plan.lanes_B[plan.sequence_X], plan.logit_group > 1
 
         def propose(logits_YV: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            rows = slice(rows.start // plan.logit_group, rows.stop // plan.logit_group)
             lane_Y = lane_X[rows]
+            if is_guided:
+                logits_YV = mixed_logits(logits_YV, self.options.guidance_Z[lane_Y])
             temperature_Y = table.temperature_Z[lane_Y]
             if self.config.forbid_eos:
                 lowest = torch.finfo(logits_YV.dtype).min
@@ -342,7 +353,7 @@ class FullDecoder(Decoder):
             drawn = Drawn(confidence_Y=confidence_Y, is_greedy_Y=temperature_Y == 0, probs=probs)
             return ids_Y, self._score(drawn, ids_Y), nonfinite(probs, rows_Y1)
 
-        return wanted.proposals(propose, row_bytes=self._proposal_bytes)
+        return wanted.proposals(propose, row_bytes=self._proposal_bytes + is_guided * self._mixed_bytes)
 
     def _score(self, drawn: Drawn, ids_Y: Tensor) -> Tensor:
         """Scores of drawn tokens, fp64 [Y]; those of a random order mean nothing."""
@@ -355,7 +366,7 @@ class FullDecoder(Decoder):
         self, table: SequenceState, plan: CanvasPlan, scores_BW: Tensor, uniforms_BW: Tensor
     ) -> Tensor:
         """The masks that this pass decides, bool [B, W]. `uniforms_BW`: a second number of each place."""
-        lanes_B, is_maskable_BW, options = plan.lanes_B, plan.is_maskable_BW, self.options
+        lanes_B, is_maskable_BW, options = plan.batch_lanes_B, plan.is_maskable_BW, self.options
         known_B, ends_B = table.num_known_Z[lanes_B], table.ends_Z[lanes_B]
         size_B = self._sizes(known_B, ends_B)
         quota = Quota(
@@ -381,17 +392,3 @@ class FullDecoder(Decoder):
             by_factor_B = factor_quota(scores_BW, is_maskable_BW, factor_B)
             quota_B = torch.where(factor_B > NO_FACTOR, by_factor_B, quota_B)
         return choose(keys_BW, is_maskable_BW, quota_B) | (is_maskable_BW & (scores_BW > threshold_B1))
-
-
-def _places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
-    """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
-    for, or (a static shape) all places. At least one row.
-    """
-    if is_exact:
-        sequence_X, place_X = is_maskable_BW.nonzero(as_tuple=True)
-        if len(place_X):
-            return sequence_X, place_X
-        is_maskable_BW = is_maskable_BW[:1, :1]
-    num_sequences, width = is_maskable_BW.shape
-    flat_X = torch.arange(num_sequences * width, device=is_maskable_BW.device)
-    return flat_X // width, flat_X % width

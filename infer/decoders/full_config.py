@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from idlm.errors import UserError
-from idlm.infer.decoders.full_cache import CACHES
 from idlm.infer.decoders.full_orders import ORDERS, Order
+from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.state.batch import to_device
 
-REQUEST_OPTIONS = ("steps", "threshold", "factor", "order_temperature")
+REQUEST_OPTIONS = ("steps", "threshold", "factor", "order_temperature", "guidance")
 NO_THRESHOLD = 2.0
 """No probability exceeds this."""
 NO_FACTOR = 0.0
@@ -36,10 +36,12 @@ class FullConfig:
     proportional to exp(score / order_temperature) (Dream's `alg_temp`); 0: the largest scores.
 
     `defer_eos`: stop tokens count as the least confident, so that they do not fill the end of a canvas that
-    is decided at once. `forbid_eos`: no stop token is drawn. `cache`: keys and values that passes read of
-    earlier ones (`full_cache.py`; lossy); `cache_refresh`: with cache=delayed, the first of every so many
-    passes over a block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor` and
-    `order_temperature`.
+    is decided at once. `forbid_eos`: no stop token is drawn. `guidance`: draw from the logits of a second
+    canvas whose prompt is masked, plus (1 + guidance) times what the prompt adds to them (LLaDA's
+    `cfg_scale`; 0: off); a pass then feeds twice the rows. `cache`: keys and values that passes read of
+    earlier ones (`full_rows.py`; lossy); `cache_refresh`: with cache=delayed, the first of every so many
+    passes over a block feeds the whole canvas. Requests may set `steps`, `threshold`, `factor`,
+    `order_temperature` and `guidance`.
     """
 
     order: str | None = None
@@ -52,16 +54,21 @@ class FullConfig:
     factor: float | None = None
     cache: str | None = None
     cache_refresh: int | None = None
+    guidance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneOptions:
-    """Options that may differ between requests: `passes_Z` int64, of each block; the others fp64."""
+    """Options that may differ between requests: int64 `lengths_Z`, tokens of the whole answer, and `passes_Z`
+    of each block; the others fp64.
+    """
 
+    lengths_Z: Tensor
     passes_Z: Tensor
     threshold_Z: Tensor
     factor_Z: Tensor
     order_temperature_Z: Tensor
+    guidance_Z: Tensor
 
     @classmethod
     def empty(cls, num_lanes: int, device: torch.device) -> LaneOptions:
@@ -71,23 +78,27 @@ class LaneOptions:
             return torch.zeros(num_lanes, dtype=torch.float64, device=device)
 
         return cls(
+            lengths_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
             passes_Z=torch.ones(num_lanes, dtype=torch.int64, device=device),
             threshold_Z=zeros(),
             factor_Z=zeros(),
             order_temperature_Z=zeros(),
+            guidance_Z=zeros(),
         )
 
     def admit(self, lanes: list[int], configs: Sequence[FullConfig], lengths: Sequence[int]) -> None:
-        """Set each lane's options. `lengths`: tokens of the whole answers."""
+        """Set each lane's options."""
         lanes_B = to_device(lanes, self.passes_Z.device)
         thresholds = [NO_THRESHOLD if config.threshold is None else config.threshold for config in configs]
         factors = [NO_FACTOR if config.factor is None else config.factor for config in configs]
         passes = [passes_per_block(config, length) for config, length in zip(configs, lengths, strict=True)]
         for column_Z, values in (
+            (self.lengths_Z, lengths),
             (self.passes_Z, passes),
             (self.threshold_Z, thresholds),
             (self.factor_Z, factors),
             (self.order_temperature_Z, [config.order_temperature for config in configs]),
+            (self.guidance_Z, [config.guidance for config in configs]),
         ):
             column_Z[lanes_B] = to_device(values, column_Z.device, dtype=column_Z.dtype)
 
@@ -106,6 +117,10 @@ def order_name(config: FullConfig, *, logit_shift: bool) -> str:
 def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "decoder.") -> None:
     """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
     problems = [*_problems_of_limits(config, order, kind, prefix), *_problems_of_cache(config)]
+    if not 0 <= config.guidance < math.inf:
+        problems.append(f"{prefix}guidance={config.guidance} is not a number of at least 0")
+    if config.guidance > 0 and config.cache is not None:
+        problems.append(f"{prefix}guidance={config.guidance} does not work with decoder.cache={config.cache}")
     if not config.order_temperature >= 0:
         problems.append(f"{prefix}order_temperature={config.order_temperature} is below 0")
     if config.order_temperature > 0 and kind.is_random:

@@ -97,6 +97,7 @@ def _request_message(request: Request) -> Message:
         "params": {name: getattr(request.params, name) for name in PARAMS},
         "index": request.index,
         "max_length": request.max_length,
+        "num_canvases": request.num_canvases,
         "num_steps": request.num_steps,
         "num_computed": request.num_computed,
     }

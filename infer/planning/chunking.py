@@ -70,21 +70,29 @@ def trunk_forward(shape: TrunkShape, arm: str = "ours") -> Forward:
 
 
 def plan_forward(
-    forward: Forward, *, length: int, wanted: int, capacity: int, min_rows: int = MIN_CHUNK_ROWS
+    forward: Forward,
+    *,
+    length: int,
+    wanted: int,
+    capacity: int,
+    min_rows: int = MIN_CHUNK_ROWS,
+    group: int = 1,
 ) -> Plan:
-    """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits.
+    """Return the plan with the fewest chunks for `length` rows, of which at most `wanted` get logits, in
+    groups of `group` rows that no chunk divides: one of each of so many canvases.
 
     Raises UserError IDLM-0466 if it needs more than `capacity` bytes however it is chunked.
     """
-    found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows)
+    found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows, group=group)
     if isinstance(found, Plan):
         return found
     share = wanted / length
-    nearest = max_length(forward, capacity=capacity, wanted_share=share, min_rows=min_rows)
+    nearest = max_length(forward, capacity=capacity, wanted_share=share, min_rows=min_rows, group=group)
+    times = "" if group == 1 else f" {group} times"
     message = (
-        f"a canvas of {length} rows, {wanted} of them wanted, does not fit: {found.op_name} needs "
-        f"{found.num_bytes} bytes ({ceil_div(found.num_bytes, MIB)} MiB) and {max(0, capacity)} bytes "
-        f"({max(0, capacity) // MIB} MiB) are free"
+        f"a canvas of {length // group} rows, {wanted // group} of them wanted, does not fit{times}: "
+        f"{found.op_name} needs {found.num_bytes} bytes ({ceil_div(found.num_bytes, MIB)} MiB) and "
+        f"{max(0, capacity)} bytes ({max(0, capacity) // MIB} MiB) are free"
     )
     if not nearest:
         raise UserError("IDLM-0466", message, fix="free memory on the device")
@@ -96,11 +104,17 @@ def plan_forward(
 
 
 def search(
-    forward: Forward, *, length: int, wanted: int, capacity: int, min_rows: int = MIN_CHUNK_ROWS
+    forward: Forward,
+    *,
+    length: int,
+    wanted: int,
+    capacity: int,
+    min_rows: int = MIN_CHUNK_ROWS,
+    group: int = 1,
 ) -> Plan | Misfit:
     """Return the plan with the fewest chunks, or what does not fit."""
     assert 0 <= wanted <= length > 0 and min_rows > 0, f"{length=} {wanted=} {min_rows=}"
-    sizes = Sizes(length=length, wanted=wanted)
+    sizes = Sizes(length=length, wanted=wanted, group=group)
     most = _most_chunks(forward, sizes, min_rows)
     for name in forward.chunk_counts:
         count = _fewest_chunks(forward, sizes, name, most[name], capacity)
@@ -118,9 +132,15 @@ def search(
 
 
 def max_length(
-    forward: Forward, *, capacity: int, wanted_share: float, min_rows: int = MIN_CHUNK_ROWS
+    forward: Forward,
+    *,
+    capacity: int,
+    wanted_share: float,
+    min_rows: int = MIN_CHUNK_ROWS,
+    group: int = 1,
 ) -> int:
-    """Return L_max: the longest canvas that fits `capacity` bytes, by bisection; 0 if none does.
+    """Return L_max: the longest canvas that fits `capacity` bytes, by bisection, or so many of them as
+    `group` says, each of that length; 0 if none does.
 
     `wanted_share` of the rows, rounded up, are wanted.
     """
@@ -128,7 +148,14 @@ def max_length(
     def is_too_long(length: int) -> bool:
         # A share that is a quotient of two counts must give the count back, whatever its rounding.
         wanted = min(length, math.ceil(length * wanted_share - 1e-9))
-        found = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=min_rows)
+        found = search(
+            forward,
+            length=group * length,
+            wanted=group * wanted,
+            capacity=capacity,
+            min_rows=min_rows,
+            group=group,
+        )
         return isinstance(found, Misfit)
 
     end = 1

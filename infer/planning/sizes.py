@@ -22,10 +22,13 @@ def ceil_div(number: int, divisor: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Values of the symbols: the rows of a pass, and `chunks` by name of a chunk count (missing: 1)."""
+    """Values of the symbols: the rows of a pass, and `chunks` by name of a chunk count (missing: 1). No chunk
+    divides a `group` of wanted rows.
+    """
 
     length: int
     wanted: int = 0
+    group: int = 1
     chunks: Mapping[str, int] = field(default_factory=dict)
 
     def num_rows(self, rows: str) -> int:
@@ -34,8 +37,10 @@ class Sizes:
 
     def chunk_rows(self, rows: str, chunks: str | None) -> int:
         """Return the rows of one chunk: all chunks but the last have as many."""
-        num_rows = self.num_rows(rows)
-        return num_rows if chunks is None else ceil_div(num_rows, self.chunks.get(chunks, 1))
+        num_rows, group = self.num_rows(rows), self.group if rows == WANTED else 1
+        if chunks is None:
+            return num_rows
+        return group * ceil_div(ceil_div(num_rows, group), self.chunks.get(chunks, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,9 @@ class CanvasRows(WantedRows):
     `steps`: the calls of the head, from which `proposals` gets its chunks.
     """
 
-    def __init__(self, run: CanvasPass, steps: Sequence[Step]) -> None:
+    def __init__(self, run: CanvasPass, steps: Sequence[Step], *, group: int = 1) -> None:
         first = steps[0]
-        super().__init__(run.whole(first, "x", run.trunk.spec.width), run.rows_X, self._head)
+        super().__init__(run.whole(first, "x", run.trunk.spec.width), run.rows_X, self._head, group=group)
         self._run, self._steps = run, steps
 
     def _head(self, hidden_YD: Tensor) -> Tensor:
@@ -41,10 +41,10 @@ class CanvasRows(WantedRows):
     @torch.inference_mode()
     def proposals(self, propose: Propose, *, row_bytes: int = 0) -> tuple[Tensor, ...]:
         """Apply `propose` to consecutive slices, as the base does: to parts of the planned chunks for which
-        `propose` allocates at most PROPOSAL_BYTES (and to one row at least).
+        `propose` allocates at most PROPOSAL_BYTES (and to one group of rows at least).
         """
         run, found = self._run, []
-        most = max(1, PROPOSAL_BYTES // max(1, row_bytes))
+        most = self.group * max(1, PROPOSAL_BYTES // max(1, self.group * row_bytes))
 
         def choose(run: CanvasPass, step: Step) -> None:
             logits_mV = run.rows(step, LOGITS, run.trunk.spec.vocab_size)

@@ -24,6 +24,7 @@ from idlm.infer.planning.arena import Arena, open_arena
 from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes
 from idlm.infer.planning.chunking import MIN_CHUNK_ROWS, plan_forward, search, trunk_forward
 from idlm.infer.planning.planner import Plan
+from idlm.infer.planning.sizes import Sizes
 from idlm.infer.planning.trunk import FUSED_HEAD, HEAD
 from idlm.infer.runtime.canvas_ops import CanvasPass
 from idlm.infer.runtime.canvas_rows import BestRows, CanvasRows
@@ -109,31 +110,34 @@ class CanvasRunner:
         """Bytes that libraries allocate beside the workspace, at any length."""
         return library_bytes(self.shape)
 
-    def plan_of(self, num_rows: int, num_wanted: int, *, takes_best: bool = False) -> Plan:
-        """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones; UserError IDLM-0466
-        if it cannot fit. `takes_best`: as in `StepPlan`.
+    def plan_of(self, num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool = False) -> Plan:
+        """The plan of passes of `num_rows` rows, for at least `num_wanted` wanted ones, in groups of `group`;
+        UserError IDLM-0466 if it cannot fit. `takes_best`: as in `StepPlan`.
         """
         key = num_rows, takes_best
         plan = self._plans.get(key)
-        if plan is None or plan.sizes.wanted < num_wanted:
-            self._plans[key] = plan = self._plan(num_rows, num_wanted, takes_best=takes_best)
+        if plan is None or plan.sizes.wanted < num_wanted or plan.sizes.group < group:
+            known = Sizes(length=num_rows) if plan is None else plan.sizes
+            num_wanted, group = max(num_wanted, known.wanted), max(group, known.group)
+            self._plans[key] = plan = self._plan(num_rows, num_wanted, group, takes_best=takes_best)
         self._plans.move_to_end(key)
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
 
-    def check_canvas(self, num_rows: int, num_wanted: int) -> None:
-        """Raise UserError IDLM-0466 for a canvas that does not fit even alone."""
-        self._plan(num_rows, min(num_rows, num_wanted), takes_best=False)
+    def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
+        """Raise UserError IDLM-0466 for canvases of a request that do not fit even alone."""
+        num_rows, num_wanted = num_canvases * num_rows, num_canvases * num_wanted
+        self._plan(num_rows, min(num_rows, num_wanted), num_canvases, takes_best=False)
 
-    def _plan(self, num_rows: int, num_wanted: int, *, takes_best: bool) -> Plan:
+    def _plan(self, num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> Plan:
         limits = {"capacity": self.capacity, "min_rows": min(self.min_rows, num_rows)}
         if takes_best and self._best_templates is not None:
             plan = search(self._best_templates, length=num_rows, wanted=num_wanted, **limits)
             # Its constant workspace may not fit where a few rows of logits do.
             if isinstance(plan, Plan):
                 return plan
-        return plan_forward(self._templates, length=num_rows, wanted=num_wanted, **limits)
+        return plan_forward(self._templates, length=num_rows, wanted=num_wanted, group=group, **limits)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> WantedRows:
@@ -144,7 +148,7 @@ class CanvasRunner:
         """
         num_rows, num_wanted = len(plan.token_ids_R), len(plan.logit_rows_X)
         try:
-            planned = self.plan_of(num_rows, num_wanted, takes_best=plan.takes_best)
+            planned = self.plan_of(num_rows, num_wanted, plan.logit_group, takes_best=plan.takes_best)
             self.arena.resize(planned.peak_bytes)
         except UserError as error:
             raise torch.OutOfMemoryError(error.message) from error
@@ -160,7 +164,7 @@ class CanvasRunner:
         steps = planned.steps(wanted=num_wanted)
         for step in steps:
             if step.op.loop == HEAD:
-                return CanvasRows(run, list(chain([step], steps)))
+                return CanvasRows(run, list(chain([step], steps)), group=plan.logit_group)
             if step.op.name == FUSED_HEAD:
                 return BestRows(run, step)
             run.execute(step)

@@ -38,7 +38,7 @@ results).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
     """Everything that the host knows of a pass, rounded up; whatever else varies is in tensors. `num_rows`,
-    and `max_rows` of one sequence: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
+    and `max_rows` of one canvas: decoding rows. `max_length` is 0 and `is_greedy` False unless canvases are
     fed. See `Batch` for the rest.
     """
 
@@ -52,6 +52,7 @@ class PassShape:
     num_top: int | None
     max_length: int = 0
     is_greedy: bool = False
+    num_canvases: int = 1
 
 
 class StaticStep:
@@ -124,6 +125,7 @@ class StaticStep:
             num_top=shape.num_top,
             max_length=shape.max_length,
             is_greedy=shape.is_greedy,
+            num_canvases=shape.num_canvases,
         )
 
     def _capture(self, shape: PassShape) -> _Graph:
@@ -179,7 +181,9 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         case "none":
             num_rows = _rounded_up(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
-            max_rows = min(_rounded_up(max(schedule.num_rows)), most)
+            rows = zip(schedule.num_rows, schedule.requests, strict=True)
+            longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
+            max_rows = min(_rounded_up(longest_canvas), most)
             longest = min(_rounded_up(schedule.max_length), max_length)
             is_greedy = schedule.is_greedy
     return PassShape(
@@ -193,6 +197,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         num_top=schedule.num_top,
         max_length=longest,
         is_greedy=is_greedy,
+        num_canvases=schedule.num_canvases,
     )
 
 

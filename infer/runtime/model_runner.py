@@ -61,7 +61,7 @@ class Step:
         """Feed `batch`, commit the outcome into the table, and report it."""
         plan = self.decoder.plan(self.table, batch)
         wanted = self.runner.forward(plan)
-        waits_B = torch.zeros_like(plan.samples_B)
+        waits_B = torch.zeros_like(batch.samples_B)
         if wanted.dropped is not None:
             plan, waits_B = wanted.dropped.apply(plan), wanted.dropped.waits_B
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
@@ -119,8 +119,8 @@ class PassRunner(Protocol):
         """Run the model over the rows of `plan` and return its wanted rows."""
         ...
 
-    def check_canvas(self, num_rows: int, num_wanted: int) -> None:
-        """Raise UserError for a request whose passes, of so many rows, could never run."""
+    def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
+        """Raise UserError for a request whose passes could never run: canvases of so many rows."""
         ...
 
 
@@ -158,8 +158,7 @@ class Runner:
         one fills in this very pass.
         """
         page_size = self.pool.page_size
-        num_pages = self.pool.pages_for(plan.max_slots)
-        block_table_BP = self.pool.block_table_ZP[plan.lanes_B, :num_pages]
+        block_table_BP = self.pool.block_table(plan.lanes_B, plan.max_slots, plan.first_slots_B)
         slot_mapping_R = map_slots(
             block_table_BP, plan.sequence_R, plan.slots_R, plan.cu_rows_B1, page_size=page_size
         )
@@ -179,14 +178,16 @@ class Runner:
             fed = sparse_pass.plan
             hidden_RD = self._trunk(fed.token_ids_R, fed.positions_R, sparse_pass, fed.is_mask_R)
             sparse_pass.finish()
-            return self._wanted(hidden_RD, *sparse_pass.wanted(plan.logit_rows_X))
+            return self._wanted(hidden_RD, plan, *sparse_pass.wanted(plan.logit_rows_X))
         kv = PagedKV(
             cache=self._cache, slot_mapping_R=slot_mapping_R, plan=make_plan(plan), scale=self._scale
         )
         hidden_RD = self._trunk(plan.token_ids_R, plan.positions_R, kv, plan.is_mask_R)
-        return self._wanted(hidden_RD, plan.logit_rows_X)
+        return self._wanted(hidden_RD, plan, plan.logit_rows_X)
 
-    def _wanted(self, hidden_RD: Tensor, rows_X: Tensor, dropped: DroppedRows | None = None) -> WantedRows:
+    def _wanted(
+        self, hidden_RD: Tensor, plan: StepPlan, rows_X: Tensor, dropped: DroppedRows | None = None
+    ) -> WantedRows:
         return WantedRows(
             hidden_RD,
             rows_X,
@@ -194,6 +195,7 @@ class Runner:
             dropped=dropped,
             num_chunks=self._num_chunks,
             weight_VD=self._trunk.head_weight,
+            group=plan.logit_group,
         )
 
     def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
@@ -212,7 +214,7 @@ class Runner:
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
 
-    def check_canvas(self, num_rows: int, num_wanted: int) -> None:
+    def check_canvas(self, num_rows: int, num_wanted: int, num_canvases: int = 1) -> None:
         """Any request that the pool can hold can run."""
 
 

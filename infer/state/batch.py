@@ -56,6 +56,11 @@ class Schedule:
         return all(request.params.temperature == 0 for request in self.requests)
 
     @property
+    def num_canvases(self) -> int:
+        """Canvases of a request at most."""
+        return max(request.num_canvases for request in self.requests)
+
+    @property
     def max_length(self) -> int:
         """Tokens of the longest request, prompt and answer together."""
         return max(request.max_length for request in self.requests)
@@ -75,6 +80,7 @@ class Schedule:
             num_top=self.num_top,
             max_length=self.max_length,
             is_greedy=self.is_greedy,
+            num_canvases=self.num_canvases,
         )
 
     def launched(self) -> None:
@@ -104,7 +110,7 @@ class Batch:
     `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
     likely tokens to report for every token; None: no log-probabilities. `max_length`: tokens of the longest
     sequence at most, prompt and answer together; `is_greedy`: no sequence draws. Only decoders of whole
-    canvases may ask for these two.
+    canvases may ask for these two. `num_canvases` of one sequence at most (`Decoder.num_canvases`).
     """
 
     lanes_B: Tensor
@@ -119,6 +125,7 @@ class Batch:
     num_top: int | None = None
     max_length: int = 0
     is_greedy: bool = False
+    num_canvases: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +167,10 @@ class StepPlan:
     only. All other tensors are int64 on the engine's device. `max_rows` (of one sequence) and `max_slots` are
     upper bounds known to the host. `takes_best`: the decoder first asks for `WantedRows.best`, and for logits
     only if there is none.
+
+    A plan may hold more sequences than the batch, after those of the batch: their further canvases. Sequence
+    b begins at slot `first_slots_B[b]` of its lane, rounded up to a whole page, and all its other slots count
+    from there; None: at 0. `logit_group`: so many wanted rows, one after the other, make one prediction.
     """
 
     lanes_B: Tensor
@@ -180,6 +191,8 @@ class StepPlan:
     max_slots: int
     active: ActiveBlocks | None = None
     takes_best: bool = False
+    first_slots_B: Tensor | None = None
+    logit_group: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

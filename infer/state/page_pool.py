@@ -51,6 +51,17 @@ class PagePool:
         self.flush()
         return self._block_table_ZP
 
+    def block_table(self, lanes_B: Tensor, num_slots: int, first_slots_B: Tensor | None = None) -> Tensor:
+        """Page ids [B, P] of `num_slots` slots of lanes, from `first_slots_B` on, rounded up to whole pages;
+        None: from the first slot on.
+        """
+        table_ZP, num_pages = self.block_table_ZP, self.pages_for(num_slots)
+        if first_slots_B is None:
+            return table_ZP[lanes_B, :num_pages]
+        first_B1 = -(-first_slots_B[:, None] // self.page_size)
+        places_BP = first_B1 + torch.arange(num_pages, device=table_ZP.device)
+        return table_ZP[lanes_B[:, None], places_BP.clamp(max=table_ZP.shape[1] - 1)]
+
     @property
     def unwritten(self) -> list[tuple[int, int, int]]:
         """Reservations (lane, place, page) since the last `flush`."""

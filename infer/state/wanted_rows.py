@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class WantedRows:
 
     `dropped`: what accelerators dropped; None: no row. `head` maps hidden states [Y, D] to logits [Y, V] in
     the model's dtype; `weight_VD`: its weight, if `masked_logits` is to multiply with it; `workspace`: as
-    there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder
-    takes b bytes each beside the logits; None: one slice.
+    there. `num_chunks(X, b)`: slices that the memory plan allows X rows, of which the decoder takes b bytes
+    each beside the logits; None: one slice. No slice divides a `group` of rows (`StepPlan.logit_group`).
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class WantedRows:
         num_chunks: Callable[[int, int], int] | None = None,
         weight_VD: Tensor | None = None,
         workspace: Tensor | None = None,
+        group: int = 1,
     ) -> None:
         self.hidden_RD, self.rows_X, self.head, self.dropped = hidden_RD, rows_X, head, dropped
         self._num_chunks, self._weight_VD, self._workspace = num_chunks, weight_VD, workspace
+        self.group = group
         self._logits_XV: Tensor | None = None
 
     def __len__(self) -> int:
@@ -107,12 +110,14 @@ class WantedRows:
         The memory plan decides the number of slices; `row_bytes`: what `propose` itself allocates for a row.
         The logits of a slice are freed before those of the next are computed: `propose` must not keep them.
         """
-        num_rows = len(self)
-        num_chunks = 1 if self._num_chunks is None else self._num_chunks(num_rows, row_bytes)
+        num_groups = len(self) // self.group
+        num_chunks = 1 if self._num_chunks is None else self._num_chunks(len(self), row_bytes)
+        num_chunks = min(num_chunks, num_groups)
+        # Of nearly equal size: products of very few rows are slow, and may sum in another order.
+        ends = [self.group * (number * num_groups // num_chunks) for number in range(num_chunks + 1)]
         parts = []
-        for number in range(num_chunks):
-            # Of nearly equal size: products of very few rows are slow, and may sum in another order.
-            rows = slice(number * num_rows // num_chunks, (number + 1) * num_rows // num_chunks)
+        for start, stop in pairwise(ends):
+            rows = slice(start, stop)
             parts.append(propose(self._logits_of(self.rows_X[rows]), rows))
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 

@@ -32,6 +32,8 @@ CASES: list[tuple[dict[str, Any], float]] = [
     ({"order": "random"}, 1.0),
     ({"order": "origin", "steps": 2}, 1.0),
     ({"order": "low_confidence", "threshold": 0.4}, 1.0),
+    ({"order": "low_confidence", "guidance": 1.5}, 1.0),
+    ({"order": "maskgit_plus", "steps": 2, "guidance": 0.5}, 0.7),
 ]
 LEVEL = 1e-6 / len(CASES)
 Canvas = tuple[int, ...]
@@ -77,11 +79,19 @@ class Oracle:
     @torch.no_grad()
     def _probs(self, canvas: Canvas) -> tuple[torch.Tensor, torch.Tensor]:
         """The request's distributions [3, V], and the model's own."""
-        ids = torch.tensor([[*PROMPT, *canvas]])
-        everything = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
-        logits = self.model(input_ids=ids, attention_mask=everything).logits[0, len(PROMPT) :].double()
+        guidance = self.options.get("guidance", 0.0)
+        logits = self._logits([*PROMPT, *canvas])
+        if guidance:
+            other = self._logits([*[MASK_ID] * len(PROMPT), *canvas])
+            logits = other + (guidance + 1) * (logits - other)
         logits[:, MASK_ID] = -torch.inf
         return (logits / self.temperature).softmax(-1), logits.softmax(-1)
+
+    def _logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Of the answer's places [3, V]; every place sees all others."""
+        everything = torch.zeros(1, 1, len(token_ids), len(token_ids))
+        found = self.model(input_ids=torch.tensor([token_ids]), attention_mask=everything)
+        return torch.as_tensor(found.logits[0, len(PROMPT) :].double())
 
     def _pass(self, canvas: Canvas, step: int) -> Iterator[tuple[Canvas, float]]:
         """Every canvas that a pass can leave, with its chance."""

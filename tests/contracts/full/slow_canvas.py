@@ -48,6 +48,7 @@ class SlowCanvas:
     factor: float | None = None
     cache: str | None = None
     cache_refresh: int | None = None
+    guidance: float = 0.0
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> tuple[tuple[int, ...], int]:
         """The tokens of the whole answer, and the number of passes."""
@@ -61,6 +62,10 @@ class SlowCanvas:
                 fed = self._fed(canvas, start, size, step, recent)
                 ids = [self.mask_id if token is None else token for token in canvas]
                 logits_LV = self.logits(ids, fed=fed, kv=kv).double()
+                if self.guidance:
+                    hidden = [self.mask_id] * len(prompt) + ids[len(prompt) :]
+                    other_LV = self.logits(hidden, fed=fed, kv=Layers()).double()
+                    logits_LV = other_LV + (self.guidance + 1) * (logits_LV - other_LV)
                 recent = self._pass(logits_LV, canvas, start, size, step, steps, params)
                 step += 1
             num_passes += step

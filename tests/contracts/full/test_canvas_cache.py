@@ -11,8 +11,8 @@ import torch
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer.decoders.full import FullDecoder
-from idlm.infer.decoders.full_cache import CACHES
 from idlm.infer.decoders.full_config import FullConfig
+from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.engine import Engine
 from idlm.infer.state.kv_cache import CanvasCache, KVCache
 from idlm.semantics import Semantics

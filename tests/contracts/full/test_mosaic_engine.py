@@ -79,9 +79,9 @@ def test_plans_are_made_once_for_the_rows_of_a_pass(llada: Path, monkeypatch: py
     made: list[tuple[int, int]] = []
     original = runner.plan_of
 
-    def counted(num_rows: int, num_wanted: int, *, takes_best: bool) -> Plan:
+    def counted(num_rows: int, num_wanted: int, group: int, *, takes_best: bool) -> Plan:
         before = runner._plans.get((num_rows, takes_best))
-        plan: Plan = original(num_rows, num_wanted, takes_best=takes_best)
+        plan: Plan = original(num_rows, num_wanted, group, takes_best=takes_best)
         if plan is not before:
             made.append((num_rows, num_wanted))
         return plan

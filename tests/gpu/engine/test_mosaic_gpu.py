@@ -131,8 +131,8 @@ def test_bf16_logits_are_close_to_caching(wide: Path, chunks: dict[str, int]) ->
     engine = engine_of(wide, "mosaic", max_length=2048)
     runner: Any = engine._parts.runner
     known = {name: count for name, count in chunks.items() if name in runner._templates.chunk_counts}
-    runner.plan_of = lambda rows, wanted, **_: plan_template(
-        runner._templates.template(known), Sizes(length=rows, wanted=wanted, chunks=known)
+    runner.plan_of = lambda rows, wanted, group, **_: plan_template(
+        runner._templates.template(known), Sizes(length=rows, wanted=wanted, chunks=known, group=group)
     )
     _, logits = logits_of(engine, prompts)
     difference = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
@@ -167,10 +167,12 @@ def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize("guidance", [0.0, 1.5])
 @pytest.mark.parametrize("arena", ["plain", "mapped"])
-def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str) -> None:
-    """By the driver's count, at two lengths, the second one much larger."""
-    engine = engine_of(wide, "mosaic", max_length=50_000, memory_arena=arena)
+def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str, guidance: float) -> None:
+    """By the driver's count, at two lengths, the second one much larger; with guidance two canvases."""
+    engine = engine_of(wide, "mosaic", max_length=50_000, memory_arena=arena, guidance=guidance)
+    num_canvases = 1 if guidance == 0 else 2
     runner: Any = engine._parts.runner
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, seed=1)
     engine.generate([[1] * 600], params)  # kernels are compiled, and libraries take their workspaces
@@ -183,7 +185,10 @@ def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str) ->
         engine.step()
         torch.cuda.synchronize()
         taken = before - torch.cuda.mem_get_info()[0]
-        planned = runner.plan_of(length + 64, 64, takes_best=True).peak_bytes + runner.library_bytes
+        plan = runner.plan_of(
+            num_canvases * (length + 64), num_canvases * 64, num_canvases, takes_best=num_canvases == 1
+        )
+        planned = plan.peak_bytes + runner.library_bytes
         engine.abort("one")
         assert taken <= 1.01 * planned + SLACK, f"{taken / MIB:.0f} MiB of {planned / MIB:.0f} planned"
         assert taken >= runner.arena.num_bytes > 0

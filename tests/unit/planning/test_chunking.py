@@ -220,3 +220,44 @@ def test_chunks_have_at_least_the_rows_asked_for() -> None:
     plan = search(forward, length=length, wanted=length // 2, capacity=8 * GIB)
     assert isinstance(plan, Plan)
     assert plan.sizes.chunk_rows(LENGTH, K_QUERY) in range(MIN_CHUNK_ROWS - 1, MIN_CHUNK_ROWS + 20)
+
+
+@pytest.mark.parametrize("group", [2, 3])
+def test_no_chunk_of_logits_divides_a_group(group: int) -> None:
+    """Whatever fits, in a plan for more wanted rows than a pass has, too."""
+    forward, rng, num_chunked = trunk_forward(SMALL), random.Random(2), 0
+    for _ in range(60):
+        length, places = rng.randrange(300, 2000), rng.randrange(2, 90)
+        capacity = int(length * 64 * 4 * rng.uniform(1, 6))
+        wanted = group * places
+        plan = search(forward, length=length, wanted=wanted, capacity=capacity, min_rows=1, group=group)
+        if isinstance(plan, Misfit):
+            continue
+        assert plan.peak_bytes <= capacity
+        num_chunked += plan.sizes.chunks.get("logits", 1) > 1
+        for now in (wanted, group * rng.randrange(1, places + 1)):
+            slices = [(step.start, step.stop) for step in plan.steps(now) if step.op.name == "logits"]
+            assert [stop for _, stop in slices[:-1]] == [start for start, _ in slices[1:]]
+            assert (slices[0][0], slices[-1][1]) == (0, now)
+            assert all(start % group == 0 for start, _ in slices)
+            largest = max(stop - start for start, stop in slices)
+            assert largest <= plan.sizes.chunk_rows(WANTED, "logits")
+    assert num_chunked > 10
+
+
+def test_several_canvases_are_refused_with_the_length_of_one() -> None:
+    """Two canvases of the nearest length fit, two of a longer one do not."""
+    forward, capacity = trunk_forward(LLADA_8B), 4 * GIB
+    alone = max_length(forward, capacity=capacity, wanted_share=0.25)
+    with pytest.raises(UserError, match="IDLM-0466") as caught:
+        plan_forward(forward, length=2 * alone, wanted=alone // 2, capacity=capacity, group=2)
+    assert (
+        f"a canvas of {alone} rows, {alone // 4} of them wanted, does not fit 2 times" in caught.value.message
+    )
+    nearest = int(str(caught.value.fix).split()[3])
+    assert abs(nearest - alone / 2) <= 0.01 * alone
+    plan_forward(forward, length=2 * nearest, wanted=2 * (nearest // 4), capacity=capacity, group=2)
+    with pytest.raises(UserError, match="IDLM-0466"):
+        plan_forward(
+            forward, length=2 * nearest + 2, wanted=2 * (nearest // 4 + 1), capacity=capacity, group=2
+        )

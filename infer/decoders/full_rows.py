@@ -1,0 +1,269 @@
+"""The rows of a pass of decoder `full`: whole canvases, the part of them that a cache leaves to compute, and
+second canvases for guidance.
+
+KV caching: rows see the whole canvas, and of places that are not fed what the last pass over them stored,
+which may be stale. Lossy. `prefix` and `dual` are Fast-dLLM's (arXiv 2505.22618, KV cache for block-wise
+decoding, DualCache); `delayed` is dKV-Cache's (arXiv 2505.15781, dKV-Cache-Decode). A refresh, which feeds
+everything, begins every block.
+Classifier-free guidance: a pass feeds a second, unconditional canvas of a sequence, whose prompt is masked,
+and draws from logits that lead away from it: its own plus (1 + guidance) times what the prompt adds to them
+(LLaDA, arXiv 2502.09992, and `cfg_scale` of its code; Dream has none published and gets the same).
+Departures: with a cache and shifted logits (Dream) the row before a mask of the active block, which predicts
+it, is fed as well. Fast-dLLM decides the first token of a shifted block in the refresh instead; dKV-Cache
+moves the cached place. Guidance mixes logits in fp32, whatever the dtype of the model.
+Shapes: B sequences, C canvases (one of each sequence, then the second ones), L slots of the longest canvas, R
+rows, X wanted places, Y places of a slice, W places of the active block, Z lanes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from idlm.infer.state.batch import Batch, StepPlan
+from idlm.infer.state.kv_cache import CanvasReuse
+from idlm.registry import Registry
+
+REFRESH_INTERVAL = 8
+"""Of `delayed`, in passes, unless `decoder.cache_refresh` is given."""
+NUM_CANVASES = 2
+MIXED_BYTES = 4
+"""Bytes for each logit of both canvases that mixing allocates: two numbers in fp32 for a pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasPlan(StepPlan):
+    """A plan whose wanted row x, or group x of them, predicts place `place_X[x]` of the active block of
+    sequence `sequence_X[x]`.
+
+    `is_maskable_BW` (bool): masks that this pass may decide; wanted rows of others mean nothing.
+    `draw_steps_B`: each sequence's step of the random stream.
+    """
+
+    sequence_X: Tensor
+    place_X: Tensor
+    is_maskable_BW: Tensor
+    draw_steps_B: Tensor
+
+    @property
+    def batch_lanes_B(self) -> Tensor:
+        """Lanes of the sequences that the batch has."""
+        return self.lanes_B[: len(self.is_maskable_BW)]
+
+
+def wanted_places(is_maskable_BW: Tensor, *, is_exact: bool) -> tuple[Tensor, Tensor]:
+    """Sequence and place of every wanted row: exactly the masks that may be decided, which the host waits
+    for, or (a static shape) all places. At least one row.
+    """
+    if is_exact:
+        sequence_X, place_X = is_maskable_BW.nonzero(as_tuple=True)
+        if len(place_X):
+            return sequence_X, place_X
+        is_maskable_BW = is_maskable_BW[:1, :1]
+    num_sequences, width = is_maskable_BW.shape
+    flat_X = torch.arange(num_sequences * width, device=is_maskable_BW.device)
+    return flat_X // width, flat_X % width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedRows:
+    """Rows of a pass: row r feeds slot `slots_R[r]` of sequence `sequence_R[r]`; sequence b owns the rows
+    from cu_rows_B1[b] on, and rows from cu_rows_B1[-1] on are padding (`is_fed_R`, bool). `ranks_BL`: the
+    number of fed places up to and including a slot; None: all slots are fed.
+    """
+
+    cu_rows_B1: Tensor
+    sequence_R: Tensor
+    slots_R: Tensor
+    is_fed_R: Tensor
+    ranks_BL: Tensor | None = None
+
+    def rows_of(self, sequence_X: Tensor, slots_X: Tensor) -> Tensor:
+        """The rows of fed slots, int64 [X]; any row of the pass for slots that are not fed."""
+        ranks_X = slots_X
+        if self.ranks_BL is not None:
+            last = self.ranks_BL.shape[1] - 1
+            ranks_X = self.ranks_BL[sequence_X, slots_X.clamp(0, last)] - 1
+        return (self.cu_rows_B1[sequence_X] + ranks_X).clamp(0, len(self.slots_R) - 1)
+
+
+def whole_canvases(ends_B: Tensor, *, num_rows: int | None) -> FedRows:
+    """The rows of all places before `ends_B`. `num_rows`: rows to lay out, padding included; None: exactly
+    those that are fed, which the host waits for.
+    """
+    cu_rows_B1, rows_R, sequence_R = _rows(ends_B, num_rows)
+    is_fed_R = rows_R < cu_rows_B1[-1]
+    slots_R = torch.where(is_fed_R, rows_R - cu_rows_B1[sequence_R], 0)
+    return FedRows(cu_rows_B1=cu_rows_B1, sequence_R=sequence_R, slots_R=slots_R, is_fed_R=is_fed_R)
+
+
+def fed_canvases(is_fed_BL: Tensor, *, num_rows: int | None) -> FedRows:
+    """The rows of some places, in order; see `whole_canvases`."""
+    ranks_BL = is_fed_BL.long().cumsum(-1)
+    cu_rows_B1, rows_R, sequence_R = _rows(ranks_BL[:, -1], num_rows)
+    num_rows, slot_L = len(rows_R), torch.arange(is_fed_BL.shape[1], device=is_fed_BL.device)
+    # Places that are not fed write to a row of no pass.
+    target_BL = torch.where(is_fed_BL, cu_rows_B1[:-1, None] + ranks_BL - 1, num_rows).clamp(max=num_rows)
+    slots_R = rows_R.new_zeros(num_rows + 1).scatter_(
+        0, target_BL.flatten(), slot_L.expand_as(target_BL).flatten()
+    )
+    return FedRows(
+        cu_rows_B1=cu_rows_B1,
+        sequence_R=sequence_R,
+        slots_R=slots_R[:-1],
+        is_fed_R=rows_R < cu_rows_B1[-1],
+        ranks_BL=ranks_BL,
+    )
+
+
+def _rows(num_B: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The first row of each sequence [B + 1], all rows of the pass and their sequences [R]."""
+    cu_rows_B1 = torch.nn.functional.pad(num_B.cumsum(0), (1, 0))
+    # No pass is empty, even if all its sequences are complete.
+    num_rows = max(1, int(cu_rows_B1[-1])) if num_rows is None else num_rows
+    rows_R = torch.arange(num_rows, device=num_B.device)
+    return (
+        cu_rows_B1,
+        rows_R,
+        torch.searchsorted(cu_rows_B1[1:], rows_R, right=True).clamp(max=len(num_B) - 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canvases:
+    """Canvases as a pass finds them. `slot_L`: 0 .. L - 1. The active block of sequence b lies in
+    [known_B[b], block_ends_B[b]), and canvas b ends before ends_B[b]. Bool [B, L]: places without a token
+    (`is_mask_BL`), and with one that the last pass has decided (`is_recent_BL`).
+    """
+
+    slot_L: Tensor
+    known_B: Tensor
+    block_ends_B: Tensor
+    ends_B: Tensor
+    is_mask_BL: Tensor
+    is_recent_BL: Tensor
+
+
+class Cache(Protocol):
+    """What the passes between two refreshes feed."""
+
+    has_interval: ClassVar[bool] = False
+    """Whether `decoder.cache_refresh` sets the interval of refreshes."""
+    keeps_suffix: ClassVar[bool] = False
+    """Whether nothing after the active block is fed."""
+
+    def feeds(self, canvases: Canvases) -> Tensor:
+        """The places to feed, bool [B, L]; the caller adds those before wanted masks of shifted logits."""
+        ...
+
+
+CACHES: Registry[type[Cache]] = Registry("canvas_cache", None)
+
+
+@CACHES.register("prefix")
+class Prefix:
+    """The prompt and clean blocks are kept; the active block and everything after it is fed."""
+
+    has_interval: ClassVar[bool] = False
+    keeps_suffix: ClassVar[bool] = False
+
+    def feeds(self, canvases: Canvases) -> Tensor:
+        """From the active block on."""
+        return canvases.slot_L >= canvases.known_B[:, None]
+
+
+@CACHES.register("dual")
+class Dual(Prefix):
+    """Everything outside of the active block is kept, the masks after it included."""
+
+    keeps_suffix: ClassVar[bool] = True
+
+    def feeds(self, canvases: Canvases) -> Tensor:
+        """The active block."""
+        return super().feeds(canvases) & (canvases.slot_L < canvases.block_ends_B[:, None])
+
+
+@CACHES.register("delayed")
+class Delayed:
+    """Decided tokens are kept one pass after they were decided: the keys and values of a token change most
+    when it takes the place of its mask.
+    """
+
+    has_interval: ClassVar[bool] = True
+    keeps_suffix: ClassVar[bool] = False
+
+    def feeds(self, canvases: Canvases) -> Tensor:
+        """Masks of all blocks, and the tokens that the last pass has decided."""
+        return canvases.is_mask_BL | canvases.is_recent_BL
+
+
+def reuse_of(
+    name: str | None, *, block_length: int | None, interval: int | None, shift: int
+) -> CanvasReuse | None:
+    """The numbers of cache `name` that scheduling counts with; None without a cache."""
+    if name is None:
+        return None
+    kind = CACHES.get(name, key="decoder.cache")
+    return CanvasReuse(
+        num_rows=block_length if kind.keeps_suffix else None,
+        num_before=shift,
+        interval=(interval or REFRESH_INTERVAL) if kind.has_interval else None,
+    )
+
+
+def reused_places(cache: Cache, canvases: Canvases, *, shift: int) -> Tensor:
+    """What a pass between two refreshes feeds, bool [B, L]: the places of `cache`, and with `shift` those
+    before the masks of the active block.
+    """
+    is_fed_BL = cache.feeds(canvases)
+    if shift:
+        in_block_BL = canvases.slot_L < canvases.block_ends_B[:, None]
+        is_wanted_BL = canvases.is_mask_BL & in_block_BL
+        is_fed_BL = is_fed_BL | torch.nn.functional.pad(is_wanted_BL[:, shift:], (0, shift))
+    return is_fed_BL
+
+
+def canvases_of(batch: Batch, guidance_Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every canvas the lane, the number of tokens to feed, and whether it is fed (bool); all [C]."""
+    lanes_B, num_feed_B, samples_B = batch.lanes_B, batch.num_feed_B, batch.samples_B
+    if batch.num_canvases == 1:
+        return lanes_B, num_feed_B, samples_B
+    is_guided_B = samples_B & (guidance_Z[lanes_B] > 0)
+    return lanes_B.repeat(NUM_CANVASES), num_feed_B.repeat(NUM_CANVASES), torch.cat((samples_B, is_guided_B))
+
+
+def guided(
+    plan: CanvasPlan, fed: FedRows, ends_C: Tensor, prompt_ends_C: Tensor, *, mask_token_id: int
+) -> CanvasPlan:
+    """The plan of `fed` rows with second canvases, which so far equal the first ones: their prompts, which
+    end at `prompt_ends_C`, become masks, they get slots after the first canvas, which ends at `ends_C`, and
+    every wanted place wants a pair of rows.
+    """
+    assert plan.is_mask_R is not None
+    num_sequences = len(ends_C) // NUM_CANVASES
+    is_second_C = torch.arange(len(ends_C), device=ends_C.device) >= num_sequences
+    hidden_R = (is_second_C * prompt_ends_C)[fed.sequence_R]
+    is_hidden_R = fed.is_fed_R & (fed.slots_R < hidden_R)
+    # A sequence without guidance has no second row: any row will do.
+    other_X = fed.rows_of(plan.sequence_X + num_sequences, fed.slots_R[plan.logit_rows_X])
+    return replace(
+        plan,
+        token_ids_R=torch.where(is_hidden_R, mask_token_id, plan.token_ids_R),
+        is_mask_R=plan.is_mask_R | is_hidden_R,
+        logit_rows_X=torch.stack((plan.logit_rows_X, other_X), dim=1).flatten(),
+        first_slots_B=is_second_C * ends_C,
+        logit_group=NUM_CANVASES,
+    )
+
+
+def mixed_logits(logits_YV: Tensor, guidance_Y: Tensor) -> Tensor:
+    """Logits [Y, V] (fp32) to draw from: those [2Y, V] of pairs of rows, mixed with a guidance (fp64) each.
+
+    Without guidance (0) the first row of a pair counts alone, bit for bit, whatever the second one holds.
+    """
+    logits_YV, other_YV = logits_YV[0::NUM_CANVASES], logits_YV[1::NUM_CANVASES]
+    other_YV = torch.where(guidance_Y[:, None] > 0, other_YV, logits_YV).float()
+    return (logits_YV - other_YV).mul_(1 + guidance_Y.float()[:, None]).add_(other_YV)
