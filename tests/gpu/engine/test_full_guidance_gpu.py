@@ -26,7 +26,6 @@ pytestmark = [
 ]
 WAYS: list[dict[str, Any]] = [
     {"graphs": "off"},
-    {"graphs": "on", "attention": "triton", "num_inflight_steps": 0},
     {"graphs": "on", "attention": "triton", "num_inflight_steps": 3},
 ]
 
