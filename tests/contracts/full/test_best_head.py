@@ -228,7 +228,7 @@ def with_chunks(engine: Engine, chunks: dict[str, int]) -> None:
     """Plan every pass without logits, and with these chunk counts."""
     runner: Any = engine._parts.runner
 
-    def plan_of(num_rows: int, num_wanted: int, *, takes_best: bool) -> Plan:
+    def plan_of(num_rows: int, num_wanted: int, group: int = 1, *, takes_best: bool) -> Plan:
         assert takes_best
         known = {name: count for name, count in chunks.items() if name in runner._best_templates.chunk_counts}
         sizes = Sizes(length=num_rows, wanted=num_wanted, chunks=known)
