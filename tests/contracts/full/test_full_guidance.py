@@ -288,10 +288,10 @@ def test_plans_serve_passes_with_guidance_and_without(family: tuple[str, Path]) 
     guided = dataclasses.replace(params, decoder_options={"guidance": 1.0})
     engine.generate([[1] * 16], params)
     engine.generate([[1] * 6], guided)
-    plan = runner._plans[20]
+    plan = runner._plans[20, False]
     assert (plan.sizes.wanted, plan.sizes.group) == (8, 2)
     engine.generate([[1] * 16], params)
-    assert runner._plans[20] is plan
+    assert runner._plans[20, False] is plan
 
 
 @ONE_FAMILY
