@@ -4,7 +4,7 @@ The kv side (mage, quest, sparsed) leaves out columns: per KV head, the rows of 
 of the slots before the block in place of all. The rows side (focus) leaves out rows of the block, in all
 layers or from some layer on. An engine has at most one of each side, and neither knows the other. A pass
 calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys and values of its rows are
-stored, `commit_kv`, `select_rows` and `select_kv`; `finish`. Prompts and clean blocks are always computed
+stored, `commit_kv`, `select_rows`, `select_kv` and `prefix_sums`; `finish`. Prompts and clean blocks are always computed
 exactly, and a row always sees its own block. The state of a lane belongs to one block (`BlockMemory`); it is
 cleared when the lane gets a new sequence or its sequence loses its KV, and the block then starts again.
 B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import fill_lanes
+from idlm.kernels.paged_attention import BeforeBlock
 from idlm.registry import Registry
 
 Side = Literal["kv", "rows"]
@@ -74,6 +75,11 @@ class KVPass:
     dropped in this pass.
     """
 
+    lists_ascend: ClassVar[bool] = False
+    """Whether its lists are int32, contiguous and ascending, -1 behind the last; else they are sorted, which
+    costs a few launches a layer.
+    """
+
     def __init__(
         self, view: PassView, *, is_sparse_B: Tensor, needs_all_rows_B: Tensor | None = None
     ) -> None:
@@ -87,6 +93,12 @@ class KVPass:
         layer is exact for all sequences. C does not depend on what tensors hold.
 
         `q_RNH` has the rotated queries of the rows still computed. Only lists of `is_sparse_B` are used.
+        """
+        return None
+
+    def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock | None:
+        """Return where attention leaves each row's softmax sums over the slots before its block; or None.
+        Called in layers with lists, after `select_kv`; sequences that see a list get none.
         """
         return None
 

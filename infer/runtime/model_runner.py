@@ -23,6 +23,7 @@ from idlm.infer.decoders.base import Decoder
 from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, Transient
 from idlm.infer.models.loader import LoadedModel
 from idlm.infer.sparse.stack import AcceleratorStack
+from idlm.infer.sparse.view import AttentionLists
 from idlm.infer.state.batch import Batch, Schedule, StepOutcome, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
@@ -160,8 +161,10 @@ class Runner:
     def _wanted(self, hidden_RD: Tensor, rows_X: Tensor, dropped: DroppedRows | None = None) -> WantedRows:
         return WantedRows(hidden_RD, rows_X, self._trunk.logits, dropped=dropped, num_chunks=self._num_chunks)
 
-    def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
-        """The attention plan of exact attention, which all layers share."""
+    def _plan_attention(
+        self, block_table_BP: Tensor, plan: StepPlan, lists: AttentionLists | None = None
+    ) -> Plan:
+        """The attention plan that layers share: all of them, or those with `lists`."""
         page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -172,6 +175,9 @@ class Runner:
             branch_starts_R=plan.branch_starts_R,
             max_rows=plan.max_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
+            starts_B=None if lists is None else lists.starts_B,
+            listed_B=None if lists is None else lists.listed_B,
+            num_listed=0 if lists is None else lists.num_listed,
         )
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)
