@@ -258,6 +258,7 @@ def _stack(
 ) -> AcceleratorStack:
     """The accelerators from their `configs` by name."""
     kv_policy, local = decoder.kv_policy, model.local
+    clean_rows = settings.max_num_seqs * kv_policy.block_size
     spec = EngineSpec(
         decoder=decoder.name,
         decoder_options=dataclasses.asdict(decoder.config),
@@ -266,9 +267,11 @@ def _stack(
         num_heads=local.num_heads,
         num_kv_heads=local.num_kv_heads,
         head_dim=local.head_dim,
+        dtype=model.dtype,
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
+        max_rows=_most_rows(settings, decoder, sizes) + settings.max_num_batched_tokens + clean_rows,
         page_size=settings.slots_per_page,
         device=model.device,
         tensor_parallel=settings.tensor_parallel,
@@ -276,6 +279,12 @@ def _stack(
         graphs=settings.graphs,
     )
     return stack_of(configs, spec)
+
+
+def _most_rows(settings: EngineSettings, decoder: Decoder, sizes: _Sizes) -> int:
+    """Decoding rows of a pass at most."""
+    budget = settings.max_num_batched_tokens
+    return decoder.kv_policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=budget)
 
 
 def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) -> None:
@@ -327,7 +336,7 @@ def _memory_demand(
     canvas = canvas_shape(spec, model.dtype) if is_canvas else None
     if canvas is not None:
         slot_bytes += canvas.x_bytes
-    most_rows = policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=settings.max_num_batched_tokens)
+    most_rows = _most_rows(settings, decoder, sizes)
     max_pages = -(-sizes.max_slots // page_size) * settings.max_num_seqs
     if policy.store == "shared":
         # Canvases of one pass, each of which may leave part of a page unused.
@@ -337,6 +346,7 @@ def _memory_demand(
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
         max_pages=max_pages,
         transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
+        pass_bytes=0 if stack is None else stack.pass_bytes(),
         canvas=canvas,
         page_size=page_size,
     )

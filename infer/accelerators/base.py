@@ -31,7 +31,8 @@ Side = Literal["kv", "rows"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
-    are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config.
+    are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
+    `max_rows` an upper bound of the rows of a pass.
     """
 
     decoder: str
@@ -41,9 +42,11 @@ class EngineSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype
     kv_dtype: torch.dtype
     num_lanes: int
     max_slots: int
+    max_rows: int
     page_size: int
     device: torch.device
     tensor_parallel: int
@@ -171,6 +174,14 @@ class Accelerator:
 
     def page_bytes(self) -> int:
         """Return the bytes that it keeps for every KV page beside keys and values."""
+        return 0
+
+    def lane_bytes(self) -> int:
+        """Return the bytes of the state that it keeps for all lanes."""
+        return 0
+
+    def pass_bytes(self) -> int:
+        """Return the bytes that it takes during a pass at most."""
         return 0
 
     def allocate(self) -> None:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator, KVPass
-from idlm.infer.accelerators.prefix import EVERYTHING, NOT_LISTED, best, set_problems
-from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled_rows
+from idlm.infer.accelerators.prefix import EVERYTHING, set_problems
+from idlm.infer.sparse.view import FP8, NOT_LISTED, PassView, block_rows, flagged, scheduled_rows
+from idlm.kernels.prefix_ranking import select_largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,8 @@ class Quest(KVAccelerator):
 class QuestPass(KVPass):
     """Summarises final keys, then scores pages, layer by layer."""
 
+    lists_ascend: ClassVar[bool] = True
+
     def __init__(self, view: PassView, bounds: Bounds, config: QuestConfig) -> None:
         super().__init__(view, is_sparse_B=view.is_working_B)
         self._bounds, self._config = bounds, config
@@ -164,12 +167,17 @@ class QuestPass(KVPass):
         index, view, page = layer - self._config.exact_layers, self.view, self._config.page
         if index < 0:
             return None
-        starts_B1 = view.active.starts_B[:, None]
-        first_P = torch.arange(self._num_pages, device=q_RNH.device) * page
+        starts_B = view.active.starts_B
         num = min(-(-self._config.k // page), self._num_pages)
-        pages_BKC = best(self._scores(index, q_RNH), first_P < starts_B1, num)
-        slots_BKCF = pages_BKC[..., None] * page + torch.arange(page, device=q_RNH.device)
-        is_listed_BKCF = (pages_BKC[..., None] >= 0) & (slots_BKCF < starts_B1[:, None, None])
+        scores_BKP = self._scores(index, q_RNH)
+        pages_1BKC = torch.empty(1, *scores_BKP.shape[:2], num, dtype=torch.int32, device=q_RNH.device)
+        num_pages_B = (starts_B + page - 1) // page
+        is_selected_B = torch.ones_like(view.is_working_B)
+        select_largest(scores_BKP[None], num_pages_B, is_selected_B, view.sequences_B, pages_1BKC)
+        pages_BKC1 = pages_1BKC[0, ..., None]
+        slots_BKCF = pages_BKC1 * page + torch.arange(page, dtype=torch.int32, device=q_RNH.device)
+        # The last page may reach into the block.
+        is_listed_BKCF = (pages_BKC1 >= 0) & (slots_BKCF < starts_B[:, None, None, None])
         return torch.where(is_listed_BKCF, slots_BKCF, NOT_LISTED).flatten(2)
 
     def _scores(self, index: int, q_RNH: Tensor) -> Tensor:

@@ -58,6 +58,10 @@ class AcceleratorStack:
             self.num_waits_Z = torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)
         return sum(each.page_bytes() for each in self.members)
 
+    def pass_bytes(self) -> int:
+        """Bytes that a pass takes for them at most."""
+        return sum(each.pass_bytes() for each in self.members)
+
     def allocate_pages(self, num_pages: int) -> None:
         """Allocate the state of pages."""
         for each in self.members:
