@@ -23,7 +23,7 @@ from idlm.kernels.backend import INTERPRETED, has_pdl, pdl_options
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 RECORD = 32
 LOG2_E = 1.4426950408889634
@@ -280,8 +280,11 @@ def run(
     out: torch.Tensor | None = None,
     k_scale_K: torch.Tensor | None = None,
     v_scale_K: torch.Tensor | None = None,
+    lists_BKC: torch.Tensor | None = None,
+    before: BeforeBlock | None = None,
 ) -> torch.Tensor:
     """Output [R, N, H] of one layer. `k_scale_K`, `v_scale_K` (float32): factors of an fp8 cache."""
+    assert lists_BKC is None and before is None, "the kernel follows"
     rows, shape = plan.rows, plan.shape
     num_rows = rows.own_slots_R.shape[0]
     assert q_RNH.shape == (num_rows, shape.num_heads, shape.head_dim), f"{q_RNH.shape=} {shape=}"

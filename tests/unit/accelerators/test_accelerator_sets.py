@@ -7,7 +7,6 @@ never stored are NaN. B sequences, R rows, W places of a block, K KV heads, H he
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -20,13 +19,7 @@ from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import PassView, rows_by_place
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.paged_attention import (
-    AttentionRows,
-    SlotLists,
-    plan_attention,
-    sparse_attention,
-    sparse_attention_reference,
-)
+from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
@@ -276,41 +269,6 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
                 num_sparse += run_pass(world, accelerator, view, rules)
             starts = [start + SIZE for start in starts]
     assert num_sparse >= num_worlds * 2 * NUM_SEQUENCES
-
-
-def test_attention_over_lists_equals_its_definition() -> None:
-    """Ragged lists of blocks anywhere on shuffled pages; slots that no row sees hold NaN."""
-    generator = torch.Generator().manual_seed(0)
-    for number in range(40):
-        dtype, group, num_kv_heads = (
-            (torch.float64, torch.float32)[number % 2],
-            1 + number % 3,
-            1 + number % 2,
-        )
-        starts_B = torch.randint(0, 30, (3,), generator=generator)
-        slots_BKC = torch.stack(
-            [torch.randperm(30, generator=generator)[:7] for _ in range(3 * num_kv_heads)]
-        ).view(3, num_kv_heads, 7)
-        lists = SlotLists(
-            slots_BKC=torch.where(slots_BKC < starts_B[:, None, None], slots_BKC, -1),
-            block_table=torch.randperm(27, generator=generator).view(3, 9),
-            page_size=4,
-            starts_B=starts_B,
-            limits_BW=starts_B[:, None] + torch.randint(1, 5, (3, 4), generator=generator),
-        )
-        q_BWNH = torch.randn(3, 4, group * num_kv_heads, 8, generator=generator, dtype=dtype)
-        cache_2SKH = torch.randn(2, 108, num_kv_heads, 8, generator=generator, dtype=dtype)
-        right_BWNH = sparse_attention_reference(q_BWNH, *cache_2SKH, lists=lists, scale=0.4)
-        assert torch.isfinite(right_BWNH).all()
-        seen = torch.zeros(108, num_kv_heads, dtype=torch.bool)
-        for b, head in itertools.product(range(3), range(num_kv_heads)):
-            own = range(int(starts_B[b]), int(lists.limits_BW[b].max()))
-            for slot in [*lists.slots_BKC[b, head].tolist(), *own]:
-                if slot >= 0:
-                    seen[int(lists.block_table[b, slot // 4]) * 4 + slot % 4, head] = True
-        cache_2SKH[:, ~seen] = torch.nan
-        found_BWNH = sparse_attention(q_BWNH, *cache_2SKH, lists, scale=0.4)
-        torch.testing.assert_close(found_BWNH, right_BWNH)
 
 
 def test_bounds_of_copied_pages() -> None:
