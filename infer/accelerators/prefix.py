@@ -121,7 +121,9 @@ class PrefixAccelerator(KVAccelerator, ABC):
     def pass_bytes(self) -> int:
         """Return the bytes of queries and sums of all sparse layers, and of the shares of some."""
         spec, num_layers = self.spec, self.spec.num_layers - self.config.exact_layers
-        kept_heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # The fused product, and a copy of its queries.
+        kept_heads = (
+            2 * spec.num_heads + 2 * spec.num_kv_heads
+        )  # The fused product, and a copy of its queries.
         row_bytes = kept_heads * spec.head_dim * spec.dtype.itemsize + 4 * 4 * spec.num_heads
         shares = workspace_bytes(num_layers, spec.num_lanes, spec.num_kv_heads, spec.max_slots)
         return num_layers * spec.max_rows * row_bytes + shares

@@ -94,7 +94,7 @@ class SparseKV:
         lists_BKC = sums = None
         if self._kv is not None:
             lists_BKC = self._kv.select_kv(number, q_RNH)
-            sums = self._kv.prefix_sums(number, q_RNH)
+            sums = None if lists_BKC is None else self._kv.prefix_sums(number, q_RNH)
             if lists_BKC is not None and not self._kv.lists_ascend:
                 lists_BKC = ascending(lists_BKC)
         plan = self._plan(0 if lists_BKC is None else lists_BKC.shape[2])

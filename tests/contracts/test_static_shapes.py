@@ -138,9 +138,7 @@ def test_padding_of_blocks_and_of_long_contexts_is_small() -> None:
         padded = graphs._bucket(size, graphs.BATCH_BUCKETS)
         assert padded <= 1.041 * size
         schedule = Schedule(num_feed=[0] * size)
-        num_clean = graphs._bucket(
-            graphs._num_blocks(schedule, padded, policy), graphs.FED_BLOCK_BUCKETS
-        )
+        num_clean = graphs._bucket(graphs._num_blocks(schedule, padded, policy), graphs.FED_BLOCK_BUCKETS)
         assert num_clean == -(-padded // 8), "room for the clean blocks of an eighth of the sequences"
     assert graphs._slots_bucket(5) == graphs.MIN_SLOTS
     assert graphs._slots_bucket(20_000) == 1 << 15

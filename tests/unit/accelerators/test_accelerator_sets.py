@@ -7,6 +7,7 @@ never stored are NaN. B sequences, R rows, W places of a block, K KV heads, H he
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import AttentionRows, plan_attention
@@ -35,9 +36,11 @@ PLACE = EngineSpec(
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
+    dtype=torch.float64,
     kv_dtype=torch.float64,
     num_lanes=NUM_SEQUENCES + 2,
     max_slots=MAX_SLOTS,
+    max_rows=NUM_SEQUENCES * MAX_SLOTS,
     page_size=PAGE_SIZE,
     device=torch.device("cpu"),
     tensor_parallel=1,
@@ -144,7 +147,10 @@ class World:
         return self.cache.values[layer, self.physical(b, range(num))]
 
 
-def make_plan(world: World, plan: StepPlan) -> Any:
+def make_plan(world: World, plan: StepPlan, lists: AttentionLists | None) -> Any:
+    of_lists: dict[str, Any] = {}
+    if lists is not None:
+        of_lists = {"starts_B": lists.starts_B, "listed_B": lists.listed_B, "num_listed": lists.num_listed}
     return plan_attention(
         AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -155,6 +161,7 @@ def make_plan(world: World, plan: StepPlan) -> Any:
             branch_starts_R=plan.branch_starts_R,
             max_rows=plan.max_rows,
             max_slots=MAX_SLOTS,
+            **of_lists,
         )
     )
 
@@ -164,9 +171,7 @@ def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: li
     plan, active = view.plan, view.active
     made = accelerator.begin(view)
     assert made is not None
-    kv = SparseKV(
-        plan, view, plan.slots_R, kv=made, rows=None, make_plan=lambda narrow: make_plan(world, narrow)
-    )
+    kv = SparseKV(plan, view, plan.slots_R, kv=made, rows=None, make_plan=functools.partial(make_plan, world))
     sparse = set()
     for b in view.is_working_B.nonzero()[:, 0].tolist():
         rules[b].begin(
