@@ -101,7 +101,12 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         fp8.check_device(device)
     # What the checkpoint's small files refuse is refused before weights are read.
     outline = read_outline(
-        path, dtype=settings.dtype, mask_token_id=settings.mask_token_id, base=settings.base, shards=shards
+        path,
+        dtype=settings.dtype,
+        mask_token_id=settings.mask_token_id,
+        base=settings.base,
+        rope_factor=settings.rope_factor,
+        shards=shards,
     )
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)

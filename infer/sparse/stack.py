@@ -92,7 +92,7 @@ class AcceleratorStack:
         scale: float,
         make_plan: Callable[[StepPlan, AttentionLists | None], Plan],
     ) -> SparseKV | None:
-        """Start a sparse pass; None if the pass is exact. `make_plan` plans the attention of a plan's rows."""
+        """Start a sparse pass; None if the pass is exact. `make_plan` plans attention of a plan's rows."""
         if plan.active is None:
             return None
         rows_BW = rows_by_place(plan, plan.active)

@@ -1,8 +1,8 @@
 """Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
 with), and where (`KV_STORES`).
 
-Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass, N query heads, C pages to copy
-(listed slots of `lists_BKC`).
+Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass, N query heads, C pages to
+copy (listed slots of `lists_BKC`).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class KVCache:
         lists_BKC: Tensor | None = None,
         before: BeforeBlock | None = None,
     ) -> Tensor:
-        """Attention output [R, N, H] of the rows of `plan` over what the layer holds; see `paged_attention`."""
+        """Attention output [R, N, H] of the rows of `plan` over the layer; see `paged_attention`."""
         keys, values = self.layer(number)
         k_scale_K, v_scale_K = self.layer_scales(number)
         return paged_attention(
