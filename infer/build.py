@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from idlm.checkpoint import read_json
-from idlm.devices import require_gpu
+from idlm.devices import memory_bytes, require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
@@ -302,10 +301,7 @@ def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) 
 
 def _check_memory(what: str, num_bytes: int, device: torch.device) -> None:
     """Raise UserError IDLM-0405 if `what` takes more bytes than the whole memory of `device`."""
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = memory_bytes(device)[1]
     if num_bytes > total:
         message = f"{what}: {num_bytes:,} bytes; {device} has {total:,}"
         raise UserError("IDLM-0405", message, fix=MEMORY_FIX)

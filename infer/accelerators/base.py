@@ -176,10 +176,6 @@ class Accelerator:
         """Return the bytes that it keeps for every KV page beside keys and values."""
         return 0
 
-    def lane_bytes(self) -> int:
-        """Return the bytes of the state that it keeps for all lanes."""
-        return 0
-
     def pass_bytes(self) -> int:
         """Return the bytes that it takes during a pass at most."""
         return 0

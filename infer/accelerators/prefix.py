@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from idlm.devices import memory_bytes
 from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.sparse.view import NOT_LISTED, PassView, by_row
 from idlm.infer.state.batch import to_device
@@ -31,10 +32,9 @@ class PrefixSets:
     """The slots that a block sees of those before it, per lane, sparse layer and KV head."""
 
     def __init__(self, spec: EngineSpec, *, exact_layers: int, num: int) -> None:
-        self.exact_layers, self.num = exact_layers, min(num, spec.max_slots)
-        self.spec, self.memory = spec, BlockMemory(spec.num_lanes, spec.device)
+        self.exact_layers, self.memory = exact_layers, BlockMemory(spec.num_lanes, spec.device)
         num_layers = max(0, spec.num_layers - exact_layers)
-        shape = (num_layers, spec.num_lanes, spec.num_kv_heads, self.num)
+        shape = (num_layers, spec.num_lanes, spec.num_kv_heads, min(num, spec.max_slots))
         self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=spec.device)
 
     def reset(self, lanes: list[int]) -> None:
@@ -113,10 +113,17 @@ class PrefixAccelerator(KVAccelerator, ABC):
 
     def problems(self) -> list[str]:
         """Also names numbers out of range."""
-        return [
-            *super().problems(),
-            *set_problems(self.spec, k=self.config.k, exact_layers=self.config.exact_layers),
-        ]
+        spec, k, exact_layers = self.spec, self.config.k, self.config.exact_layers
+        found = set_problems(spec, k=k, exact_layers=exact_layers)
+        # A list's slot of all lanes, sparse layers and KV heads.
+        slot_bytes = 4 * max(0, spec.num_layers - exact_layers) * spec.num_lanes * spec.num_kv_heads
+        num_bytes, free = slot_bytes * min(k, spec.max_slots), memory_bytes(spec.device)[0]
+        if not found and num_bytes > free:
+            found.append(
+                f"k={k} lists of {spec.num_lanes - 1} sequences take {num_bytes:,} bytes and {free:,} are free "
+                f"(allowed: k up to {free // slot_bytes}, or fewer max_num_seqs)"
+            )
+        return [*super().problems(), *found]
 
     def pass_bytes(self) -> int:
         """Return the bytes of queries and sums of all sparse layers, and of the shares of some."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from idlm.devices import memory_bytes
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
@@ -293,3 +294,24 @@ def test_quest_reports_the_bytes_of_a_page() -> None:
         assert held == quest.page_bytes() * NUM_SEQUENCES * NUM_PAGES
     place = dataclasses.replace(PLACE, num_layers=1)
     assert ACCELERATORS.get("quest")(ACCELERATORS.get("quest").Config(), place).page_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["mage", "sparsed"])
+def test_lists_that_do_not_fit_are_refused_before_they_are_allocated(name: str) -> None:
+    """With the bytes that they take and the largest k that fits."""
+    place = dataclasses.replace(PLACE, num_lanes=1 << 28, max_slots=1 << 12)
+    kind, slot_bytes = ACCELERATORS.get(name), 4 * (NUM_LAYERS - 2) * (1 << 28) * NUM_KV_HEADS
+    [problem] = kind(kind.Config(k=1 << 20), place).problems()
+    free = memory_bytes(PLACE.device)[0]
+    assert f"take {slot_bytes << 12:,} bytes" in problem
+    assert f"k up to {free // slot_bytes}," in problem
+
+
+@pytest.mark.parametrize("name", ["mage", "sparsed"])
+def test_memory_for_ranking_is_asked_for(name: str) -> None:
+    """At least what a pass of the most rows keeps: queries of each sparse layer, and their sums."""
+    kind = ACCELERATORS.get(name)
+    made = kind(kind.Config(k=8), PLACE)
+    row_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
+    assert made.pass_bytes() > (NUM_LAYERS - 2) * PLACE.max_rows * row_bytes
+    assert accelerator_of("quest").pass_bytes() == 0
