@@ -6,8 +6,8 @@ score is the upper bound of a query's product with any of its keys, averaged ove
 page is summarised when its keys are final, never from rows that a later pass overwrites. Summaries belong to
 physical pages, so shared and copied pages keep theirs. Departure: as for MAGE, the budget counts slots: k /
 16 pages, rounded up.
-B sequences, I pieces, F slots, C pages of the engine in pieces, P pages of Quest, K KV heads, H head dim, L
-sparse layers.
+B sequences, I pieces of a pass, R rows, C pieces of the cache (listed pages in lists), P pages of Quest, N
+query heads, K KV heads, H head dim, L sparse layers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.accelerators.prefix import EVERYTHING, set_problems
-from idlm.infer.sparse.view import FP8, NOT_LISTED, PassView, block_rows, flagged, scheduled_rows
+from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled_rows
+from idlm.kernels.page_bounds import PageLayout, list_slots, page_scores, write_bounds
 from idlm.kernels.prefix_ranking import select_largest
+
+
+NO_SLOT = 1 << 40
+"""A slot beyond all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +53,8 @@ class Bounds:
         self.size = size
         num_layers, num_pieces, *key = shape
         # One more piece takes what is to be dropped.
-        least, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
-        self.nowhere = num_pieces
-        self._least, self._largest = least, largest
-        self.least, self.largest = least[:, :-1], largest[:, :-1]
-
-    def write(self, layer: int, pieces_I: Tensor, least_IKH: Tensor, largest_IKH: Tensor) -> None:
-        """Write the bounds of pieces; those of piece `nowhere` are dropped."""
-        self._least[layer, pieces_I] = least_IKH.to(self.least.dtype)
-        self._largest[layer, pieces_I] = largest_IKH.to(self.largest.dtype)
+        self.with_nowhere = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
+        self.least, self.largest = self.with_nowhere[:, :, :-1]
 
     def copy(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
         """Copy the bounds of the engine's pages (source, target), in this order."""
@@ -140,27 +138,35 @@ class QuestPass(KVPass):
         is_first_R = (plan.slots_R % bounds.size == 0) | (rows_R == plan.cu_rows_B1[plan.sequence_R])
         max_pieces = min(num_rows, num_rows // bounds.size + 2 * num_sequences)
         rows_I = flagged(is_final_R & is_first_R, max_pieces)
-        self._is_piece_I, rows_I = rows_I < num_rows, rows_I.clamp(max=num_rows - 1)
+        is_piece_I, rows_I = rows_I < num_rows, rows_I.clamp(max=num_rows - 1)
         self._sequences_I = plan.sequence_R[rows_I]
-        first_I1 = (plan.slots_R[rows_I] // bounds.size * bounds.size)[:, None]
-        self._slots_IF = first_I1 + torch.arange(bounds.size, device=device)
-        self._pieces_I = view.physical(first_I1, self._sequences_I)[:, 0] // bounds.size
-        self._first_slots_I = plan.slots_R[rows_I]
+        self._first_slots_I = torch.where(is_piece_I, plan.slots_R[rows_I], NO_SLOT)
         self._num_pages = -(-view.max_slots // config.page)
+        self._num_pages_B = (view.active.starts_B + config.page - 1) // config.page
+        self._layout = PageLayout(
+            block_table_BP=view.block_table_BP,
+            page_size=view.page_size,
+            piece=bounds.size,
+            page=config.page,
+        )
 
     def commit_kv(self, layer: int) -> None:
         """Write the bounds of pieces in which this pass stores final keys."""
-        index, bounds = layer - self._config.exact_layers, self._bounds
+        index, view = layer - self._config.exact_layers, self.view
         if index < 0:
             return
-        ends_B = torch.where(self.view.waits_B, self._waiting_ends_B, self._ends_B)
-        ends_I1 = ends_B[self._sequences_I, None]
-        is_final_IF11 = (self._slots_IF < ends_I1)[:, :, None, None]
-        k_IFKH = self.view.keys(layer, self._slots_IF, self._sequences_I)
-        least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
-        largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
-        is_written_I = self._is_piece_I & (self._first_slots_I < ends_I1[:, 0])
-        bounds.write(index, torch.where(is_written_I, self._pieces_I, bounds.nowhere), least_IKH, largest_IKH)
+        (keys, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
+        least, largest = self._bounds.with_nowhere[:, index]
+        write_bounds(
+            keys,
+            scale_K,
+            least,
+            largest,
+            first_slots_I=self._first_slots_I,
+            sequences_I=self._sequences_I,
+            ends_B=torch.where(view.waits_B, self._waiting_ends_B, self._ends_B),
+            layout=self._layout,
+        )
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """Return the slots of the best pages."""
@@ -168,44 +174,17 @@ class QuestPass(KVPass):
         if index < 0:
             return None
         starts_B = view.active.starts_B
-        num = min(-(-self._config.k // page), self._num_pages)
-        scores_BKP = self._scores(index, q_RNH)
-        pages_1BKC = torch.empty(1, *scores_BKP.shape[:2], num, dtype=torch.int32, device=q_RNH.device)
-        num_pages_B = (starts_B + page - 1) // page
-        is_selected_B = torch.ones_like(view.is_working_B)
-        select_largest(scores_BKP[None], num_pages_B, is_selected_B, view.sequences_B, pages_1BKC)
-        pages_BKC1 = pages_1BKC[0, ..., None]
-        slots_BKCF = pages_BKC1 * page + torch.arange(page, dtype=torch.int32, device=q_RNH.device)
-        # The last page may reach into the block.
-        is_listed_BKCF = (pages_BKC1 >= 0) & (slots_BKCF < starts_B[:, None, None, None])
-        return torch.where(is_listed_BKCF, slots_BKCF, NOT_LISTED).flatten(2)
-
-    def _scores(self, index: int, q_RNH: Tensor) -> Tensor:
-        """Return upper bounds [B, K, P], averaged over the queries of rows still computed.
-
-        The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
-        positive and negative parts of queries, which are averaged first.
-        """
-        view, bounds, size = self.view, self._bounds, self._bounds.size
-        num_pages = self._num_pages
-        q_BWNH = view.queries(q_RNH, view.sequences_B)
-        q_BWKGH = q_BWNH.unflatten(2, (bounds.least.shape[2], -1))
-        num_queries_B = (view.rows_BW >= 0).sum(-1).clamp(min=1) * q_BWKGH.shape[3]
-        up_BKH = q_BWKGH.clamp(min=0).sum((1, 3)) / num_queries_B[:, None, None]
-        down_BKH = q_BWKGH.clamp(max=0).sum((1, 3)) / num_queries_B[:, None, None]
-        first_C = torch.arange(num_pages * (self._config.page // size), device=q_RNH.device) * size
-        slots_BC = first_C.expand(len(q_BWNH), -1)
-        is_stored_BC11 = (slots_BC < view.active.starts_B[:, None])[:, :, None, None]
-        pieces_BC = view.physical(slots_BC, view.sequences_B) // size
-        least_BCKH = bounds.least[index, pieces_BC].to(q_BWNH.dtype)
-        largest_BCKH = bounds.largest[index, pieces_BC].to(q_BWNH.dtype)
-        # Pieces that hold nothing yet have the bounds of an earlier owner.
-        least_BPKH = torch.where(is_stored_BC11, least_BCKH, math.inf).unflatten(1, (num_pages, -1)).amin(2)
-        largest_BPKH = torch.where(is_stored_BC11, largest_BCKH, -math.inf)
-        largest_BPKH = largest_BPKH.unflatten(1, (num_pages, -1)).amax(2)
-        is_any_BP11 = is_stored_BC11.unflatten(1, (num_pages, -1)).any(2)
-        least_BPKH = torch.where(is_any_BP11, least_BPKH, 0)
-        largest_BPKH = torch.where(is_any_BP11, largest_BPKH, 0)
-        return torch.einsum("bkh,bpkh->bkp", up_BKH, largest_BPKH) + torch.einsum(
-            "bkh,bpkh->bkp", down_BKH, least_BPKH
+        least, largest = self._bounds.with_nowhere[:, index]
+        scores_BKP = page_scores(
+            q_RNH,
+            view.rows_BW,
+            least,
+            largest,
+            starts_B=starts_B,
+            num_pages=self._num_pages,
+            layout=self._layout,
         )
+        num = min(-(-self._config.k // page), self._num_pages)
+        pages_1BKC = torch.empty(1, *scores_BKP.shape[:2], num, dtype=torch.int32, device=q_RNH.device)
+        select_largest(scores_BKP[None], self._num_pages_B, view.is_working_B, view.sequences_B, pages_1BKC)
+        return list_slots(pages_1BKC[0], starts_B, page)
