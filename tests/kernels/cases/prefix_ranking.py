@@ -1,5 +1,5 @@
 """Random cases of the ranking of prefixes, for a CPU, the interpreter and a GPU: ragged sequences, blocks at
-slot 0, prefixes shorter than the lists, places without rows, and NaN in all slots that are not before a block.
+slot 0, prefixes shorter than lists, places without rows, and NaN in all slots that are not before a block.
 
 L layers, R rows, B sequences, W places, S physical slots, P pages, N query heads, K KV heads, H head dim,
 C listed slots, Z lanes.

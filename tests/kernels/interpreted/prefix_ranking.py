@@ -1,0 +1,35 @@
+"""The kernels of the ranking of prefixes in Triton's interpreter: started by test_interpreted.py.
+
+float32 and float16: the interpreter has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels.prefix_ranking import launch as launch_module
+from idlm.kernels.prefix_ranking import select_largest, select_reference
+from tests.kernels.cases.prefix_ranking import NOT_LISTED, Sizes, make_case
+
+SMALL = launch_module.Launch(block_n=16, stages=1, per_sm=2, tile=64)
+SIZES = (
+    Sizes(),
+    Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
+    Sizes(sequences=5, places=7, group=3, head_dim=24, page_size=8, max_slots=120, listed=130),
+    Sizes(layers=3, sequences=2, places=5, kv_heads=3, group=4, max_slots=200, listed=5),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "choose", lambda *_: SMALL)
+    monkeypatch.setattr(launch_module, "MAX_QUERIES", 16)
+    monkeypatch.setitem(launch_module.select_largest.__kwdefaults__, "launch", SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernels_equal_the_definition(seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
+    make_case(seed, sizes, dtype, fp8=seed == 2).check()
