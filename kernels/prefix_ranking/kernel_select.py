@@ -1,9 +1,9 @@
 """The Triton kernel that lists the largest of many scores, in the order of their places.
 
-One program has the scores of one layer, sequence and KV head. It narrows an interval of keys (integers in the
-order of the scores) by histograms of 256 bins until the C largest are known. Most places are ruled out before:
-the C-th largest maximum of a group of places is a lower bound of the C-th largest score, so that only groups
-whose maximum reaches it are looked at again. Counts are integers: the result does not depend on any order.
+One program has the scores of one layer, sequence and KV head. It narrows an interval of keys (integers in
+the order of the scores) by histograms of 256 bins until the C largest are known. Most places are ruled out
+before: the C-th largest maximum of a group of places is a lower bound of the C-th largest score, so that only
+groups whose maximum reaches it are looked at again. Counts are integers, so the order of sums is no matter.
 
 L layers, B sequences, K KV heads, S places, C listed ones, Z lanes.
 """
@@ -100,7 +100,7 @@ def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     low = tl.full((), 0xFFFFFFFF, tl.uint32)
     high = tl.full((), 0, tl.uint32)
     num_groups = tl.cdiv(count, GROUP)
-    for tile in range(0, tl.cdiv(num_groups, GROUPS)):
+    for tile in range(tl.cdiv(num_groups, GROUPS)):
         o_group = tile * GROUPS + tl.arange(0, GROUPS)
         o_place = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         m_valid = o_place < count
@@ -124,14 +124,14 @@ def _largest_groups(maxima, ids, num_groups, most, low, high, TILE: tl.constexpr
     while (num - need > most // 8) & (interval_low < interval_high):
         bits = _width(interval_high - interval_low)
         b_histogram = tl.zeros([BINS], tl.int32)
-        for tile in range(0, tl.cdiv(num_groups, TILE)):
+        for tile in range(tl.cdiv(num_groups, TILE)):
             o_group = tile * TILE + tl.arange(0, TILE)
             m_group = o_group < num_groups
             b_key = tl.load(maxima + o_group, mask=m_group, other=0).to(tl.uint32, bitcast=True)
             b_histogram = _bins(b_key, m_group, interval_low, interval_high, bits, b_histogram)
         interval_low, interval_high, need, num = _narrow(b_histogram, need, interval_low, interval_high, bits)
     num_above, num_in = 0, 0
-    for tile in range(0, tl.cdiv(num_groups, TILE)):
+    for tile in range(tl.cdiv(num_groups, TILE)):
         o_group = tile * TILE + tl.arange(0, TILE)
         m_group = o_group < num_groups
         b_key = tl.load(maxima + o_group, mask=m_group, other=0).to(tl.uint32, bitcast=True)
@@ -156,7 +156,11 @@ def select_kernel(
     lane = tl.load(lanes_B + sequence).to(tl.int64)
     listed = places_LZKC + layer * stride_layer + lane * stride_lane + kv_head * num_listed
     row = tl.program_id(0).to(tl.int64)
-    scores, maxima, ids = scores_LBKS + row * num_scores, maxima_LBKG + row * max_groups, ids_LBKG + row * max_groups
+    scores, maxima, ids = (
+        scores_LBKS + row * num_scores,
+        maxima_LBKG + row * max_groups,
+        ids_LBKG + row * max_groups,
+    )
 
     most = tl.minimum(num_listed, count)
     for first in range(most // TILE * TILE, num_listed, TILE):
@@ -178,12 +182,14 @@ def select_kernel(
     while (size > need) & (interval_low < interval_high):
         bits = _width(interval_high - interval_low)
         b_histogram = tl.zeros([BINS], tl.int32)
-        for tile in range(0, tl.cdiv(num * GROUP, TILE)):
+        for tile in range(tl.cdiv(num * GROUP, TILE)):
             o_place, b_key, m_valid = _candidates(scores, ids, tile, num, count, GROUP, TILE)
             b_histogram = _bins(b_key, m_valid, interval_low, interval_high, bits, b_histogram)
-        interval_low, interval_high, need, size = _narrow(b_histogram, need, interval_low, interval_high, bits)
+        interval_low, interval_high, need, size = _narrow(
+            b_histogram, need, interval_low, interval_high, bits
+        )
     num_above, num_in = 0, 0
-    for tile in range(0, tl.cdiv(num * GROUP, TILE)):
+    for tile in range(tl.cdiv(num * GROUP, TILE)):
         o_place, b_key, m_valid = _candidates(scores, ids, tile, num, count, GROUP, TILE)
         num_above, num_in = _store_taken(
             listed, o_place, b_key, m_valid, (interval_low, interval_high), need, (num_above, num_in)

@@ -44,8 +44,8 @@ def _rank_layers(
 def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> Tensor:
     """Mean attention [L, B, K, S] of a block's queries to the slots before it (fp32; fp64 of fp64).
 
-    The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is `max_slots`,
-    rounded up on a GPU. Entries from the block on, and those of sequences that do not rank, are undefined.
+    The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is at least
+    `max_slots`. Entries from the block on, and those of sequences that do not rank, are undefined.
     """
     if runs_kernels(ranking.q_LRNH) and ranking.q_LRNH.dtype in KERNEL_DTYPES:
         from idlm.kernels.prefix_ranking import launch
@@ -58,8 +58,8 @@ def select_largest(
     scores_LBKS: Tensor, counts_B: Tensor, is_selected_B: Tensor, lanes_B: Tensor, places_LZKC: Tensor
 ) -> None:
     """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
-    `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place comes
-    first; NaN counts as the largest. Scores may be negative.
+    `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
+    taken; NaN counts as the largest. Scores may be negative.
     """
     if runs_kernels(scores_LBKS) and scores_LBKS.dtype == torch.float32:
         from idlm.kernels.prefix_ranking import launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.prefix_ranking import Sizes, make_case
+from tests.kernels.cases.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
 SIZES = (
     Sizes(),
@@ -19,3 +19,10 @@ SIZES = (
 @pytest.mark.parametrize("seed", range(4))
 def test_plain_torch_equals_the_definition(seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
     make_case(seed, sizes, dtype, fp8=seed == 3 and dtype != torch.float64).check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_largest_scores_are_listed(seed: int) -> None:
+    scores_LBKS = hard_scores(seed, (2, 4, 2, 333))
+    for counts, num in (([333, 0, 57, 5], 9), ([300, 100, 17, 5], 400)):
+        check_selection(scores_LBKS, counts, num, device="cpu")
