@@ -240,12 +240,15 @@ def sweep(problem: Problem, timer: Timer) -> None:
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
     shares_LBKS = attention_share(ranking, 0, num)
-    for tile, warps, group in ((1024, 4, 16), (1024, 8, 16), (1024, 8, 32), (2048, 8, 16), (4096, 16, 16)):
-        calls[f"select {tile=} {warps=} {group=}"] = partial(
+    for tile, read, warps, group in (
+        *((1024, 4096, 8, group) for group in (8, 16, 32)),
+        *((2048, 4096, 8, 16), (1024, 4096, 4, 16), (2048, 8192, 16, 16), (4096, 8192, 16, 16)),
+    ):
+        calls[f"select {tile=} {read=} {warps=} {group=}"] = partial(
             launch_module.select_largest,
             *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
             group=group,
-            launch=launch_module.Launch(tile=tile, select_warps=warps),
+            launch=launch_module.Launch(tile=tile, read=read, select_warps=warps),
         )
     calls["select by plain torch"] = partial(
         select_largest,

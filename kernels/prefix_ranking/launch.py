@@ -19,29 +19,30 @@ from idlm.kernels.prefix_ranking.kernel_select import select_kernel
 from idlm.kernels.prefix_ranking.plain import LOG2_E
 from idlm.kernels.prefix_ranking.types import GROUP, RankingPass
 
-MAX_QUERIES = 256
-"""Largest number of columns of a product on Hopper."""
 INTERPRETED_MULTIPROCESSORS = 3
 FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A tile has `block_n` slots, loaded with `stages` buffers; `per_sm` programs share a multiprocessor, so
-    that some compute exponentials while others wait for products. `tile`: places that the selection looks at
-    together.
+    """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper (half of
+    them with heads above 128); keys are loaded with `stages` buffers. `per_sm` programs share a
+    multiprocessor, so that some compute exponentials while others wait for products. The selection reads
+    `read` scores together, and then looks at `tile` candidates together.
     """
 
     block_n: int = 64
+    max_queries: int = 256
     warps: int = 4
     stages: int = 3
     per_sm: int = 2
-    tile: int = 4096
+    tile: int = 1024
+    read: int = 4096
     select_warps: int = 8
 
 
 WIDE = Launch()
-FP32 = Launch(block_n=32, stages=2)
+FP32 = Launch(block_n=32, max_queries=32, stages=2)
 
 
 def choose(dtype: torch.dtype) -> Launch:
@@ -68,7 +69,9 @@ def attention_share(
     num_slots = triton.cdiv(ranking.max_slots, GROUP) * GROUP
     shares_LBKS = q_LRNH.new_empty(num_layers, num_sequences, num_kv_heads, num_slots, dtype=torch.float32)
     num_queries = num_places * (num_heads // num_kv_heads)
-    block_m = max(16, min(MAX_QUERIES, triton.next_power_of_2(num_queries)))
+    block_h = max(16, triton.next_power_of_2(head_dim))
+    max_queries = launch.max_queries if block_h <= 128 else launch.max_queries // 2
+    block_m = max(16, min(max_queries, triton.next_power_of_2(num_queries)))
     most_tiles = num_layers * num_sequences * triton.cdiv(ranking.max_slots, launch.block_n)
     workers = max(1, min(most_tiles, num_multiprocessors(device) * launch.per_sm // num_kv_heads))
     share_kernel[(workers * num_kv_heads,)](
@@ -88,7 +91,7 @@ def attention_share(
         BLOCK_W=triton.next_power_of_2(num_places),
         BLOCK_M=block_m,
         BLOCK_N=launch.block_n,
-        BLOCK_H=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_H=block_h,
         STAGES=launch.stages,
         PRECISION="ieee" if q_LRNH.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
@@ -111,17 +114,17 @@ def select_largest(
     assert scores_LBKS.is_contiguous() and places_LZKC.dtype == torch.int32, f"{scores_LBKS.stride()=}"
     assert places_LZKC[0, 0].is_contiguous(), f"{places_LZKC.stride()=}"
     max_groups = triton.cdiv(num_scores, group)
-    # Maxima of groups, then the groups that are looked at again.
-    scratch = torch.empty(
-        2, num_layers * num_sequences * num_kv_heads, max_groups, dtype=torch.int32, device=scores_LBKS.device
+    scratch = scores_LBKS.new_empty(
+        num_layers * num_sequences * num_kv_heads * max_groups * 2, dtype=torch.int32
     )
     select_kernel[(num_layers * num_sequences * num_kv_heads,)](
-        *(scores_LBKS, scratch[0], scratch[1], counts_B, is_selected_B, lanes_B, places_LZKC),
+        *(scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, places_LZKC),
         *(num_sequences, num_scores, max_groups, places_LZKC.shape[3]),
         *places_LZKC.stride()[:2],
         K=num_kv_heads,
-        GROUP=group,
+        GROUP_BITS=group.bit_length() - 1,
         TILE=launch.tile,
+        GROUPS=max(1, launch.read // group),
         num_warps=launch.select_warps,
     )
 

@@ -13,7 +13,8 @@ import torch
 from idlm.kernels.prefix_ranking import launch as launch_module
 from tests.kernels.cases.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
-SMALL = launch_module.Launch(block_n=16, stages=1, per_sm=2, tile=64)
+SMALL = launch_module.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256)
+SMALL_TILES = launch_module.Launch(tile=64)
 SIZES = (
     Sizes(),
     Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
@@ -25,7 +26,6 @@ SIZES = (
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "choose", lambda *_: SMALL)
-    monkeypatch.setattr(launch_module, "MAX_QUERIES", 16)
     monkeypatch.setitem(launch_module.select_largest.__kwdefaults__, "launch", SMALL)
 
 
@@ -40,6 +40,6 @@ def test_the_kernels_equal_the_definition(seed: int, sizes: Sizes, dtype: torch.
 @pytest.mark.parametrize("seed", range(6))
 def test_the_largest_scores_are_listed(seed: int, group: int) -> None:
     scores_LBKS = hard_scores(seed, (1, 4, 2, 333))
-    select = partial(launch_module.select_largest, group=group)
+    select = partial(launch_module.select_largest, group=group, launch=SMALL_TILES)
     for counts, num in (([333, 0, 57, 5], 9), ([300, 100, 17, 5], 70)):
         check_selection(scores_LBKS, counts, num, device="cpu", select=select)
