@@ -11,12 +11,10 @@ from torch import Tensor
 
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.prefix_ranking import plain
-from idlm.kernels.prefix_ranking.types import RankingPass
+from idlm.kernels.prefix_ranking.types import GROUP, RankingPass
 
 MAX_SHARE_BYTES = 256 << 20
 """Most memory for the shares of a group of layers, unless one layer needs more."""
-GROUP = 16
-"""Slots whose largest share is looked at first (kernel_select.py)."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -24,25 +22,30 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def rank_prefix(ranking: RankingPass, lanes_B: Tensor, slots_LZKC: Tensor) -> None:
     """Write the lists of sequences that rank into `slots_LZKC[:, lanes_B]` (int32); others stay.
 
-    A list has the C slots before the block with the largest `attention_share`, ascending, then -1. Of equal
-    shares the lower slot comes first. Nothing waits for the device, and no shape depends on contents.
+    A list has the C slots before the block with the largest `attention_share`, ascending, then -1. Of
+    equal shares the lower slot is taken. Nothing waits for the device, and no shape depends on contents.
     """
     num_layers, num_sequences = len(ranking.q_LRNH), len(ranking.starts_B)
     assert len(slots_LZKC) == num_layers and slots_LZKC.dtype == torch.int32, f"{slots_LZKC.shape=}"
     most = layers_at_once(num_layers, num_sequences, ranking.num_kv_heads, ranking.max_slots)
     for first in range(0, num_layers, most):
-        num = min(most, num_layers - first)
-        shares_LBKS = attention_share(ranking, first, num)
-        select_largest(
-            shares_LBKS, ranking.starts_B, ranking.ranks_B, lanes_B, slots_LZKC[first : first + num]
-        )
+        # In a function, so that the shares of a group are freed before those of the next are computed.
+        _rank_layers(ranking, lanes_B, slots_LZKC, first, min(most, num_layers - first))
+
+
+def _rank_layers(
+    ranking: RankingPass, lanes_B: Tensor, slots_LZKC: Tensor, first_layer: int, num_layers: int
+) -> None:
+    shares_LBKS = attention_share(ranking, first_layer, num_layers)
+    lists_LZKC = slots_LZKC[first_layer : first_layer + num_layers]
+    select_largest(shares_LBKS, ranking.starts_B, ranking.ranks_B, lanes_B, lists_LZKC)
 
 
 def attention_share(ranking: RankingPass, first_layer: int, num_layers: int) -> Tensor:
     """Mean attention [L, B, K, S] of a block's queries to the slots before it (fp32; fp64 of fp64).
 
-    The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is `max_slots`, rounded
-    up on a GPU. Entries from the block on, and those of sequences that do not rank, are undefined.
+    The mean is over the rows fed and the heads of a KV head, of 2 ** (x - max) / sum. S is at least
+    `max_slots`. Entries from the block on, and those of sequences that do not rank, are undefined.
     """
     if runs_kernels(ranking.q_LRNH) and ranking.q_LRNH.dtype in KERNEL_DTYPES:
         from idlm.kernels.prefix_ranking import launch
@@ -55,8 +58,8 @@ def select_largest(
     scores_LBKS: Tensor, counts_B: Tensor, is_selected_B: Tensor, lanes_B: Tensor, places_LZKC: Tensor
 ) -> None:
     """Write the places of the C largest of the first `counts_B` scores, ascending, then -1, into
-    `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place comes
-    first; NaN counts as the largest. Scores may be negative.
+    `places_LZKC[:, lanes_B]` (int32), for the sequences selected (bool). Of equal scores the lower place is
+    taken; NaN counts as the largest. Scores may be negative.
     """
     if runs_kernels(scores_LBKS) and scores_LBKS.dtype == torch.float32:
         from idlm.kernels.prefix_ranking import launch

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+GROUP = 16
+"""Slots of a group, whose largest share the selection looks at first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingPass:
     """What a pass leaves for the ranking behind its last layer; layer 0 is the first sparse one.
 
-    `q_LRNH`: rotated queries. `max_LRN`, `sum_LRN` (fp32): the statistics of each row's softmax over the slots
-    `[0, starts_B)` of its sequence, in base 2. With x = <q, k> * scale * log2(e), `max` is the largest x and
-    `sum` the sum of 2 ** (x - max); without such a slot they are -inf and 0. Only rows named by `rows_BW` of
-    sequences with `ranks_B` are read.
+    `q_LRNH`: rotated queries. `max_LRN`, `sum_LRN` (fp32): the statistics of each row's softmax over the
+    slots `[0, starts_B)` of its sequence, in base 2. With x = <q, k> * scale * log2(e), `max` is the largest
+    x and `sum` the sum of 2 ** (x - max); without such a slot they are -inf and 0. Only rows named by
+    `rows_BW` of sequences with `ranks_B` are read.
 
     `keys_LSKH`: the cache, in the dtype of the queries, or fp8 with factors `k_scale_LK` (fp32; None: 1).
     `block_table_BP`: pages of `page_size` slots. `rows_BW`: the row at each place of the active block, -1
