@@ -62,8 +62,8 @@ class EngineSettings:
         "fp8: keys and values of half the bytes (e4m3), so twice the pages, lossy; auto is dtype", "auto"
     )
     rope: Literal["auto", "ntk"] = option(
-        "ntk: rotate more slowly, for contexts of up to rope_factor times the trained length, without training;"
-        " auto is the checkpoint's own rotation",
+        "ntk: rotate more slowly, for contexts of up to rope_factor times the trained length, without "
+        "training; auto is the checkpoint's own rotation",
         "auto",
     )
     rope_factor: float | None = option("with rope=ntk: the longest context over the trained length", None)

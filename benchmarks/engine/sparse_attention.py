@@ -2,15 +2,15 @@
 
     python -m benchmarks.sparse_attention [context=32768,131072] [batch=1,max] [k=1024] [passes=32]
         [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
-    python -m benchmarks.sparse_attention context=131072 batch=1 arms=exact,mage parts=profile   (not recorded)
+    python -m benchmarks.sparse_attention context=131072 batch=1 arms=mage parts=profile     (not recorded)
 
 SDAR-8B's shape with random weights and random KV (attention that is nearly flat: times, no fidelity), blocks
-of 32, in CUDA graphs in every arm, every sequence at another step of its block. First the gate: at full budget
-the logits of each accelerator are those of exact attention. `blocks` times whole blocks, commits included:
-`tpob_ms` is the time per output block of a sequence. `exact_unsplit` walks each context with one program per
-KV head, the kind of baseline of MAGE's paper (8 programs at one sequence). `host` counts waits of the host and
-the GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the largest batch
-whose KV fits. Plots like the paper's figures 5 and 6 are made of the rows.
+of 32, in CUDA graphs in every arm, every sequence at another step of its block. First the gate: at full
+budget the logits of each accelerator are those of exact attention. `blocks` times whole blocks, commits
+included: `tpob_ms` is the time per output block of a sequence. `exact_unsplit` walks each context with one
+program per KV head, the kind of baseline of MAGE's paper (8 programs at one sequence). `host` counts waits of
+the host and the GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the
+largest batch whose KV fits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Engines of the arms of the sparse-attention benchmark, their lower bounds and their parity gate.
 
-An arm is exact attention or one accelerator, in the real engine and its graphs. Contexts count as computed and
-their KV is random, so that 128K tokens need no prefill. A trace makes every block take the same number of
+An arm is exact attention or one accelerator, in the real engine and its graphs. Contexts count as computed
+and their KV is random, so that 128K tokens need no prefill. A trace makes every block take the same number of
 passes, and every sequence is at another step of its block.
 """
 

@@ -4,9 +4,10 @@ The kv side (mage, quest, sparsed) leaves out columns: per KV head, the rows of 
 of the slots before the block in place of all. The rows side (focus) leaves out rows of the block, in all
 layers or from some layer on. An engine has at most one of each side, and neither knows the other. A pass
 calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys and values of its rows are
-stored, `commit_kv`, `select_rows`, `select_kv` and `prefix_sums`; `finish`. Prompts and clean blocks are always computed
-exactly, and a row always sees its own block. The state of a lane belongs to one block (`BlockMemory`); it is
-cleared when the lane gets a new sequence or its sequence loses its KV, and the block then starts again.
+stored, `commit_kv`, `select_rows`, `select_kv` and, with lists, `prefix_sums`; `finish`. Prompts and clean
+blocks are always computed exactly, and a row always sees its own block. The state of a lane belongs to one
+block (`BlockMemory`); it is cleared when the lane gets a new sequence or its sequence loses its KV, and the
+block then starts again.
 B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
 """
 

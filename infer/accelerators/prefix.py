@@ -2,8 +2,8 @@
 queries to them, and keep the best of them per layer and KV head for the block's other passes.
 
 All layers are ranked at once behind the last one, by `kernels/prefix_ranking`: attention leaves each row's
-softmax sums over the slots before its block, and the pass keeps its queries. Lists hold logical slots, so they
-stay right when the prefix cache swaps a page.
+softmax sums over the slots before its block, and the pass keeps its queries. Lists hold logical slots, so
+they stay right when the prefix cache swaps a page.
 B sequences, R rows, W places of a block, S physical slots, C listed slots, N query heads, K KV heads, H head
 dim, L sparse layers, Z lanes.
 """
@@ -46,8 +46,8 @@ class PrefixSets:
 class PrefixPass(KVPass):
     """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
 
-    What ranking needs is kept of all sequences, so that no shape depends on who ranks; nothing is copied until
-    the last layer, and ranking kernels end at once for a sequence that does not rank.
+    What ranking needs is kept of all sequences, so that no shape depends on who ranks; nothing is copied
+    until the last layer, and ranking kernels end at once for a sequence that does not rank.
     """
 
     lists_ascend: ClassVar[bool] = True
@@ -120,8 +120,8 @@ class PrefixAccelerator(KVAccelerator, ABC):
         num_bytes, free = slot_bytes * min(k, spec.max_slots), memory_bytes(spec.device)[0]
         if not found and num_bytes > free:
             found.append(
-                f"k={k} lists of {spec.num_lanes - 1} sequences take {num_bytes:,} bytes and {free:,} are free "
-                f"(allowed: k up to {free // slot_bytes}, or fewer max_num_seqs)"
+                f"k={k} lists of {spec.num_lanes - 1} sequences take {num_bytes:,} bytes and {free:,} are "
+                f"free (allowed: k up to {free // slot_bytes}, or fewer max_num_seqs)"
             )
         return [*super().problems(), *found]
 

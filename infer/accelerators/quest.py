@@ -26,7 +26,6 @@ from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled
 from idlm.kernels.page_bounds import PageLayout, list_slots, page_scores, write_bounds
 from idlm.kernels.prefix_ranking import select_largest
 
-
 NO_SLOT = 1 << 40
 """A slot beyond all."""
 

@@ -257,12 +257,12 @@ def _rope_problems(
 def extended(spec: ModelSpec, config: Mapping[str, Any], factor: float) -> ModelSpec:
     """The spec of contexts up to `factor` times the trained length, by a larger base of the rotation.
 
-    NTK-aware extrapolation as LongLLaDA fits it to diffusion models (arXiv 2506.14429, section 4), which MAGE's
-    long contexts use: the base b becomes lambda * b with lambda = (T / 2 pi) ** (d / e) / b, where T is the
-    longest context, d the rotated dimensions and e = 2 * ceil(d / 2 * log_b(trained length / 2 pi)) those that
-    went once round in training. Frequencies are fixed here, so keys that are cached stay valid; no dimension
-    rotates faster than it did. Departure: lambda is not rounded up. Raises UserError IDLM-0620 for a checkpoint
-    that scales its rotation already.
+    NTK-aware extrapolation as LongLLaDA fits it to diffusion models (arXiv 2506.14429), which MAGE's long
+    contexts use: the base b becomes lambda * b with lambda = (T / 2 pi) ** (d / e) / b, where T is the
+    longest context, d the rotated dimensions and e = 2 * ceil(d / 2 * log_b(trained length / 2 pi)) those
+    that went once round in training. Frequencies are fixed here, so keys that are cached stay valid; no
+    dimension rotates faster than it did. Departure: lambda is not rounded up. Raises UserError IDLM-0620 for
+    a checkpoint that scales its rotation already.
     """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -272,7 +272,7 @@ def extended(spec: ModelSpec, config: Mapping[str, Any], factor: float) -> Model
         what = f"rope_type={kind!r}" if kind != "default" else f"{rotated} dimensions that rotate alike"
         raise UserError(
             "IDLM-0620",
-            f"rope=ntk with rope_factor={factor:g} makes another base of the rotation, and config.json has {what}",
+            f"rope=ntk with rope_factor={factor:g} changes the rotation's base, and config.json has {what}",
             fix="leave rope out, and use the checkpoint's own context",
         )
     trained = spec.trained_length or spec.max_positions

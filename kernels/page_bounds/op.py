@@ -1,8 +1,8 @@
 """Bounds of keys by piece, scores of pages, and slots of pages. Contract in README.md.
 
-B sequences, I pieces of a pass, F slots of a piece, R rows, W places of a block, S physical slots, X pieces of
-the cache, C pieces of a sequence (listed pages of `list_slots`), P pages that are scored, N query heads, K KV
-heads, H head dim.
+B sequences, I pieces of a pass, F slots of a piece, R rows, W places of a block, S physical slots, X pieces
+of the cache, C pieces of a sequence (listed pages of `list_slots`), P pages that are scored, N query heads,
+K KV heads, G heads of a KV head, H head dim.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_bounds(
 ) -> None:
     """Set the bounds of pieces to those of their slots below `ends_B`; integers are int64.
 
-    `first_slots_I`: a slot of each piece of sequence `sequences_I`; from the sequence's end on it names no piece.
+    `first_slots_I`: a slot of each piece of sequence `sequences_I`; from the sequence's end on it names none.
     """
     if runs_kernels(keys_SKH) and least_XKH.dtype in KERNEL_DTYPES:
         from idlm.kernels.page_bounds import launch
@@ -64,8 +64,8 @@ def page_scores(
     num_pages: int,
     layout: PageLayout,
 ) -> Tensor:
-    """Upper bounds [B, K, P] of products, averaged over the queries of the rows `rows_BW` (-1: none), fp32 (fp64
-    of fp64). Scores of pages without a slot before `starts_B` are undefined.
+    """Upper bounds [B, K, P] of products, averaged over the queries of the rows `rows_BW` (-1: none), fp32
+    (fp64 of fp64). Scores of pages without a slot before `starts_B` are undefined.
     """
     if runs_kernels(q_RNH) and q_RNH.dtype in KERNEL_DTYPES:
         from idlm.kernels.page_bounds import launch

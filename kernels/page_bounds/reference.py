@@ -1,7 +1,7 @@
 """The definition of page_bounds in fp32 (fp64 of fp64), one piece or page at a time.
 
-B sequences, I pieces, R rows, W places of a block, S physical slots, X pieces of the cache, N query heads, K KV
-heads, H head dim.
+B sequences, I pieces, R rows, W places of a block, S physical slots, X pieces of the cache, Q queries of a KV
+head, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations

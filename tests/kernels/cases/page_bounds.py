@@ -1,5 +1,5 @@
-"""Random passes of page_bounds: ragged sequences on shuffled pages, rows that were dropped, NaN in every slot that
-holds no final key, bounds of earlier owners in pieces that hold nothing.
+"""Random passes of page_bounds: ragged sequences on shuffled pages, rows that were dropped, NaN in every slot
+that holds no final key, bounds of earlier owners in pieces that hold nothing.
 
 B sequences, I pieces, R rows, W places, K KV heads, H head dim.
 """
