@@ -79,9 +79,14 @@ def split_start(split, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
 def walk_blocks(
     q,
     caches,
-    reads,
+    table,
+    slot_list,
+    first,
     share,
     step,
+    partial_o,
+    partial_sums,
+    partial_before,
     target,
     scale_log2,
     stride_slot,
@@ -100,13 +105,13 @@ def walk_blocks(
 
     With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up.
     """
-    table, slot_list, slots, pages = reads
+    slots, pages = first
     start, stop, low = share
     walk, ends, bounds, before_ends = step
     num_below, branch_block, num_list_blocks, shift = walk
     limits, branches, owns, low_limit = bounds
     last_before, row_ends = before_ends
-    partial_o, partial_sums, partial_before, my_part, in_tile, kv_head = target
+    my_part, in_tile, kv_head = target
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_H: tl.constexpr = q.shape[1]
     columns = tl.arange(0, BLOCK_H)
