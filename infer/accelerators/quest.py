@@ -6,8 +6,8 @@ score is the upper bound of a query's product with any of its keys, averaged ove
 page is summarised when its keys are final, never from rows that a later pass overwrites. Summaries belong to
 physical pages, so shared and copied pages keep theirs. Departure: as for MAGE, the budget counts slots: k /
 16 pages, rounded up.
-B sequences, I pieces of a pass, R rows, C pieces of the cache (listed pages in lists), P pages of Quest, N
-query heads, K KV heads, H head dim, L sparse layers.
+B sequences, I pieces, F slots, C pages of the engine in pieces, P pages of Quest, K KV heads, H head dim, L
+sparse layers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator, KVPass
 from idlm.infer.accelerators.prefix import EVERYTHING, set_problems
-from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled_rows
-from idlm.kernels.page_bounds import PageLayout, list_slots, page_scores, write_bounds
+from idlm.infer.sparse.view import FP8, NOT_LISTED, PassView, block_rows, flagged, scheduled_rows
+from idlm.kernels.page_bounds import Bounds, PagedSlots, Pieces, page_scores, write_bounds
 from idlm.kernels.prefix_ranking import select_largest
-
-NO_SLOT = 1 << 40
-"""A slot beyond all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,7 @@ class QuestConfig:
     exact_layers: int = 2
 
 
-class Bounds:
+class LayerBounds:
     """Least and largest key per channel [L, C, K, H] of pieces of `size` slots. Pages of Quest and pages of
     the engine both consist of whole pieces.
     """
@@ -52,8 +49,13 @@ class Bounds:
         self.size = size
         num_layers, num_pieces, *key = shape
         # One more piece takes what is to be dropped.
-        self.with_nowhere = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
-        self.least, self.largest = self.with_nowhere[:, :, :-1]
+        least, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
+        self._least, self._largest = least, largest
+        self.least, self.largest = least[:, :-1], largest[:, :-1]
+
+    def layer(self, index: int) -> Bounds:
+        """The bounds of one sparse layer."""
+        return Bounds(least_CKH=self._least[index], largest_CKH=self._largest[index], size=self.size)
 
     def copy(self, copies: Sequence[tuple[int, int]], page_size: int) -> None:
         """Copy the bounds of the engine's pages (source, target), in this order."""
@@ -102,7 +104,7 @@ class Quest(KVAccelerator):
         spec = self.spec
         num_pieces = num_pages * (spec.page_size // self.piece)
         shape = (self._num_layers, num_pieces, spec.num_kv_heads, spec.head_dim)
-        self.bounds = Bounds(shape, self.piece, dtype=self._dtype, device=spec.device)
+        self.bounds = LayerBounds(shape, self.piece, dtype=self._dtype, device=spec.device)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy their bounds."""
@@ -118,7 +120,7 @@ class QuestPass(KVPass):
 
     lists_ascend: ClassVar[bool] = True
 
-    def __init__(self, view: PassView, bounds: Bounds, config: QuestConfig) -> None:
+    def __init__(self, view: PassView, bounds: LayerBounds, config: QuestConfig) -> None:
         super().__init__(view, is_sparse_B=view.is_working_B)
         self._bounds, self._config = bounds, config
         plan, device = view.plan, view.plan.slots_R.device
@@ -138,52 +140,42 @@ class QuestPass(KVPass):
         max_pieces = min(num_rows, num_rows // bounds.size + 2 * num_sequences)
         rows_I = flagged(is_final_R & is_first_R, max_pieces)
         is_piece_I, rows_I = rows_I < num_rows, rows_I.clamp(max=num_rows - 1)
-        self._sequences_I = plan.sequence_R[rows_I]
-        self._first_slots_I = torch.where(is_piece_I, plan.slots_R[rows_I], NO_SLOT)
+        self._pieces = Pieces(
+            sequences_I=plan.sequence_R[rows_I], slots_I=plan.slots_R[rows_I], is_piece_I=is_piece_I
+        )
+        self._slots = PagedSlots(block_table_BP=view.block_table_BP, page_size=view.page_size)
         self._num_pages = -(-view.max_slots // config.page)
         self._num_pages_B = (view.active.starts_B + config.page - 1) // config.page
-        self._layout = PageLayout(
-            block_table_BP=view.block_table_BP,
-            page_size=view.page_size,
-            piece=bounds.size,
-            page=config.page,
-        )
+        self._offset_F = torch.arange(config.page, dtype=torch.int32, device=device)
 
     def commit_kv(self, layer: int) -> None:
         """Write the bounds of pieces in which this pass stores final keys."""
         index, view = layer - self._config.exact_layers, self.view
         if index < 0:
             return
-        (keys, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
-        least, largest = self._bounds.with_nowhere[:, index]
-        write_bounds(
-            keys,
-            scale_K,
-            least,
-            largest,
-            first_slots_I=self._first_slots_I,
-            sequences_I=self._sequences_I,
-            ends_B=torch.where(view.waits_B, self._waiting_ends_B, self._ends_B),
-            layout=self._layout,
-        )
+        ends_B = torch.where(view.waits_B, self._waiting_ends_B, self._ends_B)
+        (keys_SKH, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
+        write_bounds(keys_SKH, scale_K, self._bounds.layer(index), self._pieces, ends_B, self._slots)
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """Return the slots of the best pages."""
         index, view, page = layer - self._config.exact_layers, self.view, self._config.page
         if index < 0:
             return None
-        starts_B = view.active.starts_B
-        least, largest = self._bounds.with_nowhere[:, index]
         scores_BKP = page_scores(
             q_RNH,
             view.rows_BW,
-            least,
-            largest,
-            starts_B=starts_B,
+            self._bounds.layer(index),
+            view.active.starts_B,
+            self._slots,
+            page=page,
             num_pages=self._num_pages,
-            layout=self._layout,
         )
         num = min(-(-self._config.k // page), self._num_pages)
         pages_1BKC = torch.empty(1, *scores_BKP.shape[:2], num, dtype=torch.int32, device=q_RNH.device)
-        select_largest(scores_BKP[None], self._num_pages_B, view.is_working_B, view.sequences_B, pages_1BKC)
-        return list_slots(pages_1BKC[0], starts_B, page)
+        is_listed_B = self.is_sparse_B
+        select_largest(scores_BKP[None], self._num_pages_B, is_listed_B, view.sequences_B, pages_1BKC)
+        # Pages ascend, so that a slot of the block can only be the last one; page -1 has negative slots.
+        slots_BKCF = torch.add(self._offset_F, pages_1BKC[0, ..., None], alpha=page)
+        is_before_BKCF = slots_BKCF < view.active.starts_B[:, None, None, None]
+        return torch.where(is_before_BKCF, slots_BKCF, NOT_LISTED).clamp_(min=NOT_LISTED).flatten(2)

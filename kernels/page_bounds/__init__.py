@@ -1,15 +1,15 @@
-"""Bounds of keys by page, and the scores of pages that follow from them; contract in README.md."""
+"""Bounds of keys, and scores of pages by them; contract in README.md."""
 
-from idlm.kernels.page_bounds.op import NOT_LISTED, list_slots, page_scores, write_bounds
-from idlm.kernels.page_bounds.reference import page_scores_reference, write_bounds_reference
-from idlm.kernels.page_bounds.types import PageLayout
+from idlm.kernels.page_bounds.op import page_scores, write_bounds
+from idlm.kernels.page_bounds.reference import bounds_reference, score_reference
+from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
 
 __all__ = [
-    "NOT_LISTED",
-    "PageLayout",
-    "list_slots",
+    "Bounds",
+    "PagedSlots",
+    "Pieces",
+    "bounds_reference",
     "page_scores",
-    "page_scores_reference",
+    "score_reference",
     "write_bounds",
-    "write_bounds_reference",
 ]

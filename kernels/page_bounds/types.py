@@ -1,4 +1,8 @@
-"""Where slots, pieces and pages lie. B sequences, P pages of the cache."""
+"""Arguments of the ops on bounds of keys.
+
+B sequences, I pieces, R rows, W places of a block, P pages of the engine, C pieces that exist, S physical KV
+slots, K KV heads, H head dim.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,36 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageLayout:
-    """Slot s of sequence b is physical slot `block_table_BP[b, s // page_size] * page_size + s % page_size`
-    (int64). Bounds belong to physical pieces of `piece` slots, which divides both `page_size` and `page`;
-    scores to logical pages of `page` slots.
-    """
+class PagedSlots:
+    """Where the slots of sequences are: `block_table_BP` (int64) has their pages of `page_size` slots."""
 
     block_table_BP: Tensor
     page_size: int
-    piece: int
-    page: int
 
-    def __post_init__(self) -> None:
-        assert self.page_size % self.piece == 0 == self.page % self.piece, f"{self.page_size=} {self.piece=}"
+    def physical(self, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
+        """Physical slots [b, X] of slots that the sequences own; for other slots, any that exist."""
+        slots_bX = slots_bX.clamp(0, self.block_table_BP.shape[1] * self.page_size - 1)
+        pages_bX = self.block_table_BP[sequences_b[:, None], slots_bX // self.page_size]
+        return pages_bX * self.page_size + slots_bX % self.page_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Least and largest key per channel [C + 1, K, H] of pieces of `size` slots, which divides the pages of
+    the engine. The last piece takes what is to be dropped.
+    """
+
+    least_CKH: Tensor
+    largest_CKH: Tensor
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Pieces of which a pass stores keys: `slots_I` (int64) is the first slot that it stores, of sequence
+    `sequences_I`; where not `is_piece_I` (bool) there is none.
+    """
+
+    sequences_I: Tensor
+    slots_I: Tensor
+    is_piece_I: Tensor

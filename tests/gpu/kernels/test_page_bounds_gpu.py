@@ -1,4 +1,4 @@
-"""The kernels of page_bounds on a GPU against their definition.
+"""Bounds of keys and page scores on a CUDA device against their definition.
 
 python -m pytest tests/gpu/kernels/test_page_bounds_gpu.py -m gpu
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.page_bounds import Case
+from tests.kernels.cases.page_bounds import check
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,12 +16,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_kernels_equal_the_definition(dtype: torch.dtype) -> None:
-    for seed in range(40):
-        Case(seed, dtype, device="cuda").check()
-
-
-def test_keys_of_eight_bits() -> None:
-    for seed in range(40):
-        Case(seed, torch.bfloat16, device="cuda", fp8=True).check()
+@pytest.mark.parametrize("head_dim", [24, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_random_cases_equal_the_definition(dtype: torch.dtype, head_dim: int) -> None:
+    for seed in range(20):
+        check(seed, dtype, device="cuda", fp8=seed % 4 == 3, head_dim=head_dim, pages=3 + 20 * (seed % 3))

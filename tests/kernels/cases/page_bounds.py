@@ -1,102 +1,122 @@
-"""Random passes of page_bounds: ragged sequences on shuffled pages, rows that were dropped, NaN in every slot
-that holds no final key, bounds of earlier owners in pieces that hold nothing.
+"""Random cases of bounds of keys and of page scores, for a CPU, the interpreter and a GPU: pages of several
+pieces, pieces that are stored in part, and NaN in all slots that may not be read.
 
-B sequences, I pieces, R rows, W places, K KV heads, H head dim.
+B sequences, W places, I pieces, C pieces of all pages, R rows, P pages, K KV heads, G heads of a KV head,
+H head dim.
 """
 
 from __future__ import annotations
 
+import math
+import random
+
 import torch
+from torch import Tensor
 
 from idlm.kernels.page_bounds import (
-    NOT_LISTED,
-    PageLayout,
-    list_slots,
+    Bounds,
+    PagedSlots,
+    Pieces,
+    bounds_reference,
     page_scores,
-    page_scores_reference,
+    score_reference,
     write_bounds,
-    write_bounds_reference,
 )
 
 FP8 = torch.float8_e4m3fn
-SIZES = ((16, 16, 16), (32, 16, 16), (8, 4, 4), (8, 4, 12), (16, 8, 24))
-"""Slots of a page of the cache, of a piece, and of a page that is scored."""
-TOLERANCE = 2e-5
-"""Relative to the largest product; sums of up to 1,024 products of 16-bit numbers are rounded in fp32."""
+OLD = 77.0
 
 
-class Case:
-    """`check` compares bounds, scores and lists with the definitions."""
+def check(
+    seed: int, dtype: torch.dtype, *, device: str, fp8: bool = False, head_dim: int = 24, pages: int = 7
+) -> None:
+    """Bounds and scores of a random pass equal the definition."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    engine_page = rng.choice((16, 32, 8))
+    page = rng.choice((16, 8, 48, engine_page))
+    size, kv_heads, group, places = math.gcd(engine_page, page), rng.choice((1, 3)), 2, rng.choice((1, 5, 32))
+    # Bounds of fp8 keys are in fp32.
+    bound_dtype = torch.float32 if fp8 else dtype
+    ends = [rng.randint(0, pages * engine_page) for _ in range(3)]
+    table_BP = (torch.randperm(3 * pages) + 1).view(3, pages)
+    slots = PagedSlots(block_table_BP=table_BP, page_size=engine_page)
+    num_slots = (3 * pages + 1) * engine_page
+    keys_SKH = torch.full((num_slots, kv_heads, head_dim), torch.nan)
+    for sequence, end in enumerate(ends):
+        physical = slots.physical(torch.arange(end)[None], torch.tensor([sequence]))[0]
+        keys_SKH[physical] = torch.randn(end, kv_heads, head_dim)
+    keys_SKH = keys_SKH.to(FP8 if fp8 else dtype)
+    k_scale_K = 0.5 + torch.rand(kv_heads) if fp8 else None
 
-    def __init__(self, seed: int, dtype: torch.dtype, *, device: str = "cpu", fp8: bool = False) -> None:
-        page_size, piece, page = SIZES[seed % len(SIZES)]
-        self.num_sequences, self.num_kv_heads, group, head_dim = (
-            3,
-            1 + seed % 2,
-            1 + seed % 3,
-            (16, 24)[seed % 2],
-        )
-        self.num_table, self.device = 6, torch.device(device)
-        generator = torch.Generator().manual_seed(seed)
-        pages = torch.randperm(self.num_sequences * self.num_table, generator=generator)
-        layout = {"page_size": page_size, "piece": piece, "page": page}
-        self.layout = PageLayout(block_table_BP=pages.view(self.num_sequences, -1).to(device), **layout)
-        most = self.num_table * page_size
-        shape = (len(pages) * page_size, self.num_kv_heads, head_dim)
-        keys = torch.randn(shape, generator=generator).to(FP8 if fp8 else dtype)
-        self.scale_K = torch.rand(self.num_kv_heads, generator=generator).to(device) + 0.5 if fp8 else None
-        self.ends_B = torch.randint(0, most + 1, (self.num_sequences,), generator=generator)
-        self.ends_B[0] = (0, most, 1)[seed % 3]
-        self.starts_B = self.ends_B.to(device)
-        if not fp8:
-            for b, end in enumerate(self.ends_B.tolist()):
-                slots = torch.arange(end, most)
-                keys[pages.view(3, -1)[b, slots // page_size] * page_size + slots % page_size] = torch.nan
-        self.keys = keys.to(device)
-        bounds_dtype = torch.float32 if fp8 else dtype
-        num_pieces = len(pages) * page_size // piece + 1
-        least_largest = torch.randn(2, num_pieces, *shape[1:], generator=generator).sort(dim=0).values
-        self.bounds = (9 * least_largest).to(bounds_dtype)
-        entries = [
-            (first, b)
-            for b, end in enumerate(self.ends_B.tolist())
-            # The first final row may lie inside a piece; the last entry of each sequence names no piece.
-            for first in [piece // 2, *range(piece, end, piece), end]
-        ]
-        first_slots_I, sequences_I = torch.tensor(entries).T.contiguous().to(device)
-        self.pieces = {"first_slots_I": first_slots_I, "sequences_I": sequences_I, "ends_B": self.starts_B}
-        self.q_RNH = torch.randn(20, self.num_kv_heads * group, head_dim, generator=generator).to(
-            device, dtype
-        )
-        rows = torch.randperm(20, generator=generator)[:12].view(3, 4)
-        self.rows_BW = torch.where(torch.rand(3, 4, generator=generator) < 0.3, -1, rows).to(device)
-        self.rows_BW[:, 1] = rows[:, 1].to(device)
+    # All pieces that have a slot below the end, one more that has none, and one that is no piece.
+    found = [(sequence, first) for sequence, end in enumerate(ends) for first in range(0, end, size)]
+    given = [*((*one, True) for one in found), (1, ends[1], True), (0, 0, False)]
+    rng.shuffle(given)
+    shape = (num_slots // size + 1, kv_heads, head_dim)
+    bounds = Bounds(
+        least_CKH=torch.full(shape, OLD, dtype=bound_dtype, device=device),
+        largest_CKH=torch.full(shape, OLD, dtype=bound_dtype, device=device),
+        size=size,
+    )
+    sequences, firsts, are_pieces = zip(*given, strict=True)
+    pieces = Pieces(
+        sequences_I=torch.tensor(sequences, device=device),
+        slots_I=torch.tensor(firsts, device=device),
+        is_piece_I=torch.tensor(are_pieces, device=device),
+    )
+    on_device = PagedSlots(block_table_BP=table_BP.to(device), page_size=engine_page)
+    scales = None if k_scale_K is None else k_scale_K.to(device)
+    write_bounds(keys_SKH.to(device), scales, bounds, pieces, torch.tensor(ends, device=device), on_device)
+    written = {}
+    for sequence, first in found:
+        end = min(first + size, ends[sequence])
+        expected = bounds_reference(keys_SKH, k_scale_K, slots, sequence, first, end)
+        physical = int(slots.physical(torch.tensor([[first]]), torch.tensor([sequence]))) // size
+        for one, expected_KH in zip((bounds.least_CKH, bounds.largest_CKH), expected, strict=True):
+            torch.testing.assert_close(one[physical].cpu(), expected_KH.to(bound_dtype), rtol=0, atol=0)
+        written[sequence, first] = expected
+    num_left = int((bounds.least_CKH[:-1, 0, 0] == OLD).sum())
+    assert num_left == num_slots // size - len(found), "other pieces were overwritten"
+    heads = torch.randn(3 * places + 2, kv_heads, group, head_dim).to(dtype)
+    _check_scores(rng, heads, page, ends, bounds, on_device, written)
 
-    def check(self) -> None:
-        right, found = self.bounds.clone().to(self.device), self.bounds.clone().to(self.device)
-        write_bounds_reference(self.keys, self.scale_K, *right, **self.pieces, layout=self.layout)
-        write_bounds(self.keys, self.scale_K, *found, **self.pieces, layout=self.layout)
-        assert torch.equal(found[:, :-1], right[:, :-1])
-        num_pages = -(-self.num_table * self.layout.page_size // self.layout.page)
-        scores_BKP = page_scores(
-            self.q_RNH, self.rows_BW, *found, starts_B=self.starts_B, num_pages=num_pages, layout=self.layout
-        )
-        limit = TOLERANCE * float(self.q_RNH.abs().max()) * float(found.abs().max()) * self.q_RNH.shape[2]
-        for b, start in enumerate(self.ends_B.tolist()):
-            expected = page_scores_reference(
-                self.q_RNH, self.rows_BW[b], *right, sequence=b, start=start, layout=self.layout
-            )
-            for head, scores in enumerate(expected):
-                mine = scores_BKP[b, head, : len(scores)].cpu().double()
-                torch.testing.assert_close(mine, torch.tensor(scores).double(), atol=limit, rtol=0)
-        self._check_lists(num_pages)
 
-    def _check_lists(self, num_pages: int) -> None:
-        shape = (self.num_sequences, self.num_kv_heads, num_pages + 1)
-        pages_BKC = torch.arange(num_pages + 1, dtype=torch.int32).expand(shape).clone()
-        pages_BKC[..., -1] = NOT_LISTED
-        page = self.layout.page
-        found_BKX = list_slots(pages_BKC.to(self.device), self.starts_B, page).tolist()
-        for b, start in enumerate(self.ends_B.tolist()):
-            listed = [slot if slot < start else NOT_LISTED for slot in range(num_pages * page)]
-            assert found_BKX[b] == [listed + [NOT_LISTED] * page] * self.num_kv_heads
+def _check_scores(
+    rng: random.Random,
+    q_RKGH: Tensor,
+    page: int,
+    ends: list[int],
+    bounds: Bounds,
+    slots: PagedSlots,
+    written: dict[tuple[int, int], tuple[Tensor, Tensor]],
+) -> None:
+    """Scores of three blocks that begin at `ends`; `written`: bounds by sequence and first slot."""
+    device, places = bounds.least_CKH.device, len(q_RKGH) // 3
+    rows_BW = torch.randperm(len(q_RKGH))[: 3 * places].view(3, places)
+    rows_BW[torch.rand(3, places) < rng.choice((0.0, 0.4))] = -1
+    num_pages = -(-max(*ends, 1) // page)
+    scores_BKP = page_scores(
+        q_RKGH.flatten(1, 2).to(device),
+        rows_BW.to(device),
+        bounds,
+        torch.tensor(ends, device=device),
+        slots,
+        page=page,
+        num_pages=num_pages,
+    ).cpu()
+    for sequence, end in enumerate(ends):
+        rows = rows_BW[sequence][rows_BW[sequence] >= 0]
+        for kv_head in range(q_RKGH.shape[1]):
+            q_WGH = q_RKGH[rows, kv_head]
+            for number in range(-(-end // page)):
+                firsts = range(number * page, min((number + 1) * page, end), bounds.size)
+                least_H, largest_H = (
+                    torch.stack([written[sequence, first][side][kv_head] for first in firsts])
+                    for side in (0, 1)
+                )
+                least_H = least_H.amin(0).to(bounds.least_CKH.dtype)
+                largest_H = largest_H.amax(0).to(bounds.least_CKH.dtype)
+                expected = score_reference(q_WGH, least_H, largest_H) if len(rows) else torch.zeros(())
+                found = scores_BKP[sequence, kv_head, number]
+                torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
