@@ -28,25 +28,27 @@ from benchmarks.stream import matmul_rate, stream_rate
 
 FINALISTS = 5
 WALKS = (
-    # block_m, warps, block_n, stages, registers
-    (64, 4, 64, 3, 0),
-    (128, 8, 64, 2, 0),
-    (128, 8, 64, 3, 0),
-    (128, 8, 64, 4, 0),
-    (128, 8, 128, 2, 0),
-    (128, 8, 64, 2, 128),
-    (128, 8, 32, 3, 128),
-    (128, 8, 32, 4, 128),
-    (128, 4, 32, 4, 0),
+    # block_m, warps, block_n, stages, registers, ahead
+    (64, 4, 64, 3, 0, False),
+    (128, 8, 64, 3, 0, False),
+    (128, 8, 64, 4, 0, False),
+    (128, 8, 64, 2, 128, False),
+    (128, 8, 32, 4, 128, False),
+    (128, 8, 64, 3, 0, True),
+    (128, 8, 64, 4, 0, True),
+    (128, 8, 64, 5, 0, True),
+    (128, 8, 32, 6, 0, True),
+    (128, 8, 32, 4, 128, True),
 )
 SHORT_WALKS = (
-    (64, 4, 32, 3, 0),
-    (64, 4, 32, 4, 0),
-    (64, 4, 64, 3, 0),
-    (128, 8, 32, 4, 0),
-    (128, 8, 64, 3, 0),
+    (64, 4, 32, 3, 0, False),
+    (64, 4, 32, 4, 0, False),
+    (64, 4, 64, 3, 0, False),
+    (128, 8, 32, 4, 0, False),
+    (128, 8, 64, 3, 0, False),
+    (128, 8, 64, 2, 128, False),
 )
-PROGRAMS = (1, 2, 3, 4, 8)
+PROGRAMS = (1, 2, 3, 4)
 
 
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
@@ -56,7 +58,7 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     if short:
         sums = ((1, 32), (2, 16), (4, 8))
     for walk, programs, (rows, parts) in itertools.product(SHORT_WALKS if short else WALKS, PROGRAMS, sums):
-        block_m, warps, block_n, stages, registers = walk
+        block_m, warps, block_n, stages, registers, ahead = walk
         yield replace(
             chosen,
             block_m=block_m,
@@ -64,6 +66,7 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
             block_n=block_n,
             stages=stages,
             registers=registers,
+            ahead=ahead,
             programs_per_sm=programs,
             combine_rows=rows,
             combine_parts=parts,
@@ -118,7 +121,7 @@ def _rank(block: Any, rates: tuple[float, float], *, short: bool) -> None:
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.warps, each.block_n, each.stages, each.registers): each for each in ranked[::-1]
+        (each.block_m, each.block_n, each.stages, each.registers, each.ahead): each for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
     medians = time_in_turns({str(i): graphs[launch] for i, launch in enumerate(detail)}, 5)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.paged_attention.kernel_parts import store_part, store_sums, write_before
+from idlm.kernels.paged_attention.kernel_parts import NOTHING, store_part, store_sums, write_before
 from idlm.kernels.paged_attention.kernel_walk import (
     NO_SLOT,
     pages_of,
     slots_of,
     split_start,
+    walk_ahead,
     walk_blocks,
 )
 
@@ -66,13 +67,15 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     NUM_LISTED: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
     """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
-    EARLY: the sum may launch as soon as this kernel has, else after its loop. NUM_LISTED: width of the lists,
-    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block.
+    EARLY: the sum may launch as soon as this kernel has, else after its loop. AHEAD: scores are computed one
+    block ahead where all rows see all. NUM_LISTED: width of the lists, 0 if the layer has none. BEFORE: also
+    leave maximum and sum over the slots before the block.
     """
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
@@ -99,12 +102,25 @@ def attend_kernel(
         stop = tl.minimum(split_start(high, SPLIT_BLOCKS, OCTAVE), end_block)
     # Page ids are read one block ahead: a load that depends on another one would be pipelined less deeply.
     walk, ends = (num_below, branch_block, num_list_blocks, shift), (high_limit, low_branch, high_own)
+    before_start = tl.load(record + 19)
+    last_before = (before_start + BLOCK_N - 1) // BLOCK_N - 1
+    middle = start
+    if AHEAD:
+        # Blocks that all rows see; not the last one before the block, whose sums are kept.
+        full = tl.where(num_list_blocks == 0, low_limit // BLOCK_N, 0)
+        if BEFORE:
+            full = tl.where(last_before >= 0, tl.minimum(full, last_before), full)
+        middle = tl.maximum(tl.minimum(full, stop), start)
+        ahead_slots = start * BLOCK_N + tl.arange(0, BLOCK_N)
+        ahead_pages = tl.load(
+            table + ahead_slots // PAGE, mask=(ahead_slots >= 0) & (start < middle), other=0
+        )
     slot_list = lists_BKC
     if NUM_LISTED:
         slot_list += (b.to(tl.int64) * K + kv_head) * NUM_LISTED
     else:
-        slots = slots_of(slot_list, start, stop, walk, 0, BLOCK_N)
-        pages = pages_of(table, slots, start, stop, ends, PAGE)
+        slots = slots_of(slot_list, middle, stop, walk, 0, BLOCK_N)
+        pages = pages_of(table, slots, middle, stop, ends, PAGE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if EARLY:
@@ -117,24 +133,40 @@ def attend_kernel(
     q = tl.load(q_RNH + at_q, mask=sees[:, None] & in_head, other=0.0)
     if SCALED:
         scale_log2 = scale_log2 * tl.load(k_scale_K + kv_head)
-
-    before_start = tl.load(record + 19)
     row_ends = tl.where(sees & (owns >= before_start), tl.minimum(limits, before_start), 0)
-    last_before = (before_start + BLOCK_N - 1) // BLOCK_N - 1
     if NUM_LISTED:
         # The layer before may have written the lists.
-        slots = slots_of(slot_list, start, stop, walk, NUM_LISTED, BLOCK_N)
-        pages = pages_of(table, slots, start, stop, ends, PAGE)
-    step = (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends))
+        slots = slots_of(slot_list, middle, stop, walk, NUM_LISTED, BLOCK_N)
+        pages = pages_of(table, slots, middle, stop, ends, PAGE)
     caches = (k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head)
+    if AHEAD:
+        acc, total, highest = walk_ahead(
+            q,
+            caches,
+            table,
+            ahead_pages,
+            start,
+            middle,
+            scale_log2,
+            stride_slot,
+            H,
+            PAGE,
+            BLOCK_N,
+            STAGES,
+        )
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
     acc, total, highest, before = walk_blocks(
         q,
         caches,
         table,
         slot_list,
         (slots, pages),
-        (start, stop, low),
-        step,
+        (acc, total, highest),
+        (middle, stop, low),
+        (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends)),
         partial_o,
         partial_sums,
         partial_before,

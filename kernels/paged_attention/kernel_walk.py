@@ -1,4 +1,4 @@
-"""The blocks of a walk: their slots, what rows see of them, and the loop over them.
+"""The blocks of a walk: their slots, what rows see of them, and the loops over them.
 
 R rows fed this pass, S physical KV slots, K KV heads, H head dim; README.md has the reasons.
 """
@@ -82,6 +82,7 @@ def walk_blocks(
     table,
     slot_list,
     first,
+    state,
     share,
     step,
     partial_o,
@@ -103,7 +104,8 @@ def walk_blocks(
 ):
     """The walk block by block: sum of values, sum of weights, maximum, and the sums before the block.
 
-    With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up.
+    `state`: the first three so far. With fixed splits, writes a part for each, but for those of the first
+    item of a tile, which it adds up.
     """
     slots, pages = first
     start, stop, low = share
@@ -117,9 +119,7 @@ def walk_blocks(
     columns = tl.arange(0, BLOCK_H)
     in_head = (columns < H)[None, :]
     next_slots = slots_of(slot_list, start + 1, stop, walk, NUM_LISTED, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    acc, total, highest = state
     if SPLIT_BLOCKS:
         split, sum_o, sum_total, sum_highest = low, acc, total, highest
         split_end = split_start(low + 1, SPLIT_BLOCKS, OCTAVE)
@@ -185,3 +185,63 @@ def walk_blocks(
     if SPLIT_BLOCKS:
         acc, total, highest, before = sum_o, sum_total, sum_highest, sum_before
     return acc, total, highest, before
+
+
+@triton.jit
+def walk_ahead(
+    q,
+    caches,
+    table,
+    pages,
+    start,
+    stop,
+    scale_log2,
+    stride_slot,
+    H: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The walk over blocks `[start, stop)`, of which all rows see all, with scores computed ahead.
+
+    Iteration i adds the values of block i - 1, starts the scores of block i + 1, and takes the softmax of
+    block i meanwhile. Triton lets a product go on that the iteration does not read, and waits for it with the
+    sum of values at the head of the next one; so nothing here reads or hides scores that are under way.
+    `pages`: page ids of the slots of block `start`.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_H: tl.constexpr = q.shape[1]
+    columns = tl.arange(0, BLOCK_H)
+    in_head = (columns < H)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    scores = tl.full([BLOCK_M, BLOCK_N], float("-inf"), dtype=tl.float32)
+    weights = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    # Physical slots of blocks i - 1 and i; -1 outside the walk.
+    behind = tl.full([BLOCK_N], -1, dtype=tl.int32)
+    here = tl.full([BLOCK_N], -1, dtype=tl.int32)
+    for i in tl.range(start - 1, tl.where(start < stop, stop + 1, start - 1), num_stages=STAGES):
+        slots = (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ahead = tl.where(i + 1 < stop, pages.to(tl.int32) * PAGE + slots % PAGE, -1)
+        exists = (slots >= 0) & (i + 2 < stop)
+        pages = tl.load(table + (slots + BLOCK_N) // PAGE, mask=exists, other=0)
+        mask = (behind >= 0)[:, None] if H == BLOCK_H else (behind >= 0)[:, None] & in_head
+        at = behind.to(tl.int64)[:, None] * stride_slot + columns[None, :]
+        v = tl.load(caches[1] + at, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc)
+        mask = (ahead >= 0)[:, None] if H == BLOCK_H else (ahead >= 0)[:, None] & in_head
+        at = ahead.to(tl.int64)[:, None] * stride_slot + columns[None, :]
+        k = tl.load(caches[0] + at, mask=mask, other=0.0)
+        next_scores = tl.dot(q, k.to(q.dtype).T)
+        # After the last block there are no scores, and nothing adds the weights.
+        largest = tl.where(i < stop, tl.max(scores, 1) * scale_log2, NOTHING)
+        new_highest = tl.maximum(highest, largest)
+        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.where(i < stop, tl.sum(weights, 1), 0.0)
+        acc = acc * shrink[:, None]
+        highest, scores = new_highest, next_scores
+        # Triton does not pipeline a loop that passes a value on unchanged.
+        behind, here = tl.where(i < stop, here, -1), ahead
+    return acc, total, highest

@@ -70,6 +70,8 @@ class Launch:
     """Parts that are loaded ahead when they are added in order."""
     half_parts: bool = False
     """Parts are float16 with a power of two per row; not with fixed splits, which keep some in registers."""
+    ahead: bool = False
+    """Scores are computed one block ahead, beside the softmax; not with fixed splits."""
     registers: int = 0
     """Maximum number of registers of a thread of the walk, so that more programs fit; 0: no maximum."""
     pdl: bool = False
@@ -158,6 +160,7 @@ def choose_launch(
     return Launch(
         block_m=max(block_m, group),
         block_n=2 * block_n if is_long else block_n,
+        ahead=is_tall,
         warps=8 if is_tall or (group > 64 and not is_wide) else 4,
         stages=2 if is_wide else 3,
         min_blocks=1,
@@ -212,6 +215,7 @@ def plan(
         launch = replace(chosen, pdl=has_pdl(device))
     assert not deterministic or launch.split_slots > 0, f"{launch=} has no fixed splits"
     assert not (launch.split_slots and launch.half_parts), f"{launch=}: what is summed depends on the items"
+    assert not (launch.split_slots and launch.ahead), f"{launch=}: splits end inside the walk"
     assert launch.split_slots % launch.block_n == 0 and launch.block_m >= shape.group, f"{launch=} {shape=}"
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     tile_rows = launch.block_m // shape.group
@@ -392,6 +396,7 @@ def _attend(
         STAGES=launch.stages,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
         EARLY=launch.early and plan.num_items > plan.num_tiles,
+        AHEAD=launch.ahead,
         NUM_LISTED=0 if lists_BKC is None else rows.num_listed,
         BEFORE=before is not None,
         num_warps=launch.warps,

@@ -31,7 +31,8 @@ SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float16)
 TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
 HALF = replace(TINY, programs_per_sm=8, combine_parts=4, half_parts=True)
 FIXED = replace(TINY, split_slots=16, octave=2)
-LAUNCHES = (TINY, HALF, FIXED)
+AHEAD = replace(HALF, ahead=True)
+LAUNCHES = (TINY, AHEAD, FIXED)
 RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
 
 
@@ -58,7 +59,7 @@ def check(listed: ListedCase, tunables: Launch) -> Tensor:
     return o_RNH
 
 
-@pytest.mark.parametrize("tunables", LAUNCHES, ids=("tiny", "half", "fixed"))
+@pytest.mark.parametrize("tunables", LAUNCHES, ids=("tiny", "ahead", "fixed"))
 def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     """A listed block behind its clean rows, dropped rows, a ranking block, a prompt, and blocks at slot 0."""
     sequences = [
@@ -79,7 +80,7 @@ def test_blocks_beside_other_sequences(tunables: Launch) -> None:
 @pytest.mark.parametrize("start", [1, 15, 16, 17, 31, 32, 33])
 def test_sums_end_where_the_block_begins(start: int) -> None:
     sequences = [Work(start=start, places=(0, 1), size=4, num_clean=1, listed=False)]
-    for tunables in (HALF, FIXED):
+    for tunables in (AHEAD, FIXED):
         check(build_listed(sequences, SMALL, num_listed=1), tunables)
 
 
