@@ -1,13 +1,14 @@
 """The ranking of prefixes behind a pass on a GPU: against the time of reading the keys once.
 
     python -m benchmarks.kernels.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
-                                                [rounds=7] [sweep=false] [record=true] [results=DIR]
+                                                [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
 
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
 reading their keys. `rank_idle_share` is what the same launches take when no sequence ranks, as a share of the
 shortest possible step (reading the weights). First shares and lists of some layers and KV heads must equal
-those computed from the same keys by plain products. `sweep` times launches.
+those computed from the same keys by plain products. `sweep`: cases in
+which launches are timed.
 L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
 head, H head dim, C listed slots.
 """
@@ -43,7 +44,7 @@ DEFAULTS = {
     "layers": "34",
     "sharpness": "1.5",
     "rounds": "7",
-    "sweep": "false",
+    "sweep": "",
     "record": "true",
     "results": str(RESULTS),
 }
@@ -91,7 +92,7 @@ def measure(arguments: list[str]) -> int:
         gate = check(problem)
         is_right &= gate
         rows += times(problem, timer, products, gate)
-        if options["sweep"] == "true":
+        if case in options["sweep"].split(","):
             sweep(problem, timer)
         del problem
         torch.cuda.empty_cache()
@@ -230,25 +231,24 @@ def sweep(problem: Problem, timer: Timer) -> None:
     num = layers_at_once(len(problem.slots_LZKC), batch, NUM_KV_HEADS, ranking.max_slots)
     floor = problem.key_bytes / len(problem.slots_LZKC) * num / timer.bytes_per_us
     calls: dict[str, Callable[[], Any]] = {}
-    for block_n, warps, stages, per_sm in (
-        *((64, 4, stages, per_sm) for stages, per_sm in ((2, 2), (2, 3), (3, 2), (4, 2))),
-        *((128, 8, stages, 1) for stages in (2, 3, 4)),
-        *((128, 4, 2, 2), (32, 4, 4, 3)),
+    for block_n, stages, per_sm, registers in (
+        *((64, stages, 2, None) for stages in (3, 4, 5)),
+        *((64, 2, 3, 168), (128, 2, 2, None)),
     ):
-        tiles = launch_module.Launch(block_n=block_n, warps=warps, stages=stages, per_sm=per_sm)
-        calls[f"shares {block_n=} {warps=} {stages=} {per_sm=}"] = partial(
+        tiles = launch_module.Launch(block_n=block_n, stages=stages, per_sm=per_sm, max_registers=registers)
+        calls[f"shares {block_n=} {stages=} {per_sm=} {registers=}"] = partial(
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
     shares_LBKS = attention_share(ranking, 0, num)
-    for tile, read, warps, group in (
-        *((1024, 4096, 8, group) for group in (8, 16, 32)),
-        *((2048, 4096, 8, 16), (1024, 4096, 4, 16), (2048, 8192, 16, 16), (4096, 8192, 16, 16)),
+    for tile, read, stages, group in (
+        *((1024, 2048, 3, group) for group in (8, 16, 32)),
+        *((1024, 2048, 1, 16), (1024, 2048, 4, 16), (1024, 4096, 2, 16), (2048, 2048, 3, 16)),
     ):
-        calls[f"select {tile=} {read=} {warps=} {group=}"] = partial(
+        calls[f"select {tile=} {read=} {stages=} {group=}"] = partial(
             launch_module.select_largest,
             *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
             group=group,
-            launch=launch_module.Launch(tile=tile, read=read, select_warps=warps),
+            launch=launch_module.Launch(tile=tile, read=read, select_stages=stages),
         )
     calls["select by plain torch"] = partial(
         select_largest,

@@ -49,6 +49,18 @@ def _pages(table, tile, start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.load(table + slots // PAGE, mask=slots < start, other=0)
 
 
+@triton.jit
+def _store_shares(shares, scores, factor, b_offset, tile, first, start, ADDS: tl.constexpr):
+    """Store the shares of a tile, or add to those stored, from scores [BLOCK_N, BLOCK_M]."""
+    BLOCK_N: tl.constexpr = scores.shape[0]
+    o_slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_slot = (o_slot < start) & (tile >= first)
+    b_share = tl.sum(tl.exp2(scores * factor - b_offset[None, :]), 1)
+    if ADDS:
+        b_share += tl.load(shares + o_slot, mask=m_slot, other=0.0)
+    tl.store(shares + o_slot, b_share, mask=m_slot)
+
+
 @triton.jit(do_not_specialize=["num_layers", "num_sequences", "num_slots", "stride_table"])
 def share_kernel(
     q_LRNH, max_LRN, sum_LRN, keys_LSKH, k_scale_LK, block_table, rows_BW, starts_B, ranks_B, shares_LBKS,
@@ -100,16 +112,17 @@ def share_kernel(
             )  # fmt: skip
             # Page ids are read one tile ahead: loads that depend on another one are pipelined less deeply.
             pages = _pages(table, first, start, PAGE, BLOCK_N)
+            # The scores of a tile become shares in the next turn, so that keys are ordered before that.
+            scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for tile in tl.range(first, end, num_stages=STAGES):
+                _store_shares(shares, scores, factor, b_offset, tile - 1, first, start, part > 0)
                 o_slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                m_slot = o_slot < start
-                physical = pages.to(tl.int64) * PAGE + o_slot % PAGE
+                m_slot = (o_slot < start)[:, None]
+                physical = pages.to(tl.int32) * PAGE + o_slot % PAGE
                 pages = _pages(table, tile + 1, start, PAGE, BLOCK_N)
-                mask = m_slot[:, None] if H == BLOCK_H else m_slot[:, None] & (o_column < H)[None, :]
-                k = tl.load(keys + physical[:, None] * stride_slot + o_column[None, :], mask=mask, other=0.0)
+                mask = m_slot if H == BLOCK_H else m_slot & (o_column < H)[None, :]
+                p_k = keys + physical.to(tl.int64)[:, None] * stride_slot + o_column[None, :]
+                k = tl.load(p_k, mask=mask, other=0.0)
                 scores = tl.dot(k.to(q.dtype), q.T, input_precision=PRECISION)
-                b_share = tl.sum(tl.exp2(scores * factor - b_offset[None, :]), 1)
-                if part > 0:
-                    b_share += tl.load(shares + o_slot, mask=m_slot, other=0.0)
-                tl.store(shares + o_slot, b_share, mask=m_slot)
+            _store_shares(shares, scores, factor, b_offset, end - 1, first, start, part > 0)
         at += end - first

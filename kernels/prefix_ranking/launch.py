@@ -7,7 +7,7 @@ C listed places, Z lanes.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,29 +25,39 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper (half of
-    them with heads above 128); keys are loaded with `stages` buffers. `per_sm` programs share a
-    multiprocessor, so that some compute exponentials while others wait for products. The selection reads
-    `read` scores together, and then looks at `tile` candidates together.
+    """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
+    loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
+    while others wait for products; `max_registers` of a thread (None: no bound) let as many fit.
+    The selection reads `read` scores together with `select_stages` buffers, and then looks at `tile`
+    candidates together.
     """
 
     block_n: int = 64
     max_queries: int = 256
     warps: int = 4
-    stages: int = 3
+    stages: int = 5
     per_sm: int = 2
+    max_registers: int | None = None
     tile: int = 1024
-    read: int = 4096
+    read: int = 2048
     select_warps: int = 8
+    select_stages: int = 3
 
 
-WIDE = Launch()
+USUAL = Launch()
+LARGE = Launch(stages=3)
+"""More queries, or wider heads: they leave less room for keys."""
 FP32 = Launch(block_n=32, max_queries=32, stages=2)
+MAX_QUERY_NUMBERS = 128 * 128
 
 
-def choose(dtype: torch.dtype) -> Launch:
-    """Launch parameters by the dtype of queries."""
-    return FP32 if dtype == torch.float32 else WIDE
+def choose(dtype: torch.dtype, num_queries: int, block_h: int) -> Launch:
+    """Launch parameters by the dtype and number of queries and the padded head dim."""
+    if dtype == torch.float32:
+        return FP32
+    if num_queries * block_h <= MAX_QUERY_NUMBERS:
+        return USUAL
+    return LARGE if block_h <= 128 else replace(LARGE, max_queries=LARGE.max_queries // 2)
 
 
 def attention_share(
@@ -65,13 +75,12 @@ def attention_share(
     assert max_LRN.stride() == sum_LRN.stride() and max_LRN[0].is_contiguous(), f"{max_LRN.stride()=}"
     assert ranking.rows_BW.is_contiguous() and ranking.block_table_BP.stride(1) == 1
     assert k_scale_LK is None or k_scale_LK.is_contiguous(), f"{k_scale_LK=}"
-    launch = choose(q_LRNH.dtype) if launch is None else launch
     num_slots = triton.cdiv(ranking.max_slots, GROUP) * GROUP
     shares_LBKS = q_LRNH.new_empty(num_layers, num_sequences, num_kv_heads, num_slots, dtype=torch.float32)
     num_queries = num_places * (num_heads // num_kv_heads)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    max_queries = launch.max_queries if block_h <= 128 else launch.max_queries // 2
-    block_m = max(16, min(max_queries, triton.next_power_of_2(num_queries)))
+    launch = choose(q_LRNH.dtype, num_queries, block_h) if launch is None else launch
+    block_m = max(16, min(launch.max_queries, triton.next_power_of_2(num_queries)))
     most_tiles = num_layers * num_sequences * triton.cdiv(ranking.max_slots, launch.block_n)
     workers = max(1, min(most_tiles, num_multiprocessors(device) * launch.per_sm // num_kv_heads))
     share_kernel[(workers * num_kv_heads,)](
@@ -95,6 +104,7 @@ def attention_share(
         STAGES=launch.stages,
         PRECISION="ieee" if q_LRNH.dtype == torch.float32 else "tf32",
         num_warps=launch.warps,
+        **({} if launch.max_registers is None or INTERPRETED else {"maxnreg": launch.max_registers}),
     )
     return shares_LBKS
 
@@ -107,7 +117,7 @@ def select_largest(
     places_LZKC: Tensor,
     *,
     group: int = GROUP,
-    launch: Launch = WIDE,
+    launch: Launch = USUAL,
 ) -> None:
     """See `op.select_largest`."""
     num_layers, num_sequences, num_kv_heads, num_scores = scores_LBKS.shape
@@ -125,6 +135,7 @@ def select_largest(
         GROUP_BITS=group.bit_length() - 1,
         TILE=launch.tile,
         GROUPS=max(1, launch.read // group),
+        STAGES=launch.select_stages,
         num_warps=launch.select_warps,
     )
 

@@ -13,8 +13,8 @@ import torch
 from idlm.kernels.prefix_ranking import launch as launch_module
 from tests.kernels.cases.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
-SMALL = launch_module.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256)
-SMALL_TILES = launch_module.Launch(tile=64)
+SMALL = launch_module.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256, read=256)
+SMALL_TILES = launch_module.Launch(tile=64, read=64)
 SIZES = (
     Sizes(),
     Sizes(layers=1, sequences=1, places=1, kv_heads=1, group=1, max_slots=40, page_size=1, listed=3),
