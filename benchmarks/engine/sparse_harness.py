@@ -68,8 +68,8 @@ def trace_of_passes(num_passes: int, size: int) -> Trace:
 
 
 class SteadyContexts(SteadyBlocks):
-    """`SteadyBlocks` whose arm may walk contexts without splits. The first blocks, of which a part is fixed, end
-    before a round is timed: then every sequence emits whole blocks, one after another.
+    """`SteadyBlocks` whose arm may walk contexts without splits. The first blocks, of which a part is fixed,
+    end before a round is timed: then every sequence emits whole blocks, one after another.
     """
 
     def start_and_warm_up(self) -> None:
@@ -164,8 +164,8 @@ def floor_of(model: LoadedModel, arm: SparseArm, load: Load, *, stream: float, p
 
 
 def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
-    """How far the logits of a block's second pass, over lists of all slots, are from those of exact attention:
-    root mean square of the difference over that of the logits. 1 if that pass has no lists.
+    """How far the logits of a block's second pass, over lists of all slots, are from those of exact
+    attention: root mean square of the difference over that of the logits. 1 if that pass has no lists.
     """
     full = replace(arm, k=EVERYTHING, graphs=False, num_inflight_steps=0, exact_share=1 / arm.num_passes)
     found, is_listed = _second_logits(model, full, load)
@@ -175,8 +175,8 @@ def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
 
 
 def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torch.Tensor, bool]:
-    """Logits of the second pass over the first blocks, and whether all sequences see lists in it. The first pass
-    of all arms is the same.
+    """Logits of the second pass over the first blocks, and whether all sequences see lists in it. The first
+    pass of all arms is the same.
     """
     torch.manual_seed(0)
     steady = steady_contexts(model, arm, load, num_blocks=1)
