@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from idlm.devices import memory_bytes
+from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
+from idlm.infer.memory.base import Caching, MemoryDemand
 from idlm.infer.sparse.sparse_pass import SparseKV
 from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
@@ -315,3 +317,13 @@ def test_memory_for_ranking_is_asked_for(name: str) -> None:
     row_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
     assert made.pass_bytes() > (NUM_LAYERS - 2) * PLACE.max_rows * row_bytes
     assert accelerator_of("quest").pass_bytes() == 0
+
+
+def test_kv_pages_leave_room_for_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where the pool takes a share of what is free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 2_000_000))
+    demand = MemoryDemand(device=torch.device("cuda"), page_bytes=1000, max_pages=10_000)
+    assert Caching().plan(demand).num_pages == 800
+    assert Caching().plan(dataclasses.replace(demand, pass_bytes=300_000)).num_pages == 500
+    with pytest.raises(UserError, match="IDLM-0405"):
+        Caching().plan(dataclasses.replace(demand, pass_bytes=800_000))
