@@ -1,7 +1,7 @@
 """The ranking of prefixes behind a pass on a GPU: against the time of reading the keys once.
 
-    python -m benchmarks.kernels.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
-                                                [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
+    python -m benchmarks.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
+                                        [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
 
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
