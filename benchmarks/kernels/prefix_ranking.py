@@ -1,14 +1,13 @@
 """The ranking of prefixes behind a pass on a GPU: against the time of reading the keys once.
 
-    python -m benchmarks.kernels.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
-                                                [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
+    python -m benchmarks.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
+                                        [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
 
 SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
 random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
 reading their keys. `rank_idle_share` is what the same launches take when no sequence ranks, as a share of the
 shortest possible step (reading the weights). First shares and lists of some layers and KV heads must equal
-those computed from the same keys by plain products. `sweep`: cases in
-which launches are timed.
+those computed from the same keys by plain products. `sweep`: cases in which launches are timed.
 L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
 head, H head dim, C listed slots.
 """
@@ -200,7 +199,7 @@ def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[d
     print(
         f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms "
         f"(products alone {flops / products * 1e3:.3f} ms); shares {share:.3f} ms, {share / floor:.3f}; "
-        f"nobody ranks: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
+        f"idle: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
         flush=True,
     )
     row = partial(result_row, "prefix_ranking", case, gate_passed=gate)

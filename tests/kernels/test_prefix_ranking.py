@@ -19,9 +19,9 @@ SIZES = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_plain_torch_equals_the_definition(seed: int, sizes: Sizes, dtype: torch.dtype) -> None:
-    make_case(seed, sizes, dtype, fp8=seed == 3 and dtype != torch.float64).check()
+    make_case(seed, sizes, dtype, fp8=seed == 1 and dtype != torch.float64).check()
 
 
 @pytest.mark.parametrize("seed", range(6))

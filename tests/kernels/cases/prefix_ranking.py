@@ -27,9 +27,9 @@ from idlm.kernels.prefix_ranking import (
 FP8 = torch.float8_e4m3fn
 NOT_LISTED, OLD = -1, -7
 Select = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-SHARE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
-"""Relative error of a share. Products of 16-bit numbers are exact in fp32, so all differ in sums alone;
-with fp64 the statistics are in fp32 all the same."""
+SHARE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 5e-5, torch.bfloat16: 5e-5}
+"""Relative error of a share. Products of 16-bit numbers are exact in fp32, so all differ in sums alone,
+which tensor cores round off; with fp64 the statistics are in fp32 all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
