@@ -48,9 +48,7 @@ PROGRAMS = (1, 2, 3, 4)
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     """Launches to try, the chosen one first."""
     yield chosen
-    sums = ((chosen.combine_rows, chosen.combine_parts),)
-    if short:
-        sums = ((1, 32), (2, 16), (4, 8))
+    sums = [(1, 32), (2, 16), (4, 8)] if short else [(chosen.combine_rows, chosen.combine_parts)]
     for walk, programs, (rows, parts) in itertools.product(SHORT_WALKS if short else WALKS, PROGRAMS, sums):
         block_m, warps, block_n, stages, registers = walk
         yield replace(
@@ -81,14 +79,10 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
         print(f"exact {context} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
         _rank(block, rates, short=False)
     for batch in numbers(options["lists"]):
-        for is_listed in (True, False):
-            size = (
-                {"context": int(options["context"]), "k": k}
-                if is_listed
-                else {"context": k, "in_order": True}
-            )
-            block = make_block_step(options, batch=batch, **size)
-            print(f"{size} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
+        lists = make_block_step(options, batch=batch, context=int(options["context"]), k=k)
+        short = make_block_step(options, batch=batch, context=k, in_order=True)
+        for name, block in (("lists", lists), ("short context", short)):
+            print(f"{name} of {k} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
             _rank(block, rates, short=True)
     return 0
 
