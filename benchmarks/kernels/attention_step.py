@@ -144,7 +144,7 @@ def norm_of(x_RNH: Tensor, step: Step, *, pdl: bool) -> Tensor:
 
 def launch_of(step: Step, *, fixed: bool) -> Any:
     """The launch parameters that the back end would choose."""
-    from idlm.kernels.paged_attention.launch import choose_launch
+    from idlm.kernels.paged_attention.choice import choose_launch
 
     return choose_launch(
         step.shape,

@@ -14,13 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.paged_attention.kernel_parts import NOTHING, store_part, store_sums, write_before
+from idlm.kernels.paged_attention.kernel_parts import (
+    store_part,
+    store_sums,
+    write_before,
+    write_output,
+)
 from idlm.kernels.paged_attention.kernel_walk import (
     NO_SLOT,
+    listed_of,
     pages_of,
+    read_walk,
     slots_of,
     split_start,
-    walk_ahead,
     walk_blocks,
 )
 
@@ -67,33 +73,27 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
     NUM_LISTED: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
     """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
-    EARLY: the sum may launch as soon as this kernel has, else after its loop. AHEAD: scores are computed one
-    block ahead where all rows see all. NUM_LISTED: width of the lists, 0 if the layer has none. BEFORE: also
-    leave maximum and sum over the slots before the block.
+    EARLY: the sum may launch as soon as this kernel has, else after its loop. NUM_LISTED: width of the lists,
+    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block.
     """
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    num_below, branch_block, end_block = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
-    low_limit, high_limit = tl.load(record + 6), tl.load(record + 7)
-    low_branch, high_own = tl.load(record + 8), tl.load(record + 9)
+    walk, ends, low_limit, end_block = read_walk(record)
     low, high = tl.load(record + 10), tl.load(record + 11)
     num_items, my_part = tl.load(record + 15), tl.load(record + 16)
-    num_list_blocks, shift = tl.load(record + 17), tl.load(record + 18)
 
     m, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
     in_tile = m < count * G
     sees = in_tile & (end_block > 0)
     rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
     limits = tl.load(limits_R + rows, mask=sees, other=0).to(tl.int32)
-    sees_branch = sees & (low_branch < NO_SLOT)
-    branches = tl.load(branch_starts_R + rows, mask=sees_branch, other=NO_SLOT).to(tl.int32)
+    branches = tl.load(branch_starts_R + rows, mask=sees & (ends[1] < NO_SLOT), other=NO_SLOT).to(tl.int32)
     owns = tl.load(own_slots_R + rows, mask=sees, other=0).to(tl.int32)
     table = block_table + b.to(tl.int64) * stride_table
     start, stop = low, high
@@ -101,26 +101,14 @@ def attend_kernel(
         start = split_start(low, SPLIT_BLOCKS, OCTAVE)
         stop = tl.minimum(split_start(high, SPLIT_BLOCKS, OCTAVE), end_block)
     # Page ids are read one block ahead: a load that depends on another one would be pipelined less deeply.
-    walk, ends = (num_below, branch_block, num_list_blocks, shift), (high_limit, low_branch, high_own)
     before_start = tl.load(record + 19)
     last_before = (before_start + BLOCK_N - 1) // BLOCK_N - 1
-    middle = start
-    if AHEAD:
-        # Blocks that all rows see; not the last one before the block, whose sums are kept.
-        full = tl.where(num_list_blocks == 0, low_limit // BLOCK_N, 0)
-        if BEFORE:
-            full = tl.where(last_before >= 0, tl.minimum(full, last_before), full)
-        middle = tl.maximum(tl.minimum(full, stop), start)
-        ahead_slots = start * BLOCK_N + tl.arange(0, BLOCK_N)
-        ahead_pages = tl.load(
-            table + ahead_slots // PAGE, mask=(ahead_slots >= 0) & (start < middle), other=0
-        )
     slot_list = lists_BKC
     if NUM_LISTED:
         slot_list += (b.to(tl.int64) * K + kv_head) * NUM_LISTED
     else:
-        slots = slots_of(slot_list, middle, stop, walk, 0, BLOCK_N)
-        pages = pages_of(table, slots, middle, stop, ends, PAGE)
+        slots = slots_of(start, start, walk, 0, BLOCK_N)
+        pages = pages_of(table, slots, start, stop, ends, PAGE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if EARLY:
@@ -136,36 +124,17 @@ def attend_kernel(
     row_ends = tl.where(sees & (owns >= before_start), tl.minimum(limits, before_start), 0)
     if NUM_LISTED:
         # The layer before may have written the lists.
-        slots = slots_of(slot_list, middle, stop, walk, NUM_LISTED, BLOCK_N)
-        pages = pages_of(table, slots, middle, stop, ends, PAGE)
+        listed = listed_of(slot_list, start, stop, walk, NUM_LISTED, BLOCK_N)
+        slots = slots_of(listed, start, walk, NUM_LISTED, BLOCK_N)
+        pages = pages_of(table, slots, start, stop, ends, PAGE)
     caches = (k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head)
-    if AHEAD:
-        acc, total, highest = walk_ahead(
-            q,
-            caches,
-            table,
-            ahead_pages,
-            start,
-            middle,
-            scale_log2,
-            stride_slot,
-            H,
-            PAGE,
-            BLOCK_N,
-            STAGES,
-        )
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
     acc, total, highest, before = walk_blocks(
         q,
         caches,
         table,
         slot_list,
         (slots, pages),
-        (acc, total, highest),
-        (middle, stop, low),
+        (start, stop, low),
         (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends)),
         partial_o,
         partial_sums,
@@ -186,16 +155,16 @@ def attend_kernel(
     )
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    is_part = (SPLIT_BLOCKS == 0) | (low == 0)
     if BEFORE:
         if num_items == 1:
             write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
-        elif (SPLIT_BLOCKS == 0) | (low == 0):
+        elif is_part:
             store_sums(partial_before, my_part, in_tile, kv_head, before, K)
     if num_items == 1:
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         if SCALED:
             acc = acc * tl.load(v_scale_K + kv_head)
         at_o = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
-        tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
-    elif (SPLIT_BLOCKS == 0) | (low == 0):
+        write_output(o_RNH + at_o, acc, total, in_tile[:, None] & in_head)
+    elif is_part:
         store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)

@@ -1,4 +1,4 @@
-"""The blocks of a walk: their slots, what rows see of them, and the loops over them.
+"""The blocks of a walk: their slots, what rows see of them, and the loop over them.
 
 R rows fed this pass, S physical KV slots, K KV heads, H head dim; README.md has the reasons.
 """
@@ -16,29 +16,54 @@ NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def slots_of(slot_list, i, stop, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Slots of block `i` of the walk: of the list, or in a row; -1 if nothing is listed."""
-    num_below, branch_block, num_list_blocks, shift = walk
-    block = tl.where(i < num_below, i, i - num_below + branch_block)
-    places = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if NUM_LISTED:
-        is_listed = (places < NUM_LISTED) & (i < tl.minimum(stop, num_list_blocks))
-        listed = tl.load(slot_list + places, mask=is_listed, other=-1)
-        places = tl.where(i < num_list_blocks, listed, places + shift)
-    return places
+def read_walk(record):
+    """The walk of a tile, ends of what its rows see, their lowest limit and the end of its blocks."""
+    walk = tl.load(record + 3), tl.load(record + 4), tl.load(record + 17), tl.load(record + 18)
+    ends = tl.load(record + 7), tl.load(record + 8), tl.load(record + 9)
+    return walk, ends, tl.load(record + 6), tl.load(record + 5)
 
 
 @triton.jit
-def is_seen(slots, ends):
+def listed_of(slot_list, i, stop, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the list holds for block `i` of the walk; -1 behind the list."""
+    places = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_listed = (places < NUM_LISTED) & (i < tl.minimum(stop, walk[2]))
+    return tl.load(slot_list + places, mask=is_listed, other=-1)
+
+
+@triton.jit
+def is_list_full(slot_list, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether block `i` of the walk is one of the list with a slot in every place; it ascends to its -1s."""
+    last = i * BLOCK_N + BLOCK_N - 1
+    return tl.load(slot_list + last, mask=(last < NUM_LISTED) & (i < walk[2]), other=-1) >= 0
+
+
+@triton.jit
+def slots_of(listed, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slots of block `i` of the walk: `listed` by the list (-1: nothing), or in a row."""
+    num_below, branch_block, num_list_blocks, shift = walk
+    block = tl.where(i < num_below, i, i - num_below + branch_block)
+    slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if NUM_LISTED:
+        slots = tl.where(i < num_list_blocks, listed, slots + shift)
+    return slots
+
+
+@triton.jit
+def is_seen(slots, ends, NUM_LISTED: tl.constexpr):
     """Whether some row of the tile sees the slot."""
     high_limit, low_branch, high_own = ends
-    return ((slots >= 0) & (slots < high_limit)) | ((slots >= low_branch) & (slots <= high_own))
+    below = slots < high_limit
+    if NUM_LISTED:
+        below &= slots >= 0
+    return below | ((slots >= low_branch) & (slots <= high_own))
 
 
 @triton.jit
 def pages_of(table, slots, i, stop, ends, PAGE: tl.constexpr):
-    """Page id of each slot of block `i` of the walk; 0 where no row of the tile sees it."""
-    return tl.load(table + slots // PAGE, mask=is_seen(slots, ends) & (i < stop), other=0)
+    """Page id of each slot of block `i` of the walk; 0 after the last slot that the tile sees."""
+    exists = (slots.to(tl.uint32) < tl.maximum(ends[0], ends[2] + 1).to(tl.uint32)) & (i < stop)
+    return tl.load(table + (slots.to(tl.uint32) // PAGE).to(tl.int32), mask=exists, other=0)
 
 
 @triton.jit
@@ -82,7 +107,6 @@ def walk_blocks(
     table,
     slot_list,
     first,
-    state,
     share,
     step,
     partial_o,
@@ -104,8 +128,7 @@ def walk_blocks(
 ):
     """The walk block by block: sum of values, sum of weights, maximum, and the sums before the block.
 
-    `state`: the first three so far. With fixed splits, writes a part for each, but for those of the first
-    item of a tile, which it adds up.
+    With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up.
     """
     slots, pages = first
     start, stop, low = share
@@ -118,8 +141,13 @@ def walk_blocks(
     BLOCK_H: tl.constexpr = q.shape[1]
     columns = tl.arange(0, BLOCK_H)
     in_head = (columns < H)[None, :]
-    next_slots = slots_of(slot_list, start + 1, stop, walk, NUM_LISTED, BLOCK_N)
-    acc, total, highest = state
+    listed, is_full = slots, False
+    if NUM_LISTED:
+        listed = listed_of(slot_list, start + 1, stop, walk, NUM_LISTED, BLOCK_N)
+        is_full = is_list_full(slot_list, start, walk, NUM_LISTED, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
     if SPLIT_BLOCKS:
         split, sum_o, sum_total, sum_highest = low, acc, total, highest
         split_end = split_start(low + 1, SPLIT_BLOCKS, OCTAVE)
@@ -127,25 +155,30 @@ def walk_blocks(
     sum_before = total, highest
     for i in tl.range(start, stop, num_stages=STAGES):
         if not NUM_LISTED:
-            slots = slots_of(slot_list, i, stop, walk, 0, BLOCK_N)
-            next_slots = slots_of(slot_list, i + 1, stop, walk, 0, BLOCK_N)
-        is_read = is_seen(slots, ends)
-        physical = pages.to(tl.int32) * PAGE + slots % PAGE
-        pages = pages_of(table, next_slots, i + 1, stop, ends, PAGE)
+            slots = slots_of(listed, i, walk, 0, BLOCK_N)
+        is_read = is_seen(slots, ends, NUM_LISTED)
+        physical = pages.to(tl.int32) * PAGE + (slots.to(tl.uint32) % PAGE).to(tl.int32)
+        # Nothing of an iteration waits for what it loads: lists are read two blocks ahead, and page ids one.
+        slots = slots_of(listed, i + 1, walk, NUM_LISTED, BLOCK_N)
+        pages = pages_of(table, slots, i + 1, stop, ends, PAGE)
         mask = is_read[:, None] if H == BLOCK_H else is_read[:, None] & in_head
         at = physical.to(tl.int64)[:, None] * stride_slot + columns[None, :]
         k = tl.load(caches[0] + at, mask=mask, other=0.0)
         scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
         block = tl.where(i < num_below, i, i - num_below + branch_block)
-        if (block * BLOCK_N + BLOCK_N + shift > low_limit) | (i < num_list_blocks):
-            places = slots
+        first_slot = block * BLOCK_N + shift
+        is_list = i < num_list_blocks
+        if ((first_slot + BLOCK_N > low_limit) | is_list) & (not is_full):
+            places = first_slot + tl.arange(0, BLOCK_N)
             if NUM_LISTED:
                 # All rows see what is listed.
-                places = tl.where(i < num_list_blocks, tl.where(slots >= 0, 0, NO_SLOT), slots)
+                here = listed_of(slot_list, i, stop, walk, NUM_LISTED, BLOCK_N)
+                places = tl.where(is_list, tl.where(here >= 0, 0, NO_SLOT), places)
             scores = hide(scores, places, limits, branches, owns)
         if BEFORE:  # noqa: SIM102
             if i == last_before:
-                before = with_slots_before(scores, slots, row_ends, total, highest, scale_log2)
+                places = first_slot + tl.arange(0, BLOCK_N)
+                before = with_slots_before(scores, places, row_ends, total, highest, scale_log2)
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -155,9 +188,8 @@ def walk_blocks(
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         highest = new_highest
         if NUM_LISTED:
-            # Triton does not pipeline a loop that passes a value on unchanged.
-            slots = tl.where(i + 1 < stop, next_slots, -1)
-            next_slots = slots_of(slot_list, i + 2, stop, walk, NUM_LISTED, BLOCK_N)
+            listed = listed_of(slot_list, i + 2, stop, walk, NUM_LISTED, BLOCK_N)
+            is_full = is_list_full(slot_list, i + 1, walk, NUM_LISTED, BLOCK_N)
         if SPLIT_BLOCKS:
             is_last = (i + 1 == split_end) | (i + 1 == stop)
             if is_last:
@@ -185,63 +217,3 @@ def walk_blocks(
     if SPLIT_BLOCKS:
         acc, total, highest, before = sum_o, sum_total, sum_highest, sum_before
     return acc, total, highest, before
-
-
-@triton.jit
-def walk_ahead(
-    q,
-    caches,
-    table,
-    pages,
-    start,
-    stop,
-    scale_log2,
-    stride_slot,
-    H: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The walk over blocks `[start, stop)`, of which all rows see all, with scores computed ahead.
-
-    Iteration i adds the values of block i - 1, starts the scores of block i + 1, and takes the softmax of
-    block i meanwhile. Triton lets a product go on that the iteration does not read, and waits for it with the
-    sum of values at the head of the next one; so nothing here reads or hides scores that are under way.
-    `pages`: page ids of the slots of block `start`.
-    """
-    BLOCK_M: tl.constexpr = q.shape[0]
-    BLOCK_H: tl.constexpr = q.shape[1]
-    columns = tl.arange(0, BLOCK_H)
-    in_head = (columns < H)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-    scores = tl.full([BLOCK_M, BLOCK_N], float("-inf"), dtype=tl.float32)
-    weights = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    # Physical slots of blocks i - 1 and i; -1 outside the walk.
-    behind = tl.full([BLOCK_N], -1, dtype=tl.int32)
-    here = tl.full([BLOCK_N], -1, dtype=tl.int32)
-    for i in tl.range(start - 1, tl.where(start < stop, stop + 1, start - 1), num_stages=STAGES):
-        slots = (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        ahead = tl.where(i + 1 < stop, pages.to(tl.int32) * PAGE + slots % PAGE, -1)
-        exists = (slots >= 0) & (i + 2 < stop)
-        pages = tl.load(table + (slots + BLOCK_N) // PAGE, mask=exists, other=0)
-        mask = (behind >= 0)[:, None] if H == BLOCK_H else (behind >= 0)[:, None] & in_head
-        at = behind.to(tl.int64)[:, None] * stride_slot + columns[None, :]
-        v = tl.load(caches[1] + at, mask=mask, other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc)
-        mask = (ahead >= 0)[:, None] if H == BLOCK_H else (ahead >= 0)[:, None] & in_head
-        at = ahead.to(tl.int64)[:, None] * stride_slot + columns[None, :]
-        k = tl.load(caches[0] + at, mask=mask, other=0.0)
-        next_scores = tl.dot(q, k.to(q.dtype).T)
-        # After the last block there are no scores, and nothing adds the weights.
-        largest = tl.where(i < stop, tl.max(scores, 1) * scale_log2, NOTHING)
-        new_highest = tl.maximum(highest, largest)
-        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.where(i < stop, tl.sum(weights, 1), 0.0)
-        acc = acc * shrink[:, None]
-        highest, scores = new_highest, next_scores
-        # Triton does not pipeline a loop that passes a value on unchanged.
-        behind, here = tl.where(i < stop, here, -1), ahead
-    return acc, total, highest

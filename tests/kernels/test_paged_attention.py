@@ -93,7 +93,8 @@ def test_the_walk_compiles_for_hopper(
     """Copies of 16 bytes, several blocks ahead, and enough memory for the programs of a multiprocessor."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel
-    from idlm.kernels.paged_attention.launch import RECORD, choose_launch
+    from idlm.kernels.paged_attention.choice import choose_launch
+    from idlm.kernels.paged_attention.launch import RECORD
 
     launch = choose_launch(QWEN3_8B, max_rows=max_rows, max_slots=max_slots, deterministic=deterministic)
     is_tall = max_rows == 32
@@ -106,7 +107,7 @@ def test_the_walk_compiles_for_hopper(
         "EARLY": launch.early,
     }
     constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
-    constants |= {"NUM_LISTED": num_listed, "BEFORE": is_tall, "AHEAD": launch.ahead}
+    constants |= {"NUM_LISTED": num_listed, "BEFORE": is_tall}
     # As at a launch, tensors that a layer does not have are constants.
     absent = {"k_scale_K", "v_scale_K"} | (set() if num_listed else {"lists_BKC"})
     absent |= set() if is_tall else {"highest_RN", "totals_RN", "partial_before"}

@@ -55,7 +55,7 @@ SETTINGS = {
     "tall_tiles": Setting(
         shape=heads(32, 8, 128),
         num_listed=512,
-        tunables=(("pdl", True), ("block_m", 128), ("warps", 8), ("ahead", True), ("combine_rows", 4)),
+        tunables=(("pdl", True), ("block_m", 128), ("warps", 8), ("combine_rows", 4)),
     ),
     "fixed": Setting(shape=heads(32, 8, 128), num_listed=100, deterministic=True),
     "small_tiles": Setting(shape=heads(16, 4, 64), num_listed=64, size=4, page_size=64),
@@ -64,7 +64,7 @@ SETTINGS = {
 
 
 def launch_of(listed: ListedCase, setting: Setting) -> Any:
-    from idlm.kernels.paged_attention.launch import choose_launch
+    from idlm.kernels.paged_attention.choice import choose_launch
 
     rows = listed.rows
     chosen = choose_launch(listed.case.shape, max_rows=rows.max_rows, deterministic=setting.deterministic)

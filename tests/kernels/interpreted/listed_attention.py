@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.paged_attention import HeadShape, paged_attention, plan_attention
-from idlm.kernels.paged_attention.launch import Launch
+from idlm.kernels.paged_attention.choice import Launch
 from tests.kernels.cases.listed_attention import (
     ListedCase,
     Work,
@@ -31,8 +31,7 @@ SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float16)
 TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
 HALF = replace(TINY, programs_per_sm=8, combine_parts=4, half_parts=True)
 FIXED = replace(TINY, split_slots=16, octave=2)
-AHEAD = replace(HALF, ahead=True)
-LAUNCHES = (TINY, AHEAD, FIXED)
+LAUNCHES = (TINY, HALF, FIXED)
 RANDOM_STEPS = int(os.environ.get("RANDOM_STEPS", "3"))
 
 
@@ -59,7 +58,7 @@ def check(listed: ListedCase, tunables: Launch) -> Tensor:
     return o_RNH
 
 
-@pytest.mark.parametrize("tunables", LAUNCHES, ids=("tiny", "ahead", "fixed"))
+@pytest.mark.parametrize("tunables", LAUNCHES, ids=("tiny", "half", "fixed"))
 def test_blocks_beside_other_sequences(tunables: Launch) -> None:
     """A listed block behind its clean rows, dropped rows, a ranking block, a prompt, and blocks at slot 0."""
     sequences = [
@@ -80,8 +79,16 @@ def test_blocks_beside_other_sequences(tunables: Launch) -> None:
 @pytest.mark.parametrize("start", [1, 15, 16, 17, 31, 32, 33])
 def test_sums_end_where_the_block_begins(start: int) -> None:
     sequences = [Work(start=start, places=(0, 1), size=4, num_clean=1, listed=False)]
-    for tunables in (AHEAD, FIXED):
+    for tunables in (HALF, FIXED):
         check(build_listed(sequences, SMALL, num_listed=1), tunables)
+
+
+def test_a_list_and_its_block_are_incomplete_blocks_of_slots() -> None:
+    """One slot and one row are two blocks of the walk, though all slots are fewer than one."""
+    listed = build_listed([Work(start=1, places=(0,), size=1)], SMALL, num_listed=3, full=True)
+    assert listed.rows.max_slots == 2
+    check(listed, TINY)
+    check(listed, FIXED)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_STEPS))

@@ -1,6 +1,6 @@
 """Attention of diffusion blocks: 32 rows a sequence over the whole context, or over lists of slots.
 
-    python -m benchmarks.kernels.block_attention [record=true] [sweep=true]
+    python -m benchmarks.block_attention [record=true] [sweep=true]
         [exact=131072x6,65536x13,131072x1,32768x1] [lists=1,16] [k=1024] [rows=32]
 
 Rows of the bench `sparse_attention`. The floor of exact attention is the larger of its bytes at the rate of
@@ -22,9 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import block_attention_sweep
 from benchmarks.kernels.attention_step import Attend, captured, norms_alone, numbers, time_in_turns
-from benchmarks.kernels.block_attention_step import BlockStep, block_error, block_layers, make_block_step
+from benchmarks.kernels.blocks import block_attention_sweep
+from benchmarks.kernels.blocks.block_attention_step import (
+    BlockStep,
+    block_error,
+    block_layers,
+    make_block_step,
+)
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
 from benchmarks.stream import matmul_rate, stream_rate
@@ -58,7 +63,7 @@ def measure(arguments: list[str]) -> int:
     """Print and optionally record all cases, or sweep."""
     options = parse_options(arguments, DEFAULTS)
     if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.block_attention on a GPU")
+        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.attention on a GPU")
     if options["compile_part"]:
         return block_attention_sweep.compile_part(options)
     if options["sweep"] == "true":

@@ -1,4 +1,4 @@
-"""The sweep of `python -m benchmarks.kernels.block_attention sweep=true`: launch parameters of blocks.
+"""The sweep of `python -m benchmarks.block_attention sweep=true`: launch parameters of blocks.
 
 All are compiled first, in as many processes as there are cores. Every variant of a case is checked, timed
 alone, and the best few then in turns with the chosen launch.
@@ -23,30 +23,24 @@ from benchmarks.kernels.attention_step import (
     time_in_turns,
 )
 from benchmarks.kernels.attention_sweep import HOPELESS, compile_everything, name_of
-from benchmarks.kernels.block_attention_step import block_error, block_layers, make_block_step
+from benchmarks.kernels.blocks.block_attention_step import block_error, block_layers, make_block_step
 from benchmarks.stream import matmul_rate, stream_rate
 
 FINALISTS = 5
 WALKS = (
-    # block_m, warps, block_n, stages, registers, ahead
-    (64, 4, 64, 3, 0, False),
-    (128, 8, 64, 3, 0, False),
-    (128, 8, 64, 4, 0, False),
-    (128, 8, 64, 2, 128, False),
-    (128, 8, 32, 4, 128, False),
-    (128, 8, 64, 3, 0, True),
-    (128, 8, 64, 4, 0, True),
-    (128, 8, 64, 5, 0, True),
-    (128, 8, 32, 6, 0, True),
-    (128, 8, 32, 4, 128, True),
+    # block_m, warps, block_n, stages, registers
+    (64, 4, 64, 3, 0),
+    (128, 8, 64, 3, 0),
+    (128, 8, 64, 4, 0),
+    (128, 8, 64, 2, 128),
+    (128, 8, 32, 4, 128),
+    (128, 4, 32, 4, 0),
 )
 SHORT_WALKS = (
-    (64, 4, 32, 3, 0, False),
-    (64, 4, 32, 4, 0, False),
-    (64, 4, 64, 3, 0, False),
-    (128, 8, 32, 4, 0, False),
-    (128, 8, 64, 3, 0, False),
-    (128, 8, 64, 2, 128, False),
+    (64, 4, 32, 3, 0),
+    (64, 4, 64, 3, 0),
+    (128, 8, 32, 4, 0),
+    (128, 8, 64, 3, 0),
 )
 PROGRAMS = (1, 2, 3, 4)
 
@@ -54,11 +48,9 @@ PROGRAMS = (1, 2, 3, 4)
 def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
     """Launches to try, the chosen one first."""
     yield chosen
-    sums = ((chosen.combine_rows, chosen.combine_parts),)
-    if short:
-        sums = ((1, 32), (2, 16), (4, 8))
+    sums = [(1, 32), (2, 16), (4, 8)] if short else [(chosen.combine_rows, chosen.combine_parts)]
     for walk, programs, (rows, parts) in itertools.product(SHORT_WALKS if short else WALKS, PROGRAMS, sums):
-        block_m, warps, block_n, stages, registers, ahead = walk
+        block_m, warps, block_n, stages, registers = walk
         yield replace(
             chosen,
             block_m=block_m,
@@ -66,7 +58,6 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
             block_n=block_n,
             stages=stages,
             registers=registers,
-            ahead=ahead,
             programs_per_sm=programs,
             combine_rows=rows,
             combine_parts=parts,
@@ -77,7 +68,7 @@ def variants(chosen: Any, *, short: bool) -> Iterator[Any]:
 def sweep(options: dict[str, str], arguments: list[str]) -> int:
     """Print the best of every case."""
     start = time.perf_counter()
-    compile_everything("benchmarks.kernels.block_attention", arguments)
+    compile_everything("benchmarks.kernels.blocks.block_attention", arguments)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     rates = stream_rate(), matmul_rate()
     print(f"stream {rates[0] / 1e12:.3f} TB/s, product {rates[1] / 1e12:.0f} TFLOP/s", flush=True)
@@ -88,14 +79,10 @@ def sweep(options: dict[str, str], arguments: list[str]) -> int:
         print(f"exact {context} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
         _rank(block, rates, short=False)
     for batch in numbers(options["lists"]):
-        for is_listed in (True, False):
-            size = (
-                {"context": int(options["context"]), "k": k}
-                if is_listed
-                else {"context": k, "in_order": True}
-            )
-            block = make_block_step(options, batch=batch, **size)
-            print(f"{size} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
+        lists = make_block_step(options, batch=batch, context=int(options["context"]), k=k)
+        short = make_block_step(options, batch=batch, context=k, in_order=True)
+        for name, block in (("lists", lists), ("short context", short)):
+            print(f"{name} of {k} x {batch}, {time.perf_counter() - start:.0f} s", flush=True)
             _rank(block, rates, short=True)
     return 0
 
@@ -121,7 +108,7 @@ def _rank(block: Any, rates: tuple[float, float], *, short: bool) -> None:
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]))
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     best_of_walk = {
-        (each.block_m, each.block_n, each.stages, each.registers, each.ahead): each for each in ranked[::-1]
+        (each.block_m, each.warps, each.block_n, each.stages, each.registers): each for each in ranked[::-1]
     }
     detail = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_walk.values(), chosen]))
     medians = time_in_turns({str(i): graphs[launch] for i, launch in enumerate(detail)}, 5)
