@@ -38,7 +38,7 @@ def _queries(
     q = tl.load(q_RNH + at_q, mask=m_fed[:, None] & (o_column < H)[None, :], other=0.0)
     at = row * (K * G) + head
     highest = tl.load(max_RN + at, mask=m_fed, other=float("inf"))
-    total = tl.load(sum_RN + at, mask=m_fed, other=1.0) * (num_fed * G).to(tl.float32)
+    total = tl.load(sum_RN + at, mask=m_fed, other=1.0) * (tl.maximum(num_fed, 1) * G).to(tl.float32)
     return q, highest + tl.log2(total)
 
 
