@@ -6,5 +6,6 @@ Modules are in folders by what they measure. `python -m benchmarks.decode` finds
 from pathlib import Path
 
 __path__ = [
-    str(Path(__file__).parent / folder) for folder in (".", "engine", "kernels", "training", "quality")
+    str(Path(__file__).parent / folder)
+    for folder in (".", "engine", "kernels", "kernels/blocks", "training", "quality")
 ]

@@ -1,6 +1,8 @@
-"""The check of a requested GPU that training and inference share."""
+"""The check of a requested GPU that training and inference share, and the memory of a device."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -16,3 +18,12 @@ def require_gpu(device: str, *, key: str) -> None:
         raise UserError(
             "IDLM-0418", f"{key}={device!r}, but torch sees {seen}", fix=f"use {key}=cpu or {key}=auto"
         )
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of `device` that are free, and all of them; of a CPU all count as free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 
 from idlm.checkpoint import read_json
 from idlm.contracts import SamplingParams
-from idlm.devices import require_gpu
+from idlm.devices import memory_bytes, require_gpu
 from idlm.errors import UserError
 from idlm.infer.accelerators.base import EngineSpec
 from idlm.infer.decoders.base import Decoder, choose_decoder, max_rows, rows_by_mode
@@ -116,7 +115,12 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
         fp8.check_device(device)
     # What the checkpoint's small files refuse is refused before weights are read.
     outline = read_outline(
-        path, dtype=settings.dtype, mask_token_id=settings.mask_token_id, base=settings.base, shards=shards
+        path,
+        dtype=settings.dtype,
+        mask_token_id=settings.mask_token_id,
+        base=settings.base,
+        rope_factor=settings.rope_factor,
+        shards=shards,
     )
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
@@ -273,6 +277,7 @@ def _stack(
 ) -> AcceleratorStack:
     """The accelerators from their `configs` by name."""
     kv_policy, local = decoder.kv_policy, model.local
+    clean_rows = settings.max_num_seqs * kv_policy.block_size
     spec = EngineSpec(
         decoder=decoder.name,
         decoder_options=dataclasses.asdict(decoder.config),
@@ -281,9 +286,11 @@ def _stack(
         num_heads=local.num_heads,
         num_kv_heads=local.num_kv_heads,
         head_dim=local.head_dim,
+        dtype=model.dtype,
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
+        max_rows=_most_rows(settings, decoder, sizes) + settings.max_num_batched_tokens + clean_rows,
         page_size=settings.slots_per_page,
         device=model.device,
         tensor_parallel=settings.tensor_parallel,
@@ -291,6 +298,12 @@ def _stack(
         graphs=settings.graphs,
     )
     return stack_of(configs, spec)
+
+
+def _most_rows(settings: EngineSettings, decoder: Decoder, sizes: _Sizes) -> int:
+    """Decoding rows of a pass at most."""
+    budget = settings.max_num_batched_tokens
+    return decoder.kv_policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=budget)
 
 
 def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) -> None:
@@ -303,10 +316,7 @@ def _check_lanes(settings: EngineSettings, sizes: _Sizes, device: torch.device) 
 
 def _check_memory(what: str, num_bytes: int, device: torch.device) -> None:
     """Raise UserError IDLM-0405 if `what` takes more bytes than the whole memory of `device`."""
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = memory_bytes(device)[1]
     if num_bytes > total:
         message = f"{what}: {num_bytes:,} bytes; {device} has {total:,}"
         raise UserError("IDLM-0405", message, fix=MEMORY_FIX)
@@ -342,7 +352,7 @@ def _memory_demand(
     canvas = canvas_shape(spec, model.dtype) if is_canvas else None
     if canvas is not None:
         slot_bytes += canvas.x_bytes
-    most_rows = policy.max_rows(settings.max_num_seqs, sizes.max_rows, budget=settings.max_num_batched_tokens)
+    most_rows = _most_rows(settings, decoder, sizes)
     max_pages = -(-sizes.max_slots // page_size) * settings.max_num_seqs
     if policy.store == "shared":
         # Canvases of one pass, each of which may leave part of a page unused.
@@ -353,6 +363,7 @@ def _memory_demand(
         page_bytes=slot_bytes * page_size + (0 if stack is None else stack.allocate()),
         max_pages=max_pages,
         transients={LOGITS: Transient(row_bytes=spec.vocab_size * model.dtype.itemsize, num_rows=most_rows)},
+        pass_bytes=0 if stack is None else stack.pass_bytes(),
         canvas=canvas,
         page_size=page_size,
     )

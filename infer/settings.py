@@ -7,6 +7,7 @@ what needs the registries of plug-ins.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -60,6 +61,12 @@ class EngineSettings:
     kv_cache: Literal["auto", "fp8"] = option(
         "fp8: keys and values of half the bytes (e4m3), so twice the pages, lossy; auto is dtype", "auto"
     )
+    rope: Literal["auto", "ntk"] = option(
+        "ntk: rotate more slowly, for contexts of up to rope_factor times the trained length, without "
+        "training; auto is the checkpoint's own rotation",
+        "auto",
+    )
+    rope_factor: float | None = option("with rope=ntk: the longest context over the trained length", None)
     chat_template: Literal["auto", "none"] = option(
         "auto uses the tokenizer's chat template for text prompts, none does not", "auto"
     )
@@ -78,6 +85,10 @@ class EngineSettings:
                 f"deterministic=true with tensor_parallel={self.tensor_parallel}: the order of sums over "
                 "more than two ranks depends on the batch (allowed: 1 and 2)"
             )
+        if (self.rope == "ntk") != (self.rope_factor is not None):
+            problems.append(f"rope={self.rope} with rope_factor={self.rope_factor}: ntk takes one, auto none")
+        if self.rope_factor is not None and not (math.isfinite(self.rope_factor) and self.rope_factor > 1):
+            problems.append(f"rope_factor={self.rope_factor} must be a finite number above 1")
         if problems:
             raise UserError("IDLM-0415", "; ".join(problems), fix="correct the engine settings named")
 

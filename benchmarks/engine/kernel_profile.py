@@ -13,6 +13,8 @@ from benchmarks.engine.decoding.harness import SteadyEngine
 
 KINDS = (
     ("attention", r"attend_kernel|combine_kernel|tile_kernel|item_kernel"),
+    ("ranking", r"share_kernel|select_kernel"),
+    ("bounds", r"bounds_kernel|score_kernel"),
     ("norms", r"norm"),
     ("rope", r"rope"),
     ("swiglu", r"swiglu"),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.soak [requests=20000] [device=cuda] [shortages=100] [lanes=64] [num_inflight_steps=4]
                               [graphs=on] [record=true]
+    python -m benchmarks.soak accelerator=mage requests=2000 shortages=0
 
 A tiny model of random weights decodes with replayed acceptance, asynchronous steps, prefix cache and
 preemption; a third of the requests are aborted. The page pool is checked every few passes and at the end:
@@ -9,6 +10,8 @@ pages without references that are not free are leaked. `shortages`: the n-th all
 = 1, 2, .., and no request may fail. Then the allocation after it fails too: one request must fail with a
 clear error, and all others finish. An allocation is a torch operation that returns new memory, counted by a
 dispatch mode; the outputs of Triton kernels are allocated by such operations.
+With an `accelerator` the decoder is block diffusion, and every answer that ends by itself is compared with
+that of a run without aborts in a pool with room for all.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from idlm.cli import command
 from idlm.contracts import Completion, SamplingParams
 from idlm.errors import UserError
 from idlm.infer import build as parts_builder
+from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.settings import EngineSettings
@@ -46,6 +50,9 @@ SHARE_OF_PAGES = 0.15
 MARKED_SHARE = 0.33
 """Share of requests marked for an abort; some of them finish first, so that 30 % are aborted."""
 PASSES_BETWEEN_CHECKS = 50
+BLOCK_SIZE, LISTED = 8, 16
+SHARE_OF_EQUAL = 0.995
+"""Least share of equal answers: random weights leave a near tie now and then, which rounding decides."""
 SHORT_LOAD = 6
 MAX_PASSES = 20_000
 DEFAULTS = {
@@ -55,6 +62,7 @@ DEFAULTS = {
     "lanes": "64",
     "num_inflight_steps": "4",
     "graphs": "on",
+    "accelerator": "none",
     "record": "true",
     "results": str(RESULTS),
 }
@@ -69,6 +77,7 @@ class Soaked:
     num_aborted: int = 0
     num_tokens: int = 0
     num_checks: int = 0
+    answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
 
     def count(self, completion: Completion) -> None:
@@ -76,6 +85,8 @@ class Soaked:
         self.num_done += 1
         self.num_tokens += len(completion.token_ids)
         reason = completion.finish_reason
+        if reason != "abort":
+            self.answers[completion.request_id] = completion.token_ids
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
@@ -102,14 +113,18 @@ def measure(arguments: list[str]) -> int:
 
 def make_engine(
     options: dict[str, str], *, share_of_pages: float, adaptive: bool = True
-) -> tuple[Engine, Replay]:
+) -> tuple[Engine, Replay | None]:
     """An engine with `share_of_pages` of the pages that full lanes need, and the trace to replay in it."""
-    device, lanes = options["device"], int(options["lanes"])
-    model = random_model("tiny", device=device, dtype=torch.float32)
-    chosen = DECODERS.get("isd")
-    decoder = chosen(
-        chosen.Config(stride=STRIDE, rejection_strategy="branch", adaptive=adaptive), model.semantics
-    )
+    device, lanes, name = options["device"], int(options["lanes"]), options["accelerator"]
+    size = None if name == "none" else BLOCK_SIZE
+    model = random_model("tiny", device=device, dtype=torch.float32, block_size=size)
+    decoding: dict[str, Any] = {"stride": STRIDE, "rejection_strategy": "branch", "adaptive": adaptive}
+    accelerators = {}
+    if size is not None:
+        accelerators[name] = ACCELERATORS.get(name).Config(k=LISTED, exact_layers=1)
+        decoding = {"strategy": "low_confidence_static", "steps": BLOCK_SIZE // 2}
+    chosen = DECODERS.get("isd" if size is None else "block")
+    decoder = chosen(chosen.Config(**decoding), model.semantics)
     needed = -(-(MAX_LENGTH - 1 + max_rows(decoder, MAX_LENGTH)) // PAGE_SIZE)
     settings = EngineSettings(
         device=device,
@@ -121,8 +136,10 @@ def make_engine(
         num_inflight_steps=int(options["num_inflight_steps"]),
         graphs="on" if options["graphs"] == "on" else "off",
     )
-    engine = Engine(parts_builder._assemble(settings, model, None, decoder, ()))
-    return engine, Replay(trace_of("p0.90", STRIDE), lanes + 1, engine.table.device)
+    parts = parts_builder._assemble(settings, model, None, decoder, (), accelerators=accelerators)
+    engine = Engine(parts)
+    replay = Replay(trace_of("p0.90", STRIDE), lanes + 1, engine.table.device) if size is None else None
+    return engine, replay
 
 
 class Arrivals:
@@ -131,10 +148,16 @@ class Arrivals:
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.dice = random.Random(seed)
         self._vocab_size = vocab_size
+        self.given: list[tuple[list[int], SamplingParams]] = []
         self._beginnings = [self._tokens(length) for length in (0, 9, 24, 40, 70)]
 
     def _tokens(self, length: int) -> list[int]:
         return [self.dice.randrange(self._vocab_size - 1) for _ in range(length)]
+
+    def request(self) -> tuple[list[int], SamplingParams]:
+        """The next prompt and its parameters."""
+        self.given.append((self.prompt(), self.params()))
+        return self.given[-1]
 
     def prompt(self) -> list[int]:
         """A prompt of 1 to `LONGEST_PROMPT` tokens."""
@@ -162,7 +185,7 @@ def soak(engine: Engine, arrivals: Arrivals, num_requests: int) -> Soaked:
     while num_added < num_requests or engine.has_work:
         while num_added < num_requests and num_open < most_open:
             request_id = f"q{num_added}"
-            engine.add_request(request_id, arrivals.prompt(), arrivals.params())
+            engine.add_request(request_id, *arrivals.request())
             num_added, num_open = num_added + 1, num_open + 1
             if arrivals.dice.random() < MARKED_SHARE:
                 waiting_for_abort[request_id] = num_passes + arrivals.dice.choice((0, 1, 2, 3, 6, 12, 25))
@@ -202,7 +225,13 @@ def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
         flush=True,
     )
     case = {"lanes": int(options["lanes"]), "pages": engine.pool.num_pages, "graphs": options["graphs"]}
+    equal: tuple[tuple[str, float, str], ...] = ()
+    if options["accelerator"] != "none":
+        case["accelerator"] = options["accelerator"]
+        share = _share_of_equal(options, soaked, arrivals)
+        gate, equal = gate and share >= SHARE_OF_EQUAL, (("equal_answers_share", share, "share"),)
     measured: tuple[tuple[str, float, str], ...] = (
+        *equal,
         ("requests", soaked.num_done, ""),
         ("leaked_pages", leaked, ""),
         ("aborted_share", soaked.num_aborted / soaked.num_requests, "share"),
@@ -211,6 +240,18 @@ def _soak_rows(options: dict[str, str]) -> list[dict[str, Any]]:
     return [
         result_row("soak", case, metric, value, unit, gate_passed=gate) for metric, value, unit in measured
     ]
+
+
+def _share_of_equal(options: dict[str, str], soaked: Soaked, arrivals: Arrivals) -> float:
+    """Share of the answers that are those of a run in which nothing is aborted or preempted."""
+    engine, _ = make_engine(options, share_of_pages=1.0)
+    names = list(soaked.answers)
+    given = [arrivals.given[int(name[1:])] for name in names]
+    found = engine.generate([prompt for prompt, _ in given], [params for _, params in given])
+    assert engine.scheduler.num_preemptions == 0
+    equal = [one.token_ids == soaked.answers[name] for name, one in zip(names, found, strict=True)]
+    print(f"{sum(equal)} of {len(equal)} answers equal those of an undisturbed run", flush=True)
+    return sum(equal) / len(equal)
 
 
 class Shortage(TorchDispatchMode):
@@ -250,14 +291,14 @@ class Survival:
     is_alive: bool
 
 
-def survive(make: Callable[[], tuple[Engine, Replay]], number: int, *, twice: bool) -> Survival:
+def survive(make: Callable[[], tuple[Engine, Replay | None]], number: int, *, twice: bool) -> Survival:
     """Make the `number`-th allocation of a fresh engine's decoding fail, and the next one too if `twice`."""
     engine, replay = make()
     arrivals = Arrivals(engine._parts.model.spec.vocab_size, seed=number)
     num_raised, ended = 0, list[Completion]()
     with replaying(replay):
         for k in range(SHORT_LOAD):
-            engine.add_request(f"q{k}", arrivals.prompt(), arrivals.params())
+            engine.add_request(f"q{k}", *arrivals.request())
         with Shortage(engine.table.device.type, {number, number + 1} if twice else {number}):
             for _ in range(MAX_PASSES):
                 if not engine.has_work:
@@ -278,7 +319,7 @@ def _shortage_rows(options: dict[str, str]) -> list[dict[str, Any]]:
     """One failing allocation must fail no request; two in a row must fail one request."""
     small = {**options, "lanes": "4"}
 
-    def make() -> tuple[Engine, Replay]:
+    def make() -> tuple[Engine, Replay | None]:
         return make_engine(small, share_of_pages=1.0, adaptive=False)
 
     rows = []

@@ -119,7 +119,7 @@ def layers(step: Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *, pd
         outputs, q_RNH = [], step.q_RNH
         for keys, values in zip(step.keys, step.values, strict=True):
             outputs.append(attend(q_RNH, keys, values))
-            q_RNH = _norm(outputs[-1], step, pdl=pdl)
+            q_RNH = norm_of(outputs[-1], step, pdl=pdl)
         return outputs
 
     return run
@@ -131,25 +131,28 @@ def norms_alone(step: Step, *, pdl: bool) -> Attend:
     def norms() -> list[Tensor]:
         q_RNH = step.q_RNH.contiguous()
         for _ in step.keys:
-            q_RNH = _norm(q_RNH, step, pdl=pdl)
+            q_RNH = norm_of(q_RNH, step, pdl=pdl)
         return [q_RNH]
 
     return norms
 
 
-def _norm(x_RNH: Tensor, step: Step, *, pdl: bool) -> Tensor:
+def norm_of(x_RNH: Tensor, step: Step, *, pdl: bool) -> Tensor:
+    """The next layer's query [R, N, H]: a norm of the output of attention."""
     return add_rms_norm(x_RNH.flatten(1), None, step.ones_D, eps=1e-6, pdl=pdl)[0].view(x_RNH.shape)
 
 
 def launch_of(step: Step, *, fixed: bool) -> Any:
     """The launch parameters that the back end would choose."""
-    from idlm.kernels.paged_attention.launch import choose_launch
+    from idlm.kernels.paged_attention.choice import choose_launch
 
     return choose_launch(
         step.shape,
         max_rows=step.rows.max_rows,
         num_rows=len(step.q_RNH),
-        max_slots=step.rows.max_slots,
+        max_slots=min(step.rows.max_slots, step.rows.num_listed + step.rows.max_rows)
+        if step.rows.num_listed
+        else step.rows.max_slots,
         num_sequences=len(step.rows.block_table),
         deterministic=fixed,
     )

@@ -115,7 +115,7 @@ def _fixed(chosen: Any) -> Iterator[Any]:
 def sweep(options: dict[str, str], arguments: list[str]) -> int:
     """Print the best of every family and case."""
     start = time.perf_counter()
-    _compile_everything(arguments)
+    compile_everything("benchmarks.kernels.attention", arguments)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     rate = stream_rate()
     cases = itertools.product(*(numbers(options[name]) for name in ("batches", "contexts", "rows")))
@@ -149,14 +149,14 @@ def _rank(step: Step, launches: list[Any], floor: float, rounds: int) -> None:
             seconds[launch] = min(seconds[launch], replay_seconds(graphs[launch]) - alone[launch.pdl])
     ranked = sorted(seconds, key=lambda launch: seconds[launch])
     detail = list(dict.fromkeys([*ranked[:FINALISTS], launches[0], launches[-1]]))
-    names = {_name(launch, launches[0]): launch for launch in detail if launch in graphs}
+    names = {name_of(launch, launches[0]): launch for launch in detail if launch in graphs}
     medians = time_in_turns({name: graphs[launch] for name, launch in names.items()}, rounds)
     for name, launch in names.items():
         layer = (medians[name] - alone[launch.pdl]) / len(step.keys)
         print(f"  {layer * 1e6:8.2f} us {floor / layer:6.3f} of the stream  {name}", flush=True)
 
 
-def _name(launch: Any, chosen: Any) -> str:
+def name_of(launch: Any, chosen: Any) -> str:
     """The parameters that differ from the chosen launch."""
     changed = (field.name for field in fields(launch))
     detail = [
@@ -167,10 +167,10 @@ def _name(launch: Any, chosen: Any) -> str:
     return " ".join(detail) or f"chosen: {chosen}"
 
 
-def _compile_everything(arguments: list[str]) -> None:
+def compile_everything(module: str, arguments: list[str]) -> None:
     """Compile all variants into Triton's cache in parallel; in sequence it would take minutes."""
     num_parts = min(16, os.cpu_count() or 1)
-    base = [sys.executable, "-m", "benchmarks.kernels.attention", *arguments]
+    base = [sys.executable, "-m", module, *arguments]
     parts = [subprocess.Popen([*base, f"compile_part={i}/{num_parts}"]) for i in range(num_parts)]
     codes = [part.wait() for part in parts]
     assert not any(codes), f"{codes=}"

@@ -1,6 +1,6 @@
 """Part `small` of benchmarks.kernels.linears: norm, rotation, SwiGLU and gated LoRA against plain torch.
 
-R rows, D width, F ffn width, H head dim.
+R rows, J fused heads, D width, F ffn width, H head dim.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.stock import rms_norm, rotate
 from benchmarks.stream import Timer
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
@@ -23,6 +22,19 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, RANK = 32, 8, 128, 128
 LORA_SPLITS = (4, 8, 16)
 REPEATS = 32
 Arms = dict[str, Callable[[bool], Any]]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last axis in fp32, cast back, then scale, as stock models of transformers do; `weight`
+    broadcasts from the right.
+    """
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
+def rotate(x_RJH: Tensor, cos_R1H: Tensor, sin_R1H: Tensor) -> Tensor:
+    """Rotary embedding in the rotate-half layout; sin carries the sign of the swapped halves."""
+    swapped_RJH = torch.roll(x_RJH, x_RJH.shape[-1] // 2, dims=-1)
+    return x_RJH * cos_R1H + swapped_RJH * sin_R1H
 
 
 class Note(Protocol):

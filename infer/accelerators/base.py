@@ -4,9 +4,10 @@ The kv side (mage, quest, sparsed) leaves out columns: per KV head, the rows of 
 of the slots before the block in place of all. The rows side (focus) leaves out rows of the block, in all
 layers or from some layer on. An engine has at most one of each side, and neither knows the other. A pass
 calls, in this order: `begin` of both; `initial_rows`; in each layer, once keys and values of its rows are
-stored, `commit_kv`, `select_rows` and `select_kv`; `finish`. Prompts and clean blocks are always computed
-exactly, and a row always sees its own block. The state of a lane belongs to one block (`BlockMemory`); it is
-cleared when the lane gets a new sequence or its sequence loses its KV, and the block then starts again.
+stored, `commit_kv`, `select_rows`, `select_kv` and, with lists, `prefix_sums`; `finish`. Prompts and clean
+blocks are always computed exactly, and a row always sees its own block. The state of a lane belongs to one
+block (`BlockMemory`); it is cleared when the lane gets a new sequence or its sequence loses its KV, and the
+block then starts again.
 B sequences, R rows, W places of a block, N query heads, K KV heads, H head dim, C listed slots, Z lanes.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from idlm.infer.sparse.view import PassView
 from idlm.infer.state.batch import fill_lanes
+from idlm.kernels.paged_attention import BeforeBlock
 from idlm.registry import Registry
 
 Side = Literal["kv", "rows"]
@@ -30,7 +32,8 @@ Side = Literal["kv", "rows"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
-    are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config.
+    are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
+    `max_rows` an upper bound of the rows of a pass.
     """
 
     decoder: str
@@ -40,9 +43,11 @@ class EngineSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype
     kv_dtype: torch.dtype
     num_lanes: int
     max_slots: int
+    max_rows: int
     page_size: int
     device: torch.device
     tensor_parallel: int
@@ -74,6 +79,11 @@ class KVPass:
     dropped in this pass.
     """
 
+    lists_ascend: ClassVar[bool] = False
+    """Whether its lists are int32, contiguous and ascending, -1 behind the last; else they are sorted, which
+    costs a few launches a layer.
+    """
+
     def __init__(
         self, view: PassView, *, is_sparse_B: Tensor, needs_all_rows_B: Tensor | None = None
     ) -> None:
@@ -87,6 +97,12 @@ class KVPass:
         layer is exact for all sequences. C does not depend on what tensors hold.
 
         `q_RNH` has the rotated queries of the rows still computed. Only lists of `is_sparse_B` are used.
+        """
+        return None
+
+    def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock | None:
+        """Return where attention leaves each row's softmax sums over the slots before its block; or None.
+        Called in layers with lists, after `select_kv`; sequences that see a list get none.
         """
         return None
 
@@ -159,6 +175,10 @@ class Accelerator:
 
     def page_bytes(self) -> int:
         """Return the bytes that it keeps for every KV page beside keys and values."""
+        return 0
+
+    def pass_bytes(self) -> int:
+        """Return the bytes that it takes during a pass at most."""
         return 0
 
     def allocate(self) -> None:

@@ -1,8 +1,11 @@
 """Base of kv-side accelerators that rank the slots before a block once, by the attention of the block's
 queries to them, and keep the best of them per layer and KV head for the block's other passes.
 
-b sequences, W places of a block, S slots of the longest prefix, C listed slots, N query heads, K KV heads,
-G = N / K, H head dim, L sparse layers, Z lanes.
+All layers are ranked at once behind the last one, by `kernels/prefix_ranking`: attention leaves each row's
+softmax sums over the slots before its block, and the pass keeps its queries. Lists hold logical slots, so
+they stay right when the prefix cache swaps a page.
+B sequences, R rows, W places of a block, S physical slots, C listed slots, N query heads, K KV heads, H head
+dim, L sparse layers, Z lanes.
 """
 
 from __future__ import annotations
@@ -14,58 +17,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from idlm.devices import memory_bytes
 from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
-from idlm.infer.sparse.view import PassView
+from idlm.infer.sparse.view import NOT_LISTED, PassView, by_row
 from idlm.infer.state.batch import to_device
+from idlm.kernels.paged_attention import BeforeBlock
+from idlm.kernels.prefix_ranking import RankingPass, rank_prefix, workspace_bytes
 
-NOT_LISTED = -1
 EVERYTHING = 1 << 30
 """A budget above the length of any prefix."""
-MAX_NUMBERS = 1 << 26
-"""Scores, or elements of keys, that ranking holds at a time."""
-
-
-def attention_mass(view: PassView, layer: int, q_RNH: Tensor, sequences_b: Tensor, num_slots: int) -> Tensor:
-    """Return the attention to the first `num_slots` slots, [b, K, S] fp32 (fp64 from fp64): the softmax of
-    each query's scores over the slots before its block, averaged over the queries of a KV head (G heads at
-    the positions that have a row). 0 at other slots.
-    """
-    is_fed_bW = view.rows_BW[sequences_b] >= 0
-    slots_S = torch.arange(num_slots, device=q_RNH.device)
-    is_before_bS = slots_S < view.active.starts_B[sequences_b, None]
-    k_bSKH = view.keys(layer, slots_S.expand(len(sequences_b), -1), sequences_b)
-    q_bWNH = view.queries(q_RNH, sequences_b)
-    q_bWKGH = q_bWNH.unflatten(2, (k_bSKH.shape[2], -1))
-    # Slots that were never written may hold NaN.
-    k_bSKH = torch.where(is_before_bS[:, :, None, None], k_bSKH, 0)
-    scores_bKGWS = torch.einsum("bwkgh,bskh->bkgws", q_bWKGH, k_bSKH) * view.scale
-    scores_bKGWS = scores_bKGWS.masked_fill(~is_before_bS[:, None, None, None], float("-inf"))
-    # A block at slot 0 has no slot before it, so its softmax is NaN.
-    is_counted_bWS = is_fed_bW[:, :, None] & is_before_bS[:, None]
-    attention_mass_bKGWS = torch.where(is_counted_bWS[:, None, None], scores_bKGWS.softmax(dim=-1), 0)
-    num_queries_b = is_fed_bW.sum(-1).clamp(min=1) * q_bWKGH.shape[3]
-    return attention_mass_bKGWS.sum((2, 3)) / num_queries_b[:, None, None]
-
-
-def best(scores_bKS: Tensor, is_candidate_bS: Tensor, num: int) -> Tensor:
-    """Return the `num` candidates [b, K, num] with the largest scores, `NOT_LISTED` where there are fewer. Of
-    equal scores the lower slot comes first on every device; `topk` does not define the order of ties.
-    """
-    scores_bKS = scores_bKS.masked_fill(~is_candidate_bS[:, None], float("-inf"))
-    ranked_bKS, order_bKS = scores_bKS.sort(dim=-1, descending=True, stable=True)
-    places_bKC = torch.where(ranked_bKS > float("-inf"), order_bKS, NOT_LISTED)[..., :num]
-    missing = num - places_bKC.shape[-1]
-    return torch.nn.functional.pad(places_bKC, (0, missing), value=NOT_LISTED)
 
 
 class PrefixSets:
     """The slots that a block sees of those before it, per lane, sparse layer and KV head."""
 
     def __init__(self, spec: EngineSpec, *, exact_layers: int, num: int) -> None:
-        self.exact_layers, self.num = exact_layers, min(num, spec.max_slots)
-        self.spec, self.memory = spec, BlockMemory(spec.num_lanes, spec.device)
+        self.exact_layers, self.memory = exact_layers, BlockMemory(spec.num_lanes, spec.device)
         num_layers = max(0, spec.num_layers - exact_layers)
-        shape = (num_layers, spec.num_lanes, spec.num_kv_heads, self.num)
+        shape = (num_layers, spec.num_lanes, spec.num_kv_heads, min(num, spec.max_slots))
         self.slots_LZKC = torch.full(shape, NOT_LISTED, dtype=torch.int32, device=spec.device)
 
     def reset(self, lanes: list[int]) -> None:
@@ -77,37 +46,62 @@ class PrefixSets:
 class PrefixPass(KVPass):
     """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
 
-    Scores are computed for all sequences and kept for those of `ranks_B`, so that no shape depends on who
-    ranks.
+    What ranking needs is kept of all sequences, so that no shape depends on who ranks; nothing is copied
+    until the last layer, and ranking kernels end at once for a sequence that does not rank.
     """
+
+    lists_ascend: ClassVar[bool] = True
 
     def __init__(self, view: PassView, sets: PrefixSets, *, is_sparse_B: Tensor, ranks_B: Tensor) -> None:
         super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
-        # Per slot of a sequence ranking holds its scores, or its keys.
-        spec = sets.spec
-        num_per_slot = max(spec.num_heads * view.active.size, spec.num_kv_heads * spec.head_dim)
-        self._parts = view.sequences_B.split(max(1, MAX_NUMBERS // (view.max_slots * num_per_slot)))
+        self._lists_LBKC = sets.slots_LZKC[:, view.plan.lanes_B]
+        self._layers: list[tuple[Tensor, Tensor, BeforeBlock]] = []
+        """Per sparse layer: queries, the rows of blocks as they were numbered there, and sums."""
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
-        """Return the sets made in an earlier pass over the block; make those of `ranks_B`."""
-        sets, view = self._sets, self.view
-        index = layer - sets.exact_layers
-        if index < 0:
-            return None
-        slots_ZKC = sets.slots_LZKC[index]
-        slots_S = torch.arange(view.max_slots, device=q_RNH.device)
-        for sequences_b in self._parts:
-            attention_mass_bKS = attention_mass(view, layer, q_RNH, sequences_b, view.max_slots)
-            is_before_bS = slots_S < view.active.starts_B[sequences_b, None]
-            slots_bKC = best(attention_mass_bKS, is_before_bS, sets.num).to(torch.int32)
-            lanes_b, ranks_b11 = view.plan.lanes_B[sequences_b], self._ranks_B[sequences_b, None, None]
-            slots_ZKC[lanes_b] = torch.where(ranks_b11, slots_bKC, slots_ZKC[lanes_b])
-        return slots_ZKC[view.plan.lanes_B].long()
+        """Return the sets made in an earlier pass over the block."""
+        index = layer - self._sets.exact_layers
+        return None if index < 0 else self._lists_LBKC[index]
+
+    def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock:
+        """Keep the queries, and return where attention leaves their sums."""
+        highest_RN, totals_RN = q_RNH.new_empty(2, *q_RNH.shape[:2], dtype=torch.float32)
+        sums = BeforeBlock(highest_RN=highest_RN, totals_RN=totals_RN)
+        self._layers.append((q_RNH, self.view.rows_BW, sums))
+        return sums
 
     def finish(self) -> None:
-        """Sets made in this pass count from now on."""
-        self._sets.memory.claim(self.view, self._ranks_B & ~self.view.waits_B)
+        """Rank all layers. The sets count from now on; a sequence that waited in this pass makes none."""
+        view, sets = self.view, self._sets
+        cache, first = view.cache, sets.exact_layers
+        ranks_B = self._ranks_B & ~view.waits_B
+        q_LRNH, max_LRN, sum_LRN = (torch.stack(each) for each in zip(*map(self._numbered, self._layers)))
+        ranking = RankingPass(
+            q_LRNH=q_LRNH,
+            max_LRN=max_LRN,
+            sum_LRN=sum_LRN,
+            keys_LSKH=cache.keys[first:],
+            block_table_BP=view.block_table_BP,
+            page_size=view.page_size,
+            rows_BW=view.rows_BW,
+            starts_B=view.active.starts_B,
+            ranks_B=ranks_B,
+            max_slots=view.max_slots,
+            scale=view.scale,
+            k_scale_LK=None if cache.scales is None else cache.scales[0, first:],
+        )
+        rank_prefix(ranking, view.plan.lanes_B, sets.slots_LZKC)
+        sets.memory.claim(view, ranks_B)
+
+    def _numbered(self, layer: tuple[Tensor, Tensor, BeforeBlock]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and sums of a layer by the numbers that rows have in the last one."""
+        (q_RNH, rows_BW, sums), (last_RNH, last_rows_BW, _) = layer, self._layers[-1]
+        kept = q_RNH, sums.highest_RN, sums.totals_RN
+        if rows_BW is last_rows_BW:
+            return kept
+        earlier_R = by_row(rows_BW.clamp(min=0), last_rows_BW, len(last_RNH), other=0)
+        return kept[0][earlier_R], kept[1][earlier_R], kept[2][earlier_R]
 
 
 class PrefixAccelerator(KVAccelerator, ABC):
@@ -119,10 +113,27 @@ class PrefixAccelerator(KVAccelerator, ABC):
 
     def problems(self) -> list[str]:
         """Also names numbers out of range."""
-        return [
-            *super().problems(),
-            *set_problems(self.spec, k=self.config.k, exact_layers=self.config.exact_layers),
-        ]
+        spec, k, exact_layers = self.spec, self.config.k, self.config.exact_layers
+        found = set_problems(spec, k=k, exact_layers=exact_layers)
+        # A list's slot of all lanes, sparse layers and KV heads.
+        slot_bytes = 4 * max(0, spec.num_layers - exact_layers) * spec.num_lanes * spec.num_kv_heads
+        num_bytes, free = slot_bytes * min(k, spec.max_slots), memory_bytes(spec.device)[0]
+        if not found and num_bytes > free:
+            found.append(
+                f"k={k} lists of {spec.num_lanes - 1} sequences take {num_bytes:,} bytes and {free:,} are "
+                f"free (allowed: k up to {free // slot_bytes}, or fewer max_num_seqs)"
+            )
+        return [*super().problems(), *found]
+
+    def pass_bytes(self) -> int:
+        """Return the bytes of queries and sums of all sparse layers, and of the shares of some."""
+        spec, num_layers = self.spec, self.spec.num_layers - self.config.exact_layers
+        kept_heads = (
+            2 * spec.num_heads + 2 * spec.num_kv_heads
+        )  # The fused product, and a copy of its queries.
+        row_bytes = kept_heads * spec.head_dim * spec.dtype.itemsize + 4 * 4 * spec.num_heads
+        shares = workspace_bytes(num_layers, spec.num_lanes, spec.num_kv_heads, spec.max_slots)
+        return num_layers * spec.max_rows * row_bytes + shares
 
     def allocate(self) -> None:
         """Allocate a set per lane."""

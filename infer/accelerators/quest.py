@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator, KVPass
-from idlm.infer.accelerators.prefix import EVERYTHING, NOT_LISTED, best, set_problems
-from idlm.infer.sparse.view import FP8, PassView, block_rows, flagged, scheduled_rows
+from idlm.infer.accelerators.prefix import EVERYTHING, set_problems
+from idlm.infer.sparse.view import FP8, NOT_LISTED, PassView, block_rows, flagged, scheduled_rows
+from idlm.kernels.page_bounds import Bounds, PagedSlots, Pieces, page_scores, write_bounds
+from idlm.kernels.prefix_ranking import select_largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class QuestConfig:
     exact_layers: int = 2
 
 
-class Bounds:
+class LayerBounds:
     """Least and largest key per channel [L, C, K, H] of pieces of `size` slots. Pages of Quest and pages of
     the engine both consist of whole pieces.
     """
@@ -48,14 +50,12 @@ class Bounds:
         num_layers, num_pieces, *key = shape
         # One more piece takes what is to be dropped.
         least, largest = torch.zeros(2, num_layers, num_pieces + 1, *key, dtype=dtype, device=device)
-        self.nowhere = num_pieces
         self._least, self._largest = least, largest
         self.least, self.largest = least[:, :-1], largest[:, :-1]
 
-    def write(self, layer: int, pieces_I: Tensor, least_IKH: Tensor, largest_IKH: Tensor) -> None:
-        """Write the bounds of pieces; those of piece `nowhere` are dropped."""
-        self._least[layer, pieces_I] = least_IKH.to(self.least.dtype)
-        self._largest[layer, pieces_I] = largest_IKH.to(self.largest.dtype)
+    def layer(self, index: int) -> Bounds:
+        """The bounds of one sparse layer."""
+        return Bounds(least_CKH=self._least[index], largest_CKH=self._largest[index], size=self.size)
 
 
 @ACCELERATORS.register("quest")
@@ -95,7 +95,7 @@ class Quest(KVAccelerator):
         spec = self.spec
         num_pieces = num_pages * (spec.page_size // self.piece)
         shape = (self._num_layers, num_pieces, spec.num_kv_heads, spec.head_dim)
-        self.bounds = Bounds(shape, self.piece, dtype=self._dtype, device=spec.device)
+        self.bounds = LayerBounds(shape, self.piece, dtype=self._dtype, device=spec.device)
 
     def begin(self, view: PassView) -> QuestPass:
         """Every pass over a block is sparse."""
@@ -105,7 +105,9 @@ class Quest(KVAccelerator):
 class QuestPass(KVPass):
     """Summarises final keys, then scores pages, layer by layer."""
 
-    def __init__(self, view: PassView, bounds: Bounds, config: QuestConfig) -> None:
+    lists_ascend: ClassVar[bool] = True
+
+    def __init__(self, view: PassView, bounds: LayerBounds, config: QuestConfig) -> None:
         super().__init__(view, is_sparse_B=view.is_working_B)
         self._bounds, self._config = bounds, config
         plan, device = view.plan, view.plan.slots_R.device
@@ -124,67 +126,43 @@ class QuestPass(KVPass):
         is_first_R = (plan.slots_R % bounds.size == 0) | (rows_R == plan.cu_rows_B1[plan.sequence_R])
         max_pieces = min(num_rows, num_rows // bounds.size + 2 * num_sequences)
         rows_I = flagged(is_final_R & is_first_R, max_pieces)
-        self._is_piece_I, rows_I = rows_I < num_rows, rows_I.clamp(max=num_rows - 1)
-        self._sequences_I = plan.sequence_R[rows_I]
-        first_I1 = (plan.slots_R[rows_I] // bounds.size * bounds.size)[:, None]
-        self._slots_IF = first_I1 + torch.arange(bounds.size, device=device)
-        self._pieces_I = view.physical(first_I1, self._sequences_I)[:, 0] // bounds.size
-        self._first_slots_I = plan.slots_R[rows_I]
+        is_piece_I, rows_I = rows_I < num_rows, rows_I.clamp(max=num_rows - 1)
+        self._pieces = Pieces(
+            sequences_I=plan.sequence_R[rows_I], slots_I=plan.slots_R[rows_I], is_piece_I=is_piece_I
+        )
+        self._slots = PagedSlots(block_table_BP=view.block_table_BP, page_size=view.page_size)
         self._num_pages = -(-view.max_slots // config.page)
+        self._num_pages_B = (view.active.starts_B + config.page - 1) // config.page
+        self._offset_F = torch.arange(config.page, dtype=torch.int32, device=device)
 
     def commit_kv(self, layer: int) -> None:
         """Write the bounds of pieces in which this pass stores final keys."""
-        index, bounds = layer - self._config.exact_layers, self._bounds
+        index, view = layer - self._config.exact_layers, self.view
         if index < 0:
             return
-        ends_B = torch.where(self.view.waits_B, self._waiting_ends_B, self._ends_B)
-        ends_I1 = ends_B[self._sequences_I, None]
-        is_final_IF11 = (self._slots_IF < ends_I1)[:, :, None, None]
-        k_IFKH = self.view.keys(layer, self._slots_IF, self._sequences_I)
-        least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
-        largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
-        is_written_I = self._is_piece_I & (self._first_slots_I < ends_I1[:, 0])
-        bounds.write(index, torch.where(is_written_I, self._pieces_I, bounds.nowhere), least_IKH, largest_IKH)
+        ends_B = torch.where(view.waits_B, self._waiting_ends_B, self._ends_B)
+        (keys_SKH, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
+        write_bounds(keys_SKH, scale_K, self._bounds.layer(index), self._pieces, ends_B, self._slots)
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """Return the slots of the best pages."""
         index, view, page = layer - self._config.exact_layers, self.view, self._config.page
         if index < 0:
             return None
-        starts_B1 = view.active.starts_B[:, None]
-        first_P = torch.arange(self._num_pages, device=q_RNH.device) * page
-        num = min(-(-self._config.k // page), self._num_pages)
-        pages_BKC = best(self._scores(index, q_RNH), first_P < starts_B1, num)
-        slots_BKCF = pages_BKC[..., None] * page + torch.arange(page, device=q_RNH.device)
-        is_listed_BKCF = (pages_BKC[..., None] >= 0) & (slots_BKCF < starts_B1[:, None, None])
-        return torch.where(is_listed_BKCF, slots_BKCF, NOT_LISTED).flatten(2)
-
-    def _scores(self, index: int, q_RNH: Tensor) -> Tensor:
-        """Return upper bounds [B, K, P], averaged over the queries of rows still computed.
-
-        The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
-        positive and negative parts of queries, which are averaged first.
-        """
-        view, bounds, size = self.view, self._bounds, self._bounds.size
-        num_pages = self._num_pages
-        q_BWNH = view.queries(q_RNH, view.sequences_B)
-        q_BWKGH = q_BWNH.unflatten(2, (bounds.least.shape[2], -1))
-        num_queries_B = (view.rows_BW >= 0).sum(-1).clamp(min=1) * q_BWKGH.shape[3]
-        up_BKH = q_BWKGH.clamp(min=0).sum((1, 3)) / num_queries_B[:, None, None]
-        down_BKH = q_BWKGH.clamp(max=0).sum((1, 3)) / num_queries_B[:, None, None]
-        first_C = torch.arange(num_pages * (self._config.page // size), device=q_RNH.device) * size
-        slots_BC = first_C.expand(len(q_BWNH), -1)
-        is_stored_BC11 = (slots_BC < view.active.starts_B[:, None])[:, :, None, None]
-        pieces_BC = view.physical(slots_BC, view.sequences_B) // size
-        least_BCKH = bounds.least[index, pieces_BC].to(q_BWNH.dtype)
-        largest_BCKH = bounds.largest[index, pieces_BC].to(q_BWNH.dtype)
-        # Pieces that hold nothing yet have the bounds of an earlier owner.
-        least_BPKH = torch.where(is_stored_BC11, least_BCKH, math.inf).unflatten(1, (num_pages, -1)).amin(2)
-        largest_BPKH = torch.where(is_stored_BC11, largest_BCKH, -math.inf)
-        largest_BPKH = largest_BPKH.unflatten(1, (num_pages, -1)).amax(2)
-        is_any_BP11 = is_stored_BC11.unflatten(1, (num_pages, -1)).any(2)
-        least_BPKH = torch.where(is_any_BP11, least_BPKH, 0)
-        largest_BPKH = torch.where(is_any_BP11, largest_BPKH, 0)
-        return torch.einsum("bkh,bpkh->bkp", up_BKH, largest_BPKH) + torch.einsum(
-            "bkh,bpkh->bkp", down_BKH, least_BPKH
+        scores_BKP = page_scores(
+            q_RNH,
+            view.rows_BW,
+            self._bounds.layer(index),
+            view.active.starts_B,
+            self._slots,
+            page=page,
+            num_pages=self._num_pages,
         )
+        num = min(-(-self._config.k // page), self._num_pages)
+        pages_1BKC = torch.empty(1, *scores_BKP.shape[:2], num, dtype=torch.int32, device=q_RNH.device)
+        is_listed_B = self.is_sparse_B
+        select_largest(scores_BKP[None], self._num_pages_B, is_listed_B, view.sequences_B, pages_1BKC)
+        # Pages ascend, so that a slot of the block can only be the last one; page -1 has negative slots.
+        slots_BKCF = torch.add(self._offset_F, pages_1BKC[0, ..., None], alpha=page)
+        is_before_BKCF = slots_BKCF < view.active.starts_B[:, None, None, None]
+        return torch.where(is_before_BKCF, slots_BKCF, NOT_LISTED).clamp_(min=NOT_LISTED).flatten(2)

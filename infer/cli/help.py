@@ -150,7 +150,11 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
 
     checked = check_options(arguments.decoder, arguments.settings | arguments.options)
     outline = read_outline(
-        arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
+        arguments.model,
+        dtype=config.dtype,
+        mask_token_id=config.mask_token_id,
+        base=config.base,
+        rope_factor=config.rope_factor,
     )
     kind = choose_decoder(arguments.decoder, outline.semantics)
     decoding = checked.decoder_config or decoder_config(kind, checked.decoder_options)
@@ -179,7 +183,11 @@ def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
     from idlm.kernels.masked_logits import has_fused
 
     outline = read_outline(
-        arguments.model, dtype=config.dtype, mask_token_id=config.mask_token_id, base=config.base
+        arguments.model,
+        dtype=config.dtype,
+        mask_token_id=config.mask_token_id,
+        base=config.base,
+        rope_factor=config.rope_factor,
     )
     spec, semantics = outline.spec, outline.semantics
     if semantics.causality != "full":

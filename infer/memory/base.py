@@ -32,7 +32,8 @@ class MemoryDemand:
     alone.
 
     `page_bytes`: of one page over all KV buffers. `max_pages`: pages that full lanes could use. `transients`
-    by name of operator. `canvas`: the trunk of a decoder that stores nothing, of which a page counts
+    by name of operator. `pass_bytes`: what accelerators take during a pass at most, which no chunks divide.
+    `canvas`: the trunk of a decoder that stores nothing, of which a page counts
     `page_size` rows of a pass; None: pages are for keys and values.
     """
 
@@ -40,6 +41,7 @@ class MemoryDemand:
     page_bytes: int = 0
     max_pages: int = 0
     transients: Mapping[str, Transient] = field(default_factory=dict)
+    pass_bytes: int = 0
     canvas: TrunkShape | None = None
     page_size: int = 1
 
@@ -86,7 +88,7 @@ MEMORY_MANAGERS: Registry[type[MemoryManager]] = Registry("memory_manager", "idl
 @MEMORY_MANAGERS.register("caching")
 class Caching:
     """The default: torch's caching allocator for transients, without chunks. The KV pool takes 2 GiB on a
-    CPU, and on a GPU 80 % of what the weights leave free.
+    CPU, and on a GPU 80 % of what the weights leave free, less what accelerators take during a pass.
     """
 
     def plan(self, demand: MemoryDemand) -> MemoryPlan:
@@ -96,6 +98,7 @@ class Caching:
         budget = CPU_POOL_BYTES
         if demand.device.type == "cuda":
             budget = int(torch.cuda.mem_get_info(demand.device)[0] * GPU_SHARE_OF_FREE)
+            budget = max(0, budget - demand.pass_bytes)
         num_pages = min(demand.max_pages, budget // demand.page_bytes)
         if num_pages < 1:
             raise UserError(

@@ -21,7 +21,7 @@ from idlm.files.paths import translate_path_errors
 from idlm.infer.models import fp8, moe, weights
 from idlm.infer.models.adapter import Adapter, add_adapter, open_adapter
 from idlm.infer.models.base import FAMILIES, Family, ModelSpec, TensorNames
-from idlm.infer.models.config import MUST_BE_NULL
+from idlm.infer.models.config import MUST_BE_NULL, extended
 from idlm.infer.models.dense import DenseTrunk, WeightTarget, weight_targets
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.semantics import FILE_NAME as SEMANTICS_FILE
@@ -125,9 +125,12 @@ def read_outline(
     mask_token_id: int | None = None,
     semantics: Semantics | None = None,
     base: str | Path | None = None,
+    rope_factor: float | None = None,
     shards: Shards = ALONE,
 ) -> Outline:
-    """The checks of `load_model` before it loads weights, with the same errors."""
+    """The checks of `load_model` before it loads weights, with the same errors. `rope_factor`: see
+    `config.extended` (None: the checkpoint's own rotation).
+    """
     with translate_path_errors("IDLM-0600", path, fix="give another model= or base="):
         directory, adapter = _open(Path(path), base, semantics)
     verify(directory, required=False)
@@ -142,6 +145,8 @@ def read_outline(
     _check_meaning(meaning, spec, directory, adapter)
     names = family.tensor_names
     spec = family.refined(spec, files.keys())
+    if rope_factor is not None:
+        spec = extended(spec, config, rope_factor)
     if spec.tie_embeddings and names.head in files and names.embed in files:
         # Like transformers, prefer the weights to the flag: a separate head that differs is used.
         spec = replace(spec, tie_embeddings=weights.tensors_equal(files, names.head, names.embed))

@@ -21,17 +21,22 @@ from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
 
 Columns = list[list[int]]
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+BATCH_BUCKETS = (*range(1, 25), *range(26, 33, 2), 40, 48, 64, 96, 128, 192, 256)
+"""A sequence may feed a block of rows, of which six bind a step's matrix products by their rows: up to 32
+sequences padding adds at most a twenty-fifth.
+"""
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Prompt rows beside the decoding rows."""
-FED_BLOCK_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The same in blocks, including clean blocks of answers."""
 MIN_SLOTS = 1024
+DOUBLED_SLOTS = 1 << 15
+"""Bounds of contexts double up to here, then grow by at most a quarter."""
 WARM_UP_PASSES = 2
 MAX_CUDA_GRAPHS = 192
-"""Graphs kept at a time. One mode and kind of sampling needs 65 per context length (13 batch sizes, 5 numbers
-of prompt rows), up to 117 with blocks. The memory manager does not count what a graph itself takes (nodes and
-results).
+"""Graphs kept at a time. One mode and kind of sampling needs 175 per context length (35 batch sizes, 5
+numbers of prompt rows), more with blocks if all sizes occur. The memory manager does not count what a graph
+itself takes (nodes and results).
 """
 
 
@@ -192,7 +197,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         num_rows=num_rows,
         max_rows=max_rows,
         num_prompt_rows=num_prompt_rows,
-        max_known=max(MIN_SLOTS, 1 << (max(schedule.num_known) - 1).bit_length()),
+        max_known=_slots_bucket(max(schedule.num_known)),
         filters=schedule.filters,
         num_top=schedule.num_top,
         max_length=longest,
@@ -205,19 +210,28 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
     """Blocks that get rows beside the decoding ones.
 
     With fused commits that includes clean blocks the host does not know yet: as many as it knows of (the
-    device has stored those by now), but at least those of an eighth of the sequences. A sequence that finds
-    no reserved row stores its block one step later; unused rows cost as much as used ones.
+    device has stored those by now), but at least those of an eighth of the sequences, rounded up. A sequence
+    that finds no reserved row stores its block in its own rows and decides nothing in this step; unused rows
+    cost as much as used ones.
     """
     if not kv_policy.fused_commit:
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_told = sum(schedule.num_feed) // kv_policy.block_size
-    return max(num_told, min(num_sequences, 2), -(-num_sequences // 8))
+    return max(num_told, -(-num_sequences // 8))
 
 
 def _bucket(size: int, buckets: tuple[int, ...]) -> int:
     """The smallest bucket that holds `size`; beyond the largest one, the next multiple of it."""
     place = bisect.bisect_left(buckets, size)
     return buckets[place] if place < len(buckets) else -(-size // buckets[-1]) * buckets[-1]
+
+
+def _slots_bucket(num_slots: int) -> int:
+    """`PassShape.max_known` of so many tokens."""
+    if num_slots <= DOUBLED_SLOTS:
+        return max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
+    step = 1 << (num_slots.bit_length() - 3)
+    return -(-num_slots // step) * step
 
 
 def _rounded_up(num_rows: int) -> int:

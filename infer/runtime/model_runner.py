@@ -24,6 +24,7 @@ from idlm.infer.memory.base import LOGITS, MemoryDemand, MemoryManager, MemoryPl
 from idlm.infer.models.loader import LoadedModel, Outline
 from idlm.infer.settings import EngineSettings
 from idlm.infer.sparse.stack import AcceleratorStack
+from idlm.infer.sparse.view import AttentionLists
 from idlm.infer.state.batch import Batch, Schedule, StepOutcome, StepPlan
 from idlm.infer.state.kv_cache import KVCache, KVWritePolicy
 from idlm.infer.state.page_pool import PagePool
@@ -198,8 +199,10 @@ class Runner:
             group=plan.logit_group,
         )
 
-    def _plan_attention(self, block_table_BP: Tensor, plan: StepPlan) -> Plan:
-        """The attention plan of exact attention, which all layers share."""
+    def _plan_attention(
+        self, block_table_BP: Tensor, plan: StepPlan, lists: AttentionLists | None = None
+    ) -> Plan:
+        """The attention plan that layers share: all of them, or those with `lists`."""
         page_size = self.pool.page_size
         rows = AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -210,6 +213,9 @@ class Runner:
             branch_starts_R=plan.branch_starts_R,
             max_rows=plan.max_rows,
             max_slots=min(plan.max_slots, block_table_BP.shape[1] * page_size),
+            starts_B=None if lists is None else lists.starts_B,
+            listed_B=None if lists is None else lists.listed_B,
+            num_listed=0 if lists is None else lists.num_listed,
         )
         deterministic = self._trunk.linears.deterministic
         return plan_attention(rows, self._heads, backend=self._attention, deterministic=deterministic)

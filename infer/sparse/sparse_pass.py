@@ -3,8 +3,9 @@
 The runner's side of `accelerators/base.py`. The rest of the engine knows rows as the decoder laid them out;
 here they are numbered anew when some are dropped. All shapes are known to the host before the pass and
 nothing waits for the device: dropped rows leave padding rows at the end, and rows that find no room wait for
-the next pass. B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows,
-N query heads, K KV heads, C listed slots, H head dim, Z lanes.
+the next pass. Attention is one launch a layer: layers without lists share one plan, those with lists another.
+B sequences, R rows still computed, I rows after a drop, W positions of a block, X wanted rows, N query heads,
+K KV heads, C listed slots, H head dim, Z lanes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
-from idlm.infer.sparse.view import PassView, block_rows, flagged, rows_by_place, scheduled_rows
+from idlm.infer.sparse.view import (
+    AttentionLists,
+    PassView,
+    ascending,
+    block_rows,
+    flagged,
+    rows_by_place,
+    scheduled_rows,
+)
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
-from idlm.kernels.paged_attention import Plan, SlotLists, sparse_attention
+from idlm.kernels.paged_attention import Plan
 
 
 def select_plan_rows(plan: StepPlan, rows_I: Tensor, is_row_I: Tensor, limits_R: Tensor) -> StepPlan:
@@ -54,14 +63,15 @@ class SparseKV:
         *,
         kv: KVPass | None,
         rows: RowsPass | None,
-        make_plan: Callable[[StepPlan], Plan],
+        make_plan: Callable[[StepPlan, AttentionLists | None], Plan],
         num_waits_Z: Tensor | None = None,
     ) -> None:
         self.plan, self.view, self.slot_mapping_R = plan, view, slot_mapping_R
         self._kv, self._rows, self._make_plan, self._num_waits_Z = kv, rows, make_plan, num_waits_Z
         self._origin_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)
         """The row of the decoder's plan that each row is; their number for padding."""
-        self._plans: dict[bool, Plan] = {}
+        self._plans: dict[int, Plan] = {}
+        """By the number of listed slots; 0: the plan of layers without lists."""
         if rows is not None:
             self._drop(rows.initial_rows())
 
@@ -80,18 +90,17 @@ class SparseKV:
         return None if self._rows is None else self._drop(self._rows.select_rows(number, q_RNH))
 
     def attend(self, number: int, q_RNH: Tensor) -> Tensor:
-        """Attention output [R, N, H]. Rows that see lists are computed by both attentions, and of the exact
-        one they see one slot, which costs next to nothing.
-        """
-        slots_BKC = None if self._kv is None else self._kv.select_kv(number, q_RNH)
-        if slots_BKC is None:
-            return self.view.cache.attend(number, q_RNH, self._plan(narrow=False), scale=self.view.scale)
-        exact_RNH = self.view.cache.attend(number, q_RNH, self._plan(narrow=True), scale=self.view.scale)
-        sparse_BWNH = self._sparse(number, q_RNH, slots_BKC)
-        size, plan = self.view.active.size, self.plan
-        place_R = (plan.slots_R - self.view.active.starts_B[plan.sequence_R]).clamp(0, size - 1)
-        sparse_RNH = sparse_BWNH.flatten(0, 1)[plan.sequence_R * size + place_R]
-        return torch.where(self._sees_lists()[:, None, None], sparse_RNH.to(exact_RNH.dtype), exact_RNH)
+        """Attention output [R, N, H]."""
+        lists_BKC = sums = None
+        if self._kv is not None:
+            lists_BKC = self._kv.select_kv(number, q_RNH)
+            sums = None if lists_BKC is None else self._kv.prefix_sums(number, q_RNH)
+            if lists_BKC is not None and not self._kv.lists_ascend:
+                lists_BKC = ascending(lists_BKC)
+        plan = self._plan(0 if lists_BKC is None else lists_BKC.shape[2])
+        return self.view.cache.attend(
+            number, q_RNH, plan, scale=self.view.scale, lists_BKC=lists_BKC, before=sums
+        )
 
     def finish(self) -> None:
         """Called after the last layer."""
@@ -159,39 +168,16 @@ class SparseKV:
         view.waits_B = view.waits_B | ((needs_B > 0) & (ends_B > capacity))
         return keep_R & (is_scheduled_R | ~view.waits_B[plan.sequence_R])
 
-    def _sees_lists(self) -> Tensor:
-        """Which rows see lists, bool [R]."""
-        assert self._kv is not None
-        return block_rows(self.plan, self.view.active) & self._kv.is_sparse_B[self.plan.sequence_R]
-
-    def _plan(self, *, narrow: bool) -> Plan:
-        """The plan of exact attention until rows are dropped; `narrow`: rows that see lists see slot 0 only.
-
-        Not their own slot: own slots have gaps where rows were dropped, and a kernel may load what lies
-        between.
-        """
-        if narrow not in self._plans:
-            limits_R = self.plan.limits_R
-            if narrow:
-                limits_R = torch.where(self._sees_lists(), 1, limits_R)
-            self._plans[narrow] = self._make_plan(replace(self.plan, limits_R=limits_R))
-        return self._plans[narrow]
-
-    def _sparse(self, number: int, q_RNH: Tensor, slots_BKC: Tensor) -> Tensor:
-        """Attention output [B, W, N, H] of all active blocks over lists."""
-        view, rows_BW = self.view, self.view.rows_BW
-        starts_B = self.view.active.starts_B
-        # A position without a row sees one slot; its output is not used.
-        limits_BW = torch.where(rows_BW >= 0, self.plan.limits_R[rows_BW.clamp(min=0)], starts_B[:, None] + 1)
-        lists = SlotLists(
-            slots_BKC=slots_BKC,
-            block_table=view.block_table_BP,
-            page_size=view.page_size,
-            starts_B=starts_B,
-            limits_BW=limits_BW,
-        )
-        (keys, values), (k_scale_K, v_scale_K) = self.layer(number), self.scales(number)
-        q_BWNH = view.queries(q_RNH, view.sequences_B)
-        return sparse_attention(
-            q_BWNH, keys, values, lists, scale=view.scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
-        )
+    def _plan(self, num_listed: int) -> Plan:
+        """The plan of attention over lists of so many slots, until rows are dropped."""
+        if num_listed not in self._plans:
+            lists = None
+            if num_listed:
+                assert self._kv is not None
+                lists = AttentionLists(
+                    starts_B=self.view.active.starts_B,
+                    listed_B=self._kv.is_sparse_B,
+                    num_listed=num_listed,
+                )
+            self._plans[num_listed] = self._make_plan(self.plan, lists)
+        return self._plans[num_listed]

@@ -20,7 +20,7 @@ from idlm.infer.accelerators.base import (
     RowsAccelerator,
 )
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
 from idlm.infer.state.batch import StepPlan, fill_lanes
 from idlm.infer.state.kv_cache import KVCache
 from idlm.kernels.paged_attention import Plan
@@ -58,6 +58,10 @@ class AcceleratorStack:
             self.num_waits_Z = torch.zeros(spec.num_lanes, dtype=torch.int64, device=spec.device)
         return sum(each.page_bytes() for each in self.members)
 
+    def pass_bytes(self) -> int:
+        """Bytes that a pass takes for them at most."""
+        return sum(each.pass_bytes() for each in self.members)
+
     def allocate_pages(self, num_pages: int) -> None:
         """Allocate the state of pages."""
         for each in self.members:
@@ -80,10 +84,9 @@ class AcceleratorStack:
         page_size: int,
         slot_mapping_R: Tensor,
         scale: float,
-        make_plan: Callable[[StepPlan], Plan],
+        make_plan: Callable[[StepPlan, AttentionLists | None], Plan],
     ) -> SparseKV | None:
-        """Start a sparse pass; None if the pass is exact. `make_plan` plans exact attention of a plan's
-        rows."""
+        """Start a sparse pass; None if the pass is exact. `make_plan` plans attention of a plan's rows."""
         if plan.active is None:
             return None
         rows_BW = rows_by_place(plan, plan.active)

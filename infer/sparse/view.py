@@ -3,8 +3,8 @@
 Everything is a plain tensor on the engine's device. No function waits for the device and no shape depends on
 what a tensor holds, so a CUDA graph can hold every pass. Slots are logical (of their own sequence) unless a
 name says physical.
-B sequences, b some of them, R rows still computed, W positions of a block, X any slots, P pages, N query
-heads, K KV heads, H head dim, S physical slots.
+B sequences, b some of them, R rows still computed, W positions of a block, X any slots, C listed slots, P
+pages, N query heads, K KV heads, H head dim, S physical slots.
 """
 
 from __future__ import annotations
@@ -19,6 +19,18 @@ from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
 
 FP8 = torch.float8_e4m3fn
+NOT_LISTED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLists:
+    """What the plan of layers with lists has to know: where each sequence's block starts, which sequences see
+    lists (bool), and the width of lists.
+    """
+
+    starts_B: Tensor
+    listed_B: Tensor
+    num_listed: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +105,13 @@ def read(cache_SKH: Tensor, physical_X: Tensor, scale_K: Tensor | None) -> Tenso
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of computations: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ascending(slots_BKC: Tensor) -> Tensor:
+    """Lists in the order that attention takes: int32, ascending, `NOT_LISTED` behind the last slot."""
+    beyond = torch.iinfo(torch.int32).max
+    slots_BKC = torch.where(slots_BKC >= 0, slots_BKC, beyond).to(torch.int32).sort(dim=-1).values
+    return torch.where(slots_BKC < beyond, slots_BKC, NOT_LISTED)
 
 
 def flagged(is_flagged_R: Tensor, capacity: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
 with), and where (`KV_STORES`).
 
-Shapes: S physical slots, K KV heads, H head dim, R rows of a pass, N query heads.
+Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass, N query heads, C listed slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
-from idlm.kernels.paged_attention import Plan, paged_attention
+from idlm.kernels.paged_attention import BeforeBlock, Plan, paged_attention
 
 KVKind = Literal["append", "block", "none"]
 StoreKind = Literal["layers", "shared"]
@@ -169,12 +169,29 @@ class KVCache:
         """Scales [K] of a layer's keys and values; None is 1."""
         return (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])
 
-    def attend(self, number: int, q_RNH: Tensor, plan: Plan, *, scale: float) -> Tensor:
-        """Attention output [R, N, H] of the rows of `plan` over what the layer holds."""
+    def attend(
+        self,
+        number: int,
+        q_RNH: Tensor,
+        plan: Plan,
+        *,
+        scale: float,
+        lists_BKC: Tensor | None = None,
+        before: BeforeBlock | None = None,
+    ) -> Tensor:
+        """Attention output [R, N, H] of the rows of `plan` over the layer; see `paged_attention`."""
         keys, values = self.layer(number)
         k_scale_K, v_scale_K = self.layer_scales(number)
         return paged_attention(
-            q_RNH, keys, values, plan, scale=scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K
+            q_RNH,
+            keys,
+            values,
+            plan,
+            scale=scale,
+            k_scale_K=k_scale_K,
+            v_scale_K=v_scale_K,
+            lists_BKC=lists_BKC,
+            before=before,
         )
 
 

@@ -1,13 +1,14 @@
 """Attention of packed ragged rows over a paged KV cache; contract and mathematics in README.md."""
 
 from idlm.kernels.paged_attention.backends import BACKENDS, Plan, paged_attention, plan_attention, problems
-from idlm.kernels.paged_attention.reference import paged_attention_reference, sparse_attention_reference
+from idlm.kernels.paged_attention.reference import paged_attention_reference, sums_before_reference
 from idlm.kernels.paged_attention.sparse import sparse_attention
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape, SlotLists
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape, SlotLists
 
 __all__ = [
     "BACKENDS",
     "AttentionRows",
+    "BeforeBlock",
     "HeadShape",
     "Plan",
     "SlotLists",
@@ -16,5 +17,5 @@ __all__ = [
     "plan_attention",
     "problems",
     "sparse_attention",
-    "sparse_attention_reference",
+    "sums_before_reference",
 ]

@@ -2,7 +2,7 @@
 
 A back end is a module with `problems` (every reason why it cannot run), `plan` and `run`; its plan names it.
 A module is imported when it is needed, because `triton` may be absent.
-R rows fed this pass, S physical KV slots, N query heads, K KV heads, H head dim.
+R rows fed this pass, S physical KV slots, N query heads, K KV heads, C listed slots, H head dim.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from idlm.kernels.paged_attention import op
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 BACKENDS = {
     "triton": "idlm.kernels.paged_attention.launch",
@@ -24,10 +24,13 @@ AUTO = {"cuda": ("triton", "torch"), "cpu": ("torch", "triton")}
 
 
 class Plan(Protocol):
-    """The data that all layers of one step share; opaque except for the name of its back end."""
+    """The data that all layers of one step share; opaque except for its back end and its rows."""
 
     @property
     def backend(self) -> str: ...
+
+    @property
+    def rows(self) -> AttentionRows: ...
 
 
 def problems(name: str, shape: HeadShape, *, device: torch.device, deterministic: bool = False) -> list[str]:
@@ -82,13 +85,43 @@ def paged_attention(
     out: torch.Tensor | None = None,
     k_scale_K: torch.Tensor | None = None,
     v_scale_K: torch.Tensor | None = None,
+    lists_BKC: torch.Tensor | None = None,
+    before: BeforeBlock | None = None,
 ) -> torch.Tensor:
     """Return o_RNH (q's dtype, `out` if given) of one layer, whose new keys and values are already cached.
 
     q may be a view with any row and head strides. `k_scale_K`, `v_scale_K` (float32): factors of the keys and
-    values of an fp8 cache; lossy, which the caller must report.
+    values of an fp8 cache; lossy, which the caller must report. `lists_BKC` (int32, contiguous): logical
+    slots below the block that the rows of listed sequences see per KV head, each once, ascending, -1 behind
+    the last; given exactly if the plan's rows have `listed_B`. `before`: where to leave the sums over the
+    slots before the block, for plans whose rows have `starts_B`.
     """
+    rows = plan.rows
+    num_tokens, num_kv_heads = q_RNH.shape[0], k_cache_SKH.shape[1]
+    assert (lists_BKC is None) == (rows.listed_B is None), (
+        "lists belong to a plan with listed_B, and only there"
+    )
+    if lists_BKC is not None:
+        size = (rows.block_table.shape[0], num_kv_heads, rows.num_listed)
+        assert lists_BKC.shape == size and lists_BKC.is_contiguous(), f"{lists_BKC.shape=} {size=}"
+        assert lists_BKC.dtype == torch.int32, f"{lists_BKC.dtype=}"
+    if before is not None:
+        assert rows.starts_B is not None, "sums before the block need a plan with starts_B"
+        for sums_RN in (before.highest_RN, before.totals_RN):
+            assert sums_RN.shape == (num_tokens, q_RNH.shape[1]) and sums_RN.is_contiguous(), (
+                f"{sums_RN.shape=}"
+            )
+            assert sums_RN.dtype == torch.float32, f"{sums_RN.dtype=}"
     module = importlib.import_module(BACKENDS[plan.backend])
     return module.run(
-        q_RNH, k_cache_SKH, v_cache_SKH, plan, scale=scale, out=out, k_scale_K=k_scale_K, v_scale_K=v_scale_K
+        q_RNH,
+        k_cache_SKH,
+        v_cache_SKH,
+        plan,
+        scale=scale,
+        out=out,
+        k_scale_K=k_scale_K,
+        v_scale_K=v_scale_K,
+        lists_BKC=lists_BKC,
+        before=before,
     )

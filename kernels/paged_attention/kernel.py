@@ -14,31 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from idlm.kernels.paged_attention.kernel_parts import NOTHING, add_split, store_part
-
-
-@triton.jit
-def split_start(split, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
-    """First block of a split: 2 OCTAVE splits of SPLIT_BLOCKS blocks, OCTAVE of twice as many, and so on."""
-    octave = tl.maximum(split // OCTAVE - 1, 0)
-    return ((split - octave * OCTAVE) << octave) * SPLIT_BLOCKS
-
-
-@triton.jit
-def _pages(table, i, stop, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page id of each slot of block `i` of the walk; 0 after the last slot that the tile sees."""
-    num_below, branch_block, high_limit, high_own = walk
-    slots = tl.where(i < num_below, i, i - num_below + branch_block) * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = (slots < tl.maximum(high_limit, high_own + 1)) & (i < stop)
-    return tl.load(table + slots // PAGE, mask=exists, other=0)
-
-
-@triton.jit
-def _hide(scores, slots, limits, branches, owns):
-    """Scores with -inf where a row does not see a slot."""
-    below = slots[None, :] < limits[:, None]
-    branch = (slots[None, :] >= branches[:, None]) & (slots[None, :] <= owns[:, None])
-    return tl.where(below | branch, scores, float("-inf"))
+from idlm.kernels.paged_attention.kernel_parts import (
+    store_part,
+    store_sums,
+    write_before,
+    write_output,
+)
+from idlm.kernels.paged_attention.kernel_walk import (
+    NO_SLOT,
+    listed_of,
+    pages_of,
+    read_walk,
+    slots_of,
+    split_start,
+    walk_blocks,
+)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -54,8 +44,12 @@ def attend_kernel(
     own_slots_R,
     k_scale_K,
     v_scale_K,
+    lists_BKC,
+    highest_RN,
+    totals_RN,
     partial_o,
     partial_sums,
+    partial_before,
     scale_log2,
     stride_q_row,
     stride_q_head,
@@ -79,17 +73,18 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    NUM_LISTED: tl.constexpr,
+    BEFORE: tl.constexpr,
 ):
     """One item of one KV head: the output if the tile has one item, else parts for the sum over its items.
 
-    EARLY: the sum may launch as soon as this kernel has, else after its loop.
+    EARLY: the sum may launch as soon as this kernel has, else after its loop. NUM_LISTED: width of the lists,
+    0 if the layer has none. BEFORE: also leave maximum and sum over the slots before the block.
     """
     kv_head, item = tl.program_id(0) % K, tl.program_id(0) // K
     record = items + item * RECORD
     b, row, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    num_below, branch_block, end_block = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
-    low_limit, high_limit = tl.load(record + 6), tl.load(record + 7)
-    low_branch, high_own = tl.load(record + 8), tl.load(record + 9)
+    walk, ends, low_limit, end_block = read_walk(record)
     low, high = tl.load(record + 10), tl.load(record + 11)
     num_items, my_part = tl.load(record + 15), tl.load(record + 16)
 
@@ -98,7 +93,7 @@ def attend_kernel(
     sees = in_tile & (end_block > 0)
     rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
     limits = tl.load(limits_R + rows, mask=sees, other=0).to(tl.int32)
-    branches = tl.load(branch_starts_R + rows, mask=sees, other=1).to(tl.int32)
+    branches = tl.load(branch_starts_R + rows, mask=sees & (ends[1] < NO_SLOT), other=NO_SLOT).to(tl.int32)
     owns = tl.load(own_slots_R + rows, mask=sees, other=0).to(tl.int32)
     table = block_table + b.to(tl.int64) * stride_table
     start, stop = low, high
@@ -106,9 +101,14 @@ def attend_kernel(
         start = split_start(low, SPLIT_BLOCKS, OCTAVE)
         stop = tl.minimum(split_start(high, SPLIT_BLOCKS, OCTAVE), end_block)
     # Page ids are read one block ahead: a load that depends on another one would be pipelined less deeply.
-    walk = (num_below, branch_block, high_limit, high_own)
-    pages = _pages(table, start, stop, walk, PAGE, BLOCK_N)
-    k_cache, v_cache = k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head
+    before_start = tl.load(record + 19)
+    last_before = (before_start + BLOCK_N - 1) // BLOCK_N - 1
+    slot_list = lists_BKC
+    if NUM_LISTED:
+        slot_list += (b.to(tl.int64) * K + kv_head) * NUM_LISTED
+    else:
+        slots = slots_of(start, start, walk, 0, BLOCK_N)
+        pages = pages_of(table, slots, start, stop, ends, PAGE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if EARLY:
@@ -121,58 +121,50 @@ def attend_kernel(
     q = tl.load(q_RNH + at_q, mask=sees[:, None] & in_head, other=0.0)
     if SCALED:
         scale_log2 = scale_log2 * tl.load(k_scale_K + kv_head)
-
-    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-    if SPLIT_BLOCKS:
-        split, sum_o, sum_total, sum_highest = low, acc, total, highest
-        split_end = split_start(low + 1, SPLIT_BLOCKS, OCTAVE)
-    for i in tl.range(start, stop, num_stages=STAGES):
-        block = tl.where(i < num_below, i, i - num_below + branch_block)
-        slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_seen = (slots < high_limit) | ((slots >= low_branch) & (slots <= high_own))
-        physical = pages.to(tl.int32) * PAGE + slots % PAGE
-        pages = _pages(table, i + 1, stop, walk, PAGE, BLOCK_N)
-        mask = is_seen[:, None] if H == BLOCK_H else is_seen[:, None] & in_head
-        at = physical.to(tl.int64)[:, None] * stride_slot + columns[None, :]
-        k = tl.load(k_cache + at, mask=mask, other=0.0)
-        scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
-        if block * BLOCK_N + BLOCK_N > low_limit:
-            scores = _hide(scores, slots, limits, branches, owns)
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        v = tl.load(v_cache + at, mask=mask, other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        highest = new_highest
-        if SPLIT_BLOCKS:
-            is_last = (i + 1 == split_end) | (i + 1 == stop)
-            if is_last:
-                if low == 0:
-                    sum_o, sum_total, sum_highest = add_split(
-                        sum_o, sum_total, sum_highest, acc, total, highest
-                    )
-                else:
-                    part = my_part + split
-                    store_part(partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K, H)
-                acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
-                total = tl.zeros([BLOCK_M], dtype=tl.float32)
-                highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
-                split += 1
-                split_end = split_start(split + 1, SPLIT_BLOCKS, OCTAVE)
+    row_ends = tl.where(sees & (owns >= before_start), tl.minimum(limits, before_start), 0)
+    if NUM_LISTED:
+        # The layer before may have written the lists.
+        listed = listed_of(slot_list, start, stop, walk, NUM_LISTED, BLOCK_N)
+        slots = slots_of(listed, start, walk, NUM_LISTED, BLOCK_N)
+        pages = pages_of(table, slots, start, stop, ends, PAGE)
+    caches = (k_cache_SKH + kv_head * stride_head, v_cache_SKH + kv_head * stride_head)
+    acc, total, highest, before = walk_blocks(
+        q,
+        caches,
+        table,
+        slot_list,
+        (slots, pages),
+        (start, stop, low),
+        (walk, ends, (limits, branches, owns, low_limit), (last_before, row_ends)),
+        partial_o,
+        partial_sums,
+        partial_before,
+        (my_part, in_tile, kv_head),
+        scale_log2,
+        stride_slot,
+        K,
+        H,
+        PAGE,
+        BLOCK_N,
+        SPLIT_BLOCKS,
+        OCTAVE,
+        STAGES,
+        PRECISION,
+        NUM_LISTED,
+        BEFORE,
+    )
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if SPLIT_BLOCKS:
-        acc, total, highest = sum_o, sum_total, sum_highest
-
+    is_part = (SPLIT_BLOCKS == 0) | (low == 0)
+    if BEFORE:
+        if num_items == 1:
+            write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
+        elif is_part:
+            store_sums(partial_before, my_part, in_tile, kv_head, before, K)
     if num_items == 1:
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         if SCALED:
             acc = acc * tl.load(v_scale_K + kv_head)
         at_o = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
-        tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
-    elif (SPLIT_BLOCKS == 0) | (low == 0):
+        write_output(o_RNH + at_o, acc, total, in_tile[:, None] & in_head)
+    elif is_part:
         store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)

@@ -30,6 +30,14 @@ def add_split(acc, total, highest, o, o_total, o_highest):
 
 
 @triton.jit
+def add_sums(sums, other):
+    """Add another split to the sums of weights and maxima of rows."""
+    highest = tl.maximum(sums[1], other[1])
+    weight = tl.exp2(other[1] - highest)
+    return tl.fma(sums[0], tl.exp2(sums[1] - highest), other[0] * weight), highest
+
+
+@triton.jit
 def _in_half(acc, total, highest):
     """The same part with `acc` in [-2, 2] of float16: a power of two of each row moves into its maximum.
 
@@ -44,17 +52,41 @@ def _in_half(acc, total, highest):
 
 
 @triton.jit
+def store_sums(partial_sums, part, in_tile, kv_head, sums, K: tl.constexpr):
+    """Store the sum of weights and the maximum of each row of a part, interleaved."""
+    total, highest = sums
+    BLOCK_M: tl.constexpr = total.shape[0]
+    at = (part.to(tl.int64) * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(partial_sums + at * 2, total, mask=in_tile)
+    tl.store(partial_sums + at * 2 + 1, highest, mask=in_tile)
+
+
+@triton.jit
+def write_before(highest_RN, totals_RN, rows, heads, in_tile, before, N: tl.constexpr):
+    """Write the sums before the block of packed rows."""
+    total, highest = before
+    at = rows * N + heads
+    tl.store(totals_RN + at, total, mask=in_tile)
+    tl.store(highest_RN + at, tl.where(total > 0, highest, float("-inf")), mask=in_tile)
+
+
+@triton.jit
+def write_output(at, acc, total, mask):
+    """Write the outputs of packed rows, 0 where nothing was seen."""
+    tl.store(at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def store_part(
     partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K: tl.constexpr, H: tl.constexpr
 ):
-    """Store a part; `partial_sums` interleaves the sum of weights and the maximum of each row."""
+    """Store a part."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     columns = tl.arange(0, acc.shape[1])
     if partial_o.dtype.element_ty == tl.float16:
         acc, total, highest = _in_half(acc, total, highest)
+    store_sums(partial_sums, part, in_tile, kv_head, (total, highest), K)
     at = (part.to(tl.int64) * K + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(partial_sums + at * 2, total, mask=in_tile)
-    tl.store(partial_sums + at * 2 + 1, highest, mask=in_tile)
     o = acc.to(partial_o.dtype.element_ty)
     tl.store(
         partial_o + at[:, None] * H + columns[None, :], o, mask=in_tile[:, None] & (columns < H)[None, :]
@@ -126,12 +158,33 @@ def _sum_at_once(
 
 
 @triton.jit
+def _add_before(partial_before, first_m, num_parts, in_tile, STRIDE: tl.constexpr, PARTS: tl.constexpr):
+    """Sums before the block of rows of a tile from those of its parts, PARTS at a time."""
+    total = tl.zeros([first_m.shape[0]], dtype=tl.float32)
+    highest = tl.full([first_m.shape[0]], NOTHING, dtype=tl.float32)
+    for first in range(0, num_parts, PARTS):
+        parts = first + tl.arange(0, PARTS)
+        at = first_m[None, :] + parts[:, None] * STRIDE
+        mask = in_tile[None, :] & (parts < num_parts)[:, None]
+        totals = tl.load(partial_before + at * 2, mask=mask, other=0.0, cache_modifier=".cg")
+        highests = tl.load(partial_before + at * 2 + 1, mask=mask, other=NOTHING, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(highests, 0))
+        added = tl.sum(totals * tl.exp2(highests - new_highest[None, :]), 0)
+        total = tl.fma(total, tl.exp2(highest - new_highest), added)
+        highest = new_highest
+    return total, highest
+
+
+@triton.jit
 def combine_kernel(
     o_RNH,
     tiles,
     v_scale_K,
+    highest_RN,
+    totals_RN,
     partial_o,
     partial_sums,
+    partial_before,
     stride_o_row,
     stride_o_head,
     K: tl.constexpr,
@@ -145,10 +198,12 @@ def combine_kernel(
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
+    BEFORE: tl.constexpr,
 ):
     """Outputs of BLOCK_M of the TILE_M packed rows of one tile and KV head that was split into items.
 
-    PARTS: how many parts are added at once; 1 adds them in order, as fixed splits need.
+    PARTS: how many parts are added at once; 1 adds them in order, as fixed splits need. BEFORE: also add the
+    sums before the block.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -174,6 +229,9 @@ def combine_kernel(
         o = o * tl.load(v_scale_K + kv_head)
     columns = tl.arange(0, BLOCK_H)
     rows, heads = (row + m // G).to(tl.int64), kv_head * G + m % G
+    if BEFORE:
+        before = _add_before(partial_before, at, num_parts, in_tile, STRIDE, PARTS)
+        write_before(highest_RN, totals_RN, rows, heads, in_tile, before, K * G)
     at = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
     mask = in_tile[:, None] & (columns < H)[None, :]
     tl.store(o_RNH + at, o.to(o_RNH.dtype.element_ty), mask=mask)

@@ -16,15 +16,35 @@ import triton.language as tl
 NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_rows"])
+@triton.jit
+def _rows_before_block(starts_B, own_slots_R, sequences, is_listed, starts, lengths, num_steps):
+    """Number of rows before the block of each listed sequence, 0 for the others: own slots ascend."""
+    block_starts = tl.load(starts_B + sequences, mask=is_listed, other=0).to(tl.int32)
+    low, high = tl.zeros_like(lengths), tl.where(is_listed, lengths, 0)
+    for _ in range(num_steps):
+        middle = (low + high) // 2
+        is_open = low < high
+        owns = tl.load(own_slots_R + starts + middle, mask=is_open, other=0).to(tl.int32)
+        is_before = is_open & (owns < block_starts)
+        high = tl.where(is_open & (owns >= block_starts), middle, high)
+        low = tl.where(is_before, middle + 1, low)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_steps"])
 def tile_kernel(
     cu_rows,
     limits_R,
     branch_starts_R,
     own_slots_R,
+    starts_B,
+    listed_B,
     tiles,
     num_sequences,
     num_rows,
+    num_steps,
+    NUM_LISTED: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -35,6 +55,7 @@ def tile_kernel(
     """Tile `program_id`: its sequence, its rows and their visible blocks of BLOCK_N slots.
 
     FIXED: the walk skips no block, so that the position of a block in it does not depend on the rows.
+    NUM_LISTED: width of the lists, 0: none; `num_steps` halve the rows of any sequence to one.
     """
     tile = tl.program_id(0)
     sequences = tl.arange(0, BLOCK_B)
@@ -42,14 +63,31 @@ def tile_kernel(
     ends = tl.load(cu_rows + sequences + 1, mask=sequences < num_sequences, other=0)
     ends = tl.where(sequences == num_sequences, num_rows, ends)
     lengths = tl.where(sequences <= num_sequences, ends - starts, 0).to(tl.int32)
-    last_tiles = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
+    before = tl.zeros_like(lengths)
+    if NUM_LISTED:
+        is_listed = tl.load(listed_B + sequences, mask=sequences < num_sequences, other=0) != 0
+        before = _rows_before_block(starts_B, own_slots_R, sequences, is_listed, starts, lengths, num_steps)
+    tiles_before = (before + ROWS - 1) // ROWS
+    last_tiles = tl.cumsum(tiles_before + (lengths - before + ROWS - 1) // ROWS, 0)
     b = tl.sum((last_tiles <= tile).to(tl.int32), 0)
     first_tile = tl.max(tl.where(last_tiles <= tile, last_tiles, 0), 0)
     is_mine = sequences == b
     start = tl.sum(tl.where(is_mine, starts, 0), 0).to(tl.int32)
     end = start + tl.sum(tl.where(is_mine, lengths, 0), 0)
-    row = start + (tile - first_tile) * ROWS
+    index = tile - first_tile
+    row = start + index * ROWS
+    if NUM_LISTED:
+        # Tiles break where the block begins.
+        num_before = tl.sum(tl.where(is_mine, before, 0), 0)
+        num_tiles_before = tl.sum(tl.where(is_mine, tiles_before, 0), 0)
+        is_after = index >= num_tiles_before
+        row = tl.where(is_after, start + num_before + (index - num_tiles_before) * ROWS, row)
+        end = tl.where(is_after, end, start + num_before)
+        sees_list = is_after & (tl.sum(tl.where(is_mine & is_listed, 1, 0), 0) > 0) & (row < end)
     count = tl.maximum(tl.minimum(end - row, ROWS), 0)
+    block_start = 0
+    if HAS_STARTS:
+        block_start = tl.load(starts_B + b, mask=b < num_sequences, other=0).to(tl.int32)
 
     rows = row + tl.arange(0, BLOCK_ROWS)
     is_fed = (rows < row + count) & (b < num_sequences)
@@ -67,6 +105,19 @@ def tile_kernel(
     if FIXED:
         num_below = end_block
     branch_block = tl.minimum(tl.maximum(low_branch // BLOCK_N, num_below), end_block)
+    num_list_blocks, shift = 0, 0
+    if NUM_LISTED:
+        # Listed slots are distinct and lie before the block.
+        num_list_blocks = (tl.minimum(block_start, NUM_LISTED) + BLOCK_N - 1) // BLOCK_N
+        num_list_blocks = tl.where(sees_list, num_list_blocks, 0)
+        num_own_blocks = (tl.maximum(high_limit - block_start, 0) + BLOCK_N - 1) // BLOCK_N
+        num_below = tl.where(sees_list, num_list_blocks, num_below)
+        branch_block = tl.where(sees_list, num_list_blocks, branch_block)
+        end_block = tl.where(sees_list, num_list_blocks + num_own_blocks, end_block)
+        low_branch = tl.where(sees_list, NO_SLOT, low_branch)
+        high_own = tl.where(sees_list, -1, high_own)
+        shift = tl.where(sees_list, block_start - num_list_blocks * BLOCK_N, 0)
+        block_start = tl.where(sees_list, 0, block_start)
 
     record = tiles + tile * RECORD
     tl.store(record, b)
@@ -79,6 +130,9 @@ def tile_kernel(
     tl.store(record + 7, high_limit)
     tl.store(record + 8, low_branch)
     tl.store(record + 9, high_own)
+    tl.store(record + 17, num_list_blocks)
+    tl.store(record + 18, shift)
+    tl.store(record + 19, block_start)
 
 
 @triton.jit
@@ -151,7 +205,8 @@ def item_kernel(
         my_part = tl.where(index == 0, first_part, first_part + 1 - second)
 
     fields = tl.arange(0, RECORD)
-    copied = tl.load(tiles + tile * RECORD + fields, mask=(tile < num_tiles) & (fields < 10), other=0)
+    is_copied = (tile < num_tiles) & ((fields < 10) | (fields > 16) & (fields < 20))
+    copied = tl.load(tiles + tile * RECORD + fields, mask=is_copied, other=0)
     copied = tl.where(fields == 10, low, copied)
     copied = tl.where(fields == 11, high, copied)
     copied = tl.where(fields == 14, tile, copied)

@@ -1,4 +1,4 @@
-"""The Triton back end: launch parameters, the plan of a step, and the launches of a layer.
+"""The Triton back end: the plan of a step, and the launches of a layer.
 
 Grids and buffers depend on B, R, `max_rows` and `max_slots` only, which may be upper bounds, so a step can be
 captured in a CUDA graph; device tensors hold everything else. Nothing waits for the device.
@@ -6,7 +6,9 @@ Record of a tile (int32): 0 sequence, 1 first row, 2 number of rows, 3 blocks be
 and 5 end of the blocks of the branches after them, 6 lowest and 7 highest limit, 8 lowest branch start,
 9 highest own slot, 12 first part, 13 number of parts, 15 number of items. An item copies these and adds
 10 first and 11 end of its share (blocks of the walk, or splits), 14 its tile, 16 its part; where every split
-is a part, 16 is the number that split 0 would have.
+is a part, 16 is the number that split 0 would have. Of a tile that sees lists, 3 and 17 are the number of its
+blocks of the list, and 18 is what turns places of its walk behind them into slots; 19 is the first slot of
+the block, 0 if the tile sees lists.
 B sequences, R rows fed this pass, N query heads, K KV heads, G = N / K, H head dim.
 """
 
@@ -20,10 +22,11 @@ import torch
 import triton
 
 from idlm.kernels.backend import INTERPRETED, has_pdl, pdl_options
+from idlm.kernels.paged_attention.choice import Launch, choose_launch, padded_head
 from idlm.kernels.paged_attention.kernel import attend_kernel
 from idlm.kernels.paged_attention.kernel_parts import combine_kernel
 from idlm.kernels.paged_attention.kernel_plan import item_kernel, tile_kernel
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 RECORD = 32
 LOG2_E = 1.4426950408889634
@@ -32,43 +35,6 @@ MAX_GROUP = 128
 INTERPRETED_MULTIPROCESSORS = 6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
-FEW_ROWS = 16
-"""With at most this many rows in a pass, one program per row and KV head adds its parts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """Launch parameters; benchmarks/kernels/attention.py sweeps them."""
-
-    block_m: int
-    """Rows times query heads of one KV head in a tile."""
-    block_n: int
-    """Slots per block."""
-    warps: int = 4
-    stages: int = 3
-    programs_per_sm: int = 2
-    """Target number of items of all KV heads per multiprocessor."""
-    min_blocks: int = 2
-    """Minimum length of an item in blocks."""
-    split_slots: int = 0
-    """Slots of the first fixed splits; 0: equal shares, as many as fill the device."""
-    octave: int = 16
-    """The length of splits doubles after twice this many splits, then after each further `octave` splits."""
-    max_parts: int = 512
-    """Maximum number of parts with fixed splits; one program per KV head walks a tile without room."""
-    combine_rows: int = 1
-    """Packed rows of a program of the second kernel, which adds parts."""
-    combine_parts: int = 16
-    """Parts that this kernel adds at once; 1 with fixed splits, which are added in order."""
-    combine_warps: int = 4
-    sum_stages: int = 12
-    """Parts that are loaded ahead when they are added in order."""
-    half_parts: bool = False
-    """Parts are float16 with a power of two per row; not with fixed splits, which keep some in registers."""
-    pdl: bool = False
-    """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
-    early: bool = False
-    """The walk lets the sum launch when the walk begins, not when it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +51,8 @@ class TritonPlan:
     items: torch.Tensor
     partial_o: torch.Tensor
     partial_sums: torch.Tensor
+    partial_before: torch.Tensor | None
+    """As `partial_sums`, over the slots before the block; None if the rows have no `starts_B`."""
 
 
 def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> list[str]:
@@ -103,60 +71,6 @@ def problems(shape: HeadShape, *, deterministic: bool, device: torch.device) -> 
     return found
 
 
-def choose_launch(
-    shape: HeadShape,
-    *,
-    max_rows: int,
-    num_rows: int | None = None,
-    max_slots: int = 0,
-    num_sequences: int = 1,
-    multiprocessors: int = 132,
-    deterministic: bool = False,
-) -> Launch:
-    """Choose tile and pipeline by the heads, the rows of a sequence and of all (None: there is one sequence),
-    and the number of slots.
-
-    `deterministic`: everything that affects the bits of a row is the same for every batch.
-    """
-    group = triton.next_power_of_2(shape.group)
-    block_h = padded_head(shape.head_dim)
-    is_wide = shape.dtype == torch.float32
-    block_n = 128 if block_h <= 64 else 64 if block_h <= 128 else 32
-    if is_wide:
-        block_n = 32 if block_h <= 128 else 16
-    packed = max_rows * shape.group
-    # Deterministic rows are computed by one compiled walk, whatever their number.
-    block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
-    num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
-    # One program that loads twice as far ahead hides latency better than two, if each has work.
-    is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
-    programs_per_sm = 1 if is_long else 2
-    num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
-    combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
-    if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
-        # Few tiles are split, so the number of programs that have nothing to add matters.
-        combine_rows = 16
-    elif block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
-        combine_rows = 2
-        # Items of a few blocks end more evenly with small blocks.
-        block_n = block_n // 2 if packed > block_m else block_n
-    return Launch(
-        block_m=max(block_m, group),
-        block_n=2 * block_n if is_long else block_n,
-        warps=8 if group > 64 and not is_wide else 4,
-        stages=2 if is_wide else 3,
-        min_blocks=1,
-        programs_per_sm=programs_per_sm,
-        split_slots=block_n if deterministic else 0,
-        octave=16,
-        combine_rows=combine_rows,
-        combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
-        combine_warps=1,
-        half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
-        early=block_m == 16 and not is_wide,
-    )
-
-
 def plan(
     rows: AttentionRows,
     shape: HeadShape,
@@ -172,7 +86,10 @@ def plan(
             shape,
             max_rows=rows.max_rows,
             num_rows=num_rows,
-            max_slots=rows.max_slots,
+            # Most rows of a pass with lists see them.
+            max_slots=rows.max_slots
+            if rows.listed_B is None
+            else min(rows.max_slots, rows.num_listed + rows.max_rows),
             num_sequences=num_sequences,
             multiprocessors=num_multiprocessors(device),
             deterministic=deterministic,
@@ -184,8 +101,13 @@ def plan(
     assert rows.block_table.stride(1) == 1 or rows.block_table.shape[1] <= 1, f"{rows.block_table.stride()=}"
     tile_rows = launch.block_m // shape.group
     num_tiles = tile_bound(num_rows, num_sequences, rows.max_rows, tile_rows)
+    if rows.listed_B is not None:
+        # Tiles break where a block begins.
+        num_tiles = max(1, min(num_rows, num_tiles + num_sequences))
     num_programs = max(1, num_multiprocessors(device) * launch.programs_per_sm // shape.num_kv_heads)
-    num_items, num_parts = item_bounds(launch, num_tiles, rows.max_slots, num_programs)
+    # A walk over a list and a block behind it ends in two incomplete blocks of slots.
+    max_slots = rows.max_slots + (0 if rows.listed_B is None else launch.block_n)
+    num_items, num_parts = item_bounds(launch, num_tiles, max_slots, num_programs)
     tiles, items = (
         torch.empty(length, RECORD, dtype=torch.int32, device=device) for length in (num_tiles, num_items)
     )
@@ -201,6 +123,9 @@ def plan(
         items=items,
         partial_o=torch.empty(packed * shape.head_dim, dtype=part_dtype, device=device),
         partial_sums=torch.empty(packed * 2, dtype=torch.float32, device=device),
+        partial_before=None
+        if rows.starts_B is None
+        else torch.empty(packed * 2, dtype=torch.float32, device=device),
     )
     if num_rows:
         _write_records(result, tile_rows, num_programs, num_parts)
@@ -215,9 +140,14 @@ def _write_records(plan: TritonPlan, tile_rows: int, num_programs: int, num_part
         rows.limits_R,
         rows.branch_starts_R,
         rows.own_slots_R,
+        rows.starts_B,
+        None if rows.listed_B is None else rows.listed_B.view(torch.uint8),
         plan.tiles,
         num_sequences,
         rows.own_slots_R.shape[0],
+        rows.max_rows.bit_length(),
+        NUM_LISTED=0 if rows.listed_B is None else rows.num_listed,
+        HAS_STARTS=rows.starts_B is not None,
         RECORD=RECORD,
         ROWS=tile_rows,
         BLOCK_N=launch.block_n,
@@ -280,6 +210,8 @@ def run(
     out: torch.Tensor | None = None,
     k_scale_K: torch.Tensor | None = None,
     v_scale_K: torch.Tensor | None = None,
+    lists_BKC: torch.Tensor | None = None,
+    before: BeforeBlock | None = None,
 ) -> torch.Tensor:
     """Output [R, N, H] of one layer. `k_scale_K`, `v_scale_K` (float32): factors of an fp8 cache."""
     rows, shape = plan.rows, plan.shape
@@ -293,9 +225,10 @@ def run(
     assert o_RNH.stride(-1) == 1 and o_RNH.shape == q_RNH.shape, f"{o_RNH.shape=} {o_RNH.stride()=}"
     if num_rows == 0:
         return o_RNH
-    _attend(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale, k_scale_K, v_scale_K)
+    scales = (k_scale_K, v_scale_K)
+    _attend(q_RNH, k_cache_SKH, v_cache_SKH, o_RNH, plan, scale, scales, lists_BKC, before)
     if plan.num_items > plan.num_tiles:
-        _combine(o_RNH, plan, v_scale_K)
+        _combine(o_RNH, plan, v_scale_K, before)
     return o_RNH
 
 
@@ -306,8 +239,9 @@ def _attend(
     o_RNH: torch.Tensor,
     plan: TritonPlan,
     scale: float,
-    k_scale_K: torch.Tensor | None,
-    v_scale_K: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    lists_BKC: torch.Tensor | None,
+    before: BeforeBlock | None,
 ) -> None:
     rows, shape, launch = plan.rows, plan.shape, plan.launch
     attend_kernel[(plan.num_items * shape.num_kv_heads,)](
@@ -320,10 +254,12 @@ def _attend(
         rows.limits_R,
         rows.branch_starts_R,
         rows.own_slots_R,
-        k_scale_K,
-        v_scale_K,
+        *scales,
+        lists_BKC,
+        *_buffers(before),
         plan.partial_o,
         plan.partial_sums,
+        plan.partial_before,
         scale * LOG2_E,
         *q_RNH.stride()[:2],
         *k_cache_SKH.stride()[:2],
@@ -339,25 +275,36 @@ def _attend(
         BLOCK_H=padded_head(shape.head_dim),
         SPLIT_BLOCKS=launch.split_slots // launch.block_n,
         OCTAVE=launch.octave,
-        SCALED=k_scale_K is not None,
+        SCALED=scales[0] is not None,
         STAGES=launch.stages,
         PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
         EARLY=launch.early and plan.num_items > plan.num_tiles,
+        NUM_LISTED=0 if lists_BKC is None else rows.num_listed,
+        BEFORE=before is not None,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **pdl_options(launch.pdl),
+        **({"maxnreg": launch.registers} if launch.registers else {}),
     )
 
 
-def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | None) -> None:
+def _buffers(before: BeforeBlock | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if before is None else (before.highest_RN, before.totals_RN)
+
+
+def _combine(
+    o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | None, before: BeforeBlock | None
+) -> None:
     shape, launch = plan.shape, plan.launch
     pieces = triton.cdiv(launch.block_m, launch.combine_rows)
     combine_kernel[(plan.num_tiles * shape.num_kv_heads, pieces)](
         o_RNH,
         plan.tiles,
         v_scale_K,
+        *_buffers(before),
         plan.partial_o,
         plan.partial_sums,
+        plan.partial_before,
         *o_RNH.stride()[:2],
         K=shape.num_kv_heads,
         G=shape.group,
@@ -369,14 +316,10 @@ def _combine(o_RNH: torch.Tensor, plan: TritonPlan, v_scale_K: torch.Tensor | No
         PARTS=1 if launch.split_slots else launch.combine_parts,
         STAGES=launch.sum_stages,
         SCALED=v_scale_K is not None,
+        BEFORE=before is not None,
         num_warps=launch.combine_warps,
         **pdl_options(launch.pdl),
     )
-
-
-def padded_head(head_dim: int) -> int:
-    """Columns of a tile; those past the head dim are masked."""
-    return max(16, triton.next_power_of_2(head_dim))
 
 
 @functools.cache

@@ -13,12 +13,21 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from idlm.kernels.paged_attention.types import AttentionRows, HeadShape
+from idlm.kernels.paged_attention.sparse import (
+    FP8,
+    Block,
+    ListedRows,
+    attend_lists,
+    blocks_of,
+    gathered,
+    listed_rows,
+    sums_before,
+)
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 FEW_ROWS = 16
 FEW_SLOTS = 512
 MAX_GATHERED_SLOTS = 1 << 18
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,10 +50,13 @@ class AttentionPlan:
     """The plan that all layers of one step share. Built by `plan_attention`; opaque to the caller."""
 
     backend: ClassVar[str] = "torch"
+    rows: AttentionRows
     num_rows: int
     groups: tuple[_Group, ...]
     unpad_R: torch.Tensor | None
     """Index of each packed row in the concatenated padded rows of the groups; None: already in order."""
+    listed: ListedRows | None = None
+    blocks: tuple[Block, ...] = ()
 
 
 def plan(
@@ -54,21 +66,36 @@ def plan(
 
     One host synchronisation reads their number, and another the sizes unless every sequence is small.
     """
-    num_rows, num_sequences = int(rows.cu_rows[-1]), rows.block_table.shape[0]
+    given, num_rows = rows, int(rows.cu_rows[-1])
     names = ("own_slots_R", "limits_R", "branch_starts_R")
     rows = replace(rows, **{name: getattr(rows, name)[:num_rows] for name in names})
-    device = rows.cu_rows.device
     if num_rows == 0:
-        return AttentionPlan(num_rows=0, groups=(), unpad_R=None)
-    rows_R = torch.arange(num_rows, device=device)
+        return AttentionPlan(rows=given, num_rows=0, groups=(), unpad_R=None)
+    rows_R = torch.arange(num_rows, device=rows.cu_rows.device)
     sequence_R = torch.searchsorted(rows.cu_rows[1:], rows_R, right=True)
+    listed, blocks = listed_rows(rows, sequence_R), blocks_of(rows, sequence_R)
+    if listed is not None:
+        # The exact attention of these rows is not used; it sees the row's own slot.
+        narrow_R = torch.zeros_like(rows_R, dtype=torch.bool).index_fill_(0, listed.rows_bW.flatten(), True)
+        rows = replace(
+            rows,
+            limits_R=torch.where(narrow_R, 0, rows.limits_R),
+            branch_starts_R=torch.where(narrow_R, rows.own_slots_R, rows.branch_starts_R),
+        )
+    groups, unpad_R = _groups(rows, sequence_R)
+    return AttentionPlan(
+        rows=given, num_rows=num_rows, groups=groups, unpad_R=unpad_R, listed=listed, blocks=blocks
+    )
+
+
+def _groups(rows: AttentionRows, sequence_R: torch.Tensor) -> tuple[tuple[_Group, ...], torch.Tensor | None]:
+    """Groups of sequences, and the index of each packed row in their rows (None: already in order)."""
+    num_rows, num_sequences, device = len(sequence_R), rows.block_table.shape[0], sequence_R.device
     small = rows.max_rows <= FEW_ROWS and rows.max_slots <= FEW_SLOTS
     if small and num_sequences * rows.max_slots <= MAX_GATHERED_SLOTS:
         parts = [(torch.arange(num_sequences, device=device), rows.max_rows, rows.max_slots)]
         if num_rows == num_sequences * rows.max_rows:
-            return AttentionPlan(
-                num_rows=num_rows, groups=(_rectangle(rows, *parts[0], packed=True),), unpad_R=None
-            )
+            return (_rectangle(rows, *parts[0], packed=True),), None
     else:
         parts = _split(rows, sequence_R)
     base_B = torch.empty_like(rows.cu_rows[1:])
@@ -76,11 +103,8 @@ def plan(
     for sequences_b, most_rows, _ in parts:
         base_B[sequences_b] = offset + most_rows * torch.arange(sequences_b.numel(), device=device)
         offset += most_rows * sequences_b.numel()
-    return AttentionPlan(
-        num_rows=num_rows,
-        groups=tuple(_rectangle(rows, *part, packed=False) for part in parts),
-        unpad_R=base_B[sequence_R] + rows_R - rows.cu_rows[sequence_R],
-    )
+    unpad_R = base_B[sequence_R] + torch.arange(num_rows, device=device) - rows.cu_rows[sequence_R]
+    return tuple(_rectangle(rows, *part, packed=False) for part in parts), unpad_R
 
 
 def _split(rows: AttentionRows, sequence_R: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
@@ -154,14 +178,22 @@ def run(
     out: torch.Tensor | None = None,
     k_scale_K: torch.Tensor | None = None,
     v_scale_K: torch.Tensor | None = None,
+    lists_BKC: torch.Tensor | None = None,
+    before: BeforeBlock | None = None,
 ) -> torch.Tensor:
     """Output [R, N, H] (q's dtype), in `out` if given; rows after the last sequence are not read and become
     0. `k_scale_K`, `v_scale_K`: factors of keys and values by KV head.
     """
     caches = ((k_cache_SKH, k_scale_K), (v_cache_SKH, v_scale_K))
+    if before is not None:
+        sums_before(q_RNH, caches[0], plan.blocks, scale, before)
     padded = [_attend(q_RNH, caches, group, scale) for group in plan.groups]
     o_XNH = padded[0] if len(padded) == 1 else torch.cat([*padded, q_RNH[:0]])
     o_RNH = o_XNH if plan.unpad_R is None else o_XNH.index_select(0, plan.unpad_R)
+    if plan.listed is not None:
+        assert lists_BKC is not None
+        o_bWNH = attend_lists(q_RNH, caches, plan.listed, plan.rows, lists_BKC, scale)
+        o_RNH = o_RNH.index_copy(0, plan.listed.rows_bW.flatten(), o_bWNH.flatten(0, 1))
     if out is None and plan.num_rows == len(q_RNH):
         return o_RNH
     out = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device) if out is None else out
@@ -209,19 +241,6 @@ def _attend(
     )
     o_bmKGH = o_bKXH.reshape(b, num_kv_heads, per_kv_head, m, head_dim).permute(0, 3, 1, 2, 4)
     return o_bmKGH.reshape(b * m, num_heads, head_dim)
-
-
-def gathered(
-    cache_SKH: torch.Tensor, slots_X: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Slots [X, K, H] of a cache, in `dtype`."""
-    if cache_SKH.dtype != FP8:
-        return cache_SKH.index_select(0, slots_X)
-    # By bytes: not every device gathers eight-bit floats.
-    cached_XKH = cache_SKH.view(torch.uint8).index_select(0, slots_X).view(FP8)
-    if scale_K is None:
-        return cached_XKH.to(dtype)
-    return (cached_XKH.to(torch.float32) * scale_K[:, None]).to(dtype)
 
 
 def _bias(group: _Group, dtype: torch.dtype, repeats: int) -> torch.Tensor:

@@ -16,6 +16,8 @@ class AttentionRows:
     """Rows of a pass, all tensors int64 on one device; slots are LOGICAL slots of the row's own sequence.
 
     Row `r` sees `[0, limits_R[r])` and `[branch_starts_R[r], own_slots_R[r]]`, and at least one slot in all.
+    In layers with lists, a row of a listed sequence whose own slot is not before the sequence's block sees
+    the list of its KV head and `[starts_B[b], limits_R[r])` instead.
     """
 
     cu_rows: torch.Tensor
@@ -30,6 +32,32 @@ class AttentionRows:
     """Largest number of rows of one sequence."""
     max_slots: int
     """Largest visible logical slot of any row, plus one."""
+    starts_B: torch.Tensor | None = None
+    """[B] first slot of the block that each sequence is decoding."""
+    listed_B: torch.Tensor | None = None
+    """bool [B]; which sequences see lists. Such rows have layers with lists, others exact layers."""
+    num_listed: int = 0
+    """C, the width of the lists."""
+
+    def __post_init__(self) -> None:
+        is_whole = self.listed_B is None or (self.starts_B is not None and self.num_listed > 0)
+        assert is_whole, f"listed_B needs starts_B and the width of lists: {self.num_listed=}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeBlock:
+    """Where a layer leaves the sums of its softmax over the slots before the block.
+
+    For row r of the block of sequence b (own slot >= starts_B[b]) that sees no list, and query head n, over
+    the slots below both starts_B[b] and limits_R[r]: the share of slot s is
+    `exp2(scale * log2(e) * <q[r, n], k[s]> - highest_RN[r, n]) / totals_RN[r, n]`.
+    Other rows, and rows without such slots, get -inf and 0.
+    """
+
+    highest_RN: torch.Tensor
+    """float32; maximum of `scale * log2(e) * <q, k>`."""
+    totals_RN: torch.Tensor
+    """float32; sum of exp2 of the same less the maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

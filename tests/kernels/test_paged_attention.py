@@ -59,11 +59,13 @@ def compiled(
             signature[name] = "*bf16"
         elif name == "partial_o":
             signature[name] = "*fp16" if half_parts else "*fp32"
-        elif name.startswith(("partial", "k_scale", "v_scale")):
+        elif name.startswith(("partial", "k_scale", "v_scale", "highest", "totals")):
             signature[name] = "*fp32"
-        elif name in ("tiles", "items"):
+        elif name in ("tiles", "items", "lists_BKC"):
             signature[name] = "*i32"
-        elif name in ("cu_rows", "block_table", "limits_R", "branch_starts_R", "own_slots_R"):
+        elif name == "listed_B":
+            signature[name] = "*u8"
+        elif name in ("cu_rows", "block_table", "limits_R", "branch_starts_R", "own_slots_R", "starts_B"):
             signature[name] = "*i64"
         else:
             signature[name] = "fp32" if name == "scale_log2" else "i32"
@@ -76,15 +78,27 @@ def compiled(
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "max_slots", "deterministic"), [(7, 2048, False), (1, 65536, False), (1, 2048, True)]
+    ("max_rows", "max_slots", "deterministic", "num_listed"),
+    [
+        (7, 2048, False, 0),
+        (1, 65536, False, 0),
+        (1, 2048, True, 0),
+        (32, 65536, False, 0),
+        (32, 65536, False, 1024),
+    ],
 )
-def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, deterministic: bool) -> None:
+def test_the_walk_compiles_for_hopper(
+    max_rows: int, max_slots: int, deterministic: bool, num_listed: int
+) -> None:
     """Copies of 16 bytes, several blocks ahead, and enough memory for the programs of a multiprocessor."""
     pytest.importorskip("triton")
     from idlm.kernels.paged_attention import kernel
-    from idlm.kernels.paged_attention.launch import RECORD, choose_launch
+    from idlm.kernels.paged_attention.choice import choose_launch
+    from idlm.kernels.paged_attention.launch import RECORD
 
     launch = choose_launch(QWEN3_8B, max_rows=max_rows, max_slots=max_slots, deterministic=deterministic)
+    is_tall = max_rows == 32
+    assert (launch.block_m, launch.warps) == ((128, 8) if is_tall else (launch.block_m, 4))
     assert launch.programs_per_sm == (1 if max_slots > 2048 else 2)
     constants = {"K": 8, "G": 4, "H": 128, "PAGE": 16, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False}
     constants |= {"BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.stages}
@@ -93,12 +107,19 @@ def test_the_walk_compiles_for_hopper(max_rows: int, max_slots: int, determinist
         "EARLY": launch.early,
     }
     constants |= {"OCTAVE": launch.octave, "PRECISION": "tf32", "PDL": True}
+    constants |= {"NUM_LISTED": num_listed, "BEFORE": is_tall}
+    # As at a launch, tensors that a layer does not have are constants.
+    absent = {"k_scale_K", "v_scale_K"} | (set() if num_listed else {"lists_BKC"})
+    absent |= set() if is_tall else {"highest_RN", "totals_RN", "partial_before"}
+    constants |= dict.fromkeys(absent)
     sizes = {"warps": launch.warps, "stages": launch.stages}
     result = compiled(kernel.attend_kernel, constants, half_parts=launch.half_parts, **sizes)
     assert launch.programs_per_sm * (result.metadata.shared + 1024) <= MAX_SHARED_BYTES
     ptx = result.asm["ptx"]
     assert ptx.count("griddepcontrol") == 2
     copies = re.findall(r"cp\.async\.\w+\.shared\.global .*", ptx)
+    # A list is copied by its numbers.
+    copies = [copy for copy in copies if not (num_listed and ", 0x4," in copy)]
     assert copies and all(", 0x10," in copy or ", 16," in copy for copy in copies)
     block_bytes = launch.block_n * QWEN3_8B.head_dim * 2
     assert result.metadata.shared >= 2 * (launch.stages - 1) * block_bytes, (
@@ -124,6 +145,7 @@ def test_planning_and_combining_compile_for_hopper() -> None:
     from idlm.kernels.paged_attention.launch import RECORD
 
     heads = {"K": 8, "G": 4, "H": 128, "RECORD": RECORD, "BLOCK_H": 128, "SCALED": False, "PDL": True}
+    heads |= {"BEFORE": True}
     combine = heads | {"TILE_M": 64, "BLOCK_M": 4, "STAGES": 12, "PARTS": 1}
     result = compiled(kernel_parts.combine_kernel, combine, warps=4, stages=3)
     assert result.asm["ptx"].count("cp.async.cg") >= 12, "parts are loaded ahead"
@@ -134,7 +156,9 @@ def test_planning_and_combining_compile_for_hopper() -> None:
     for half_parts in (False, True):
         compiled(kernel_parts.combine_kernel, at_once, warps=1, stages=3, half_parts=half_parts)
     tile = {"RECORD": RECORD, "ROWS": 9, "BLOCK_N": 64, "BLOCK_B": 128, "BLOCK_ROWS": 16, "FIXED": False}
-    compiled(kernel_plan.tile_kernel, tile, warps=1, stages=1)
+    for num_listed in (0, 1024):
+        lists = {"NUM_LISTED": num_listed, "HAS_STARTS": num_listed > 0}
+        compiled(kernel_plan.tile_kernel, tile | lists, warps=1, stages=1)
     for split_blocks in (0, 8):
         item = {"RECORD": RECORD, "SPLIT_BLOCKS": split_blocks, "OCTAVE": 16, "BLOCK_TILES": 256}
         compiled(kernel_plan.item_kernel, item, warps=1, stages=1)

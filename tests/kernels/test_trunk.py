@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from benchmarks.kernels.stock import rms_norm, rotate
+from benchmarks.kernels.linears_small import rms_norm, rotate
 from idlm.kernels.backend import rounds_as_written
 from idlm.kernels.linear import dequantised, library_linear, linear, quantise_fp8
 from idlm.kernels.qkv_rope_cache import make_rope, qkv_rope_cache

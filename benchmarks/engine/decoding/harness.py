@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -164,6 +164,10 @@ class Arm:
             return {}
         return {"stride": self.stride, "rejection_strategy": self.strategy, "adaptive": self.adaptive}
 
+    def accelerators(self) -> Mapping[str, Any]:
+        """The Config of each accelerator, by name."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -314,7 +318,7 @@ def _parts(model: LoadedModel, arm: Arm, load: Load, max_length: int) -> parts_b
         deterministic=arm.deterministic,
         attention="triton" if captures and arm.attention == "auto" else arm.attention,
     )
-    return parts_builder._assemble(settings, model, None, decoder, ())
+    return parts_builder._assemble(settings, model, None, decoder, (), accelerators=arm.accelerators())
 
 
 def memory_of(model: LoadedModel, arm: Arm, load: Load) -> float:

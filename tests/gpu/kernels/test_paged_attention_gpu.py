@@ -83,7 +83,7 @@ SETTINGS = {
 
 
 def launch_of(case: Case, setting: Setting) -> Any:
-    from idlm.kernels.paged_attention.launch import choose_launch
+    from idlm.kernels.paged_attention.choice import choose_launch
 
     chosen = choose_launch(case.shape, max_rows=case.rows.max_rows, deterministic=setting.deterministic)
     return replace(chosen, **dict(setting.tunables))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.stock import rms_norm, rotate
+from benchmarks.kernels.linears_small import rms_norm, rotate
 from idlm.kernels.gated_lora import GatedLora, expand_add, expand_swiglu
 from idlm.kernels.linear import Linears, check_rows_agree, linear, linear_swiglu
 from idlm.kernels.linear.launch import Launch, adds_lora, few_rows_launch, fixed_launch, make_workspace

@@ -20,7 +20,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from idlm.kernels.paged_attention import HeadShape, launch, paged_attention, plan_attention
-from idlm.kernels.paged_attention.launch import Launch, TritonPlan
+from idlm.kernels.paged_attention.choice import Launch
+from idlm.kernels.paged_attention.launch import TritonPlan
 from tests.kernels.cases.paged_attention import (
     SCALE,
     Case,

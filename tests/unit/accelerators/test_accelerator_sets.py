@@ -7,7 +7,7 @@ never stored are NaN. B sequences, R rows, W places of a block, K KV heads, H he
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 from typing import Any
 
@@ -15,18 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from idlm.devices import memory_bytes
+from idlm.errors import UserError
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
+from idlm.infer.memory.base import Caching, MemoryDemand
 from idlm.infer.sparse.sparse_pass import SparseKV
-from idlm.infer.sparse.view import PassView, rows_by_place
+from idlm.infer.sparse.view import AttentionLists, PassView, rows_by_place
 from idlm.infer.state.batch import ActiveBlocks, StepPlan
 from idlm.infer.state.kv_cache import KVCache
-from idlm.kernels.paged_attention import (
-    AttentionRows,
-    SlotLists,
-    plan_attention,
-    sparse_attention,
-    sparse_attention_reference,
-)
+from idlm.kernels.paged_attention import AttentionRows, plan_attention
 from tests.accelerator_reference import SlowMage, SlowQuest
 
 NUM_SEQUENCES = 25
@@ -42,9 +39,11 @@ PLACE = EngineSpec(
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
+    dtype=torch.float64,
     kv_dtype=torch.float64,
     num_lanes=NUM_SEQUENCES + 2,
     max_slots=MAX_SLOTS,
+    max_rows=NUM_SEQUENCES * MAX_SLOTS,
     page_size=PAGE_SIZE,
     device=torch.device("cpu"),
     tensor_parallel=1,
@@ -151,7 +150,10 @@ class World:
         return self.cache.values[layer, self.physical(b, range(num))]
 
 
-def make_plan(world: World, plan: StepPlan) -> Any:
+def make_plan(world: World, plan: StepPlan, lists: AttentionLists | None) -> Any:
+    of_lists: dict[str, Any] = {}
+    if lists is not None:
+        of_lists = {"starts_B": lists.starts_B, "listed_B": lists.listed_B, "num_listed": lists.num_listed}
     return plan_attention(
         AttentionRows(
             cu_rows=plan.cu_rows_B1,
@@ -162,6 +164,7 @@ def make_plan(world: World, plan: StepPlan) -> Any:
             branch_starts_R=plan.branch_starts_R,
             max_rows=plan.max_rows,
             max_slots=MAX_SLOTS,
+            **of_lists,
         )
     )
 
@@ -171,9 +174,7 @@ def run_pass(world: World, accelerator: KVAccelerator, view: PassView, rules: li
     plan, active = view.plan, view.active
     made = accelerator.begin(view)
     assert made is not None
-    kv = SparseKV(
-        plan, view, plan.slots_R, kv=made, rows=None, make_plan=lambda narrow: make_plan(world, narrow)
-    )
+    kv = SparseKV(plan, view, plan.slots_R, kv=made, rows=None, make_plan=functools.partial(make_plan, world))
     sparse = set()
     for b in view.is_working_B.nonzero()[:, 0].tolist():
         rules[b].begin(
@@ -278,41 +279,6 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
     assert num_sparse >= num_worlds * 2 * NUM_SEQUENCES
 
 
-def test_attention_over_lists_equals_its_definition() -> None:
-    """Ragged lists of blocks anywhere on shuffled pages; slots that no row sees hold NaN."""
-    generator = torch.Generator().manual_seed(0)
-    for number in range(40):
-        dtype, group, num_kv_heads = (
-            (torch.float64, torch.float32)[number % 2],
-            1 + number % 3,
-            1 + number % 2,
-        )
-        starts_B = torch.randint(0, 30, (3,), generator=generator)
-        slots_BKC = torch.stack(
-            [torch.randperm(30, generator=generator)[:7] for _ in range(3 * num_kv_heads)]
-        ).view(3, num_kv_heads, 7)
-        lists = SlotLists(
-            slots_BKC=torch.where(slots_BKC < starts_B[:, None, None], slots_BKC, -1),
-            block_table=torch.randperm(27, generator=generator).view(3, 9),
-            page_size=4,
-            starts_B=starts_B,
-            limits_BW=starts_B[:, None] + torch.randint(1, 5, (3, 4), generator=generator),
-        )
-        q_BWNH = torch.randn(3, 4, group * num_kv_heads, 8, generator=generator, dtype=dtype)
-        cache_2SKH = torch.randn(2, 108, num_kv_heads, 8, generator=generator, dtype=dtype)
-        right_BWNH = sparse_attention_reference(q_BWNH, *cache_2SKH, lists=lists, scale=0.4)
-        assert torch.isfinite(right_BWNH).all()
-        seen = torch.zeros(108, num_kv_heads, dtype=torch.bool)
-        for b, head in itertools.product(range(3), range(num_kv_heads)):
-            own = range(int(starts_B[b]), int(lists.limits_BW[b].max()))
-            for slot in [*lists.slots_BKC[b, head].tolist(), *own]:
-                if slot >= 0:
-                    seen[int(lists.block_table[b, slot // 4]) * 4 + slot % 4, head] = True
-        cache_2SKH[:, ~seen] = torch.nan
-        found_BWNH = sparse_attention(q_BWNH, *cache_2SKH, lists, scale=0.4)
-        torch.testing.assert_close(found_BWNH, right_BWNH)
-
-
 def test_quest_reports_the_bytes_of_a_page() -> None:
     for page in (4, 6, 8, 16):
         quest: Any = accelerator_of("quest", page=page)
@@ -320,3 +286,34 @@ def test_quest_reports_the_bytes_of_a_page() -> None:
         assert held == quest.page_bytes() * NUM_SEQUENCES * NUM_PAGES
     place = dataclasses.replace(PLACE, num_layers=1)
     assert ACCELERATORS.get("quest")(ACCELERATORS.get("quest").Config(), place).page_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["mage", "sparsed"])
+def test_lists_that_do_not_fit_are_refused_before_they_are_allocated(name: str) -> None:
+    """With the bytes that they take and the largest k that fits."""
+    place = dataclasses.replace(PLACE, num_lanes=1 << 28, max_slots=1 << 12)
+    kind, slot_bytes = ACCELERATORS.get(name), 4 * (NUM_LAYERS - 2) * (1 << 28) * NUM_KV_HEADS
+    [problem] = kind(kind.Config(k=1 << 20), place).problems()
+    free = memory_bytes(PLACE.device)[0]
+    assert f"take {slot_bytes << 12:,} bytes" in problem
+    assert f"k up to {free // slot_bytes}," in problem
+
+
+@pytest.mark.parametrize("name", ["mage", "sparsed"])
+def test_memory_for_ranking_is_asked_for(name: str) -> None:
+    """At least what a pass of the most rows keeps: queries of each sparse layer, and their sums."""
+    kind = ACCELERATORS.get(name)
+    made = kind(kind.Config(k=8), PLACE)
+    row_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
+    assert made.pass_bytes() > (NUM_LAYERS - 2) * PLACE.max_rows * row_bytes
+    assert accelerator_of("quest").pass_bytes() == 0
+
+
+def test_kv_pages_leave_room_for_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where the pool takes a share of what is free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 2_000_000))
+    demand = MemoryDemand(device=torch.device("cuda"), page_bytes=1000, max_pages=10_000)
+    assert Caching().plan(demand).num_pages == 800
+    assert Caching().plan(dataclasses.replace(demand, pass_bytes=300_000)).num_pages == 500
+    with pytest.raises(UserError, match="IDLM-0405"):
+        Caching().plan(dataclasses.replace(demand, pass_bytes=800_000))

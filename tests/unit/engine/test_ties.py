@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from idlm.infer.accelerators.prefix import NOT_LISTED, best
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.runtime import model_runner
 from idlm.kernels.experts import Routing, route
+from idlm.kernels.prefix_ranking import select_largest
 from idlm.kernels.sampling import draw, judged_draws, row_probs
 from tests.margins import MARGIN, NearTie, assert_apart, assert_gap, clear_choice
 
@@ -87,14 +87,13 @@ def test_of_equal_logprobs_the_lower_id_is_reported_first(
 def test_of_equal_slots_an_accelerator_keeps_the_first_at_any_prefix(device: str) -> None:
     """In long prefixes many slots have an attention mass of 0."""
     for num_slots in (9, 100, 5000):
-        scores_bKS = torch.zeros(1, 2, num_slots, device=device)
-        scores_bKS[..., 6] = 1.0
-        is_candidate_bS = torch.arange(num_slots, device=device)[None] < 8
-        assert best(scores_bKS, is_candidate_bS, 4).tolist() == [[[6, 0, 1, 2]] * 2]
-        assert (
-            best(scores_bKS, is_candidate_bS, 10)[0, 0].tolist()
-            == [6, 0, 1, 2, 3, 4, 5, 7] + [NOT_LISTED] * 2
-        )
+        scores_1BKS = torch.zeros(1, 1, 2, num_slots, device=device)
+        scores_1BKS[..., 6] = 1.0
+        count_B, lane_B = torch.tensor([8], device=device), torch.tensor([0], device=device)
+        for num, expected in ((4, [0, 1, 2, 6]), (10, [*range(8), -1, -1])):
+            places_1BKC = torch.empty(1, 1, 2, num, dtype=torch.int32, device=device)
+            select_largest(scores_1BKS, count_B, count_B > 0, lane_B, places_1BKC)
+            assert places_1BKC.tolist() == [[[expected] * 2]]
 
 
 def test_of_equal_experts_and_groups_the_lower_number_is_chosen(device: str) -> None:

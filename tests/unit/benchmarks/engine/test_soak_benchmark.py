@@ -24,6 +24,17 @@ def test_nothing_leaks(tmp_path: Path) -> None:
     assert rows["preemptions"]["value"] > 0
 
 
+@pytest.mark.parametrize("name", ["mage", "quest"])
+def test_an_accelerator_leaks_nothing_and_changes_no_answer(tmp_path: Path, name: str) -> None:
+    """Aborts and preemption leave the lists of other sequences as they are."""
+    options = ["requests=40", "device=cpu", "lanes=6", "shortages=0", f"accelerator={name}"]
+    assert soak.measure([*options, f"results={tmp_path}"]) == 0
+    rows = {row["metric"]: row for row in read_rows("soak", results=tmp_path)}
+    assert rows["leaked_pages"]["case"]["accelerator"] == name
+    assert rows["equal_answers_share"]["value"] == 1
+    assert rows["preemptions"]["value"] > 0 and rows["aborted_share"]["value"] > 0.1
+
+
 def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished request that keeps a page which the prefix cache does not know is detected."""
     retire = Scheduler.retire

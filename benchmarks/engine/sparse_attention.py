@@ -1,0 +1,267 @@
+"""Long contexts on one GPU: the time of an output block with exact attention, MAGE, Quest and SparseD.
+
+    python -m benchmarks.sparse_attention [context=32768,131072] [batch=1,max] [k=1024] [passes=32]
+        [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
+    python -m benchmarks.sparse_attention context=131072 batch=1 arms=mage parts=profile     (not recorded)
+
+SDAR-8B's shape with random weights and random KV (attention that is nearly flat: times, no fidelity), blocks
+of 32, in CUDA graphs in every arm, every sequence at another step of its block. First the gate: at full
+budget the logits of each accelerator are those of exact attention. `blocks` times whole blocks, commits
+included: `tpob_ms` is the time per output block of a sequence. `exact_unsplit` walks each context with one
+program per KV head, the kind of baseline of MAGE's paper (8 programs at one sequence). `host` counts waits of
+the host and the GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the
+largest batch whose KV fits.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine.block_harness import BlockMeasured
+from benchmarks.engine.decoding import arms as decode_arms
+from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
+from benchmarks.engine.decoding.host import host_cost
+from benchmarks.engine.kernel_profile import kernel_times, lines_of
+from benchmarks.engine.sparse_harness import (
+    ARMS,
+    GATE_LIMIT,
+    SPARSE,
+    SparseArm,
+    SteadyContexts,
+    floor_of,
+    largest_batch,
+    parity_error,
+    steady_contexts,
+    tpob_ms,
+)
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.stream import matmul_rate, stream_rate
+from idlm.cli import command
+from idlm.errors import UserError
+from idlm.infer.models.loader import DTYPES, LoadedModel
+
+DEFAULTS = {
+    "model": "qwen3-8b",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "context": "32768,131072",
+    "batch": "1,max",
+    "k": "1024",
+    "passes": "32",
+    "block": "32",
+    "exact_layers": "2",
+    "arms": ",".join(ARMS),
+    "parts": "gate,blocks,host",
+    "blocks": "1",
+    "rounds": "2",
+    "record": "true",
+    "results": str(RESULTS),
+}
+GATE_CONTEXT = 480
+"""Half a block of slots of the kernel is left over: lists are cut in other places than the context."""
+WARM_UP_BLOCKS = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Model, measured rates and options of all parts; parts append to `rows`."""
+
+    model: LoadedModel
+    stream: float
+    product: float
+    arms: list[SparseArm]
+    contexts: list[int]
+    batches: list[str]
+    num_blocks: int
+    rounds: int
+    gates: dict[str, bool] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def load(self, context: int, batch: str) -> Load:
+        """The load of a cell, with room for the tokens of a round."""
+        size = self.arms[0].stride
+        num_tokens = (self.num_blocks + WARM_UP_BLOCKS + 1) * size
+        batch_size = largest_batch(self.model, context, num_tokens) if batch == "max" else int(batch)
+        return Load(
+            concurrency=batch_size, context=context, num_tokens=num_tokens, sampling=SAMPLING["greedy"]
+        )
+
+    def add(self, arm: SparseArm, load: Load, metric: str, value: float, unit: str, **more: Any) -> None:
+        """Append one result row and print it as a line."""
+        case = {"arm": arm.name, "batch": load.concurrency, "context": load.context}
+        case |= {"k": arm.k, "passes": arm.num_passes}
+        exactness = "lossy" if arm.accelerators() else "exact"
+        gate = self.gates.get(arm.name)
+        row = result_row(
+            "sparse_attention", case, metric, value, unit, gate_passed=gate, exactness=exactness, **more
+        )
+        self.rows.append(row)
+        detail = " ".join(f"{key} {each:.4g}" for key, each in more.items() if each is not None)
+        name = " ".join(f"{key}={each}" for key, each in case.items())
+        print(f"{metric:26s} {value:10.4g} {unit:6s} {detail}  {name}", flush=True)
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Run the parts that the arguments name; returns the exit status, 1 if a gate fails."""
+    options = parse_options(arguments, DEFAULTS)
+    parts, arms = options["parts"].split(","), options["arms"].split(",")
+    if not set(parts) <= {"gate", "blocks", "host", "profile"} or not set(arms) <= set(ARMS):
+        raise UserError(
+            "IDLM-0107",
+            f"parts={options['parts']} arms={options['arms']}",
+            fix=f"use parts of gate, blocks, host, profile and arms of {', '.join(ARMS)}",
+        )
+    if options["device"].startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.sparse_attention on a GPU")
+    bench = _bench(options)
+    if "gate" in parts:
+        gate(bench)
+    if all(bench.gates.values()):
+        for context in bench.contexts:
+            for batch in bench.batches:
+                _cell(bench, bench.load(context, batch), parts)
+    if options["record"] == "true":
+        append_rows("sparse_attention", bench.rows, results=Path(options["results"]))
+    return 0 if all(bench.gates.values()) else 1
+
+
+def _bench(options: dict[str, str]) -> Bench:
+    """Measure stream and product, create the model and read the options."""
+    device, block = options["device"], int(options["block"])
+    stream, product = stream_rate(device=device), matmul_rate(device=device)
+    print(f"read-only stream {stream / 1e12:.3f} TB/s, bf16 product {product / 1e12:.1f} TFLOP/s", flush=True)
+    start = time.perf_counter()
+    model = random_model(options["model"], device=device, dtype=DTYPES[options["dtype"]], block_size=block)
+    print(f"random weights of {options['model']} after {time.perf_counter() - start:.1f} s", flush=True)
+    arms = [
+        SparseArm(
+            name=name,
+            stride=block,
+            k=int(k),
+            exact_layers=int(options["exact_layers"]),
+            num_passes=int(num_passes),
+        )
+        for num_passes in options["passes"].split(",")
+        for k in options["k"].split(",")
+        for name in options["arms"].split(",")
+    ]
+    return Bench(
+        model=model,
+        stream=stream,
+        product=product,
+        arms=arms,
+        contexts=[int(context) for context in options["context"].split(",")],
+        batches=options["batch"].split(","),
+        num_blocks=int(options["blocks"]),
+        rounds=int(options["rounds"]),
+    )
+
+
+def gate(bench: Bench) -> None:
+    """Compare logits at full budget with those of exact attention, over a short context."""
+    context = min(GATE_CONTEXT, *bench.contexts)
+    load = replace(bench.load(context, "2"), context=context)
+    for arm in {arm.name: arm for arm in bench.arms if arm.name in SPARSE}.values():
+        error = parity_error(bench.model, arm, load)
+        decode_arms.free_memory(bench.model.device)
+        bench.gates[arm.name] = error < GATE_LIMIT
+        bench.add(replace(arm, k=context), load, "full_budget_error", error, "share")
+
+
+def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
+    """All arms of one context and batch."""
+    found: dict[SparseArm, float] = {}
+    for arm in bench.arms:
+        start = time.perf_counter()
+        if "blocks" in parts and not _measured_before(found, arm):
+            found[arm] = _blocks(bench, arm, load)
+        if "host" in parts and arm.name != "exact_unsplit":
+            _host(bench, arm, load)
+        if "profile" in parts:
+            _profile(bench, arm, load)
+        print(f"    {arm.name} took {time.perf_counter() - start:.1f} s", flush=True)
+    _compare(bench, found, load)
+
+
+def _measured_before(found: dict[SparseArm, float], arm: SparseArm) -> bool:
+    """Exact attention has no `k`, so one of them is enough."""
+    same = [other for other in found if (other.name, other.num_passes) == (arm.name, arm.num_passes)]
+    return bool(same) and not arm.accelerators()
+
+
+def _blocks(bench: Bench, arm: SparseArm, load: Load) -> float:
+    """Time per output block."""
+    steady = steady_contexts(bench.model, arm, load, num_blocks=bench.num_blocks)
+    measured = BlockMeasured(arm=arm, load=load, width=arm.stride)
+    for _ in range(bench.rounds):
+        steady.measure(measured)
+    _free(bench, steady)
+    floor = floor_of(bench.model, arm, load, stream=bench.stream, product=bench.product)
+    found = tpob_ms(measured)
+    bench.add(arm, load, "tpob_ms", found, "ms", floor=floor.block_ms(arm))
+    bench.add(arm, load, "step_ms", measured.step_ms(), "ms")
+    print(f"    rows laid out {sorted(measured.rows)}, tokens of each round {measured.tokens}", flush=True)
+    return found
+
+
+def _host(bench: Bench, arm: SparseArm, load: Load) -> None:
+    """Passes per wait of the host, and the idle share of the GPU, over whole blocks."""
+    steady = steady_contexts(bench.model, arm, load, num_blocks=bench.num_blocks)
+    cost = host_cost(steady, bench.num_blocks * arm.num_passes)
+    _free(bench, steady)
+    bench.add(arm, load, "steps_per_host_sync", cost.passes_per_wait, "steps")
+    bench.add(arm, load, "gpu_idle_share", cost.idle_share, "share")
+
+
+def _profile(bench: Bench, arm: SparseArm, load: Load) -> None:
+    """Kernels of the passes of a whole block, by name and kind."""
+    steady = steady_contexts(bench.model, arm, load, num_blocks=1)
+    with steady.toggled():
+        steady.start_and_warm_up()
+        times = kernel_times(steady, arm.num_passes)
+        steady.abort_all()
+    _free(bench, steady)
+    print(f"profile of {arm.name}, {load.concurrency} sequences of {load.context}, a pass of its block")
+    print("\n".join(lines_of(times, {})), flush=True)
+
+
+def _free(bench: Bench, steady: SteadyContexts) -> None:
+    """Drop the engine before the next one takes the memory."""
+    steady.engine._worker.free_cached_memory()
+    del steady.engine
+    decode_arms.free_memory(bench.model.device)
+
+
+def _compare(bench: Bench, found: dict[SparseArm, float], load: Load) -> None:
+    """Ratios within the cell: every arm over exact, MAGE over the others."""
+    for arm, ms in found.items():
+        of_arm = {
+            other.name: other_ms
+            for other, other_ms in found.items()
+            if other.num_passes == arm.num_passes and (other.k == arm.k or not other.accelerators())
+        }
+        for metric, name in (
+            ("tpob_speedup_vs_exact", "exact"),
+            ("tpob_speedup_vs_unsplit", "exact_unsplit"),
+        ):
+            if name in of_arm and arm.name != name and arm.name != "exact_unsplit":
+                bench.add(arm, load, metric, of_arm[name] / ms, "x")
+        for name in ("quest", "sparsed"):
+            if arm.name == "mage" and name in of_arm:
+                bench.add(arm, load, f"mage_over_{name}", of_arm[name] / ms, "x")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""The ranking of prefixes behind a pass on a GPU: against the time of reading the keys once.
+
+    python -m benchmarks.prefix_ranking [cases=1x65536,6x131072] [k=1024] [layers=34] [sharpness=1.5]
+                                        [rounds=7] [sweep=1x65536] [record=true] [results=DIR]
+
+SDAR-8B's shape (32 heads, 8 KV heads, head dim 128, blocks of 32, pages of 32 slots in random order), bf16,
+random queries and keys. `rank_ms` is what all layers take, captured as a graph; its floor is the time of
+reading their keys. `rank_idle_share` is what the same launches take when no sequence ranks, as a share of the
+shortest possible step (reading the weights). First shares and lists of some layers and KV heads must equal
+those computed from the same keys by plain products. `sweep`: cases in which launches are timed.
+L sparse layers, R rows, B sequences, W places, S slots, P pages, N query heads, K KV heads, G heads of a KV
+head, H head dim, C listed slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.options import parse_options
+from benchmarks.results import RESULTS, append_rows, result_row
+from benchmarks.stream import Timer, matmul_rate
+from idlm.cli import command
+from idlm.errors import UserError
+from idlm.kernels.prefix_ranking import RankingPass, attention_share, rank_prefix, select_largest
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK, PAGE = 32, 8, 128, 32, 32
+GROUP = NUM_HEADS // NUM_KV_HEADS
+WEIGHT_BYTES = 15.1e9
+DEFAULTS = {
+    "cases": "1x65536,6x131072",
+    "k": "1024",
+    "layers": "34",
+    "sharpness": "1.5",
+    "rounds": "7",
+    "sweep": "",
+    "record": "true",
+    "results": str(RESULTS),
+}
+NUM_CHECKED = 12
+SHARE_TOLERANCE = 1e-4
+"""Relative error of a share; products of bf16 numbers are exact, and only sums differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A pass in which all sequences rank, and their lists."""
+
+    ranking: RankingPass
+    lanes_B: Tensor
+    slots_LZKC: Tensor
+
+    def rank(self, ranking: RankingPass | None = None) -> None:
+        """One ranking of all layers."""
+        rank_prefix(ranking or self.ranking, self.lanes_B, self.slots_LZKC)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys before all blocks, in all layers."""
+        slots = len(self.lanes_B) * self.ranking.max_slots
+        return len(self.slots_LZKC) * slots * NUM_KV_HEADS * HEAD_DIM * self.ranking.keys_LSKH.itemsize
+
+
+def main() -> int:
+    """Console entry point."""
+    return command.run(measure)
+
+
+def measure(arguments: list[str]) -> int:
+    """Print and record correctness and times; returns the exit status."""
+    options = parse_options(arguments, DEFAULTS)
+    if not torch.cuda.is_available():
+        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.prefix_ranking on a GPU")
+    timer, products = Timer(rounds=int(options["rounds"])), matmul_rate()
+    print(f"read-only stream {timer.bytes_per_us / 1e6:.3f} TB/s, product {products / 1e12:.0f} TFLOP/s")
+    rows: list[dict[str, Any]] = []
+    is_right = True
+    for case in options["cases"].split(","):
+        batch, context = (int(number) for number in case.split("x"))
+        problem = make_problem(options, batch, context)
+        gate = check(problem)
+        is_right &= gate
+        rows += times(problem, timer, products, gate)
+        if case in options["sweep"].split(","):
+            sweep(problem, timer)
+        del problem
+        torch.cuda.empty_cache()
+    if options["record"] == "true":
+        append_rows("prefix_ranking", rows, results=Path(options["results"]))
+    return 0 if is_right else 1
+
+
+def make_problem(options: dict[str, str], batch: int, context: int, *, device: str = "cuda") -> Problem:
+    """Random keys on pages in random order, and random queries."""
+    generator = torch.Generator(device).manual_seed(0)
+    num_layers, num_pages = int(options["layers"]), batch * context // PAGE
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    keys_LSKH = torch.empty(
+        num_layers, num_pages * PAGE, NUM_KV_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16
+    )
+    for keys_SKH in keys_LSKH:
+        keys_SKH.normal_(generator=generator)
+    rows = batch * BLOCK
+    q_LRNH = float(options["sharpness"]) * normal(num_layers, rows, NUM_HEADS, HEAD_DIM)
+    empty_LRN = torch.empty(num_layers, rows, NUM_HEADS, device=device)
+    ranking = RankingPass(
+        q_LRNH=q_LRNH,
+        max_LRN=empty_LRN,
+        sum_LRN=empty_LRN.clone(),
+        keys_LSKH=keys_LSKH,
+        block_table_BP=torch.randperm(num_pages, generator=generator, device=device).view(batch, -1),
+        page_size=PAGE,
+        rows_BW=torch.arange(rows, device=device).view(batch, BLOCK),
+        starts_B=torch.full((batch,), context, device=device),
+        ranks_B=torch.ones(batch, dtype=torch.bool, device=device),
+        max_slots=context,
+        scale=HEAD_DIM**-0.5,
+    )
+    for layer, sequence in itertools.product(range(num_layers), range(batch)):
+        _fill_sums(ranking, layer, sequence)
+    slots_LZKC = torch.full(
+        (num_layers, batch, NUM_KV_HEADS, int(options["k"])), -1, dtype=torch.int32, device=device
+    )
+    return Problem(ranking=ranking, lanes_B=torch.arange(batch, device=device), slots_LZKC=slots_LZKC)
+
+
+def _scores(ranking: RankingPass, layer: int, sequence: int) -> Iterator[Tensor]:
+    """Scores [GW, S] of each KV head in base 2, from products in fp32."""
+    pages_P = ranking.block_table_BP[sequence]
+    k_SKH = ranking.keys_LSKH[layer].view(-1, PAGE, NUM_KV_HEADS, HEAD_DIM)[pages_P].flatten(0, 1)
+    q_WNH = ranking.q_LRNH[layer, ranking.rows_BW[sequence]]
+    for kv_head in range(NUM_KV_HEADS):
+        q_XH = q_WNH[:, kv_head * GROUP : (kv_head + 1) * GROUP].transpose(0, 1).flatten(0, 1).float()
+        yield q_XH @ k_SKH[:, kv_head].float().T * (ranking.scale / math.log(2))
+
+
+def _fill_sums(ranking: RankingPass, layer: int, sequence: int) -> None:
+    """What exact attention leaves: maxima and sums of every row."""
+    rows_W = ranking.rows_BW[sequence]
+    for kv_head, scores_XS in enumerate(_scores(ranking, layer, sequence)):
+        max_X = scores_XS.amax(-1)
+        sum_X = scores_XS.sub_(max_X[:, None]).exp2_().sum(-1)
+        heads = slice(kv_head * GROUP, (kv_head + 1) * GROUP)
+        ranking.max_LRN[layer, rows_W, heads] = max_X.view(GROUP, -1).T
+        ranking.sum_LRN[layer, rows_W, heads] = sum_X.view(GROUP, -1).T
+
+
+def check(problem: Problem) -> bool:
+    """Whether shares and lists of some layers, sequences and KV heads are right."""
+    ranking, lists_LZKC = problem.ranking, problem.slots_LZKC
+    problem.rank()
+    chosen = random.Random(0)
+    most = lists_LZKC.shape[-1]
+    is_right, largest, moved = True, 0.0, 0
+    for _ in range(NUM_CHECKED):
+        layer, sequence = chosen.randrange(len(lists_LZKC)), chosen.randrange(len(problem.lanes_B))
+        shares_KS = attention_share(ranking, layer, 1)[0, sequence, :, : ranking.max_slots]
+        for kv_head, scores_XS in enumerate(_scores(ranking, layer, sequence)):
+            expected_S = scores_XS.mul_(math.log(2)).softmax(-1).mean(0)
+            error = float(((shares_KS[kv_head] - expected_S) / expected_S).abs().max())
+            largest = max(largest, error)
+            found_C = lists_LZKC[layer, sequence, kv_head].long()
+            own_C = shares_KS[kv_head].sort(descending=True, stable=True).indices[:most].sort().values
+            is_right &= error <= SHARE_TOLERANCE and torch.equal(found_C, own_C)
+            border = expected_S.topk(most).values[-1]
+            is_right &= bool((expected_S[found_C] >= border * (1 - 2 * SHARE_TOLERANCE)).all())
+            moved += int((expected_S[found_C] < border).sum())
+    print(
+        f"shares differ by {largest:.1e} at most; {moved} listed slots are near ties",
+        "" if is_right else "WRONG",
+    )
+    return is_right
+
+
+def times(problem: Problem, timer: Timer, products: float, gate: bool) -> list[dict[str, Any]]:
+    """Print the times of one case; returns them as rows."""
+    batch, context = len(problem.lanes_B), problem.ranking.max_slots
+    case = {"batch": batch, "context": context}
+    floor = problem.key_bytes / timer.bytes_per_us / 1e3
+    flops = 2 * problem.key_bytes / 2 * BLOCK * GROUP
+    rank = timer.us_per_call([problem.rank]) / 1e3
+    share = timer.us_per_call([partial(_shares, problem)]) / 1e3
+    idle_pass = replace(problem.ranking, ranks_B=torch.zeros_like(problem.ranking.ranks_B))
+    idle = timer.us_per_call([partial(problem.rank, idle_pass)])
+    step = WEIGHT_BYTES / timer.bytes_per_us
+    print(
+        f"{batch} x {context}: ranking {rank:.3f} ms, {rank / floor:.3f} of the floor {floor:.3f} ms "
+        f"(products alone {flops / products * 1e3:.3f} ms); shares {share:.3f} ms, {share / floor:.3f}; "
+        f"idle: {idle:.1f} us, {idle / step:.2%} of the shortest step{'' if gate else '  WRONG'}",
+        flush=True,
+    )
+    row = partial(result_row, "prefix_ranking", case, gate_passed=gate)
+    return [
+        row(metric="rank_ms", value=rank, unit="ms", floor=floor),
+        row(metric="rank_idle_share", value=idle / step, unit="x"),
+    ]
+
+
+def _shares(problem: Problem) -> None:
+    """The shares of all layers, in as many launches as the ranking has."""
+    from idlm.kernels.prefix_ranking.op import layers_at_once
+
+    num_layers = len(problem.slots_LZKC)
+    most = layers_at_once(num_layers, len(problem.lanes_B), NUM_KV_HEADS, problem.ranking.max_slots)
+    for first in range(0, num_layers, most):
+        attention_share(problem.ranking, first, min(most, num_layers - first))
+
+
+def sweep(problem: Problem, timer: Timer) -> None:
+    """Print the times of launches of both kernels over as many layers as fit, those left out that do not."""
+    from triton.runtime.errors import OutOfResources
+
+    from idlm.kernels.prefix_ranking import launch as launch_module
+    from idlm.kernels.prefix_ranking.op import layers_at_once
+
+    ranking, batch = problem.ranking, len(problem.lanes_B)
+    num = layers_at_once(len(problem.slots_LZKC), batch, NUM_KV_HEADS, ranking.max_slots)
+    floor = problem.key_bytes / len(problem.slots_LZKC) * num / timer.bytes_per_us
+    calls: dict[str, Callable[[], Any]] = {}
+    for block_n, stages, per_sm, registers in (
+        *((64, stages, 2, None) for stages in (3, 4, 5)),
+        *((64, 2, 3, 168), (128, 2, 2, None)),
+    ):
+        tiles = launch_module.Launch(block_n=block_n, stages=stages, per_sm=per_sm, max_registers=registers)
+        calls[f"shares {block_n=} {stages=} {per_sm=} {registers=}"] = partial(
+            launch_module.attention_share, ranking, 0, num, launch=tiles
+        )
+    shares_LBKS = attention_share(ranking, 0, num)
+    for tile, read, stages, group in (
+        *((1024, 2048, 3, group) for group in (8, 16, 32)),
+        *((1024, 2048, 1, 16), (1024, 2048, 4, 16), (1024, 4096, 2, 16), (2048, 2048, 3, 16)),
+    ):
+        calls[f"select {tile=} {read=} {stages=} {group=}"] = partial(
+            launch_module.select_largest,
+            *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
+            group=group,
+            launch=launch_module.Launch(tile=tile, read=read, select_stages=stages),
+        )
+    calls["select by plain torch"] = partial(
+        select_largest,
+        *(shares_LBKS.double(), ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
+    )
+    for name, call in calls.items():
+        try:
+            call()
+            us = timer.us_per_call([call])
+        except OutOfResources:
+            continue
+        print(f"{us:9.1f} us {us / floor:6.3f} of the floor of {num} layers  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

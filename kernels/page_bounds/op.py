@@ -1,0 +1,105 @@
+"""Bounds of the keys of pieces of pages, and the scores of pages by them. Contract in README.md.
+
+B sequences, I pieces, F slots of a piece, R rows, W places of a block, P pages, C pieces of all pages,
+N query heads, K KV heads, G = N / K, H head dim, S physical KV slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.backend import runs_kernels
+from idlm.kernels.page_bounds.types import Bounds, PagedSlots, Pieces
+
+FP8 = torch.float8_e4m3fn
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.inference_mode()
+def write_bounds(
+    keys_SKH: Tensor,
+    k_scale_K: Tensor | None,
+    bounds: Bounds,
+    pieces: Pieces,
+    ends_B: Tensor,
+    slots: PagedSlots,
+) -> None:
+    """Write the bounds of pieces over their slots below `ends_B`; those whose first stored slot is not below
+    it are left alone. fp8 keys are multiplied by `k_scale_K`. Nothing waits for the device.
+    """
+    if runs_kernels(keys_SKH) and bounds.least_CKH.dtype in KERNEL_DTYPES:
+        from idlm.kernels.page_bounds import launch
+
+        launch.write_bounds(keys_SKH, k_scale_K, bounds, pieces, ends_B, slots)
+        return
+    ends_I1 = ends_B[pieces.sequences_I, None]
+    first_I1 = (pieces.slots_I // bounds.size * bounds.size)[:, None]
+    slots_IF = first_I1 + torch.arange(bounds.size, device=keys_SKH.device)
+    is_final_IF11 = (slots_IF < ends_I1)[:, :, None, None]
+    k_IFKH = _read(keys_SKH, slots.physical(slots_IF, pieces.sequences_I))
+    if k_scale_K is not None:
+        k_IFKH = k_IFKH * k_scale_K[:, None]
+    is_written_I = pieces.is_piece_I & (pieces.slots_I < ends_I1[:, 0])
+    nowhere = len(bounds.least_CKH) - 1
+    physical_I = slots.physical(first_I1, pieces.sequences_I)[:, 0] // bounds.size
+    physical_I = torch.where(is_written_I, physical_I, nowhere)
+    least_IKH = torch.where(is_final_IF11, k_IFKH, math.inf).amin(1)
+    largest_IKH = torch.where(is_final_IF11, k_IFKH, -math.inf).amax(1)
+    bounds.least_CKH[physical_I] = least_IKH.to(bounds.least_CKH.dtype)
+    bounds.largest_CKH[physical_I] = largest_IKH.to(bounds.largest_CKH.dtype)
+
+
+def _read(keys_SKH: Tensor, physical_IF: Tensor) -> Tensor:
+    # Gathered as bytes: not every device gathers eight-bit floats.
+    is_fp8 = keys_SKH.dtype == FP8
+    k_IFKH = keys_SKH.view(torch.uint8)[physical_IF].view(FP8) if is_fp8 else keys_SKH[physical_IF]
+    return k_IFKH.to(torch.float32) if is_fp8 else k_IFKH
+
+
+@torch.inference_mode()
+def page_scores(
+    q_RNH: Tensor,
+    rows_BW: Tensor,
+    bounds: Bounds,
+    starts_B: Tensor,
+    slots: PagedSlots,
+    *,
+    page: int,
+    num_pages: int,
+) -> Tensor:
+    """Upper bounds [B, K, P] (fp32; fp64 of fp64) of the products of queries with the keys of pages of `page`
+    slots, a multiple of the bounds' pieces; averaged over the rows at `rows_BW` (-1: none) and the heads of a
+    KV head. Pieces from `starts_B` on do not count; pages from there on have any score.
+
+    The bound is a sum over channels of q * largest where q > 0 and q * least elsewhere: linear in the
+    positive and negative parts of queries, which are averaged first.
+    """
+    if runs_kernels(q_RNH) and q_RNH.dtype in KERNEL_DTYPES:
+        from idlm.kernels.page_bounds import launch
+
+        return launch.page_scores(q_RNH, rows_BW, bounds, starts_B, slots, page=page, num_pages=num_pages)
+    wide = torch.float64 if q_RNH.dtype == torch.float64 else torch.float32
+    num_kv_heads = bounds.least_CKH.shape[1]
+    is_fed_BW = rows_BW >= 0
+    q_BWNH = torch.where(is_fed_BW[:, :, None, None], q_RNH[rows_BW.clamp(min=0)].to(wide), 0)
+    q_BWKGH = q_BWNH.unflatten(2, (num_kv_heads, -1))
+    num_queries_B11 = (is_fed_BW.sum(-1).clamp(min=1) * q_BWKGH.shape[3])[:, None, None]
+    up_BKH = q_BWKGH.clamp(min=0).sum((1, 3)) / num_queries_B11
+    down_BKH = q_BWKGH.clamp(max=0).sum((1, 3)) / num_queries_B11
+    sequences_B = torch.arange(len(rows_BW), device=q_RNH.device)
+    first_C = torch.arange(num_pages * (page // bounds.size), device=q_RNH.device) * bounds.size
+    slots_BC = first_C.expand(len(rows_BW), -1)
+    is_stored_BC11 = (slots_BC < starts_B[:, None])[:, :, None, None]
+    pieces_BC = slots.physical(slots_BC, sequences_B) // bounds.size
+    # Pieces that hold nothing yet have the bounds of an earlier owner.
+    least_BCKH = torch.where(is_stored_BC11, bounds.least_CKH[pieces_BC].to(wide), math.inf)
+    largest_BCKH = torch.where(is_stored_BC11, bounds.largest_CKH[pieces_BC].to(wide), -math.inf)
+    is_any_BP11 = is_stored_BC11.unflatten(1, (num_pages, -1)).any(2)
+    least_BPKH = torch.where(is_any_BP11, least_BCKH.unflatten(1, (num_pages, -1)).amin(2), 0)
+    largest_BPKH = torch.where(is_any_BP11, largest_BCKH.unflatten(1, (num_pages, -1)).amax(2), 0)
+    return torch.einsum("bkh,bpkh->bkp", up_BKH, largest_BPKH) + torch.einsum(
+        "bkh,bpkh->bkp", down_BKH, least_BPKH
+    )

@@ -1,0 +1,132 @@
+"""Launch parameters of the Triton back end, and how they are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from idlm.kernels.paged_attention.types import HeadShape
+
+MAX_PROGRAMS = 8
+WAIT_BLOCKS = 3
+"""Blocks that a program of a tall tile could walk while it waits for its first and writes its part."""
+FEW_ROWS = 16
+"""With at most this many rows in a pass, one program per row and KV head adds its parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Launch parameters; benchmarks/kernels/attention.py sweeps them."""
+
+    block_m: int
+    """Rows times query heads of one KV head in a tile."""
+    block_n: int
+    """Slots per block."""
+    warps: int = 4
+    stages: int = 3
+    programs_per_sm: int = 2
+    """Target number of items of all KV heads per multiprocessor."""
+    min_blocks: int = 2
+    """Minimum length of an item in blocks."""
+    split_slots: int = 0
+    """Slots of the first fixed splits; 0: equal shares, as many as fill the device."""
+    octave: int = 16
+    """The length of splits doubles after twice this many splits, then after each further `octave` splits."""
+    max_parts: int = 512
+    """Maximum number of parts with fixed splits; one program per KV head walks a tile without room."""
+    combine_rows: int = 1
+    """Packed rows of a program of the second kernel, which adds parts."""
+    combine_parts: int = 16
+    """Parts that this kernel adds at once; 1 with fixed splits, which are added in order."""
+    combine_warps: int = 4
+    sum_stages: int = 12
+    """Parts that are loaded ahead when they are added in order."""
+    half_parts: bool = False
+    """Parts are float16 with a power of two per row; not with fixed splits, which keep some in registers."""
+    registers: int = 0
+    """Maximum number of registers of a thread of the walk, so that more programs fit; 0: no maximum."""
+    pdl: bool = False
+    """Programmatic dependent launch: every kernel waits for the previous one inside its own prologue."""
+    early: bool = False
+    """The walk lets the sum launch when the walk begins, not when it ends."""
+
+
+def choose_launch(
+    shape: HeadShape,
+    *,
+    max_rows: int,
+    num_rows: int | None = None,
+    max_slots: int = 0,
+    num_sequences: int = 1,
+    multiprocessors: int = 132,
+    deterministic: bool = False,
+) -> Launch:
+    """Choose tile and pipeline by the heads, the rows of a sequence and of all (None: there is one sequence),
+    and the number of slots.
+
+    `deterministic`: everything that affects the bits of a row is the same for every batch.
+    """
+    group = triton.next_power_of_2(shape.group)
+    block_h = padded_head(shape.head_dim)
+    is_wide = shape.dtype == torch.float32
+    block_n = 128 if block_h <= 64 else 64 if block_h <= 128 else 32
+    if is_wide:
+        block_n = 32 if block_h <= 128 else 16
+    packed = max_rows * shape.group
+    # Deterministic rows are computed by one compiled walk, whatever their number.
+    block_m = 16 if is_wide else 32 if deterministic or 16 < packed <= 32 else 64 if packed > 32 else 16
+    num_blocks = num_sequences * shape.num_kv_heads * triton.cdiv(max_slots, block_n)
+    # One program that loads twice as far ahead hides latency better than two, if each has work.
+    is_long = block_m == 16 and block_n == 64 and num_blocks >= 4 * multiprocessors and not deterministic
+    programs_per_sm = 1 if is_long else 2
+    is_tall = packed > block_m == 64 and block_h <= 128 and num_blocks > 2 * multiprocessors
+    if is_tall:
+        # One tile reads all keys and values where two would read them each.
+        block_m, block_n = 128, 64
+        tiles_of_head, num_blocks_each = num_sequences * triton.cdiv(packed, 128), triton.cdiv(max_slots, 64)
+        programs_per_sm = even_programs(shape.num_kv_heads, tiles_of_head, num_blocks_each, multiprocessors)
+    num_tiles = num_sequences * shape.num_kv_heads * triton.cdiv(packed, block_m)
+    combine_rows = 1 if (max_rows if num_rows is None else num_rows) <= FEW_ROWS else 4
+    if num_tiles >= programs_per_sm * multiprocessors and not deterministic:
+        # Few tiles are split, so the number of programs that have nothing to add matters.
+        combine_rows = 4 if is_tall else 16
+    elif block_m == 64 and 0 < num_blocks <= 2 * multiprocessors:
+        combine_rows = 2
+        # Items of a few blocks end more evenly with small blocks.
+        block_n = block_n // 2 if packed > block_m else block_n
+    return Launch(
+        block_m=max(block_m, group),
+        block_n=2 * block_n if is_long else block_n,
+        warps=8 if is_tall or (group > 64 and not is_wide) else 4,
+        stages=2 if is_wide else 3,
+        min_blocks=1,
+        programs_per_sm=programs_per_sm,
+        split_slots=block_n if deterministic else 0,
+        octave=16,
+        combine_rows=combine_rows,
+        combine_parts=min(32, max(1, 4096 // (block_h * combine_rows))),
+        combine_warps=1,
+        half_parts=block_m > 16 and shape.dtype == torch.bfloat16 and not deterministic,
+        early=block_m == 16 and not is_wide,
+    )
+
+
+def even_programs(num_kv_heads: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
+    """Programs per multiprocessor that end first, of `num_tiles` tiles of `num_blocks` blocks per KV head.
+
+    One runs at a time: more of them divide the tiles more evenly, and each begins with a wait.
+    """
+
+    def blocks_in_turn(programs: int) -> int:
+        items = max(1, min(num_blocks, multiprocessors * programs // (num_kv_heads * num_tiles)))
+        turns = triton.cdiv(items * num_tiles * num_kv_heads, multiprocessors)
+        return int(turns * (triton.cdiv(num_blocks, items) + WAIT_BLOCKS))
+
+    return min(range(1, MAX_PROGRAMS + 1), key=blocks_in_turn)
+
+
+def padded_head(head_dim: int) -> int:
+    """Columns of a tile; those past the head dim are masked."""
+    return max(16, triton.next_power_of_2(head_dim))

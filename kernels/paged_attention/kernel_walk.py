@@ -1,0 +1,219 @@
+"""The blocks of a walk: their slots, what rows see of them, and the loop over them.
+
+R rows fed this pass, S physical KV slots, K KV heads, H head dim; README.md has the reasons.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from idlm.kernels.paged_attention.kernel_parts import NOTHING, add_split, add_sums, store_part, store_sums
+
+NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def read_walk(record):
+    """The walk of a tile, ends of what its rows see, their lowest limit and the end of its blocks."""
+    walk = tl.load(record + 3), tl.load(record + 4), tl.load(record + 17), tl.load(record + 18)
+    ends = tl.load(record + 7), tl.load(record + 8), tl.load(record + 9)
+    return walk, ends, tl.load(record + 6), tl.load(record + 5)
+
+
+@triton.jit
+def listed_of(slot_list, i, stop, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the list holds for block `i` of the walk; -1 behind the list."""
+    places = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_listed = (places < NUM_LISTED) & (i < tl.minimum(stop, walk[2]))
+    return tl.load(slot_list + places, mask=is_listed, other=-1)
+
+
+@triton.jit
+def is_list_full(slot_list, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether block `i` of the walk is one of the list with a slot in every place; it ascends to its -1s."""
+    last = i * BLOCK_N + BLOCK_N - 1
+    return tl.load(slot_list + last, mask=(last < NUM_LISTED) & (i < walk[2]), other=-1) >= 0
+
+
+@triton.jit
+def slots_of(listed, i, walk, NUM_LISTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slots of block `i` of the walk: `listed` by the list (-1: nothing), or in a row."""
+    num_below, branch_block, num_list_blocks, shift = walk
+    block = tl.where(i < num_below, i, i - num_below + branch_block)
+    slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if NUM_LISTED:
+        slots = tl.where(i < num_list_blocks, listed, slots + shift)
+    return slots
+
+
+@triton.jit
+def is_seen(slots, ends, NUM_LISTED: tl.constexpr):
+    """Whether some row of the tile sees the slot."""
+    high_limit, low_branch, high_own = ends
+    below = slots < high_limit
+    if NUM_LISTED:
+        below &= slots >= 0
+    return below | ((slots >= low_branch) & (slots <= high_own))
+
+
+@triton.jit
+def pages_of(table, slots, i, stop, ends, PAGE: tl.constexpr):
+    """Page id of each slot of block `i` of the walk; 0 after the last slot that the tile sees."""
+    exists = (slots.to(tl.uint32) < tl.maximum(ends[0], ends[2] + 1).to(tl.uint32)) & (i < stop)
+    return tl.load(table + (slots.to(tl.uint32) // PAGE).to(tl.int32), mask=exists, other=0)
+
+
+@triton.jit
+def hide(scores, slots, limits, branches, owns):
+    """Scores with -inf where a row does not see a slot."""
+    below = slots[None, :] < limits[:, None]
+    branch = (slots[None, :] >= branches[:, None]) & (slots[None, :] <= owns[:, None])
+    return tl.where(below | branch, scores, float("-inf"))
+
+
+@triton.jit
+def with_slots_before(scores, slots, row_ends, total, highest, scale_log2):
+    """Sum and maximum of each row so far, with those slots of this block that lie before its end."""
+    scores = tl.where(slots[None, :] < row_ends[:, None], scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+    return total * tl.exp2(highest - new_highest) + tl.sum(weights, 1), new_highest
+
+
+@triton.jit
+def sums_before(before, total, highest, is_whole, row_ends):
+    """Sums before the block of a share: all of it if it ends ahead of the block, else what was kept.
+
+    Rows before the block, which see its slots too, have none.
+    """
+    total, highest = tl.where(is_whole, total, before[0]), tl.where(is_whole, highest, before[1])
+    return tl.where(row_ends > 0, total, 0.0), tl.where(row_ends > 0, highest, NOTHING)
+
+
+@triton.jit
+def split_start(split, SPLIT_BLOCKS: tl.constexpr, OCTAVE: tl.constexpr):
+    """First block of a split: 2 OCTAVE splits of SPLIT_BLOCKS blocks, OCTAVE of twice as many, and so on."""
+    octave = tl.maximum(split // OCTAVE - 1, 0)
+    return ((split - octave * OCTAVE) << octave) * SPLIT_BLOCKS
+
+
+@triton.jit
+def walk_blocks(
+    q,
+    caches,
+    table,
+    slot_list,
+    first,
+    share,
+    step,
+    partial_o,
+    partial_sums,
+    partial_before,
+    target,
+    scale_log2,
+    stride_slot,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    OCTAVE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_LISTED: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
+    """The walk block by block: sum of values, sum of weights, maximum, and the sums before the block.
+
+    With fixed splits, writes a part for each, but for those of the first item of a tile, which it adds up.
+    """
+    slots, pages = first
+    start, stop, low = share
+    walk, ends, bounds, before_ends = step
+    num_below, branch_block, num_list_blocks, shift = walk
+    limits, branches, owns, low_limit = bounds
+    last_before, row_ends = before_ends
+    my_part, in_tile, kv_head = target
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_H: tl.constexpr = q.shape[1]
+    columns = tl.arange(0, BLOCK_H)
+    in_head = (columns < H)[None, :]
+    listed, is_full = slots, False
+    if NUM_LISTED:
+        listed = listed_of(slot_list, start + 1, stop, walk, NUM_LISTED, BLOCK_N)
+        is_full = is_list_full(slot_list, start, walk, NUM_LISTED, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+    if SPLIT_BLOCKS:
+        split, sum_o, sum_total, sum_highest = low, acc, total, highest
+        split_end = split_start(low + 1, SPLIT_BLOCKS, OCTAVE)
+    before = total, highest
+    sum_before = total, highest
+    for i in tl.range(start, stop, num_stages=STAGES):
+        if not NUM_LISTED:
+            slots = slots_of(listed, i, walk, 0, BLOCK_N)
+        is_read = is_seen(slots, ends, NUM_LISTED)
+        physical = pages.to(tl.int32) * PAGE + (slots.to(tl.uint32) % PAGE).to(tl.int32)
+        # Nothing of an iteration waits for what it loads: lists are read two blocks ahead, and page ids one.
+        slots = slots_of(listed, i + 1, walk, NUM_LISTED, BLOCK_N)
+        pages = pages_of(table, slots, i + 1, stop, ends, PAGE)
+        mask = is_read[:, None] if H == BLOCK_H else is_read[:, None] & in_head
+        at = physical.to(tl.int64)[:, None] * stride_slot + columns[None, :]
+        k = tl.load(caches[0] + at, mask=mask, other=0.0)
+        scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+        block = tl.where(i < num_below, i, i - num_below + branch_block)
+        first_slot = block * BLOCK_N + shift
+        is_list = i < num_list_blocks
+        if ((first_slot + BLOCK_N > low_limit) | is_list) & (not is_full):
+            places = first_slot + tl.arange(0, BLOCK_N)
+            if NUM_LISTED:
+                # All rows see what is listed.
+                here = listed_of(slot_list, i, stop, walk, NUM_LISTED, BLOCK_N)
+                places = tl.where(is_list, tl.where(here >= 0, 0, NO_SLOT), places)
+            scores = hide(scores, places, limits, branches, owns)
+        if BEFORE:  # noqa: SIM102
+            if i == last_before:
+                places = first_slot + tl.arange(0, BLOCK_N)
+                before = with_slots_before(scores, places, row_ends, total, highest, scale_log2)
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        v = tl.load(caches[1] + at, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        highest = new_highest
+        if NUM_LISTED:
+            listed = listed_of(slot_list, i + 2, stop, walk, NUM_LISTED, BLOCK_N)
+            is_full = is_list_full(slot_list, i + 1, walk, NUM_LISTED, BLOCK_N)
+        if SPLIT_BLOCKS:
+            is_last = (i + 1 == split_end) | (i + 1 == stop)
+            if is_last:
+                if low == 0:
+                    sum_o, sum_total, sum_highest = add_split(
+                        sum_o, sum_total, sum_highest, acc, total, highest
+                    )
+                else:
+                    part = my_part + split
+                    store_part(partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K, H)
+                if BEFORE:
+                    before = sums_before(before, total, highest, i < last_before, row_ends)
+                    if low == 0:
+                        sum_before = add_sums(sum_before, before)
+                    else:
+                        store_sums(partial_before, my_part + split, in_tile, kv_head, before, K)
+                acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
+                total = tl.zeros([BLOCK_M], dtype=tl.float32)
+                highest = tl.full([BLOCK_M], NOTHING, dtype=tl.float32)
+                if BEFORE:
+                    before = total, highest
+                split += 1
+                split_end = split_start(split + 1, SPLIT_BLOCKS, OCTAVE)
+    before = sums_before(before, total, highest, stop <= last_before, row_ends)
+    if SPLIT_BLOCKS:
+        acc, total, highest, before = sum_o, sum_total, sum_highest, sum_before
+    return acc, total, highest, before

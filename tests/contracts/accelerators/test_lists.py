@@ -1,0 +1,117 @@
+"""Lists in the engine: pages that are swapped under them, static shapes in mixed batches, and what a pass of
+them costs in plans and launches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.kv_cache import KVCache
+from idlm.infer.state.page_pool import PagePool
+from tests.contracts.accelerators.cases import (
+    NUM_LAYERS,
+    PARAMS,
+    PROMPTS,
+    SIZE,
+    STACKS,
+    THIN,
+    engine_of,
+    thinly,
+    tokens,
+    write_toys,
+)
+from tests.contracts.engines import assert_idle, clear_answers, greedy
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_toys(tmp_path_factory)
+
+
+@pytest.mark.decides
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("name", sorted(THIN))
+def test_pages_are_swapped_in_front_of_a_block_that_is_being_decided(
+    toys: dict[str, Path], name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal prompts, greedy, started three passes apart: the later ones take over the pages of the first,
+    block by block, while lists of the next block are in use. Pages that become free hold NaN at once.
+    """
+    prompt, params = PROMPTS[4], greedy(max_tokens=5 * SIZE)
+    settings: dict[str, Any] = {"accelerators": {name: THIN[name]}, "page_size": SIZE, "steps": SIZE}
+    alone = engine_of(toys, **settings, prefix_cache=False)
+    [expected] = tokens(clear_answers(alone, [prompt], params))
+    engine = engine_of(toys, **settings, graphs=graphs)
+    memory, num_swapped, let_go = engine._parts.runner._cache, 0, PagePool._decref
+
+    def letting_go(pool: PagePool, page: int) -> None:
+        nonlocal num_swapped
+        let_go(pool, page)
+        if pool._free[-1:] == [page]:
+            num_swapped += engine.has_work
+            for slots in (memory.keys, memory.values):
+                slots[:, page * SIZE : (page + 1) * SIZE] = torch.nan
+
+    monkeypatch.setattr(PagePool, "_decref", letting_go)
+    found: dict[str, tuple[int, ...]] = {}
+    for number in range(3):
+        engine.add_request(str(number), prompt, params)
+        for _ in range(3):
+            _collect(found, engine.step())
+    while engine.has_work:
+        _collect(found, engine.step())
+    assert found == {str(number): expected for number in range(3)}
+    assert num_swapped >= 6, "no page was swapped"
+    assert_idle(engine)
+
+
+def _collect(found: dict[str, tuple[int, ...]], events: Sequence[Any]) -> None:
+    found |= {e.request_id: e.completion.token_ids for e in events if e.completion is not None}
+
+
+WAYS: list[dict[str, Any]] = [
+    {"graphs": "on", "num_inflight_steps": 3, "max_num_seqs": 5, "max_num_batched_tokens": 16},
+    {"graphs": "on", "num_pages": 30, "max_num_seqs": 4},
+]
+
+
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != ("exact",)], ids="+".join)
+def test_static_shapes_change_no_token_of_a_mixed_batch(
+    toys: dict[str, Path], stack: tuple[str, ...]
+) -> None:
+    """Prompts, clean blocks and blocks at any step share passes."""
+    expected = tokens(engine_of(toys, accelerators=thinly(stack), max_num_seqs=1).generate(PROMPTS, PARAMS))
+    for way in WAYS:
+        engine = engine_of(toys, accelerators=thinly(stack), **way)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", sorted(THIN))
+def test_a_pass_has_two_plans_and_attends_once_a_layer(
+    toys: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, method: str) -> None:
+        called = getattr(owner, method)
+
+        def counting(*given: Any, **named: Any) -> Any:
+            counts[method] += 1
+            return called(*given, **named)
+
+        monkeypatch.setattr(owner, method, counting)
+
+    counted(Runner, "forward")
+    counted(Runner, "_plan_attention")
+    counted(KVCache, "attend")
+    engine_of(toys, accelerators={name: THIN[name]}).generate(PROMPTS, PARAMS)
+    assert counts["_plan_attention"] == 2 * counts["forward"]
+    assert counts["attend"] == NUM_LAYERS * counts["forward"]

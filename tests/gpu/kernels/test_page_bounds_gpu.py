@@ -1,0 +1,23 @@
+"""Bounds of keys and page scores on a CUDA device against their definition.
+
+python -m pytest tests/gpu/kernels/test_page_bounds_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.cases.page_bounds import check
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("head_dim", [24, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_random_cases_equal_the_definition(dtype: torch.dtype, head_dim: int) -> None:
+    for seed in range(20):
+        check(seed, dtype, device="cuda", fp8=seed % 4 == 3, head_dim=head_dim, pages=3 + 20 * (seed % 3))

@@ -1,0 +1,86 @@
+"""The torch path of lists, and of sums before blocks, against slow references; unseen slots hold NaN.
+
+tests/kernels/interpreted/listed_attention.py checks the kernels alike.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from idlm.kernels.paged_attention import (
+    HeadShape,
+    paged_attention,
+    paged_attention_reference,
+    plan_attention,
+    sums_before_reference,
+)
+from tests.kernels.cases.listed_attention import (
+    ListedCase,
+    Work,
+    assert_before,
+    build_listed,
+    dense_before,
+    dense_listed,
+    empty_before,
+    random_listed,
+)
+from tests.kernels.cases.paged_attention import SCALE, causal
+
+WIDE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
+
+
+def case_of(seed: int, shape: HeadShape = WIDE) -> ListedCase:
+    rng = random.Random(seed)
+    sequences = random_listed(rng, most=4, longest=60, chunk=9, size=rng.choice([1, 4, 8]))
+    return build_listed(sequences, shape, num_listed=rng.choice([1, 7, 20]), seed=seed, full=seed % 3 == 0)
+
+
+def arguments(listed: ListedCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return listed.case.q_RNH, listed.case.k_cache_SKH, listed.case.v_cache_SKH
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_lists_and_sums_equal_the_definition(seed: int) -> None:
+    listed = case_of(seed)
+    before = empty_before(listed)
+    plan = plan_attention(listed.rows)
+    o_RNH = paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=listed.lists_BKC, before=before)
+    torch.testing.assert_close(o_RNH, dense_listed(listed, torch.float64), atol=1e-12, rtol=1e-12)
+    assert_before(listed, before, 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fast_truth_is_the_reference(seed: int) -> None:
+    listed = case_of(seed)
+    expected = paged_attention_reference(
+        *arguments(listed), rows=listed.rows, scale=SCALE, lists_BKC=listed.lists_BKC
+    )
+    torch.testing.assert_close(dense_listed(listed, torch.float64), expected, atol=1e-12, rtol=1e-12)
+    highest_RN, totals_RN = sums_before_reference(*arguments(listed)[:2], rows=listed.rows, scale=SCALE)
+    found = dense_before(listed)
+    torch.testing.assert_close(found[0], highest_RN)
+    torch.testing.assert_close(found[1], totals_RN.log2() + highest_RN)
+
+
+def test_a_list_of_all_slots_is_exact_attention() -> None:
+    sequences = [Work(start=13, places=(0, 1, 2, 3), size=4, num_clean=3), causal(5, 2)]
+    listed = build_listed(sequences, WIDE, num_listed=20, full=True)
+    plan = plan_attention(listed.rows)
+    found = paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=listed.lists_BKC)
+    exact = plan_attention(replace(listed.rows, listed_B=None, num_listed=0))
+    torch.testing.assert_close(found, paged_attention(*arguments(listed), exact, scale=SCALE))
+
+
+def test_lists_and_plans_must_fit() -> None:
+    listed = build_listed([Work(start=13, places=(0, 1), size=4)], WIDE, num_listed=5)
+    plan = plan_attention(listed.rows)
+    assert listed.lists_BKC is not None
+    for lists_BKC in (None, listed.lists_BKC.long(), listed.lists_BKC[..., :4]):
+        with pytest.raises(AssertionError):
+            paged_attention(*arguments(listed), plan, scale=SCALE, lists_BKC=lists_BKC)
+    with pytest.raises(AssertionError):
+        replace(listed.rows, starts_B=None)
