@@ -26,7 +26,8 @@ export TOKENIZERS_PARALLELISM := false
 PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
 TWO_CPUS := -m "decides and not slow and not gpu and not multigpu" tests/contracts tests/unit/engine
 
-# tests/gpu has a folder for each part, of at most eight minutes on an H200.
+# tests/gpu has a folder for each part, of at most eight minutes on an H200. Tests that count the bytes of the GPU run
+# first and alone (5: a part has none).
 GPU_WORKERS ?= 8
 
 .PHONY: demo test types run-tests gpu-test docs format clean
@@ -52,7 +53,8 @@ run-tests:
 # In an environment that has the extras gpu and dev: nothing is installed here.
 gpu-test:
 	@test -n "$(PART)" -a -d "tests/gpu/$(PART)" || { echo "make gpu-test PART=engine, PART=block or PART=kernels"; exit 1; }
-	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) tests/gpu/$(PART)
+	$(PYTHON) -m pytest -m "gpu and alone" tests/gpu/$(PART) || test $$? -eq 5
+	$(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu/$(PART)
 
 docs: $(VENV)/.docs-$(KEY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -29,9 +29,10 @@ from benchmarks.engine.canvas.models import (
 )
 from benchmarks.engine.canvas.native import random_model
 from benchmarks.engine.canvas.native_arms import NATIVE_ARMS, Canvas, NativeArm, random_canvas
-from benchmarks.engine.canvas.search import longest
+from benchmarks.engine.canvas.search import Search, longest
 from benchmarks.engine.canvas.trace import fewer_points, peak_over_average, timeline_of
 from benchmarks.stream import matmul_rate
+from idlm.errors import UserError
 
 ARMS = (*NATIVE_ARMS, *product.PRODUCT_ARMS)
 WARM_UP_LENGTHS = (512, 768)
@@ -136,13 +137,27 @@ def fits(arm: Arm, task: Task, length: int, reasons: dict[int, str]) -> bool:
 
 
 def find_longest(task: Task) -> Answer:
-    """L_max under the cap, from the guess `length`."""
+    """L_max under the cap, from the guess `length`; of our arms, the longest planned canvas that runs."""
     arm = open_arm(task)
     warm_up(arm, task)
     reasons: dict[int, str] = {}
-    found = longest(lambda length: fits(arm, task, length, reasons), guess=task.length, limit=task.limit)
-    reason = reasons.get(found.too_long or -1, "")
-    return {"length": found.fits, "probes": found.probes, "reason": reason, **_compilations(arm)}
+    found, limit = Search(fits=task.length), task.limit
+    if isinstance(arm, product.ProductArm):
+        # Plans cost nothing, and a step of a million rows takes a minute.
+        found = longest(lambda length: is_planned(arm, task, length, reasons), guess=task.length, limit=limit)
+        limit = found.fits
+    ran = longest(lambda length: fits(arm, task, length, reasons), guess=found.fits, limit=limit)
+    reason = reasons.get(ran.too_long or found.too_long or -1, "")
+    return {"length": ran.fits, "probes": ran.probes, "reason": reason, **_compilations(arm)}
+
+
+def is_planned(arm: product.ProductArm, task: Task, length: int, reasons: dict[int, str]) -> bool:
+    """Whether a canvas of the length has a plan; notes why if it has none."""
+    try:
+        arm.plan(canvas_of(task, length))
+    except UserError as error:
+        reasons[length] = error.message
+    return length not in reasons
 
 
 def confirm(task: Task) -> Answer:

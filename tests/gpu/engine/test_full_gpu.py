@@ -73,6 +73,7 @@ def test_greedy_passes_store_no_logits_and_decide_the_same(
     check_answers(engine, cases)
 
 
+@pytest.mark.alone
 def test_the_mapped_arena_takes_what_it_says_at_one_address() -> None:
     arena = open_arena("mapped", torch.device("cuda"))
     assert isinstance(arena, MappedArena)

@@ -166,6 +166,7 @@ def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest
     assert len(agreements) >= 64 and torch.stack(agreements).mean() > 0.95
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arena", ["plain", "mapped"])
 def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str) -> None:
     """By the driver's count, at two lengths, the second one much larger."""
