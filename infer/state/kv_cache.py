@@ -1,7 +1,8 @@
 """Keys and values: what a decoder stores (`KVWritePolicy`, numbers that scheduling and memory planning count
 with), and where (`KV_STORES`).
 
-Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass, N query heads, C listed slots.
+Shapes: S physical slots, B sequences, K KV heads, H head dim, R rows of a pass, N query heads, C listed
+slots.
 """
 
 from __future__ import annotations
