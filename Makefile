@@ -20,6 +20,9 @@ export PYTHONSAFEPATH := 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# What pip did not compile, imports keep: without this each of the many processes of the tests compiles torch,
+# transformers and DeepSpeed again, which takes three times as long as an import.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
 # compare what models decide run on a second instruction set too: rounding must not decide them.
@@ -38,11 +41,11 @@ demo: $(VENV)/.demo-$(KEY)
 test: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(VENV)/bin/lint-imports
 	@$(MAKE) --no-print-directory -j2 types run-tests
 
-# mypy has one process: alone it would leave a core idle for a minute.
+# Each of these has one process: alone they would leave a core idle for a minute.
 types:
+	$(VENV)/bin/lint-imports
 	$(RUN) -m mypy
 
 run-tests:

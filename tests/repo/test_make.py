@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -33,6 +34,14 @@ def test_an_unknown_part_is_refused(arguments: list[str]) -> None:
     )
     assert done.returncode != 0
     assert all(f"PART={part}" in done.stdout for part in PARTS)
+
+
+def test_imports_are_compiled_once() -> None:
+    """pip does not compile them, and an environment may ask Python not to keep what it compiled."""
+    command = ["make", "-C", str(ROOT), "--eval", "shown:; @echo bytecode=$$PYTHONDONTWRITEBYTECODE.", "shown"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "bytecode=." in done.stdout.splitlines()
 
 
 def test_choices_are_compared_on_two_instruction_sets() -> None:
