@@ -38,7 +38,14 @@ def test_an_unknown_part_is_refused(arguments: list[str]) -> None:
 
 def test_imports_are_compiled_once() -> None:
     """pip does not compile them, and an environment may ask Python not to keep what it compiled."""
-    command = ["make", "-C", str(ROOT), "--eval", "shown:; @echo bytecode=$$PYTHONDONTWRITEBYTECODE.", "shown"]
+    command = [
+        "make",
+        "-C",
+        str(ROOT),
+        "--eval",
+        "shown:; @echo bytecode=$$PYTHONDONTWRITEBYTECODE.",
+        "shown",
+    ]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "bytecode=." in done.stdout.splitlines()
