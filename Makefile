@@ -27,7 +27,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
 # compare what models decide run on a second instruction set too: rounding must not decide them.
 PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
-TWO_CPUS := -m "decides and not slow and not gpu and not multigpu" tests/contracts tests/unit/engine
+TWO_CPUS = -m "decides and not slow and not gpu and not multigpu" \
+	$(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
 
 # tests/gpu has a folder for each part, of at most eight minutes on an H200.
 GPU_WORKERS ?= 8
