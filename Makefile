@@ -20,11 +20,15 @@ export PYTHONSAFEPATH := 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# What pip did not compile, imports keep: without this each of the many processes of the tests compiles torch,
+# transformers and DeepSpeed again, which takes three times as long as an import.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A file stays on one worker, so its models are made once; long files come before the many short ones. Tests that
 # compare what models decide run on a second instruction set too: rounding must not decide them.
 PYTEST := $(RUN) -m pytest -q -p no:cacheprovider -n 2 --dist loadfile --no-loadscope-reorder
-TWO_CPUS := -m "decides and not slow and not gpu and not multigpu" tests/contracts tests/unit/engine
+TWO_CPUS = -m "decides and not slow and not gpu and not multigpu" \
+	$(shell grep -rl 'mark.decides$$' --include='test_*.py' tests | grep -v tests/gpu/ | LC_ALL=C sort)
 
 # tests/gpu has a folder for each part, of at most eight minutes on an H200. Tests that count the bytes of the GPU run
 # first and alone (5: a part has none).
@@ -39,11 +43,11 @@ demo: $(VENV)/.demo-$(KEY)
 test: $(VENV)/.test-$(KEY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(VENV)/bin/lint-imports
 	@$(MAKE) --no-print-directory -j2 types run-tests
 
-# mypy has one process: alone it would leave a core idle for a minute.
+# Each of these has one process: alone they would leave a core idle for a minute.
 types:
+	$(VENV)/bin/lint-imports
 	$(RUN) -m mypy
 
 run-tests:

@@ -8,12 +8,18 @@ benchmarks/results.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.options import parse_options
 from benchmarks.results import append_rows, result_row
@@ -23,7 +29,7 @@ from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.evaluate import Evaluation, evaluate, task_samples
 from idlm.infer.engine import Engine
-from idlm.tasks import TASKS
+from idlm.tasks import TASKS, Task, TaskSample
 
 BASE = Path("recipes/assets/tiny_ar")
 COMMAND = "make demo"
@@ -77,12 +83,11 @@ def demo(arguments: list[str]) -> int:
     convert_seconds = _convert(output)
     task = TASKS.get("ledger")(level="tiny")
     samples = task_samples(task, "test", int(options["num"]))
-    results: list[tuple[Arm, Evaluation]] = []
-    for arm in arms():
-        print(f"evaluating {arm.label}, temperature {arm.temperature:g}", file=sys.stderr)
-        engine = Engine.from_pretrained(BASE if arm.is_base else output, arm.decoder, **arm.options)
-        params = SamplingParams(temperature=arm.temperature, max_tokens=MAX_TOKENS, seed=SEED)
-        results.append((arm, evaluate(engine, task, samples, params)))
+    # So small a model does not fill two cores: each of two processes has one, and engines share no GPU.
+    num_processes = 1 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(num_processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        measured = pool.map(partial(_measure, output=output, task=task, samples=samples), arms())
+        results = list(zip(arms(), measured, strict=True))
     print(f"\n{len(samples)} held-out prompts, stride {STRIDE}; converted in {convert_seconds:.0f} s\n")
     print(table(results))
     differing = [arm.label for arm, result in results if parity(arm, result, results) is False]
@@ -92,6 +97,13 @@ def demo(arguments: list[str]) -> int:
     if options["record"] == "true":
         append_rows("demo", rows(results, convert_seconds))
     return 0
+
+
+def _measure(arm: Arm, *, output: Path, task: Task, samples: list[TaskSample]) -> Evaluation:
+    print(f"evaluating {arm.label}, temperature {arm.temperature:g}", file=sys.stderr)
+    engine = Engine.from_pretrained(BASE if arm.is_base else output, arm.decoder, **arm.options)
+    params = SamplingParams(temperature=arm.temperature, max_tokens=MAX_TOKENS, seed=SEED)
+    return evaluate(engine, task, samples, params)
 
 
 def table(results: list[tuple[Arm, Evaluation]]) -> str:

@@ -283,19 +283,19 @@ def uniforms(
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four output words. All operands are int64 tensors that hold unsigned 32-bit words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    """The four output words. All operands are int64 tensors that hold unsigned 32-bit words.
+
+    Few operations, because launching one takes longer than the sums of a batch: words 0 and 2, which a round
+    multiplies, are one tensor, and so are words 1 and 3. A product fills 64 bits, and its sign bit does not
+    reach the bits that are taken.
+    """
+    multiplied, added = torch.stack(counter).unflatten(0, (2, 2)).unbind(1)
+    keys = torch.stack(key)
+    # Without a copy from the host, which a CUDA graph cannot hold.
+    half = torch.arange(2, device=keys.device).view(2, *[1] * counter[0].dim())
+    multipliers, steps = (first + half * (second - first) for first, second in (_MULTIPLIERS, _KEY_STEPS))
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
-
-
-def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, without leaving signed int64."""
-    low_half = (word & 0xFFFF) * multiplier
-    high_half = (word >> 16) * multiplier + (low_half >> 16)
-    return high_half >> 16, ((high_half & 0xFFFF) << 16) | (low_half & 0xFFFF)
+        product = (multiplied * multipliers).flip(0)
+        multiplied = (product >> 32) & _WORD ^ added ^ keys
+        added, keys = product & _WORD, (keys + steps) & _WORD
+    return multiplied[0], added[0], multiplied[1], added[1]

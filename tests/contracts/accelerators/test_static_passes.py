@@ -376,6 +376,6 @@ def test_a_clean_block_that_waits_is_not_shared(
     assert_idle(engine)
     assert num_unscheduled > 3
     assert num_cached > 100
-    alone = engine_of(directories, accelerators={"first_half": {}}, max_num_seqs=1, prefix_cache=False)
+    alone = engine_of(directories, accelerators={"first_half": {}}, prefix_cache=False)
     found = alone.generate(list(prompts.values()), params)
     assert [done[name] for name in prompts] == tokens(found)

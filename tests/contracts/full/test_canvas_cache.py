@@ -27,6 +27,7 @@ from tests.contracts.full.test_full_decoder import (
     family,
     params_of,
     slow_canvas,
+    spread,
 )
 
 __all__ = ["family"]
@@ -56,7 +57,7 @@ def found_by(engine: Engine, cases: list[tuple[SamplingParams, Any, Any]]) -> li
     return engine.generate(PROMPTS[: len(cases)], [case[0] for case in cases])
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize(("family", "options"), spread(CASES), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """In mixed batches, of which the budget feeds a part at a time, in dynamic and in static shapes, and
     when the host is some passes behind; and alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,13 @@ def engine_of(directory: Path, options: dict[str, Any], **settings: Any) -> Engi
     )
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=str)
+def spread(cases: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """(family, case): all cases for the first family, and each for one more, which changes only the model."""
+    others = itertools.cycle(FAMILIES[1:])
+    return [(FAMILIES[0], case) for case in cases] + list(zip(others, cases, strict=False))
+
+
+@pytest.mark.parametrize(("family", "options"), spread(ORDERS), indirect=["family"], ids=str)
 def test_it_equals_the_slow_decoder(family: tuple[str, Path], options: dict[str, Any]) -> None:
     """Mixed lengths, temperatures and truncations in one batch, in dynamic and in static shapes."""
     kind, directory = family

@@ -67,7 +67,8 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_tiles() -> None:
     assert torch.equal(twice, whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_rows", [1, 3, 17, 130])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, torch.float16), (3, torch.float32), (17, torch.float16), (130, torch.float32)]
+)
 def test_steps_write_to_given_places(num_rows: int, dtype: torch.dtype) -> None:
     check_expert_steps(num_rows, dtype, torch.device("cpu"))
