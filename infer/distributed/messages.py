@@ -61,6 +61,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "samples": schedule.samples,
         "num_rows": schedule.num_rows,
         "mode": schedule.mode,
+        "num_wanted": schedule.num_wanted,
     }
 
 
@@ -89,6 +90,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         copies=[(source, target) for source, target in message["copies"]],
         mode=message["mode"],
+        num_wanted=message["num_wanted"],
     )
 
 
