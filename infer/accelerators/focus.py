@@ -34,19 +34,21 @@ class FocusConfig:
     and at least the number of masks whose gain is a standard deviation above the mean. `importance`:
     attention is summed over the "masked" tokens (the paper's code) or the whole "block" (equation 2). `mean`:
     decoded tokens are averaged over the passes of the "block" or of the whole "request", as long as the
-    request keeps its KV. `intra_block_cache`: freeze decoded tokens.
+    request keeps its KV. `intra_block_cache`: freeze decoded tokens. `rule`: what the "paper" and the
+    "published" code do differently, see `Focus`.
     """
 
     alpha: float = 1.5
     importance: Literal["masked", "block"] = "masked"
     mean: Literal["block", "request"] = "block"
     intra_block_cache: bool = True
+    rule: Literal["paper", "published"] = "paper"
 
 
 class Memory:
     """State per lane. For the active block: which positions are frozen with which tokens, which have keys and
     values in all layers, how many masks it began with and how many passes it has had. For earlier blocks: the
-    numbers of decoded tokens and of passes.
+    numbers of decoded tokens and of passes. `is_new_Z`: nothing of the sequence has been computed.
     """
 
     def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
@@ -54,6 +56,7 @@ class Memory:
         self.blocks = BlockMemory(num_lanes, device)
         self.frozen_ZW, self.processed_ZW = torch.zeros(2, *shape, dtype=torch.bool, device=device)
         self.frozen_ids_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.is_new_Z = torch.ones(num_lanes, dtype=torch.bool, device=device)
         self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z = torch.zeros(
             4, num_lanes, dtype=torch.int64, device=device
         )
@@ -63,15 +66,19 @@ class Memory:
         self.blocks.reset(lanes)
         counts = (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z)
         fill_lanes(lanes, 0, *counts)
+        fill_lanes(lanes, True, self.is_new_Z)
 
     def turn(self, view: PassView, mine_B: Tensor) -> None:
         """Begin the state of new blocks; all masks of the block before are decoded by then."""
         lanes_B, new_B = view.plan.lanes_B, mine_B & ~self.blocks.knows(view)
-        self.earlier_decoded_Z[lanes_B] += torch.where(new_B, self.num_masks_Z[lanes_B], 0)
+        counts_B = new_B & (self.num_passes_Z[lanes_B] > 0)
+        self.earlier_decoded_Z[lanes_B] += torch.where(counts_B, self.num_masks_Z[lanes_B], 0)
         self.earlier_passes_Z[lanes_B] += torch.where(new_B, self.num_passes_Z[lanes_B], 0)
-        num_masks_B = view.is_mask_BW.sum(dim=1)
-        self.num_masks_Z[lanes_B] = torch.where(new_B, num_masks_B, self.num_masks_Z[lanes_B])
         self.num_passes_Z[lanes_B] = torch.where(new_B, 0, self.num_passes_Z[lanes_B])
+        # What passes that do not count have decided does not count either.
+        begins_B = mine_B & (self.num_passes_Z[lanes_B] == 0)
+        num_masks_B = view.is_mask_BW.sum(dim=1)
+        self.num_masks_Z[lanes_B] = torch.where(begins_B, num_masks_B, self.num_masks_Z[lanes_B])
         for flags_ZW in (self.frozen_ZW, self.processed_ZW):
             flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B[:, None]
         self.blocks.claim(view, new_B)
@@ -94,6 +101,9 @@ class FocusPass(RowsPass):
     def __init__(self, view: PassView, config: FocusConfig, memory: Memory, mine_B: Tensor) -> None:
         super().__init__(view)
         self._config, self._memory, self._mine_B = config, memory, mine_B
+        self._is_published = config.rule == "published"
+        # Cloned by the index: `finish` changes the lanes.
+        self._is_prefill_B = mine_B & memory.is_new_Z[view.plan.lanes_B] & self._is_published
         self._mean_decoded_B = memory.mean_decoded(view, of_request=config.mean == "request")
         self._ids_BW = view.plan.token_ids_R[view.rows_BW.clamp(min=0)]
         self._first_BPW: Tensor | None = None
@@ -132,7 +142,8 @@ class FocusPass(RowsPass):
         view, lanes_B, mine_B = self.view, self.view.plan.lanes_B, self._mine_B & ~self.view.waits_B
         mine_B1 = mine_B[:, None]
         self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
-        self._memory.num_passes_Z[lanes_B] += mine_B
+        self._memory.num_passes_Z[lanes_B] += mine_B & ~self._is_prefill_B
+        self._memory.is_new_Z[lanes_B] &= ~mine_B
         if self._config.intra_block_cache:
             is_decided_BW = ~view.is_mask_BW
             right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
@@ -164,7 +175,7 @@ class FocusPass(RowsPass):
         """The places that go on, by their importance in both layers."""
         view = self.view
         candidates = Candidates(
-            is_mine_B=self._mine_B,
+            is_mine_B=self._mine_B & ~self._is_prefill_B,
             is_mask_BW=view.is_mask_BW,
             is_maskable_BW=view.active.is_maskable_BW,
             rows_BW=view.rows_BW,
@@ -172,7 +183,13 @@ class FocusPass(RowsPass):
             processed_ZW=self._memory.processed_ZW,
             mean_decoded_B=self._mean_decoded_B,
         )
-        return select_places(first_BPW, second_BPW, candidates, alpha=self._config.alpha)
+        return select_places(
+            first_BPW,
+            second_BPW,
+            candidates,
+            alpha=self._config.alpha,
+            sees_processed=not self._is_published,
+        )
 
 
 @ACCELERATORS.register("focus")
@@ -180,9 +197,15 @@ class Focus(RowsAccelerator):
     """Departures from paper and code: if a pass may decide only some masks (sub-blocks), the best are
     selected among those. Clean blocks are stored from all their rows, frozen ones included, and blocks
     without masks (LLaDA2.1's edits) are computed whole. `importance="block"` does not sum over queries of
-    frozen tokens. From the attention of layer 1 on, rows see their block up to the last position that was
-    ever processed. (The published code stops at the last row kept in this pass.) A sequence that lost its KV
-    begins its block again, with a full pass. Sums are in fp32, in a fixed order.
+    frozen tokens. A sequence that lost its KV begins its block again. Sums are in fp32, in a fixed order.
+
+    `rule="paper"` follows the paper where the published code differs: from the attention of layer 1 on, rows
+    see their block up to the last position that was ever processed, where the code stops at the last row
+    kept in this pass, which hides frozen tokens to the right of it; and the first pass of a request evicts,
+    with an average of 1 (Algorithm 1), where the code's first pass is the prefill, which keeps all rows and
+    does not count in the average. `rule="published"` does both as the code does; a request that lost its KV
+    begins with such a prefill again. With both, masks are decided above the threshold (`>`), where the code
+    takes those that reach it (`>=`): that is the decoder's rule.
     """
 
     name: ClassVar[str] = "focus"

@@ -143,6 +143,7 @@ def select_kernel(
     numbers_IB,
     B,
     ALPHA: tl.constexpr,
+    SEES_PROCESSED: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -180,7 +181,8 @@ def select_kernel(
     last = tl.max(tl.where(kept, w, -1), 0)
     kept = kept | (is_mask & (processed == 0) & (w < last))
     kept = tl.where(evicts, kept, is_fed)
-    end = tl.max(tl.where(kept | processed, w + 1, 0), 0)
+    seen = (kept | processed) if SEES_PROCESSED else kept
+    end = tl.max(tl.where(seen, w + 1, 0), 0)
     tl.store(kept_BW + at, kept, mask=m_w)
     tl.store(numbers_IB + b, tl.where(evicts, end, SIZE).to(tl.int64))
     tl.store(numbers_IB + B + b, budget)

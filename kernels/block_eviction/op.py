@@ -58,15 +58,18 @@ def block_importance(
     return parts_BPW
 
 
-def select_places(first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float) -> Selected:
+def select_places(
+    first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
+) -> Selected:
     """The places that go on behind the second of two layers, by what they gained from the first to the second
     (FOCUS, section 4 and algorithm 1).
 
     `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,
-    or is not `is_mine_B`, keeps every place that is fed and sees its whole block.
+    or is not `is_mine_B`, keeps every place that is fed and sees its whole block. `sees_processed`: places
+    that were processed before are seen even right of the last one that goes on.
     """
     if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
-        return plain.select_places(first_BPW, second_BPW, of, alpha=alpha)
+        return plain.select_places(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     import triton
 
     from idlm.kernels.block_eviction.kernel import select_kernel
@@ -79,6 +82,7 @@ def select_places(first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alph
     select_kernel[(num_sequences,)](
         *(first_BPW, second_BPW, *columns, of.mean_decoded_B, kept_BW, numbers_IB, num_sequences),
         ALPHA=alpha,
+        SEES_PROCESSED=sees_processed,
         PARTS=num_parts,
         SIZE=size,
         BLOCK_P=triton.next_power_of_2(num_parts),

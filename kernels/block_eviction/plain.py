@@ -48,7 +48,9 @@ def _read(keys: BlockKeys, places_BW: Tensor) -> Tensor:
     return read_BWKH if keys.scale_K is None else read_BWKH * keys.scale_K[:, None]
 
 
-def select_places(first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float) -> Selected:
+def select_places(
+    first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
+) -> Selected:
     """See `op.select_places`."""
     deltas_BW, masked_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1), of.is_mask_BW
     fed_BW, processed_BW = of.rows_BW >= 0, of.processed_ZW[of.lanes_B]
@@ -59,7 +61,8 @@ def select_places(first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alph
     kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
     size = masked_BW.shape[1]
     place_W = torch.arange(size, device=masked_BW.device)
-    ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
+    seen_BW = kept_BW | processed_BW if sees_processed else kept_BW
+    ends_B = torch.where(seen_BW, place_W + 1, 0).amax(dim=1)
     return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
 
 

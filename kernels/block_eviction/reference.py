@@ -37,6 +37,7 @@ def select_reference(
     mean_decoded: float,
     alpha: float,
     is_mine: bool,
+    sees_processed: bool = True,
 ) -> tuple[set[int], int, int]:
     """The places that go on, how many of the first places they see, and the budget.
 
@@ -54,4 +55,5 @@ def select_reference(
     kept |= {place - 1 for place in chosen if place - 1 in deltas}
     last = max(kept, default=-1)
     kept |= {place for place in deltas if place < last and place not in processed}
-    return kept, max(kept | processed, default=-1) + 1, budget
+    seen = kept | processed if sees_processed else kept
+    return kept, max(seen, default=-1) + 1, budget

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.block_step.kernel_wanted import places_of, store_wanted
+
 
 @triton.jit
 def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.constexpr):
@@ -62,66 +64,6 @@ def sequence_rows(
     count = tl.where(m_b, feed + tl.where(denoises, num, 0), 0)
     first_slot = computed + tl.where(denoises, first, 0)
     return advances, wants, denoises, feed, first, first_slot, count
-
-
-@triton.jit
-def open_places(decided_bw, known_b, samples_b, opens_b, w, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Masks that may be decided, [b, w]; `decided_bw` holds in places beyond the block."""
-    is_open = (w[None, :] >= (known_b % SIZE)[:, None]) & (decided_bw == 0) & samples_b[:, None]
-    is_open = is_open & ((w[None, :] == 0) | (opens_b[:, None] == 0))
-    if PART < SIZE:
-        part = (w // PART)[None, :]
-        is_open = is_open & (part == tl.min(tl.where(is_open, part, SIZE), 1)[:, None])
-    return is_open
-
-
-@triton.jit
-def editable_places(decided_bw, known_b, samples_b, opens_b, w, SIZE: tl.constexpr, SHIFTED: tl.constexpr):
-    """Decided places that may be edited, [b, w]. Inside a shifted block no row predicts the first place."""
-    has_row = (w < SIZE) & (w >= (1 if SHIFTED else 0))
-    is_mine = samples_b & (opens_b == 0)
-    return decided_bw & (w[None, :] >= (known_b % SIZE)[:, None]) & has_row[None, :] & is_mine[:, None]
-
-
-@triton.jit
-def places_of(
-    known_Z, decided_ZW, lanes_B, b, m_b, samples_b, opens_b,
-    SIZE: tl.constexpr, PART: tl.constexpr, SHIFTED: tl.constexpr, EDITS: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    """Of sequences `b`: the masks that may be decided, and the places that ask for a wanted row, [b, w]."""
-    w = tl.arange(0, BLOCK_W)
-    lane = tl.load(lanes_B + b, mask=m_b, other=0)
-    known = tl.load(known_Z + lane)
-    m_bw = m_b[:, None] & (w < SIZE)[None, :]
-    decided = tl.load(decided_ZW + lane[:, None] * SIZE + w[None, :], mask=m_bw, other=1) != 0
-    is_open = open_places(decided, known, samples_b, opens_b, w, SIZE, PART)
-    is_asked = is_open
-    if EDITS:
-        is_asked = is_open | editable_places(decided, known, samples_b, opens_b, w, SIZE, SHIFTED)
-    return is_open, is_asked
-
-
-@triton.jit
-def store_wanted(
-    wanted_IX, number_BW, X, i, lane, first_lane, first, num, rows, is_asked, waits, is_last, w,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The wanted rows of sequence `i`, from number `first` on; padding too if it is the last with room."""
-    is_wanted = is_asked & (waits == 0)
-    number = first + tl.cumsum(is_asked.to(tl.int32), 0) - 1
-    tl.store(number_BW + i * SIZE + w, tl.where(is_wanted, number, -1), mask=w < SIZE)
-    tl.store(wanted_IX + number, rows, mask=is_wanted)
-    tl.store(wanted_IX + X + number, (i * SIZE + w).to(tl.int64), mask=is_wanted)
-    tl.store(wanted_IX + 2 * X + number, tl.zeros_like(rows) + lane, mask=is_wanted)
-    # Whoever comes behind the first that waits waits too.
-    end = tl.where(waits, first, first + num)
-    if (waits | is_last) & (end <= X):
-        for start in range(end, X, BLOCK):
-            x = start + tl.arange(0, BLOCK)
-            zero = tl.zeros([BLOCK], tl.int64)
-            tl.store(wanted_IX + x, zero, mask=x < X)
-            tl.store(wanted_IX + X + x, zero, mask=x < X)
-            tl.store(wanted_IX + 2 * X + x, zero + first_lane, mask=x < X)
 
 
 @triton.jit(do_not_specialize=["B", "R", "X", "L", "mask_token_id"])
@@ -214,7 +156,7 @@ def pack_blocks_kernel(
         row = tl.minimum(tl.maximum(row, 0), R - 1)
         store_wanted(
             wanted_IX, number_BW, X, i, lane, tl.load(lanes_B), first_wanted, num_wanted, row,
-            is_asked, waits, is_last, w, SIZE, BLOCK,
+            is_asked, waits, is_last, w, SIZE,
         )  # fmt: skip
         if i == 0:
             tl.store(cu_rows_B1, tl.zeros([], tl.int64))

@@ -2,10 +2,12 @@
 
 In plain torch (infer/decoders/block_rows.py and block.py) each takes about 80 launches, several percent of a
 step of an 8B model at batch 1. Contract in README.md.
-Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows.
+Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows, I columns.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,30 +47,24 @@ def pack_blocks(
     """Rows of every sequence: its whole known blocks that are not stored yet, then its active block.
 
     `has_room`: `num_rows` bounds how many blocks may be denoised next to the stored ones; else it is the
-    exact number of rows. `num_wanted`: room for wanted rows, at least B + W. `edits`: decided places ask for
-    rows as well. Runs on a GPU or in the interpreter only.
+    exact number of rows. `num_wanted`: room for wanted rows, at least B + W or all that places ask
+    for. `edits`: decided places ask for rows as well. Runs on a GPU or in the interpreter only.
     """
     import triton
 
     from idlm.kernels.block_step.kernel import pack_blocks_kernel
 
-    columns_B, size = (lanes_B, num_feed_B, samples_B), shape.size
+    columns_B = (lanes_B, num_feed_B, samples_B)
     num_sequences, device = len(lanes_B), lanes_B.device
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
-    cu_rows_B1 = torch.empty(num_sequences + 1, dtype=torch.int64, device=device)
-    ints_IB = torch.empty(len(INTS), num_sequences, dtype=torch.int64, device=device)
-    bools_IB = torch.empty(3, num_sequences, dtype=torch.bool, device=device)
-    rows_IR = torch.empty(4, num_rows, dtype=torch.int64, device=device)
-    is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
-    wanted_IX = torch.empty(3, num_wanted, dtype=torch.int64, device=device)
-    number_BW = torch.empty(num_sequences, size, dtype=torch.int64, device=device)
-    is_maskable_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=device)
+    out = _Outputs.empty(num_sequences, num_rows, num_wanted, shape.size, device)
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
         *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
         *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z, blocks.whole_part_Z),
         *(blocks.num_waits_Z, steps_Z),
         *columns_B,
-        *(cu_rows_B1, ints_IB, bools_IB, rows_IR, is_mask_R, wanted_IX, number_BW, is_maskable_BW),
+        *(out.cu_rows_B1, out.ints_IB, out.bools_IB, out.rows_IR, out.is_mask_R),
+        *(out.wanted_IX, out.number_BW, out.is_maskable_BW),
         *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1], shape.mask_token_id),
         **_options(shape),
         FUSES=shape.fuses and not shape.shifted,
@@ -79,28 +75,69 @@ def pack_blocks(
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= FEW_SEQUENCES else 4,
     )
-    ints = dict(zip(INTS, ints_IB, strict=True))
-    return PackedBlocks(
-        cu_rows_B1=cu_rows_B1,
-        sequence_R=rows_IR[0],
-        token_ids_R=rows_IR[1],
-        slots_R=rows_IR[2],
-        limits_R=rows_IR[3],
-        is_mask_R=is_mask_R,
-        wanted=WantedPlaces(
-            rows_X=wanted_IX[0],
-            places_X=wanted_IX[1],
-            lanes_X=wanted_IX[2],
-            number_BW=number_BW,
-            first_B=ints.pop("first_B"),
-            num_B=ints.pop("num_B"),
-            waits_B=bools_IB[2],
-        ),
-        **ints,
-        samples_B=bools_IB[0],
-        advances_B=bools_IB[1],
-        is_maskable_BW=is_maskable_BW,
-    )
+    return out.packed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outputs:
+    """What the kernel fills; I some columns."""
+
+    cu_rows_B1: Tensor
+    ints_IB: Tensor
+    bools_IB: Tensor
+    rows_IR: Tensor
+    is_mask_R: Tensor
+    wanted_IX: Tensor
+    number_BW: Tensor
+    is_maskable_BW: Tensor
+
+    @classmethod
+    def empty(
+        cls, num_sequences: int, num_rows: int, num_wanted: int, size: int, device: torch.device
+    ) -> _Outputs:
+        """Not filled."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int64, device=device)
+
+        def bools(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.bool, device=device)
+
+        return cls(
+            cu_rows_B1=ints(num_sequences + 1),
+            ints_IB=ints(len(INTS), num_sequences),
+            bools_IB=bools(3, num_sequences),
+            rows_IR=ints(4, num_rows),
+            is_mask_R=bools(num_rows),
+            wanted_IX=ints(3, num_wanted),
+            number_BW=ints(num_sequences, size),
+            is_maskable_BW=bools(num_sequences, size),
+        )
+
+    def packed(self) -> PackedBlocks:
+        """By name."""
+        ints = dict(zip(INTS, self.ints_IB, strict=True))
+        return PackedBlocks(
+            cu_rows_B1=self.cu_rows_B1,
+            sequence_R=self.rows_IR[0],
+            token_ids_R=self.rows_IR[1],
+            slots_R=self.rows_IR[2],
+            limits_R=self.rows_IR[3],
+            is_mask_R=self.is_mask_R,
+            wanted=WantedPlaces(
+                rows_X=self.wanted_IX[0],
+                places_X=self.wanted_IX[1],
+                lanes_X=self.wanted_IX[2],
+                number_BW=self.number_BW,
+                first_B=ints.pop("first_B"),
+                num_B=ints.pop("num_B"),
+                waits_B=self.bools_IB[2],
+            ),
+            **ints,
+            samples_B=self.bools_IB[0],
+            advances_B=self.bools_IB[1],
+            is_maskable_BW=self.is_maskable_BW,
+        )
 
 
 def decide_blocks(

@@ -39,7 +39,7 @@ def test_the_kernels_compile_for_hopper_without_spills(dtype: str, kv_dtype: str
     types |= dict.fromkeys(("parts_BPW", "first_BPW", "second_BPW"), "*fp32")
     shape = {"SIZE": 32, "BLOCK_W": 32}
     importance = {"PAGE": 32, "HEAD_DIM": 128, "GROUP": 4, "SCALED": kv_dtype == "fp8e4nv", "BLOCK_H": 128}
-    select = {"ALPHA": 1.5, "PARTS": 8, "BLOCK_P": 8}
+    select = {"ALPHA": 1.5, "SEES_PROCESSED": True, "PARTS": 8, "BLOCK_P": 8}
     found = [
         compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=4)
         for kernel, constants in ((importance_kernel, importance), (select_kernel, select))

@@ -188,7 +188,8 @@ def make_candidates(seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Can
 def check_selection(seed: int, device: str = "cpu") -> None:
     """Equals the reference, sequence by sequence, unless a gain is at the threshold up to rounding."""
     first_BPW, second_BPW, of, alpha = make_candidates(seed, device)
-    found = select_places(first_BPW, second_BPW, of, alpha=alpha)
+    sees_processed = seed % 4 < 3
+    found = select_places(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
     gains_BW = (second_BPW - first_BPW).sum(dim=1)
     for b in range(len(gains_BW)):
         masks = of.is_mask_BW[b].nonzero()[:, 0].tolist()
@@ -208,6 +209,7 @@ def check_selection(seed: int, device: str = "cpu") -> None:
             mean_decoded=float(of.mean_decoded_B[b]),
             alpha=alpha,
             is_mine=bool(of.is_mine_B[b]),
+            sees_processed=sees_processed,
         )
         assert set(found.kept_BW[b].nonzero()[:, 0].tolist()) == kept
         assert (int(found.ends_B[b]), int(found.budget_B[b])) == (end, budget)
