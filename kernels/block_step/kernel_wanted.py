@@ -60,7 +60,7 @@ def store_wanted(
     tl.store(wanted_IX + number, rows, mask=is_wanted)
     tl.store(wanted_IX + X + number, (i * SIZE + w).to(tl.int64), mask=is_wanted)
     tl.store(wanted_IX + 2 * X + number, tl.zeros_like(rows) + lane, mask=is_wanted)
-    # Whoever comes behind the first that waits waits too.
+    # All behind the first that waits wait too.
     end = tl.where(waits, first, first + num)
     BLOCK: tl.constexpr = 512
     if (waits | is_last) & (end <= X):

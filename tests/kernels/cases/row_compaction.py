@@ -130,14 +130,14 @@ def check(case: Case) -> None:
     if rows.is_mask_R is not None:
         assert found.rows.is_mask_R is not None
         assert torch.equal(found.rows.is_mask_R, rows.is_mask_R[chosen] & is_row)
-    narrowed = {
+    lowered = {
         row
         for b, (_, block) in enumerate(case.by_sequence)
         for row in block
         if not drop.needs_all_B[b] and drop.limits_R is not None
     }
     limits = rows.limits_R.tolist()
-    for row in narrowed:
+    for row in lowered:
         assert drop.limits_R is not None
         limits[row] = min(limits[row], int(drop.limits_R[row]))
     assert found.rows.limits_R.tolist() == [limits[row] for row in chosen.tolist()]

@@ -1,4 +1,4 @@
-"""benchmarks.kernels.block_eviction on a CPU: its gate passes right kernels and stops wrong ones."""
+"""benchmarks.kernels.blocks.block_eviction on a CPU: its gate passes right kernels and stops wrong ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kernels import block_eviction as benchmark
+from benchmarks.kernels.blocks import block_eviction as benchmark
 from idlm.errors import UserError
 from idlm.kernels import block_eviction, row_compaction
 
