@@ -28,7 +28,9 @@ Rows = dict[int, Tensor]
 class FocusRules:
     """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
     `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
-    first pass over a block somebody else needs all rows, as MAGE does.
+    first pass over a block somebody else needs all rows, as MAGE does. `published`: as the published code,
+    not the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all
+    rows and is left out of the mean.
     """
 
     size: int
@@ -37,17 +39,21 @@ class FocusRules:
     mean: str = "block"
     freezes: bool = True
     begins_full: bool = False
+    published: bool = False
 
 
 @dataclass(kw_only=True)
 class BlockState:
-    """What is remembered from pass to pass of a block; `earlier` of blocks before: decoded tokens, passes."""
+    """What is remembered from pass to pass of a block; `earlier` of blocks before: decoded tokens, passes.
+    `is_new`: nothing of the request is computed yet.
+    """
 
     frozen: set[int] = field(default_factory=set)
     processed: set[int] = field(default_factory=set)
     num_passes: int = 0
     num_decoded: int = 0
     earlier: tuple[int, int] = (0, 0)
+    is_new: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +130,7 @@ def select(
         """The budget, and the best masks where not all go on."""
         number, _ = budget(state, deltas, masked, rules)
         is_needed = rules.begins_full and state.num_passes == 0
+        is_needed = is_needed or (rules.published and state.is_new)
         if is_needed or len(masked) <= number:
             return number, None
         return number, set(sorted(may_be_decided, key=lambda place: (-deltas[place], place))[:number])
@@ -137,7 +144,7 @@ def select(
     return Selection(
         kept=tuple(sorted(kept)),
         budget=number,
-        limit=max(kept | state.processed) + 1,
+        limit=max(kept if rules.published else kept | state.processed) + 1,
         deltas=deltas,
     )
 
@@ -154,8 +161,10 @@ def note(
             assert place in selection.kept
             state.frozen.add(place)
     state.processed |= set(selection.kept)
-    state.num_passes += 1
-    state.num_decoded += num_decoded
+    if not (rules.published and state.is_new):
+        state.num_passes += 1
+        state.num_decoded += num_decoded
+    state.is_new = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +201,14 @@ class SlowFocus(SlowBlocks):
         """
         size, known = self.rules.size, list(prompt)
         self.keys, self.values, self.passes, self.losses = {}, {}, [], losses
-        earlier = (0, 0)
+        earlier, is_new = (0, 0), True
         last_row = None
         for start in range(0, len(known) // size * size, size):
             last_row = self._clean(known[start : start + size], start)
         while True:
-            work, state = self._denoise(known, sampling, BlockState(earlier=earlier), last_row)
+            state = BlockState(earlier=earlier, is_new=is_new)
+            work, state = self._denoise(known, sampling, state, last_row)
+            is_new = False
             earlier = state.earlier[0] + state.num_decoded, state.earlier[1] + state.num_passes
             start = len(known) // size * size
             for token in work[len(known) - start :]:
@@ -229,7 +240,7 @@ class SlowFocus(SlowBlocks):
         while None in work:
             if len(self.passes) in self.losses:
                 # Keys and values of blocks before are computed again, the same.
-                first, state, work = len(self.passes), BlockState(), list(empty)
+                first, state, work = len(self.passes), BlockState(is_new=True), list(empty)
                 for layer, place in itertools.product(range(len(self.model.model.layers)), range(size)):
                     self.keys.pop((layer, start + place), None)
                     self.values.pop((layer, start + place), None)

@@ -5,7 +5,8 @@ on follows from how many were decoded before and how many stand out. With each m
 all masks to its left that have no keys and values yet (section 4, Algorithm 1). A decoded token is frozen
 once its right neighbour is decoded, until it is edited. Where paper and code (appendix E) differ, this file
 follows the code, except as `Focus` says.
-B sequences, R rows still computed, W positions of a block, N query heads, K KV heads, H head dim, Z lanes.
+B sequences, R rows still computed, W positions of a block, P parts of a sum, N query heads, H head dim, Z
+lanes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from idlm.infer.accelerators.base import ACCELERATORS, BlockMemory, RowsAccelerator, RowSelection, RowsPass
 from idlm.infer.sparse.view import PassView, by_row
 from idlm.infer.state.batch import fill_lanes
+from idlm.kernels.block_eviction import BlockKeys, Candidates, Selected, block_importance, select_places
 
 LAST_LAYER = 1
 """The last layer whose attention is measured; rows are dropped after its queries and keys."""
@@ -32,85 +34,21 @@ class FocusConfig:
     and at least the number of masks whose gain is a standard deviation above the mean. `importance`:
     attention is summed over the "masked" tokens (the paper's code) or the whole "block" (equation 2). `mean`:
     decoded tokens are averaged over the passes of the "block" or of the whole "request", as long as the
-    request keeps its KV. `intra_block_cache`: freeze decoded tokens.
+    request keeps its KV. `intra_block_cache`: freeze decoded tokens. `rule`: what the "paper" and the
+    "published" code do differently, see `Focus`.
     """
 
     alpha: float = 1.5
     importance: Literal["masked", "block"] = "masked"
     mean: Literal["block", "request"] = "block"
     intra_block_cache: bool = True
-
-
-def importance(
-    q_BWNH: Tensor, k_BWKH: Tensor, *, queries_BW: Tensor, keys_BW: Tensor, scale: float
-) -> Tensor:
-    """Return the attention that keys get from queries, [B, W]; 0 where there is no key (equations 2 and 15).
-
-    The largest score of neighbours counts; neighbours are adjacent keys. Other positions may hold NaN.
-    """
-    # Keys move to the front, in order.
-    order_BW = (~keys_BW).to(torch.uint8).argsort(dim=1, stable=True)
-    sequence_B1 = torch.arange(len(order_BW), device=order_BW.device)[:, None]
-    is_key_BW = keys_BW.gather(1, order_BW)
-    k_BWKH = torch.where(is_key_BW[:, :, None, None], k_BWKH[sequence_B1, order_BW], 0.0)
-    q_BWNH = torch.where(queries_BW[:, :, None, None], q_BWNH, 0.0)
-    k_BWNH = k_BWKH.repeat_interleave(q_BWNH.shape[2] // k_BWKH.shape[2], dim=2)
-    scores_BNWW = q_BWNH.transpose(1, 2) @ k_BWNH.permute(0, 2, 3, 1) * scale
-    least = torch.finfo(torch.float32).min
-    scores_BNWW = scores_BNWW.masked_fill(~is_key_BW[:, None, None], least)
-    padded = F.pad(scores_BNWW, (1, 1), value=least)
-    pooled_BNWW = torch.maximum(torch.maximum(padded[..., :-2], scores_BNWW), padded[..., 2:])
-    pooled_BNWW = pooled_BNWW.masked_fill(~is_key_BW[:, None, None], float("-inf"))
-    # The softmax of a sequence without keys is NaN.
-    weights_BNWW = pooled_BNWW.softmax(dim=-1).nan_to_num(0.0) * queries_BW[:, None, :, None]
-    found_BW = weights_BNWW.sum(dim=(1, 2))
-    return torch.zeros_like(found_BW).scatter(1, order_BW, found_BW)
-
-
-def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alpha: float) -> Tensor:
-    """Return K of each sequence, int64 [B] (equations 4 and 5, with mean + std of the masks' gains as
-    threshold). `mean_decoded_B` is fp64, so that its multiples round as they do on paper.
-    """
-    size = masked_BW.shape[1]
-    count_B1 = masked_BW.sum(dim=1, keepdim=True).clamp(min=1)
-    mean_B1 = torch.where(masked_BW, deltas_BW, 0.0).sum(dim=1, keepdim=True) / count_B1
-    squares_BW = torch.where(masked_BW, (deltas_BW - mean_B1) ** 2, 0.0)
-    std_B1 = (squares_BW.sum(dim=1, keepdim=True) / count_B1).sqrt()
-    num_strong_B = (masked_BW & (deltas_BW >= mean_B1 + std_B1)).sum(dim=1)
-    by_history_B = (alpha * mean_decoded_B).ceil().clamp(max=size).long()
-    return torch.maximum(by_history_B, num_strong_B)
-
-
-def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
-    """Return which of the maskable positions have the `num_B` largest gains, bool [B, W]; of equal ones the
-    left.
-
-    Compares all pairs: a sort is not stable on every device, and W is small.
-    """
-    place_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
-    mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
-    is_left_WW = place_W[None, :] < place_W[:, None]
-    is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
-    ranks_BW = (is_before_BWW & is_maskable_BW[:, None, :]).sum(dim=-1)
-    return is_maskable_BW & (ranks_BW < num_B[:, None])
-
-
-def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
-    """Return the positions that go on, bool [B, W]: the chosen masks, decoded tokens that are fed, the
-    predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
-    keys and values yet.
-    """
-    place_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
-    kept_BW = chosen_BW | (fed_BW & ~masked_BW)
-    kept_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))
-    last_B1 = torch.where(kept_BW, place_W, -1).amax(dim=1, keepdim=True)
-    return kept_BW | (masked_BW & ~processed_BW & (place_W < last_B1))
+    rule: Literal["paper", "published"] = "paper"
 
 
 class Memory:
     """State per lane. For the active block: which positions are frozen with which tokens, which have keys and
     values in all layers, how many masks it began with and how many passes it has had. For earlier blocks: the
-    numbers of decoded tokens and of passes.
+    numbers of decoded tokens and of passes. `is_new_Z`: nothing of the sequence has been computed.
     """
 
     def __init__(self, num_lanes: int, block_size: int, device: torch.device) -> None:
@@ -118,6 +56,7 @@ class Memory:
         self.blocks = BlockMemory(num_lanes, device)
         self.frozen_ZW, self.processed_ZW = torch.zeros(2, *shape, dtype=torch.bool, device=device)
         self.frozen_ids_ZW = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.is_new_Z = torch.ones(num_lanes, dtype=torch.bool, device=device)
         self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z = torch.zeros(
             4, num_lanes, dtype=torch.int64, device=device
         )
@@ -127,15 +66,19 @@ class Memory:
         self.blocks.reset(lanes)
         counts = (self.num_masks_Z, self.num_passes_Z, self.earlier_decoded_Z, self.earlier_passes_Z)
         fill_lanes(lanes, 0, *counts)
+        fill_lanes(lanes, True, self.is_new_Z)
 
     def turn(self, view: PassView, mine_B: Tensor) -> None:
         """Begin the state of new blocks; all masks of the block before are decoded by then."""
         lanes_B, new_B = view.plan.lanes_B, mine_B & ~self.blocks.knows(view)
-        self.earlier_decoded_Z[lanes_B] += torch.where(new_B, self.num_masks_Z[lanes_B], 0)
+        counts_B = new_B & (self.num_passes_Z[lanes_B] > 0)
+        self.earlier_decoded_Z[lanes_B] += torch.where(counts_B, self.num_masks_Z[lanes_B], 0)
         self.earlier_passes_Z[lanes_B] += torch.where(new_B, self.num_passes_Z[lanes_B], 0)
-        num_masks_B = view.is_mask_BW.sum(dim=1)
-        self.num_masks_Z[lanes_B] = torch.where(new_B, num_masks_B, self.num_masks_Z[lanes_B])
         self.num_passes_Z[lanes_B] = torch.where(new_B, 0, self.num_passes_Z[lanes_B])
+        # What passes that do not count have decided does not count either.
+        begins_B = mine_B & (self.num_passes_Z[lanes_B] == 0)
+        num_masks_B = view.is_mask_BW.sum(dim=1)
+        self.num_masks_Z[lanes_B] = torch.where(begins_B, num_masks_B, self.num_masks_Z[lanes_B])
         for flags_ZW in (self.frozen_ZW, self.processed_ZW):
             flags_ZW[lanes_B] = flags_ZW[lanes_B] & ~new_B[:, None]
         self.blocks.claim(view, new_B)
@@ -158,9 +101,12 @@ class FocusPass(RowsPass):
     def __init__(self, view: PassView, config: FocusConfig, memory: Memory, mine_B: Tensor) -> None:
         super().__init__(view)
         self._config, self._memory, self._mine_B = config, memory, mine_B
+        self._is_published = config.rule == "published"
+        # Cloned by the index: `finish` changes the lanes.
+        self._is_prefill_B = mine_B & memory.is_new_Z[view.plan.lanes_B] & self._is_published
         self._mean_decoded_B = memory.mean_decoded(view, of_request=config.mean == "request")
         self._ids_BW = view.plan.token_ids_R[view.rows_BW.clamp(min=0)]
-        self._first_BW: Tensor | None = None
+        self._first_BPW: Tensor | None = None
         self.budget_B: Tensor | None = None
 
     def initial_rows(self) -> RowSelection | None:
@@ -177,22 +123,16 @@ class FocusPass(RowsPass):
         """Measure in layer 0, select in layer 1."""
         if layer > LAST_LAYER:
             return None
-        view, masked_BW = self.view, self.view.is_mask_BW
-        keys_BW = masked_BW if self._config.importance == "masked" else torch.ones_like(masked_BW)
-        found_BW = importance(
-            view.queries(q_RNH, view.sequences_B),
-            view.keys(layer, view.block_slots(view.sequences_B), view.sequences_B),
-            queries_BW=keys_BW & (view.rows_BW >= 0),
-            keys_BW=keys_BW,
-            scale=view.scale,
-        )
-        if self._first_BW is None:
-            self._first_BW = found_BW
+        view = self.view
+        found_BPW = self._importance(layer, q_RNH)
+        if self._first_BPW is None:
+            self._first_BPW = found_BPW
             return None
-        kept_BW, ends_B = self._choose(found_BW - self._first_BW)
-        limits_BW = (view.active.starts_B + ends_B)[:, None].expand_as(kept_BW)
+        selected = self._select(self._first_BPW, found_BPW)
+        self.budget_B = selected.budget_B
+        limits_BW = (view.active.starts_B + selected.ends_B)[:, None].expand_as(view.rows_BW)
         return RowSelection(
-            keep_R=by_row(kept_BW, view.rows_BW, len(q_RNH), other=True),
+            keep_R=by_row(selected.kept_BW, view.rows_BW, len(q_RNH), other=True),
             limits_R=by_row(limits_BW, view.rows_BW, len(q_RNH), other=torch.iinfo(torch.int64).max),
         )
 
@@ -202,7 +142,8 @@ class FocusPass(RowsPass):
         view, lanes_B, mine_B = self.view, self.view.plan.lanes_B, self._mine_B & ~self.view.waits_B
         mine_B1 = mine_B[:, None]
         self._memory.processed_ZW[lanes_B] |= (view.rows_BW >= 0) & mine_B1
-        self._memory.num_passes_Z[lanes_B] += mine_B
+        self._memory.num_passes_Z[lanes_B] += mine_B & ~self._is_prefill_B
+        self._memory.is_new_Z[lanes_B] &= ~mine_B
         if self._config.intra_block_cache:
             is_decided_BW = ~view.is_mask_BW
             right_BW = F.pad(is_decided_BW[:, 1:], (0, 1), value=True)
@@ -210,20 +151,45 @@ class FocusPass(RowsPass):
             ids_ZW = self._memory.frozen_ids_ZW
             ids_ZW[lanes_B] = torch.where(mine_B1, self._ids_BW, ids_ZW[lanes_B])
 
-    def _choose(self, deltas_BW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions that go on, bool [B, W], and how many of a block's first positions they see,
-        int64 [B].
-        """
+    def _importance(self, layer: int, q_RNH: Tensor) -> Tensor:
+        """The attention that places of blocks get in a layer, in parts [B, P, W]."""
         view, masked_BW = self.view, self.view.is_mask_BW
-        fed_BW, processed_BW = view.rows_BW >= 0, self._memory.processed_ZW[view.plan.lanes_B]
-        self.budget_B = budgets(deltas_BW, masked_BW, self._mean_decoded_B, alpha=self._config.alpha)
-        evicts_B = self._mine_B & (masked_BW.sum(dim=1) > self.budget_B)
-        chosen_BW = best(deltas_BW, view.active.is_maskable_BW & masked_BW, self.budget_B)
-        context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
-        kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
-        place_W = torch.arange(view.active.size, device=masked_BW.device)
-        ends_B = torch.where(kept_BW | processed_BW, place_W + 1, 0).amax(dim=1)
-        return kept_BW, torch.where(evicts_B, ends_B, view.active.size)
+        (keys_SKH, _), (scale_K, _) = view.cache.layer(layer), view.cache.layer_scales(layer)
+        is_key_BW = masked_BW if self._config.importance == "masked" else torch.ones_like(masked_BW)
+        return block_importance(
+            q_RNH,
+            view.rows_BW,
+            BlockKeys(
+                keys_SKH=keys_SKH,
+                scale_K=scale_K,
+                block_table_BP=view.block_table_BP,
+                page_size=view.page_size,
+                starts_B=view.active.starts_B,
+            ),
+            is_query_BW=is_key_BW & (view.rows_BW >= 0),
+            is_key_BW=is_key_BW,
+            scale=view.scale,
+        )
+
+    def _select(self, first_BPW: Tensor, second_BPW: Tensor) -> Selected:
+        """The places that go on, by their importance in both layers."""
+        view = self.view
+        candidates = Candidates(
+            is_mine_B=self._mine_B & ~self._is_prefill_B,
+            is_mask_BW=view.is_mask_BW,
+            is_maskable_BW=view.active.is_maskable_BW,
+            rows_BW=view.rows_BW,
+            lanes_B=view.plan.lanes_B,
+            processed_ZW=self._memory.processed_ZW,
+            mean_decoded_B=self._mean_decoded_B,
+        )
+        return select_places(
+            first_BPW,
+            second_BPW,
+            candidates,
+            alpha=self._config.alpha,
+            sees_processed=not self._is_published,
+        )
 
 
 @ACCELERATORS.register("focus")
@@ -231,9 +197,15 @@ class Focus(RowsAccelerator):
     """Departures from paper and code: if a pass may decide only some masks (sub-blocks), the best are
     selected among those. Clean blocks are stored from all their rows, frozen ones included, and blocks
     without masks (LLaDA2.1's edits) are computed whole. `importance="block"` does not sum over queries of
-    frozen tokens. From the attention of layer 1 on, rows see their block up to the last position that was
-    ever processed. (The published code stops at the last row kept in this pass.) A sequence that lost its KV
-    begins its block again, with a full pass. Sums are in fp32, in a fixed order.
+    frozen tokens. A sequence that lost its KV begins its block again. Sums are in fp32, in a fixed order.
+
+    `rule="paper"` follows the paper where the published code differs: from the attention of layer 1 on, rows
+    see their block up to the last position that was ever processed, where the code stops at the last row
+    kept in this pass, which hides frozen tokens to the right of it; and the first pass of a request evicts,
+    with an average of 1 (Algorithm 1), where the code's first pass is the prefill, which keeps all rows and
+    does not count in the average. `rule="published"` does both as the code does; a request that lost its KV
+    begins with such a prefill again. With both, masks are decided above the threshold (`>`), where the code
+    takes those that reach it (`>=`): that is the decoder's rule.
     """
 
     name: ClassVar[str] = "focus"

@@ -8,7 +8,7 @@ sequence is at a step of its own.
 Departures: the MASK is never predicted; the first token of a shifted block is drawn with the request's own
 settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
 one-hot one tells nothing); an edit writes the argmax whatever the temperature, else edits would not end.
-Shapes: B sequences, W positions of a block, X = B * W wanted rows, V vocabulary, Z lanes.
+Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from idlm.infer.decoders.block_config import (
     check,
     warn_of_unread,
 )
-from idlm.infer.decoders.block_rows import BlockPlan, fed_places, plan_blocks
+from idlm.infer.decoders.block_rows import BlockPlan, editable, fed_places, plan_blocks
 from idlm.infer.decoders.block_unmask import UNMASKINGS, Masks
 from idlm.infer.state.batch import Batch, StepOutcome, StepPlan, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -139,13 +139,15 @@ class BlockDecoder(Decoder):
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the active block."""
-        return plan_blocks(table, batch, self.blocks, self.shape, self.options.steps_Z)
+        return plan_blocks(table, batch, self.blocks, self.shape, self.options.steps_Z, edits=self._edits)
 
     def advance(self, table: SequenceState, batch: Batch, plan: StepPlan, wanted: WantedRows) -> StepOutcome:
         """Draw a token for every mask, decide some masks, and emit the blocks that are clean then."""
         assert isinstance(plan, BlockPlan) and plan.active is not None, f"{type(plan)=}"
         if wanted.has_logits_X is not None:
-            plan = replace(plan, has_logits_BW=wanted.has_logits_X.view(-1, self.shape.size))
+            number_BW = plan.wanted.number_BW
+            has_logits_BW = wanted.has_logits_X[number_BW.clamp(min=0)] & (number_BW >= 0)
+            plan = replace(plan, has_logits_BW=has_logits_BW)
         logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
         has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
@@ -172,29 +174,35 @@ class BlockDecoder(Decoder):
         may be edited get the most likely token.
         """
         assert plan.active is not None
-        lanes_B, size, is_maskable_BW = plan.lanes_B, self.shape.size, plan.active.is_maskable_BW
+        wanted, is_maskable_BW = plan.wanted, plan.active.is_maskable_BW
         probs = table.probs(
-            logits_XV, lanes_B, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
+            logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )
+        # Numbers belong to places, so that no draw depends on which rows are wanted.
         uniforms_BW = uniforms(
-            table.seeds_Z, table.samples_Z, plan.draw_steps_B, size, lanes_B=lanes_B, steps_by_lane=False
+            table.seeds_Z,
+            table.samples_Z,
+            plan.draw_steps_B,
+            self.shape.size,
+            lanes_B=plan.lanes_B,
+            steps_by_lane=False,
         )
         ids_X, confidence_X = judged_draws(
             probs,
-            uniforms_BW.flatten(),
+            uniforms_BW.flatten()[wanted.places_X],
             table.temperature_Z,
-            lanes_B=lanes_B,
-            takes_best_X=(~is_maskable_BW).flatten() if self._edits else None,
+            lanes_B=wanted.lanes_X,
+            takes_best_X=(~is_maskable_BW).flatten()[wanted.places_X] if self._edits else None,
             always_own=self.config.confidence == "model",
         )
-        rows_BW = torch.arange(len(ids_X), device=table.device).view(is_maskable_BW.shape)
+        number_BW = wanted.number_BW.clamp(min=0)
         proposed = Proposed(
-            token_ids_BW=ids_X.view(is_maskable_BW.shape),
-            confidence_BW=confidence_X.view(is_maskable_BW.shape),
-            entropy_BW=entropy(probs).view(is_maskable_BW.shape) if self._strategy.needs_entropy else None,
+            token_ids_BW=ids_X[number_BW],
+            confidence_BW=confidence_X[number_BW],
+            entropy_BW=entropy(probs)[number_BW] if self._strategy.needs_entropy else None,
         )
         is_read_BW = self._is_read(table, plan)
-        return proposed, nonfinite(probs, torch.where(is_read_BW, rows_BW, -1)).clamp(max=1)
+        return proposed, nonfinite(probs, torch.where(is_read_BW, number_BW, -1)).clamp(max=1)
 
     def _is_read(self, table: SequenceState, plan: BlockPlan) -> Tensor:
         """Positions whose proposals may be used, bool [B, W]."""
@@ -229,6 +237,7 @@ class BlockDecoder(Decoder):
             lanes_B=plan.lanes_B,
             num_feed_B=plan.num_feed_B,
             samples_B=plan.samples_B,
+            waits_B=_waits(plan),
             is_maskable_BW=plan.active.is_maskable_BW,
             has_logits_BW=plan.has_logits_BW,
             proposed=proposed,
@@ -257,6 +266,7 @@ class BlockDecoder(Decoder):
         blocks.tokens_ZW[lanes_B] = tokens_BW
         blocks.is_decided_ZW[lanes_B] = (places.decided_BW | chosen_BW) & ~is_clean_B[:, None]
         blocks.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
+        blocks.num_waits_Z[lanes_B] = torch.where(_waits(plan), blocks.num_waits_Z[lanes_B] + 1, 0)
         num_fixed_B = known_B % size
         place_W = torch.arange(size, device=table.device)
         emitted_BW = tokens_BW.gather(1, (place_W + num_fixed_B[:, None]).clamp(max=size - 1))
@@ -291,9 +301,7 @@ class BlockDecoder(Decoder):
         )
         is_maskable_BW, editable_BW = plan.active.is_maskable_BW, None
         if self._edits:
-            # Inside a shifted block no row predicts the first position.
-            has_row_W = place_W >= int(self.shape.shifted)
-            editable_BW = (plan.samples_B & ~opens_B)[:, None] & decided_BW & ~fixed_BW & has_row_W
+            editable_BW = editable(decided_BW, known_B, plan.samples_B & ~opens_B, self.shape)
         if plan.has_logits_BW is not None:
             is_maskable_BW = is_maskable_BW & plan.has_logits_BW
             editable_BW = None if editable_BW is None else editable_BW & plan.has_logits_BW
@@ -315,3 +323,9 @@ class BlockDecoder(Decoder):
         is_settled_B = has_none_B | (began_clean_B & is_last_B)
         blocks.num_clean_passes_Z[lanes_B] = torch.where(is_settled_B, 0, num_clean_B)
         return is_settled_B
+
+
+def _waits(plan: BlockPlan) -> Tensor:
+    """Sequences that found no room in this pass, bool [B]."""
+    assert plan.active is not None and plan.active.waits_B is not None
+    return plan.active.waits_B

@@ -60,6 +60,7 @@ def step_message(schedule: Schedule, pages: list[tuple[int, int, int]]) -> Messa
         "samples": schedule.samples,
         "num_rows": schedule.num_rows,
         "mode": schedule.mode,
+        "num_wanted": schedule.num_wanted,
     }
 
 
@@ -87,6 +88,7 @@ def schedule_from_message(message: Message, requests: dict[int, Request]) -> Sch
         scheduled_new_requests=admitted,
         resumed=[requests[lane] for lane, _ in message["rewound"]],
         mode=message["mode"],
+        num_wanted=message["num_wanted"],
     )
 
 

@@ -23,6 +23,7 @@ from idlm.kernels.linear import Fp8Weight, Linears
 from idlm.kernels.masked_logits import has_fused
 from idlm.kernels.qkv_rope_cache import Rope, make_rope, qkv_rope_cache
 from idlm.kernels.rms_norm import add_rms_norm
+from idlm.kernels.row_compaction import gather_rows
 
 SUMMED = ("o", "down")
 """Projections whose input is divided among ranks: their outputs are summed over ranks."""
@@ -137,7 +138,7 @@ class Layer(nn.Module, ABC):
         )
         kept_I = kv.select_rows(number, q_RNH)
         if kept_I is not None:
-            q_RNH, residual_RD, rows = q_RNH[kept_I], residual_RD[kept_I], rows.select_plan_rows(kept_I)
+            q_RNH, residual_RD, rows = rows.select_plan_rows(kept_I, q_RNH, residual_RD)
         o_RE = kv.attend(number, q_RNH).reshape(len(q_RNH), -1)
         x_RD = self.project("o", o_RE, rows.gate_R, rows.linears)
         normed_RD, residual_RD = add_rms_norm(x_RD, residual_RD, self.mlp_norm, eps=spec.norm_eps)
@@ -183,15 +184,20 @@ class Rows:
     gate_R: Tensor | None
     linears: Linears
 
-    def select_plan_rows(self, rows_I: Tensor) -> Rows:
-        """The inputs of the rows `rows_I`."""
-        tables = self.rope.tables
+    def select_plan_rows(
+        self, rows_I: Tensor, q_RNH: Tensor, residual_RD: Tensor
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """Queries, residual and inputs of the rows `rows_I`, in one launch."""
+        tables, gates = self.rope.tables or (), () if self.gate_R is None else (self.gate_R,)
+        q_INH, residual_ID, positions_I, *others = gather_rows(
+            rows_I, (q_RNH, residual_RD, self.rope.positions_R, *tables, *gates)
+        )
         rope = replace(
             self.rope,
-            positions_R=self.rope.positions_R[rows_I],
-            tables=None if tables is None else (tables[0][rows_I], tables[1][rows_I]),
+            positions_R=positions_I,
+            tables=(others[0], others[1]) if tables else None,
         )
-        return replace(self, rope=rope, gate_R=None if self.gate_R is None else self.gate_R[rows_I])
+        return q_INH, residual_ID, replace(self, rope=rope, gate_R=others[-1] if gates else None)
 
 
 class DenseTrunk(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.decoders.base import Decoder
+from idlm.infer.runtime.head_rows import head_bucket
 from idlm.infer.runtime.model_runner import Step, StepResult
 from idlm.infer.state.batch import Batch, Schedule, lane_of, to_device
 from idlm.infer.state.kv_cache import KVWritePolicy
@@ -58,6 +59,7 @@ class PassShape:
     max_length: int = 0
     is_greedy: bool = False
     num_canvases: int = 1
+    num_wanted: int | None = None
 
 
 class StaticStep:
@@ -131,6 +133,7 @@ class StaticStep:
             max_length=shape.max_length,
             is_greedy=shape.is_greedy,
             num_canvases=shape.num_canvases,
+            num_wanted=shape.num_wanted,
         )
 
     def _capture(self, shape: PassShape) -> _Graph:
@@ -177,12 +180,14 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
     num_sequences = _bucket(len(schedule.requests), BATCH_BUCKETS)
     max_rows = decoder.num_rows(schedule.mode, schedule.max_length)
     num_rows, num_prompt_rows, longest, is_greedy = num_sequences * max_rows, 0, 0, False
+    num_wanted: int | None = None
     match policy.kind:
         case "append":
             num_prompt_rows = _bucket(sum(schedule.num_feed) - len(schedule.requests), PROMPT_BUCKETS)
         case "block":
             num_blocks = _num_blocks(schedule, num_sequences, policy)
             num_prompt_rows = policy.block_size * _bucket(num_blocks, FED_BLOCK_BUCKETS)
+            num_wanted = head_bucket(schedule.num_wanted, num_sequences, policy.block_size)
         case "none":
             num_rows = _rounded_up(sum(schedule.num_rows))
             most = decoder.num_rows(schedule.mode, max_length)
@@ -203,6 +208,7 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
         max_length=longest,
         is_greedy=is_greedy,
         num_canvases=schedule.num_canvases,
+        num_wanted=num_wanted,
     )
 
 

@@ -40,8 +40,9 @@ class StepResult:
     """The result of a pass that the host reads, still on the device.
 
     `counts_BJ`, per sequence: `StepOutcome.nonfinite_B`, whether it waited for room (1: nothing was decided),
-    the numbers of emitted tokens, accepted drafts and tested drafts, then the token ids. With logprobs (else
-    None): those of the emitted tokens, and ids and logprobs of the most likely tokens.
+    the number of wanted rows that it asked for (0: the decoder does not say), the numbers of emitted tokens,
+    accepted drafts and tested drafts, then the token ids. With logprobs (else None): those of the emitted
+    tokens, and ids and logprobs of the most likely tokens.
     """
 
     counts_BJ: Tensor
@@ -62,16 +63,23 @@ class Step:
         """Feed `batch`, commit the outcome into the table, and report it."""
         plan = self.decoder.plan(self.table, batch)
         wanted = self.runner.forward(plan)
-        waits_B = torch.zeros_like(batch.samples_B)
         if wanted.dropped is not None:
-            plan, waits_B = wanted.dropped.apply(plan), wanted.dropped.waits_B
+            plan = wanted.dropped.apply(plan)
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
-        counts = (outcome.nonfinite_B, waits_B.long(), outcome.num_emitted_B, *drafts)
+        counts = (outcome.nonfinite_B, *_room(plan), outcome.num_emitted_B, *drafts)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)
         return _with_logprobs(counts_BJ, wanted.logits(), plan, outcome, num_top=batch.num_top)
+
+
+def _room(plan: StepPlan) -> tuple[Tensor, Tensor]:
+    """Whether each sequence waited, and how many wanted rows it asked for, int64 [B]."""
+    none_B, active = torch.zeros_like(plan.num_feed_B), plan.active
+    if active is None or active.waits_B is None or active.num_wanted_B is None:
+        return none_B, none_B
+    return active.waits_B.long(), active.num_wanted_B
 
 
 @dataclass(frozen=True, slots=True)

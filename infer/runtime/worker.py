@@ -82,11 +82,13 @@ class Worker:
 class Emission:
     """The result of a step for one request; see `StepOutcome`. `logprobs` is empty unless requested.
 
-    `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`).
+    `waited`: the request found no room in the pass, which decided nothing for it (`RowSelection`,
+    `Batch.num_wanted`). `num_wanted`: rows that it asked the head for.
     """
 
     nonfinite: int
     waited: bool
+    num_wanted: int
     token_ids: list[int]
     num_accepted: int
     num_tested: int
@@ -133,12 +135,13 @@ class InflightStep:
         emissions = []
         counts = self._counts.tolist()[: len(self.requests)]
         for b, (request, row) in enumerate(zip(self.requests, counts, strict=True)):
-            nonfinite, waited, num_emitted, num_accepted, num_tested, *tokens = row
+            nonfinite, waited, num_wanted, num_emitted, num_accepted, num_tested, *tokens = row
             token_ids, wanted = tokens[:num_emitted], request.params.logprobs
             emissions.append(
                 Emission(
                     nonfinite=nonfinite,
                     waited=waited > 0,
+                    num_wanted=num_wanted,
                     token_ids=token_ids,
                     num_accepted=num_accepted,
                     num_tested=num_tested,

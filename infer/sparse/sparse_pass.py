@@ -17,37 +17,11 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
-from idlm.infer.sparse.view import (
-    AttentionLists,
-    PassView,
-    ascending,
-    block_rows,
-    flagged,
-    rows_by_place,
-    scheduled_rows,
-)
+from idlm.infer.sparse.view import AttentionLists, PassView, ascending
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels.paged_attention import Plan
-
-
-def select_plan_rows(plan: StepPlan, rows_I: Tensor, is_row_I: Tensor, limits_R: Tensor) -> StepPlan:
-    """The plan with `rows_I` only, in order, with `limits_R`; where not `is_row_I` there is padding. Its
-    wanted rows are still those of `plan`.
-    """
-    sequence_I = plan.sequence_R[rows_I]
-    counts_B = torch.zeros_like(plan.lanes_B).scatter_add_(0, sequence_I, is_row_I.long())
-    return replace(
-        plan,
-        cu_rows_B1=torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)),
-        sequence_R=sequence_I,
-        token_ids_R=plan.token_ids_R[rows_I],
-        positions_R=plan.positions_R[rows_I],
-        slots_R=plan.slots_R[rows_I],
-        limits_R=limits_R[rows_I],
-        branch_starts_R=plan.branch_starts_R[rows_I],
-        is_mask_R=None if plan.is_mask_R is None else plan.is_mask_R[rows_I] & is_row_I,
-    )
+from idlm.kernels.row_compaction import Drop, PackedRows, Room, compact_rows
 
 
 class SparseKV:
@@ -126,47 +100,56 @@ class SparseKV:
         all."""
         if kept is None:
             return None
-        plan, active, view, num_rows = self.plan, self.view.active, self.view, len(self._origin_R)
-        rows_R = torch.arange(num_rows, device=plan.slots_R.device)
-        is_open_R = block_rows(plan, active) & ~view.needs_all_rows_B[plan.sequence_R]
-        limits_R = plan.limits_R
-        if kept.limits_R is not None:
-            limits_R = torch.where(is_open_R, torch.minimum(kept.limits_R, limits_R), limits_R)
-        keep_R = (kept.keep_R | ~is_open_R) & (rows_R < plan.cu_rows_B1[-1])
-        capacity = num_rows
-        if kept.capacity is not None:
-            keep_R = self._with_room(keep_R, kept.capacity)
-            if active.max_scheduled is not None:
-                capacity = min(num_rows, active.max_scheduled + kept.capacity)
-        numbers_I = flagged(keep_R, capacity)
-        is_row_I = numbers_I < num_rows
-        rows_I = torch.where(is_row_I, numbers_I, 0)
-        self.plan = select_plan_rows(plan, rows_I, is_row_I, limits_R)
-        self.slot_mapping_R = torch.where(is_row_I, self.slot_mapping_R[rows_I], -1)
-        self._origin_R = torch.where(is_row_I, self._origin_R[rows_I], len(view.plan.slots_R))
-        view.rows_BW = rows_by_place(self.plan, active)
+        plan, view, num_left = self.plan, self.view, len(self._origin_R)
+        room = self._room(kept)
+        if room is not None and view.active.max_scheduled is not None:
+            num_left = min(num_left, view.active.max_scheduled + room.capacity)
+        rows = PackedRows(
+            cu_rows_B1=plan.cu_rows_B1,
+            sequence_R=plan.sequence_R,
+            token_ids_R=plan.token_ids_R,
+            positions_R=plan.positions_R,
+            slots_R=plan.slots_R,
+            limits_R=plan.limits_R,
+            branch_starts_R=plan.branch_starts_R,
+            mapping_R=self.slot_mapping_R,
+            origin_R=self._origin_R,
+            is_mask_R=plan.is_mask_R,
+        )
+        drop = Drop(
+            rows_BW=view.rows_BW,
+            keep_R=kept.keep_R,
+            needs_all_B=view.needs_all_rows_B,
+            waits_B=view.waits_B,
+            limits_R=kept.limits_R,
+            scheduled_B=view.active.num_scheduled_B,
+        )
+        left = compact_rows(rows, drop, num_left=num_left, num_origins=len(view.plan.slots_R), room=room)
+        self.slot_mapping_R, self._origin_R = left.rows.mapping_R, left.rows.origin_R
+        self.plan = replace(
+            plan,
+            cu_rows_B1=left.rows.cu_rows_B1,
+            sequence_R=left.rows.sequence_R,
+            token_ids_R=left.rows.token_ids_R,
+            positions_R=left.rows.positions_R,
+            slots_R=left.rows.slots_R,
+            limits_R=left.rows.limits_R,
+            branch_starts_R=left.rows.branch_starts_R,
+            is_mask_R=left.rows.is_mask_R,
+        )
+        view.rows_BW, view.waits_B = left.rows_BW, left.waits_B
         self._plans.clear()
-        return rows_I
+        return left.numbers_I
 
-    def _with_room(self, keep_R: Tensor, capacity: int) -> Tensor:
-        """Rows to keep less those of sequences that find no room, which wait from now on.
-
-        Sequences take room in order, but first those that have waited longest: one always finds room, so none
-        starves. Rows that the host scheduled need none.
-        """
-        plan, active, view = self.plan, self.view.active, self.view
-        assert capacity >= 2 * active.size, (
-            f"no room for a clean block and the next: {capacity=} {active.size=}"
+    def _room(self, kept: RowSelection) -> Room | None:
+        """The room for rows that the host did not schedule; None: all have room."""
+        if kept.capacity is None:
+            return None
+        assert kept.capacity >= 2 * self.view.active.size, (
+            f"no room for a clean block and the next: {kept.capacity=} {self.view.active.size=}"
         )
         assert self._num_waits_Z is not None
-        is_scheduled_R = scheduled_rows(plan, active)
-        needs_B = torch.zeros_like(plan.lanes_B).scatter_add_(
-            0, plan.sequence_R, (keep_R & ~is_scheduled_R).long()
-        )
-        order_B = self._num_waits_Z[plan.lanes_B].argsort(descending=True, stable=True)
-        ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
-        view.waits_B = view.waits_B | ((needs_B > 0) & (ends_B > capacity))
-        return keep_R & (is_scheduled_R | ~view.waits_B[plan.sequence_R])
+        return Room(capacity=kept.capacity, num_waits_B=self._num_waits_Z[self.plan.lanes_B])
 
     def _plan(self, num_listed: int) -> Plan:
         """The plan of attention over lists of so many slots, until rows are dropped."""

@@ -25,7 +25,8 @@ class Schedule:
     are all that are due, so the pass also decodes, in at most `num_rows[b]` rows whatever its mode. A later
     pass computes the last `num_lookahead_tokens` of them. `scheduled_new_requests` get a lane, `preempted`
     ones lose their KV, and `resumed` ones get (part of) it back.
-    `mode`: which of the decoder's modes lays the pass out.
+    `mode`: which of the decoder's modes lays the pass out. `num_wanted`: rows that the head is likely to need
+    (`HeadRows`); None: unknown.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Schedule:
     resumed: list[Request] = field(default_factory=list)
     mode: int = 0
     num_lookahead_tokens: int = 1
+    num_wanted: int | None = None
 
     @property
     def num_top(self) -> int | None:
@@ -108,9 +110,10 @@ class Batch:
     that are computed after the pass; `max_rows` of the decoding rows of one sequence. `num_rows`: rows to lay
     out in all, padding included; None: exactly those that are fed, which the host has to wait for.
     `filters`: whether top-k, top-p or min-p is used. `mode`: number of the decoder's mode. `num_top`: most
-    likely tokens to report for every token; None: no log-probabilities. `max_length`: tokens of the longest
-    sequence at most, prompt and answer together; `is_greedy`: no sequence draws. Only decoders of whole
-    canvases may ask for these two. `num_canvases` of one sequence at most (`Decoder.num_canvases`).
+    likely tokens to report for every token; None: no log-probabilities. `num_wanted`: room for wanted rows,
+    which may make sequences wait; None: enough for all. `max_length`: tokens of the longest sequence at most,
+    prompt and answer together; `is_greedy`: no sequence draws. Only decoders of whole canvases may ask for
+    these two. `num_canvases` of one sequence at most (`Decoder.num_canvases`).
     """
 
     lanes_B: Tensor
@@ -126,6 +129,7 @@ class Batch:
     max_length: int = 0
     is_greedy: bool = False
     num_canvases: int = 1
+    num_wanted: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +141,9 @@ class ActiveBlocks:
     decide if their wanted rows have logits. `num_passes_B` passes have decided something in the block so far,
     of the `num_steps_B` that its quota allows; some strategies need fewer. `num_scheduled_B`: tokens of each
     sequence that the host scheduled to be stored (the device may know one more clean block); None: all that
-    are fed. `max_scheduled`: upper bound of their sum; None: the host knows none.
+    are fed. `max_scheduled`: upper bound of their sum; None: the host knows none. `num_wanted_B`: wanted rows
+    that each sequence asked for; `waits_B` (bool): those that found no room (`Batch.num_wanted`), of which
+    nothing is decided and remembered in this pass; None: all found room.
     """
 
     starts_B: Tensor
@@ -147,6 +153,8 @@ class ActiveBlocks:
     size: int
     num_scheduled_B: Tensor | None = None
     max_scheduled: int | None = None
+    num_wanted_B: Tensor | None = None
+    waits_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

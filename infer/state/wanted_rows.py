@@ -44,7 +44,7 @@ class DroppedRows:
             plan,
             num_feed_B=num_feed_B,
             samples_B=plan.samples_B & ~self.waits_B,
-            active=replace(active, is_maskable_BW=is_maskable_BW),
+            active=replace(active, is_maskable_BW=is_maskable_BW, waits_B=self.waits_B),
         )
 
 

@@ -1,7 +1,7 @@
 """Rows and decisions of a block-diffusion pass, as tensors by lane; contract in README.md."""
 
 from idlm.kernels.block_step.op import decide_blocks, pack_blocks
-from idlm.kernels.block_step.reference import decide_reference, pack_reference
+from idlm.kernels.block_step.reference import decide_reference, pack_reference, wanted_reference
 from idlm.kernels.block_step.types import (
     PASSES_BITS,
     RULES,
@@ -10,6 +10,7 @@ from idlm.kernels.block_step.types import (
     Limits,
     PackedBlocks,
     Proposed,
+    WantedPlaces,
 )
 
 __all__ = [
@@ -20,8 +21,10 @@ __all__ = [
     "Limits",
     "PackedBlocks",
     "Proposed",
+    "WantedPlaces",
     "decide_blocks",
     "decide_reference",
     "pack_blocks",
     "pack_reference",
+    "wanted_reference",
 ]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from idlm.kernels.block_step.kernel_wanted import places_of, store_wanted
+
 
 @triton.jit
 def first_open(decided_ZW, lane, known, m_b, SIZE: tl.constexpr, BLOCK_W: tl.constexpr):
@@ -64,7 +66,7 @@ def sequence_rows(
     return advances, wants, denoises, feed, first, first_slot, count
 
 
-@triton.jit(do_not_specialize=["B", "R", "L", "mask_token_id"])
+@triton.jit(do_not_specialize=["B", "R", "X", "L", "mask_token_id"])
 def pack_blocks_kernel(
     known_Z,
     computed_Z,
@@ -74,6 +76,7 @@ def pack_blocks_kernel(
     decided_ZW,
     passes_Z,
     part_Z,
+    waits_Z,
     steps_Z,
     lanes_B,
     feed_B,
@@ -83,10 +86,12 @@ def pack_blocks_kernel(
     bools_IB,
     rows_IR,
     is_mask_R,
-    logit_rows_X,
+    wanted_IX,
+    number_BW,
     is_maskable_BW,
     B,
     R,
+    X,
     L,
     mask_token_id,
     SIZE: tl.constexpr,
@@ -95,6 +100,7 @@ def pack_blocks_kernel(
     FUSES: tl.constexpr,
     HAS_ROOM: tl.constexpr,
     REUSES: tl.constexpr,
+    EDITS: tl.constexpr,
     PASSES_BITS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -115,34 +121,59 @@ def pack_blocks_kernel(
         my_start = my_end - tl.sum(tl.where(is_mine, count, 0), 0)
         my_feed = tl.sum(tl.where(is_mine, feed, 0), 0)
         my_first = tl.sum(tl.where(is_mine, first, 0), 0)
-        my_wants = tl.sum(tl.where(is_mine & wants, 1, 0), 0)
-        samples = my_wants if SHIFTED else tl.sum(tl.where(is_mine & denoises, 1, 0), 0)
+        samples = wants if SHIFTED else denoises
+        opens = samples & (feed > 0) & SHIFTED
         lane = tl.load(lanes_B + i)
         known, passes = tl.load(known_Z + lane), tl.load(passes_Z + lane)
-        opens = (my_feed > 0) & SHIFTED
         w = tl.arange(0, BLOCK_W)
         m_w = w < SIZE
-        decided = tl.load(decided_ZW + lane * SIZE + w, mask=m_w, other=1) != 0
-        is_open = m_w & (w >= known % SIZE) & (decided == 0) & (samples > 0)
-        is_open = is_open & ((w == 0) | (opens == 0))
-        if PART < SIZE:
-            is_open = is_open & (w // PART == tl.min(tl.where(is_open, w // PART, SIZE), 0))
-        tl.store(is_maskable_BW + i * SIZE + w, is_open, mask=m_w)
+        _, asked = places_of(
+            known_Z, decided_ZW, lanes_B, b, b < B, samples, opens, SIZE, PART, SHIFTED, EDITS, BLOCK_W
+        )
+        num_asked = tl.sum(asked.to(tl.int32), 1)
+        # Room in the order of waiting; an opened block, which needs one row, always has it.
+        waited = tl.load(waits_Z + tl.load(lanes_B + b, mask=b < B, other=0), mask=b < B, other=-1)
+        key = waited + tl.where(opens, 1 << 40, 0)
+        my_key = tl.sum(tl.where(is_mine, key, 0), 0)
+        is_before = (key > my_key) | ((key == my_key) & (b < i))
+        first_wanted = tl.sum(tl.where(is_before, num_asked, 0), 0)
+        num_wanted = tl.sum(tl.where(is_mine, num_asked, 0), 0)
+        waits = (num_wanted > 0) & (first_wanted + num_wanted > X)
+        is_last = tl.sum(((is_before == 0) & (is_mine == 0) & (b < B)).to(tl.int32), 0) == 0
+
+        mine = i + tl.zeros([1], tl.int32)
+        my_samples = tl.sum(tl.where(is_mine & samples, 1, 0), 0) > 0
+        my_opens = tl.sum(tl.where(is_mine & opens, 1, 0), 0) > 0
+        one = tl.full([1], 1, tl.int1)
+        is_open, is_asked = places_of(
+            known_Z, decided_ZW, lanes_B, mine, one, one & my_samples, one & my_opens,
+            SIZE, PART, SHIFTED, EDITS, BLOCK_W,
+        )  # fmt: skip
+        is_open, is_asked = tl.reshape(is_open, [BLOCK_W]), tl.reshape(is_asked, [BLOCK_W])
+        tl.store(is_maskable_BW + i * SIZE + w, is_open & (waits == 0), mask=m_w)
         row = my_start + my_feed - my_first + w - (1 if SHIFTED else 0)
         row = tl.minimum(tl.maximum(row, my_start), my_end - 1)
-        tl.store(logit_rows_X + i * SIZE + w, tl.minimum(tl.maximum(row, 0), R - 1), mask=m_w)
+        row = tl.minimum(tl.maximum(row, 0), R - 1)
+        store_wanted(
+            wanted_IX, number_BW, X, i, lane, tl.load(lanes_B), first_wanted, num_wanted, row,
+            is_asked, waits, is_last, w, SIZE,
+        )  # fmt: skip
         if i == 0:
             tl.store(cu_rows_B1, tl.zeros([], tl.int64))
         tl.store(cu_rows_B1 + 1 + i, my_end)
-        tl.store(bools_IB + i, samples > 0)
+        tl.store(bools_IB + i, my_samples & (waits == 0))
         tl.store(bools_IB + B + i, tl.sum(tl.where(is_mine & advances, 1, 0), 0) > 0)
-        tl.store(ints_IB + i, (i * SIZE).to(tl.int64))
-        tl.store(ints_IB + B + i, my_feed)
+        tl.store(bools_IB + 2 * B + i, waits)
+        # A sequence that waits has stored what the host scheduled, as the host believes.
+        num_counted = tl.minimum(my_feed, tl.load(feed_B + i))
+        tl.store(ints_IB + i, first_wanted.to(tl.int64))
+        tl.store(ints_IB + B + i, tl.where(waits, num_counted, my_feed))
         tl.store(ints_IB + 2 * B + i, known // SIZE * SIZE)
         tl.store(ints_IB + 3 * B + i, passes)
         tl.store(ints_IB + 4 * B + i, tl.load(steps_Z + lane))
-        step = (known // SIZE << PASSES_BITS) + tl.where(opens, 0, 1 + passes)
+        step = (known // SIZE << PASSES_BITS) + tl.where((my_feed > 0) & SHIFTED, 0, 1 + passes)
         tl.store(ints_IB + 5 * B + i, step)
+        tl.store(ints_IB + 6 * B + i, num_wanted.to(tl.int64))
         return
 
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -204,6 +235,7 @@ def decide_kernel(
     passes_Z,
     clean_passes_Z,
     part_Z,
+    waits_Z,
     steps_Z,
     threshold_Z,
     bound_Z,
@@ -211,6 +243,7 @@ def decide_kernel(
     lanes_B,
     feed_B,
     samples_B,
+    waits_B,
     is_maskable_BW,
     has_logits_BW,
     proposed_BW,
@@ -292,6 +325,8 @@ def decide_kernel(
     tokens = tl.where(chosen, proposed, tokens)
     tl.store(tokens_ZW + at, tokens, mask=m_w)
     tl.store(decided_ZW + at, (decided | chosen) & (is_clean == 0), mask=m_w)
+    num_waits = tl.where(tl.load(waits_B + b) != 0, tl.load(waits_Z + lane) + 1, 0)
+    tl.store(waits_Z + lane, num_waits)
     passes += tl.where(samples & (opens == 0), 1, 0)
     tl.store(passes_Z + lane, tl.where(is_clean, 0, passes))
 

@@ -2,10 +2,12 @@
 
 In plain torch (infer/decoders/block_rows.py and block.py) each takes about 80 launches, several percent of a
 step of an 8B model at batch 1. Contract in README.md.
-Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X = B * W wanted rows.
+Z lanes, L columns of the token table, B sequences, R rows, W places of a block, X wanted rows, I columns.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,12 +20,13 @@ from idlm.kernels.block_step.types import (
     Limits,
     PackedBlocks,
     Proposed,
+    WantedPlaces,
 )
 from idlm.kernels.step_rows import Lanes
 
 BLOCK = 32
 FEW_SEQUENCES = 16
-INTS = ("first_logit_B", "num_feed_B", "starts_B", "num_passes_B", "num_steps_B", "draw_steps_B")
+INTS = ("first_B", "num_feed_B", "starts_B", "num_passes_B", "num_steps_B", "draw_steps_B", "num_B")
 """Numbers of a sequence in the order in which the kernel stores them."""
 
 
@@ -37,55 +40,104 @@ def pack_blocks(
     num_feed_B: Tensor,
     samples_B: Tensor,
     num_rows: int,
+    num_wanted: int,
     has_room: bool,
+    edits: bool,
 ) -> PackedBlocks:
     """Rows of every sequence: its whole known blocks that are not stored yet, then its active block.
 
     `has_room`: `num_rows` bounds how many blocks may be denoised next to the stored ones; else it is the
-    exact number of rows. Runs on a GPU or in the interpreter only.
+    exact number of rows. `num_wanted`: room for wanted rows, at least B + W or all that places ask
+    for. `edits`: decided places ask for rows as well. Runs on a GPU or in the interpreter only.
     """
     import triton
 
     from idlm.kernels.block_step.kernel import pack_blocks_kernel
 
-    columns_B, size = (lanes_B, num_feed_B, samples_B), shape.size
+    columns_B = (lanes_B, num_feed_B, samples_B)
     num_sequences, device = len(lanes_B), lanes_B.device
     assert all(column_B.stride(0) == 1 for column_B in columns_B), f"{[c.stride() for c in columns_B]=}"
-    cu_rows_B1 = torch.empty(num_sequences + 1, dtype=torch.int64, device=device)
-    ints_IB = torch.empty(6, num_sequences, dtype=torch.int64, device=device)
-    bools_IB = torch.empty(2, num_sequences, dtype=torch.bool, device=device)
-    rows_IR = torch.empty(4, num_rows, dtype=torch.int64, device=device)
-    is_mask_R = torch.empty(num_rows, dtype=torch.bool, device=device)
-    logit_rows_X = torch.empty(num_sequences * size, dtype=torch.int64, device=device)
-    is_maskable_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=device)
+    out = _Outputs.empty(num_sequences, num_rows, num_wanted, shape.size, device)
     pack_blocks_kernel[(triton.cdiv(num_rows, BLOCK) + num_sequences,)](
         *(lanes.num_known_Z, lanes.num_computed_Z, lanes.ends_Z, lanes.tokens_ZL),
         *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z, blocks.whole_part_Z),
-        steps_Z,
+        *(blocks.num_waits_Z, steps_Z),
         *columns_B,
-        *(cu_rows_B1, ints_IB, bools_IB, rows_IR, is_mask_R, logit_rows_X, is_maskable_BW),
-        *(num_sequences, num_rows, lanes.tokens_ZL.shape[1], shape.mask_token_id),
+        *(out.cu_rows_B1, out.ints_IB, out.bools_IB, out.rows_IR, out.is_mask_R),
+        *(out.wanted_IX, out.number_BW, out.is_maskable_BW),
+        *(num_sequences, num_rows, num_wanted, lanes.tokens_ZL.shape[1], shape.mask_token_id),
         **_options(shape),
         FUSES=shape.fuses and not shape.shifted,
         HAS_ROOM=has_room,
+        EDITS=edits,
         PASSES_BITS=PASSES_BITS,
         BLOCK_B=triton.next_power_of_2(num_sequences),
         BLOCK=BLOCK,
         num_warps=1 if num_sequences <= FEW_SEQUENCES else 4,
     )
-    return PackedBlocks(
-        cu_rows_B1=cu_rows_B1,
-        sequence_R=rows_IR[0],
-        token_ids_R=rows_IR[1],
-        slots_R=rows_IR[2],
-        limits_R=rows_IR[3],
-        is_mask_R=is_mask_R,
-        logit_rows_X=logit_rows_X,
-        **dict(zip(INTS, ints_IB, strict=True)),
-        samples_B=bools_IB[0],
-        advances_B=bools_IB[1],
-        is_maskable_BW=is_maskable_BW,
-    )
+    return out.packed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outputs:
+    """What the kernel fills; I some columns."""
+
+    cu_rows_B1: Tensor
+    ints_IB: Tensor
+    bools_IB: Tensor
+    rows_IR: Tensor
+    is_mask_R: Tensor
+    wanted_IX: Tensor
+    number_BW: Tensor
+    is_maskable_BW: Tensor
+
+    @classmethod
+    def empty(
+        cls, num_sequences: int, num_rows: int, num_wanted: int, size: int, device: torch.device
+    ) -> _Outputs:
+        """Not filled."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int64, device=device)
+
+        def bools(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.bool, device=device)
+
+        return cls(
+            cu_rows_B1=ints(num_sequences + 1),
+            ints_IB=ints(len(INTS), num_sequences),
+            bools_IB=bools(3, num_sequences),
+            rows_IR=ints(4, num_rows),
+            is_mask_R=bools(num_rows),
+            wanted_IX=ints(3, num_wanted),
+            number_BW=ints(num_sequences, size),
+            is_maskable_BW=bools(num_sequences, size),
+        )
+
+    def packed(self) -> PackedBlocks:
+        """By name."""
+        ints = dict(zip(INTS, self.ints_IB, strict=True))
+        return PackedBlocks(
+            cu_rows_B1=self.cu_rows_B1,
+            sequence_R=self.rows_IR[0],
+            token_ids_R=self.rows_IR[1],
+            slots_R=self.rows_IR[2],
+            limits_R=self.rows_IR[3],
+            is_mask_R=self.is_mask_R,
+            wanted=WantedPlaces(
+                rows_X=self.wanted_IX[0],
+                places_X=self.wanted_IX[1],
+                lanes_X=self.wanted_IX[2],
+                number_BW=self.number_BW,
+                first_B=ints.pop("first_B"),
+                num_B=ints.pop("num_B"),
+                waits_B=self.bools_IB[2],
+            ),
+            **ints,
+            samples_B=self.bools_IB[0],
+            advances_B=self.bools_IB[1],
+            is_maskable_BW=self.is_maskable_BW,
+        )
 
 
 def decide_blocks(
@@ -99,12 +151,14 @@ def decide_blocks(
     lanes_B: Tensor,
     num_feed_B: Tensor,
     samples_B: Tensor,
+    waits_B: Tensor,
     is_maskable_BW: Tensor,
     has_logits_BW: Tensor | None,
     proposed: Proposed,
 ) -> tuple[Tensor, Tensor]:
     """Decide masks, edit, and commit blocks that become clean; returns the tokens [B, W] and the number that
-    each sequence emits [B], both int64. `rule`: one of `RULES`. Runs on a GPU or in the interpreter only.
+    each sequence emits [B], both int64. `rule`: one of `RULES`. `waits_B` (bool): sequences that found no
+    room in this pass, which is counted. Runs on a GPU or in the interpreter only.
     """
     from idlm.kernels.block_step.kernel import decide_kernel
 
@@ -119,9 +173,9 @@ def decide_blocks(
     decide_kernel[(num_sequences,)](
         *(lanes.num_known_Z, lanes.num_computed_Z, lanes.tokens_ZL, table_steps_Z),
         *(blocks.tokens_ZW, blocks.is_decided_ZW, blocks.num_passes_Z),
-        *(blocks.num_clean_passes_Z, blocks.whole_part_Z),
+        *(blocks.num_clean_passes_Z, blocks.whole_part_Z, blocks.num_waits_Z),
         *(limits.steps_Z, limits.threshold_Z, limits.entropy_bound_Z, limits.edit_threshold_Z),
-        *(lanes_B, num_feed_B, samples_B, is_maskable_BW),
+        *(lanes_B, num_feed_B, samples_B, waits_B, is_maskable_BW),
         is_maskable_BW if has_logits_BW is None else has_logits_BW,
         proposed.token_ids_BW,
         proposed.confidence_BW,

@@ -1,6 +1,6 @@
 """Arguments and results of the ops of a block-diffusion pass.
 
-Z lanes, B sequences, R rows, W places of a block, X = B * W wanted rows.
+Z lanes, B sequences, R rows, W places of a block, X wanted rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BlockLanes:
     """The active block of each lane: the tokens decided so far (known ones are in the table), which places
     are decided, the number of denoising passes, and how many of these began without a mask (edits only).
     `whole_part_Z`: the part that was being decided when the whole block was last computed; -1: the cache has
-    nothing of this block.
+    nothing of this block. `num_waits_Z`: the passes in a row in which the lane found no room.
     """
 
     tokens_ZW: Tensor
@@ -29,6 +29,7 @@ class BlockLanes:
     num_passes_Z: Tensor
     num_clean_passes_Z: Tensor
     whole_part_Z: Tensor
+    num_waits_Z: Tensor
 
     @classmethod
     def empty(cls, num_lanes: int, block_size: int, device: torch.device) -> BlockLanes:
@@ -40,6 +41,7 @@ class BlockLanes:
             num_passes_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
             num_clean_passes_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
             whole_part_Z=torch.full((num_lanes,), -1, dtype=torch.int64, device=device),
+            num_waits_Z=torch.zeros(num_lanes, dtype=torch.int64, device=device),
         )
 
     def reset(self, lanes_B: Tensor) -> None:
@@ -48,6 +50,7 @@ class BlockLanes:
         self.is_decided_ZW.index_fill_(0, lanes_B, False)
         self.num_passes_Z.index_fill_(0, lanes_B, 0)
         self.num_clean_passes_Z.index_fill_(0, lanes_B, 0)
+        self.num_waits_Z.index_fill_(0, lanes_B, 0)
         self.whole_part_Z.index_fill_(0, lanes_B, -1)
 
 
@@ -74,6 +77,25 @@ class BlockShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantedPlaces:
+    """The places whose proposals a pass may use, each with one wanted row; int64 but for `waits_B`.
+
+    Wanted row x is row `rows_X[x]` of the pass. It predicts place `places_X[x]` (b * W + w) of a sequence on
+    lane `lanes_X[x]`; `number_BW` is its number x, -1 for places without one. Rows behind the last are
+    padding: row 0, place 0. `num_B`: the rows that each sequence asked for, from number `first_B` on;
+    `waits_B` (bool): the sequences for which there was no room, so that they have none.
+    """
+
+    rows_X: Tensor
+    places_X: Tensor
+    lanes_X: Tensor
+    number_BW: Tensor
+    first_B: Tensor
+    num_B: Tensor
+    waits_B: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBlocks:
     """Concatenated rows of all sequences, and numbers of each sequence. int64 but for the bools `is_mask_R`,
     `samples_B`, `advances_B`, `is_maskable_BW`. `draw_steps_B`: step of the random stream.
@@ -85,8 +107,7 @@ class PackedBlocks:
     slots_R: Tensor
     limits_R: Tensor
     is_mask_R: Tensor
-    logit_rows_X: Tensor
-    first_logit_B: Tensor
+    wanted: WantedPlaces
     num_feed_B: Tensor
     samples_B: Tensor
     advances_B: Tensor

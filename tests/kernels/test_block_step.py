@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from idlm.kernels.block_step import decide_reference, pack_reference
+from idlm.infer.decoders.block_rows import BlockPlan
+from idlm.kernels.block_step import decide_reference, pack_reference, wanted_reference
+from idlm.kernels.block_step.reference import Row, Sequence
 from tests.kernels.cases.block_step import Case
 
 
@@ -23,6 +25,7 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found[: sum(counts)] == [row for rows, *_ in expected for row in rows]
     assert not any(row[-1] for row in found[sum(counts) :])
+    expected = with_room(case, plan, sequences, expected)
     assert plan.num_feed_B.tolist() == [num_feed for _, num_feed, *_ in expected]
     assert plan.samples_B.tolist() == [samples for *_, samples, _ in expected]
     assert [torch.nonzero(row)[:, 0].tolist() for row in plan.active.is_maskable_BW] == [
@@ -55,6 +58,46 @@ def test_a_pass_equals_the_reference(seed: int) -> None:
         assert after.tokens[:most] == sequence.tokens[:most]
 
 
+Due = list[tuple[list[Row], int, bool, list[int]]]
+
+
+def with_room(case: Case, plan: BlockPlan, sequences: list[tuple[Sequence, int, bool]], due: Due) -> Due:
+    """Check the wanted rows; returns what is due of sequences that do not wait."""
+    shape, wanted = case.decoder.shape, plan.wanted
+    opens = [shape.shifted and samples and num_feed > 0 for _, num_feed, samples, _ in due]
+    asked = [list(places) for *_, places in due]
+    if case.decoder._edits:
+        for b, (sequence, *_) in enumerate(sequences):
+            decided = range(max(len(sequence.tokens) % case.size, int(shape.shifted)), case.size)
+            if due[b][2] and not opens[b]:
+                asked[b] = sorted({*asked[b], *(w for w in decided if sequence.places[w] is not None)})
+    num_waits = [int(case.decoder.blocks.num_waits_Z[lane]) for lane, *_ in case.sequences]
+    rows = wanted_reference(asked, num_waits, opens, len(wanted.rows_X))
+    assert wanted.num_B.tolist() == [len(places) for places in asked]
+    assert wanted.waits_B.tolist() == [of_b is None for of_b in rows]
+    numbers = torch.full_like(wanted.number_BW, -1)
+    first_rows, found = plan.cu_rows_B1.tolist(), {}
+    for b, of_b in enumerate(rows):
+        for number, place in of_b or ():
+            numbers[b, place] = number
+            known, place_of_row = len(sequences[b][0].tokens), place - int(shape.shifted)
+            slots = [slot for _, slot, *_ in due[b][0]]
+            slot = known // case.size * case.size + place_of_row
+            # In a pass that cannot be: a shifted block's first place open after its first pass.
+            row = slots.index(slot) if slot in slots else 0
+            found[number] = (first_rows[b] + row, b * case.size + place, case.sequences[b][0])
+    assert torch.equal(wanted.number_BW, numbers)
+    columns = (wanted.rows_X.tolist(), wanted.places_X.tolist(), wanted.lanes_X.tolist())
+    for number, triple in enumerate(zip(*columns, strict=True)):
+        assert triple == found.get(number, (0, 0, case.sequences[0][0]))
+    return [
+        (mine, min(num_feed, num_counted), False, []) if of_b is None else (mine, num_feed, samples, places)
+        for (mine, num_feed, samples, places), (_, num_counted, _), of_b in zip(
+            due, sequences, rows, strict=True
+        )
+    ]
+
+
 @pytest.mark.parametrize("has_all", [False, True])
 def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     """Blocks of 32 as in SDAR, then all options of Fast-dLLM v2 and LLaDA2.1 at once."""
@@ -63,12 +106,19 @@ def test_the_kernels_compile_for_hopper_without_spills(has_all: bool) -> None:
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     types = {name: "*i64" for kernel in (pack_blocks_kernel, decide_kernel) for name in kernel.arg_names}
-    bools = ("samples_B", "decided_ZW", "bools_IB", "is_mask_R", "is_maskable_BW", "has_logits_BW")
+    bools = ("samples_B", "decided_ZW", "bools_IB", "is_mask_R", "is_maskable_BW", "has_logits_BW", "waits_B")
     floats = ("threshold_Z", "bound_Z", "edit_threshold_Z", "confidence_BW", "entropy_BW")
-    numbers = ("B", "R", "L", "mask_token_id", "entropy_stride", "max_clean_passes")
+    numbers = ("B", "R", "X", "L", "mask_token_id", "entropy_stride", "max_clean_passes")
     types |= dict.fromkeys(bools, "*i1") | dict.fromkeys(floats, "*fp64") | dict.fromkeys(numbers, "i32")
     shape = {"SIZE": 32, "PART": 8 if has_all else 32, "BLOCK_W": 32, "SHIFTED": has_all, "REUSES": has_all}
-    pack = {"FUSES": not has_all, "HAS_ROOM": True, "PASSES_BITS": 16, "BLOCK_B": 256, "BLOCK": 32}
+    pack = {
+        "FUSES": not has_all,
+        "HAS_ROOM": True,
+        "EDITS": has_all,
+        "PASSES_BITS": 16,
+        "BLOCK_B": 256,
+        "BLOCK": 32,
+    }
     decide = {"RULE": 3 if has_all else 2, "EDITS": has_all, "HAS_LOGITS": has_all, "HAS_QUOTA": False}
     for kernel, constants in ((pack_blocks_kernel, pack), (decide_kernel, decide)):
         assert compile_for_hopper(kernel, types, {**shape, **constants}, num_warps=4).spilled_bytes == 0

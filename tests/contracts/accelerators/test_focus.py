@@ -41,6 +41,7 @@ CASES: list[tuple[bool, dict[str, Any], dict[str, Any]]] = [
     (True, {"threshold": 0.5}, {"importance": "block", "mean": "request"}),
     (True, {"strategy": "entropy_bounded", "entropy_bound": 1.5, "sub_block_size": 4}, {}),
     (True, {"strategy": "low_confidence_static", "steps": 4}, {"intra_block_cache": False}),
+    (False, {"threshold": 0.5}, {"rule": "published", "mean": "request"}),
 ]
 """Logits of the row before, the decoder's options and those of FOCUS."""
 WAYS: list[dict[str, Any]] = [
@@ -73,7 +74,8 @@ def slow_focus(
     directory: Path, shifted: bool, options: dict[str, Any], focus: dict[str, Any], **more: Any
 ) -> SlowFocus:
     names = {"alpha": "alpha", "importance": "over", "mean": "mean", "intra_block_cache": "freezes"}
-    fields = {names[key]: value for key, value in focus.items()} | more
+    fields = {names[key]: value for key, value in focus.items() if key in names} | more
+    fields["published"] = focus.get("rule") == "published"
     return SlowFocus(directory, rules_of(shifted, options), FocusRules(size=SIZE, **fields))
 
 

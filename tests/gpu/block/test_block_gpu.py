@@ -15,6 +15,7 @@ import torch
 
 from idlm.contracts import SamplingParams
 from idlm.infer.decoders.block_unmask import UNMASKINGS
+from idlm.infer.runtime import cuda_graphs
 from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
 from tests.contracts.engines import assert_idle, build_engine, clear_answers, write_converted_toy
 from tests.kernels.cases.block_step import Case, run
@@ -63,6 +64,21 @@ def test_graphs_give_the_tokens_of_a_cpu(
     found = engine.generate(PROMPTS, params_of())
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_sequences_that_wait_for_the_head_get_the_same_tokens(
+    tmp_path: Path, shifted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_block_toy(tmp_path, shifted=shifted, size=32)
+    options = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "page_size": 32}
+    expected = clear_answers(build_engine(directory, "block", **options), PROMPTS, params_of())
+    for num_wanted in (0, 80):
+        monkeypatch.setattr(cuda_graphs, "head_bucket", lambda *_, num=num_wanted: num)
+        engine = build_engine(directory, "block", device="cuda", **options)
+        found = engine.generate(PROMPTS, params_of())
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+        assert_idle(engine)
 
 
 @pytest.mark.parametrize("decoder", ["block", "isd"])

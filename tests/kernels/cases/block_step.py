@@ -32,7 +32,7 @@ PARTS: dict[int, tuple[int | None, ...]] = {
 }
 NUM_KINDS = 40
 """Configurations that compile to different kernels; the seed selects one and the content of the pass."""
-STATE = ("tokens_ZW", "is_decided_ZW", "num_passes_Z", "num_clean_passes_Z", "whole_part_Z")
+STATE = ("tokens_ZW", "is_decided_ZW", "num_passes_Z", "num_clean_passes_Z", "whole_part_Z", "num_waits_Z")
 
 
 class Case:
@@ -82,6 +82,7 @@ class Case:
         blocks.num_passes_Z[:] = self._ints(0, 4, NUM_LANES)
         blocks.num_clean_passes_Z[:] = self._ints(0, 2, NUM_LANES)
         blocks.whole_part_Z[:] = self._ints(-1, 2, NUM_LANES)
+        blocks.num_waits_Z[:] = self._ints(0, 3, NUM_LANES)
         options = self.decoder.options
         options.steps_Z[:] = self._ints(1, size + 1, NUM_LANES)
         for column_Z in (options.threshold_Z, options.edit_threshold_Z):
@@ -113,6 +114,7 @@ class Case:
             max_rows=self.size,
             num_rows=self.num_rows,
             filters=False,
+            num_wanted=self.rng.choice([None, 0, len(lanes) * self.size // 2]),
         )
         plan = self.decoder.plan(self.table, batch)
         assert isinstance(plan, BlockPlan)
@@ -170,7 +172,8 @@ def run(case: Case, *, by_kernel: bool) -> dict[str, Tensor]:
     decide = case.decoder._decide_by_kernel if by_kernel else case.decoder._decide
     emitted_BW, num_emitted_B = decide(case.table, plan, proposed)
     results: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    results |= {field.name: getattr(plan.active, field.name) for field in fields(plan.active or plan)}
+    for part in (plan.active, plan.wanted):
+        results |= {field.name: getattr(part, field.name) for field in fields(part or plan)}
     is_emitted_BW = torch.arange(case.size, device=case.device) < num_emitted_B[:, None]
     results |= {"emitted": emitted_BW * is_emitted_BW, "num_emitted": num_emitted_B}
     tensors = {name: value for name, value in results.items() if isinstance(value, Tensor)}

@@ -28,8 +28,10 @@ CASES = [
     (FocusConfig(importance="block", mean="request"), 16, 40),
     (FocusConfig(mean="request", alpha=1.2), 32, 10),
     (FocusConfig(intra_block_cache=False), 4, 120),
+    (FocusConfig(rule="published"), 8, 100),
+    (FocusConfig(rule="published", mean="request", alpha=1.2), 16, 20),
 ]
-"""Options, block size and number of blocks, 500 in all."""
+"""Options, block size and number of blocks, 620 in all."""
 
 
 @dataclass(kw_only=True)
@@ -66,6 +68,7 @@ class Bench:
             over=config.importance,
             mean=config.mean,
             freezes=config.intra_block_cache,
+            published=config.rule == "published",
         )
         pages = 3 * size // PAGE
         self.table_BP = torch.randperm(num_lanes * pages).view(num_lanes, pages)
@@ -86,7 +89,7 @@ class Bench:
         return Lane(
             num_stored=self.generator.randrange(3) * self.size,
             masked=list(range(tail, self.size)),
-            state=BlockState(earlier=earlier),
+            state=BlockState(earlier=earlier, is_new=num_blocks == 0),
             part=self.generator.choice((self.size, self.size // 2)),
             num_blocks=num_blocks,
         )
@@ -274,6 +277,7 @@ def decide(bench: Bench, number: int, lane: Lane, selection: Selection) -> None:
     earlier = state.earlier[0] + state.num_decoded, state.earlier[1] + state.num_passes
     stays = lane.num_stored < 2 * bench.size
     new = bench.fresh(number, earlier if stays else (0, 0), lane.num_blocks + 1)
+    new.state.is_new = not stays
     new.num_stored = lane.num_stored + bench.size if stays else new.num_stored
     if not stays:
         bench.focus.reset([number])

@@ -1,0 +1,93 @@
+"""How much attention the places of a block get from each other, and which rows go on: two launches for the
+first, one for the second, nothing waits for the device. Contract in README.md.
+
+R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.backend import rounds_as_written, runs_kernels
+from idlm.kernels.block_eviction import plain
+from idlm.kernels.block_eviction.types import BlockKeys, Candidates, Selected
+
+MIN_DOT = 16
+
+
+def block_importance(
+    q_RNH: Tensor, rows_BW: Tensor, keys: BlockKeys, *, is_query_BW: Tensor, is_key_BW: Tensor, scale: float
+) -> Tensor:
+    """The attention that each place of a block gets from the block's queries, in parts [B, P, W] (fp32; fp64
+    from fp64) whose sum over P it is; 0 where `is_key_BW` is false (FOCUS, equations 2 and 15).
+
+    `q_RNH` (rotated) is contiguous in H; `rows_BW` int64: the row of each place; `is_query_BW` and
+    `is_key_BW` bool: the places that count, queries only where there is a row. The largest score of
+    neighbours counts, neighbours being adjacent keys. Rows and slots of other places are not read.
+    """
+    if not runs_kernels(q_RNH) or q_RNH.dtype == torch.float64:
+        return plain.block_importance(
+            q_RNH, rows_BW, keys, is_query_BW=is_query_BW, is_key_BW=is_key_BW, scale=scale
+        )
+    import triton
+
+    from idlm.kernels.block_eviction.kernel import importance_kernel
+
+    (num_sequences, size), (_, num_heads, head_dim) = rows_BW.shape, q_RNH.shape
+    cache_SKH = keys.keys_SKH
+    num_kv_heads = cache_SKH.shape[1]
+    assert q_RNH.stride(2) == 1 and cache_SKH.stride(2) == 1, f"{q_RNH.stride()=} {cache_SKH.stride()=}"
+    assert rows_BW.is_contiguous() and is_query_BW.is_contiguous() and is_key_BW.is_contiguous()
+    assert keys.block_table_BP.stride(1) == 1, f"{keys.block_table_BP.stride()=}"
+    parts_BPW = torch.empty(num_sequences, num_kv_heads, size, dtype=torch.float32, device=q_RNH.device)
+    importance_kernel[(num_sequences, num_kv_heads)](
+        *(q_RNH, rows_BW, cache_SKH, cache_SKH if keys.scale_K is None else keys.scale_K),
+        *(keys.block_table_BP, keys.starts_B, is_query_BW, is_key_BW, parts_BPW),
+        *(q_RNH.stride(0), q_RNH.stride(1), cache_SKH.stride(0), cache_SKH.stride(1)),
+        *(keys.block_table_BP.stride(0), keys.block_table_BP.shape[1] * keys.page_size - 1, scale),
+        PAGE=keys.page_size,
+        SIZE=size,
+        HEAD_DIM=head_dim,
+        GROUP=num_heads // num_kv_heads,
+        SCALED=keys.scale_K is not None,
+        BLOCK_W=max(MIN_DOT, triton.next_power_of_2(size)),
+        BLOCK_H=max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        num_warps=4,
+    )
+    return parts_BPW
+
+
+def select_places(
+    first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
+) -> Selected:
+    """The places that go on behind the second of two layers, by what they gained from the first to the second
+    (FOCUS, section 4 and algorithm 1).
+
+    `first_BPW`, `second_BPW`: `block_importance` of both. A sequence that has no more masks than its budget,
+    or is not `is_mine_B`, keeps every place that is fed and sees its whole block. `sees_processed`: places
+    that were processed before are seen even right of the last one that goes on.
+    """
+    if not runs_kernels(first_BPW) or first_BPW.dtype == torch.float64:
+        return plain.select_places(first_BPW, second_BPW, of, alpha=alpha, sees_processed=sees_processed)
+    import triton
+
+    from idlm.kernels.block_eviction.kernel import select_kernel
+
+    num_sequences, num_parts, size = first_BPW.shape
+    columns = (of.is_mine_B, of.is_mask_BW, of.is_maskable_BW, of.rows_BW, of.lanes_B, of.processed_ZW)
+    assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
+    kept_BW = torch.empty(num_sequences, size, dtype=torch.bool, device=first_BPW.device)
+    numbers_IB = torch.empty(2, num_sequences, dtype=torch.int64, device=first_BPW.device)
+    select_kernel[(num_sequences,)](
+        *(first_BPW, second_BPW, *columns, of.mean_decoded_B, kept_BW, numbers_IB, num_sequences),
+        ALPHA=alpha,
+        SEES_PROCESSED=sees_processed,
+        PARTS=num_parts,
+        SIZE=size,
+        BLOCK_P=triton.next_power_of_2(num_parts),
+        BLOCK_W=triton.next_power_of_2(size),
+        num_warps=1 if size <= 16 else 4,
+        **rounds_as_written(),
+    )
+    return Selected(kept_BW=kept_BW, ends_B=numbers_IB[0], budget_B=numbers_IB[1])

@@ -1,0 +1,106 @@
+"""The ops in plain torch, in fp32 (fp64 from fp64): what a CPU runs.
+
+R rows, B sequences, W places of a block, P parts of a sum, N query heads, K KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from idlm.kernels.block_eviction.types import BlockKeys, Candidates, Selected
+
+
+def block_importance(
+    q_RNH: Tensor, rows_BW: Tensor, keys: BlockKeys, *, is_query_BW: Tensor, is_key_BW: Tensor, scale: float
+) -> Tensor:
+    """One part, [B, 1, W]."""
+    wide = torch.float64 if q_RNH.dtype == torch.float64 else torch.float32
+    q_BWNH = torch.where(is_query_BW[:, :, None, None], q_RNH[rows_BW.clamp(min=0)].to(wide), 0.0)
+    # Keys move to the front, in order.
+    order_BW = (~is_key_BW).to(torch.uint8).argsort(dim=1, stable=True)
+    is_key_BW = is_key_BW.gather(1, order_BW)
+    k_BWKH = torch.where(is_key_BW[:, :, None, None], _read(keys, order_BW).to(wide), 0.0)
+    k_BWNH = k_BWKH.repeat_interleave(q_BWNH.shape[2] // k_BWKH.shape[2], dim=2)
+    scores_BNWW = q_BWNH.transpose(1, 2) @ k_BWNH.permute(0, 2, 3, 1) * scale
+    least = torch.finfo(torch.float32).min
+    scores_BNWW = scores_BNWW.masked_fill(~is_key_BW[:, None, None], least)
+    padded = F.pad(scores_BNWW, (1, 1), value=least)
+    pooled_BNWW = torch.maximum(torch.maximum(padded[..., :-2], scores_BNWW), padded[..., 2:])
+    pooled_BNWW = pooled_BNWW.masked_fill(~is_key_BW[:, None, None], float("-inf"))
+    # The softmax of a sequence without keys is NaN.
+    weights_BNWW = pooled_BNWW.softmax(dim=-1).nan_to_num(0.0) * is_query_BW[:, None, :, None]
+    found_BW = weights_BNWW.sum(dim=(1, 2))
+    return torch.zeros_like(found_BW).scatter(1, order_BW, found_BW)[:, None]
+
+
+def _read(keys: BlockKeys, places_BW: Tensor) -> Tensor:
+    """Keys [B, W, K, H] of places."""
+    last = keys.block_table_BP.shape[1] * keys.page_size - 1
+    slots_BW = (keys.starts_B[:, None] + places_BW).clamp(0, last)
+    physical_BW = keys.block_table_BP.gather(1, slots_BW // keys.page_size) * keys.page_size
+    physical_BW = physical_BW + slots_BW % keys.page_size
+    if keys.keys_SKH.dtype.itemsize > 1:
+        return keys.keys_SKH[physical_BW]
+    # Gathered as bytes: not every device gathers eight-bit floats.
+    read_BWKH = keys.keys_SKH.view(torch.uint8)[physical_BW].view(keys.keys_SKH.dtype).float()
+    return read_BWKH if keys.scale_K is None else read_BWKH * keys.scale_K[:, None]
+
+
+def select_places(
+    first_BPW: Tensor, second_BPW: Tensor, of: Candidates, *, alpha: float, sees_processed: bool = True
+) -> Selected:
+    """See `op.select_places`."""
+    deltas_BW, masked_BW = second_BPW.sum(dim=1) - first_BPW.sum(dim=1), of.is_mask_BW
+    fed_BW, processed_BW = of.rows_BW >= 0, of.processed_ZW[of.lanes_B]
+    budget_B = budgets(deltas_BW, masked_BW, of.mean_decoded_B, alpha=alpha)
+    evicts_B = of.is_mine_B & (masked_BW.sum(dim=1) > budget_B)
+    chosen_BW = best(deltas_BW, of.is_maskable_BW & masked_BW, budget_B)
+    context_BW = with_context(chosen_BW, masked_BW, fed_BW, processed_BW)
+    kept_BW = torch.where(evicts_B[:, None], context_BW, fed_BW)
+    size = masked_BW.shape[1]
+    place_W = torch.arange(size, device=masked_BW.device)
+    seen_BW = kept_BW | processed_BW if sees_processed else kept_BW
+    ends_B = torch.where(seen_BW, place_W + 1, 0).amax(dim=1)
+    return Selected(kept_BW=kept_BW, ends_B=torch.where(evicts_B, ends_B, size), budget_B=budget_B)
+
+
+def budgets(deltas_BW: Tensor, masked_BW: Tensor, mean_decoded_B: Tensor, *, alpha: float) -> Tensor:
+    """Return K of each sequence, int64 [B] (equations 4 and 5, with mean + std of the masks' gains as
+    threshold). `mean_decoded_B` is fp64, so that its multiples round as they do on paper.
+    """
+    size = masked_BW.shape[1]
+    count_B1 = masked_BW.sum(dim=1, keepdim=True).clamp(min=1)
+    mean_B1 = torch.where(masked_BW, deltas_BW, 0.0).sum(dim=1, keepdim=True) / count_B1
+    squares_BW = torch.where(masked_BW, (deltas_BW - mean_B1) ** 2, 0.0)
+    std_B1 = (squares_BW.sum(dim=1, keepdim=True) / count_B1).sqrt()
+    num_strong_B = (masked_BW & (deltas_BW >= mean_B1 + std_B1)).sum(dim=1)
+    by_history_B = (alpha * mean_decoded_B).ceil().clamp(max=size).long()
+    return torch.maximum(by_history_B, num_strong_B)
+
+
+def best(deltas_BW: Tensor, is_maskable_BW: Tensor, num_B: Tensor) -> Tensor:
+    """Return which of the maskable positions have the `num_B` largest gains, bool [B, W]; of equal ones the
+    left.
+
+    Compares all pairs: a sort is not stable on every device, and W is small.
+    """
+    place_W = torch.arange(deltas_BW.shape[1], device=deltas_BW.device)
+    mine_BW1, other_B1W = deltas_BW[:, :, None], deltas_BW[:, None, :]
+    is_left_WW = place_W[None, :] < place_W[:, None]
+    is_before_BWW = (other_B1W > mine_BW1) | ((other_B1W == mine_BW1) & is_left_WW)
+    ranks_BW = (is_before_BWW & is_maskable_BW[:, None, :]).sum(dim=-1)
+    return is_maskable_BW & (ranks_BW < num_B[:, None])
+
+
+def with_context(chosen_BW: Tensor, masked_BW: Tensor, fed_BW: Tensor, processed_BW: Tensor) -> Tensor:
+    """Return the positions that go on, bool [B, W]: the chosen masks, decoded tokens that are fed, the
+    predecessor of each chosen mask, and placeholders, i.e. masks to the left of any of these that have no
+    keys and values yet.
+    """
+    place_W = torch.arange(masked_BW.shape[1], device=masked_BW.device)
+    kept_BW = chosen_BW | (fed_BW & ~masked_BW)
+    kept_BW |= masked_BW & F.pad(chosen_BW[:, 1:], (0, 1))
+    last_B1 = torch.where(kept_BW, place_W, -1).amax(dim=1, keepdim=True)
+    return kept_BW | (masked_BW & ~processed_BW & (place_W < last_B1))

@@ -1,0 +1,15 @@
+"""The rows that a pass goes on with, packed again; contract in README.md."""
+
+from idlm.kernels.row_compaction.op import compact_rows, gather_rows
+from idlm.kernels.row_compaction.reference import compact_reference
+from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
+
+__all__ = [
+    "Compacted",
+    "Drop",
+    "PackedRows",
+    "Room",
+    "compact_reference",
+    "compact_rows",
+    "gather_rows",
+]

@@ -1,0 +1,141 @@
+"""Rows that go on, packed again in two launches, and what is aligned with them gathered in one. Nothing waits
+for the device. Contract in README.md.
+
+B sequences, R rows, I rows that are left, W places of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.backend import runs_kernels
+from idlm.kernels.row_compaction import plain
+from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
+
+MAX_GATHERED = 6
+"""Tensors of one launch."""
+GATHERED_BLOCK = 1024
+PADDING_BLOCK = 128
+ROW_COLUMNS = (
+    "sequence_R",
+    "token_ids_R",
+    "positions_R",
+    "slots_R",
+    "limits_R",
+    "branch_starts_R",
+    "mapping_R",
+    "origin_R",
+)
+"""The integers of a row in the order in which the kernel stores them."""
+
+
+def compact_rows(
+    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: Room | None = None
+) -> Compacted:
+    """Pack the rows that go on into `num_left` rows, in order; the others are padding, which is row 0 with
+    mapping -1, origin `num_origins` and no mask.
+
+    With `room`, sequences that find none wait: of them only scheduled rows are left. `num_left` must hold
+    all rows that are left; what does not fit is cut off.
+    """
+    if not runs_kernels(rows.slots_R):
+        return plain.compact_rows(rows, drop, num_left=num_left, num_origins=num_origins, room=room)
+    import triton
+
+    from idlm.kernels.row_compaction.kernel import count_kernel, place_kernel
+
+    num_sequences, size = drop.rows_BW.shape
+    device = rows.slots_R.device
+    sources = [getattr(rows, name) for name in ROW_COLUMNS]
+    columns = (*sources, rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B)
+    assert all(column.is_contiguous() for column in columns), f"{[column.stride() for column in columns]=}"
+    cu_rows_B1 = torch.empty_like(rows.cu_rows_B1)
+    num_before_B = torch.empty(num_sequences, dtype=torch.int64, device=device)
+    waits_B = torch.empty(num_sequences, dtype=torch.bool, device=device)
+    rows_BW = torch.empty_like(drop.rows_BW)
+    ints_JI = torch.empty(len(ROW_COLUMNS) + 1, num_left, dtype=torch.int64, device=device)
+    is_mask_I = torch.empty(num_left, dtype=torch.bool, device=device)
+    options = {"SIZE": size, "BLOCK_W": triton.next_power_of_2(size)}
+    count_kernel[(1,)](
+        *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B, drop.waits_B),
+        drop.waits_B if drop.scheduled_B is None else drop.scheduled_B,
+        drop.waits_B if room is None else room.num_waits_B,
+        *(cu_rows_B1, num_before_B, waits_B, num_sequences, num_left, 0 if room is None else room.capacity),
+        HAS_SCHEDULED=drop.scheduled_B is not None,
+        HAS_ROOM=room is not None,
+        BLOCK_B=max(16, triton.next_power_of_2(num_sequences)),
+        **options,
+        num_warps=8,
+    )
+    place_kernel[(num_sequences + triton.cdiv(num_left, PADDING_BLOCK),)](
+        *sources,
+        *(rows.cu_rows_B1, drop.rows_BW, drop.keep_R, drop.needs_all_B),
+        rows.limits_R if drop.limits_R is None else drop.limits_R,
+        drop.keep_R if rows.is_mask_R is None else rows.is_mask_R,
+        *(cu_rows_B1, num_before_B, waits_B, rows_BW, ints_JI, is_mask_I),
+        *(num_sequences, num_left, num_origins),
+        HAS_ROOM=room is not None,
+        HAS_LIMITS=drop.limits_R is not None,
+        HAS_MASKS=rows.is_mask_R is not None,
+        BLOCK=PADDING_BLOCK,
+        **options,
+        num_warps=4,
+    )
+    packed = dict(zip(ROW_COLUMNS, ints_JI, strict=False))
+    masks = None if rows.is_mask_R is None else is_mask_I
+    return Compacted(
+        rows=PackedRows(cu_rows_B1=cu_rows_B1, is_mask_R=masks, **packed),
+        numbers_I=ints_JI[-1],
+        rows_BW=rows_BW,
+        waits_B=waits_B,
+    )
+
+
+def gather_rows(numbers_I: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`[tensor[numbers_I] for tensor in tensors]`, contiguous, in one launch; up to `MAX_GATHERED` tensors.
+
+    Each is [R, ...] of any dtype, its rows contiguous; they may have gaps between them.
+    """
+    assert len(tensors) <= MAX_GATHERED, f"{len(tensors)=}"
+    if not runs_kernels(numbers_I):
+        return [tensor[numbers_I] for tensor in tensors]
+    import triton
+
+    from idlm.kernels.row_compaction.kernel import gather_kernel
+
+    num_left = len(numbers_I)
+    results = [
+        torch.empty(num_left, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        for tensor in tensors
+    ]
+    if not tensors or not num_left:
+        return results
+    assert all(tensor[:1].is_contiguous() for tensor in tensors), f"{[t.stride() for t in tensors]=}"
+    words = [_words(tensor) for tensor in tensors]
+    words += [words[0]] * (MAX_GATHERED - len(words))
+    targets = [_words(result) for result in results]
+    targets += [targets[0]] * (MAX_GATHERED - len(targets))
+    widths = [word.shape[1] for word in words]
+    gather_kernel[(num_left, len(tensors), triton.cdiv(max(widths[: len(tensors)]), GATHERED_BLOCK))](
+        numbers_I,
+        *words,
+        *targets,
+        *(word.stride(0) for word in words),
+        *widths,
+        BLOCK=GATHERED_BLOCK,
+        num_warps=4,
+    )
+    return results
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same memory as rows [R, M] of the widest integers that divide a row."""
+    flat = x.view(len(x), -1) if x.is_contiguous() else x.flatten(1)
+    sizes = (flat.shape[1], flat.stride(0), flat.storage_offset())
+    for dtype in (torch.int32, torch.int16):
+        if all(size * x.element_size() % dtype.itemsize == 0 for size in sizes):
+            return flat.view(dtype)
+    return flat.view(torch.uint8)

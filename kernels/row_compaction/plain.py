@@ -1,0 +1,81 @@
+"""The ops in plain torch: what a CPU runs. Static shapes; nothing waits for the device.
+
+B sequences, R rows, I rows that are left, W places of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
+
+
+def compact_rows(
+    rows: PackedRows, drop: Drop, *, num_left: int, num_origins: int, room: Room | None
+) -> Compacted:
+    """See `op.compact_rows`."""
+    num_rows, device = len(rows.slots_R), rows.slots_R.device
+    numbers_R = torch.arange(num_rows, device=device)
+    is_row_R = numbers_R < rows.cu_rows_B1[-1]
+    is_block_R = _by_row(torch.ones_like(drop.rows_BW, dtype=torch.bool), drop.rows_BW, num_rows, other=False)
+    is_open_R = is_block_R & ~drop.needs_all_B[rows.sequence_R]
+    limits_R = rows.limits_R
+    if drop.limits_R is not None:
+        limits_R = torch.where(is_open_R, torch.minimum(drop.limits_R, limits_R), limits_R)
+    keep_R, waits_B = (drop.keep_R | ~is_open_R) & is_row_R, drop.waits_B
+    if room is not None:
+        is_scheduled_R = ~is_block_R & is_row_R
+        if drop.scheduled_B is not None:
+            number_R = numbers_R - rows.cu_rows_B1[rows.sequence_R]
+            is_scheduled_R &= number_R < drop.scheduled_B[rows.sequence_R]
+        needs_B = torch.zeros_like(room.num_waits_B).scatter_add_(
+            0, rows.sequence_R, (keep_R & ~is_scheduled_R).long()
+        )
+        order_B = room.num_waits_B.argsort(descending=True, stable=True)
+        ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
+        waits_B = waits_B | ((needs_B > 0) & (ends_B > room.capacity))
+        keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
+    numbers_I = _flagged(keep_R, num_left)
+    is_row_I = numbers_I < num_rows
+    numbers_I = torch.where(is_row_I, numbers_I, 0)
+    sequence_I = rows.sequence_R[numbers_I]
+    counts_B = torch.zeros_like(drop.rows_BW[:, 0]).scatter_add_(0, sequence_I, is_row_I.long())
+    new_R = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
+    target_I = torch.where(is_row_I, numbers_I, num_rows)
+    new_R.scatter_(0, target_I, torch.arange(num_left, device=device))
+    # Places without a row read one more row, which no row is.
+    new_R[-1:] = -1
+    return Compacted(
+        rows=PackedRows(
+            cu_rows_B1=torch.nn.functional.pad(counts_B.cumsum(0), (1, 0)),
+            sequence_R=sequence_I,
+            token_ids_R=rows.token_ids_R[numbers_I],
+            positions_R=rows.positions_R[numbers_I],
+            slots_R=rows.slots_R[numbers_I],
+            limits_R=limits_R[numbers_I],
+            branch_starts_R=rows.branch_starts_R[numbers_I],
+            mapping_R=torch.where(is_row_I, rows.mapping_R[numbers_I], -1),
+            origin_R=torch.where(is_row_I, rows.origin_R[numbers_I], num_origins),
+            is_mask_R=None if rows.is_mask_R is None else rows.is_mask_R[numbers_I] & is_row_I,
+        ),
+        numbers_I=numbers_I,
+        rows_BW=new_R[torch.where(drop.rows_BW >= 0, drop.rows_BW, num_rows)],
+        waits_B=waits_B,
+    )
+
+
+def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool) -> Tensor:
+    """For each row the value [R] of its place; `other` for rows of no place."""
+    target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
+    values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
+    return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
+
+
+def _flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
+    """Numbers [I] of the flagged rows in order, R behind the last."""
+    num_rows, device = len(is_flagged_R), is_flagged_R.device
+    # Rows that are left out go to one more place, which is cut off.
+    place_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)
+    numbers = torch.full((num_left + 1,), num_rows, dtype=torch.int64, device=device)
+    return numbers.scatter_(0, place_R, torch.arange(num_rows, device=device))[:-1]

@@ -1,0 +1,34 @@
+"""The definition of compaction, sequence by sequence in plain Python. Rules in README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def compact_reference(
+    rows: Sequence[tuple[list[int], list[int]]],
+    *,
+    kept: set[int],
+    needs_all: list[bool],
+    waits: list[bool],
+    scheduled: list[int] | None,
+    num_waits: list[int] | None,
+    capacity: int | None,
+) -> tuple[list[list[int]], list[bool]]:
+    """The numbers of the rows that each sequence goes on with, and which sequences wait.
+
+    `rows`: of each sequence the rows before its block and those of the block; `kept`: rows that go on.
+    """
+    left, needs = [], []
+    for b, (before, block) in enumerate(rows):
+        goes_on = [row for row in block if needs_all[b] or row in kept]
+        num_scheduled = len(before) if scheduled is None else min(len(before), scheduled[b])
+        left.append((before[:num_scheduled], before[num_scheduled:] + goes_on))
+        needs.append(len(left[-1][1]))
+    if capacity is None or num_waits is None:
+        return [first + then for first, then in left], list(waits)
+    waits, taken = list(waits), 0
+    for b in sorted(range(len(rows)), key=lambda b: (-num_waits[b], b)):
+        taken += needs[b]
+        waits[b] = waits[b] or (needs[b] > 0 and taken > capacity)
+    return [first if waits[b] else first + then for b, (first, then) in enumerate(left)], waits

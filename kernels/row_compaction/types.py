@@ -1,0 +1,71 @@
+"""Arguments and results of compaction.
+
+B sequences, R rows, I rows that are left, W places of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Rows packed over sequences: b owns rows cu_rows_B1[b] : cu_rows_B1[b + 1], padding follows. int64 but
+    for the bool `is_mask_R` (None: there are no masks).
+
+    A sequence's rows are in the order of their slots: those before the block that it works on, then rows of
+    the block. `mapping_R`: the physical slot of each row, -1 for none. `origin_R`: a number that each row
+    keeps.
+    """
+
+    cu_rows_B1: Tensor
+    sequence_R: Tensor
+    token_ids_R: Tensor
+    positions_R: Tensor
+    slots_R: Tensor
+    limits_R: Tensor
+    branch_starts_R: Tensor
+    mapping_R: Tensor
+    origin_R: Tensor
+    is_mask_R: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """What goes on. `rows_BW` int64: the row at each place of a block, -1: none. `keep_R` bool, read at these
+    rows: whether they go on; rows before a block always do, and all of a sequence of `needs_all_B` (bool).
+    `limits_R` int64: block rows of other sequences see no slot from there on; None: nothing changes.
+    `scheduled_B` int64: the first rows of a sequence that the host scheduled; None: all before its block.
+    `waits_B` (bool): sequences that found no room earlier in this pass.
+    """
+
+    rows_BW: Tensor
+    keep_R: Tensor
+    needs_all_B: Tensor
+    waits_B: Tensor
+    limits_R: Tensor | None = None
+    scheduled_B: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Room for `capacity` rows beside scheduled ones, which sequences take in order, but first those with the
+    largest `num_waits_B` (int64).
+    """
+
+    capacity: int
+    num_waits_B: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted:
+    """`rows` left, `numbers_I` (their numbers before, 0 for padding), the row at each place `rows_BW`, and
+    the sequences that found no room `waits_B` (bool).
+    """
+
+    rows: PackedRows
+    numbers_I: Tensor
+    rows_BW: Tensor
+    waits_B: Tensor

@@ -1,0 +1,147 @@
+"""The head computes the rows that may be decided; a pass without room for all makes sequences wait, and no
+answer shows it: against each request with room for all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idlm.contracts import Completion
+from idlm.infer.engine import Engine
+from idlm.infer.runtime import cuda_graphs
+from idlm.infer.runtime.head_rows import MIN_PASSES, HeadRows, head_bucket
+from idlm.infer.runtime.model_runner import Runner
+from idlm.infer.state.batch import StepPlan
+from idlm.infer.state.wanted_rows import WantedRows
+from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
+from tests.contracts.engines import assert_idle, build_engine
+
+pytestmark = pytest.mark.decides
+
+SIZE = 8
+CASES: list[tuple[bool, dict[str, Any]]] = [
+    (False, {"strategy": "sequential"}),
+    (False, {"strategy": "low_confidence_static", "steps": 3}),
+    (False, {"strategy": "low_confidence_dynamic", "threshold": 0.5}),
+    (False, {"strategy": "entropy_bounded", "entropy_bound": 1.5}),
+    (True, {"strategy": "low_confidence_dynamic", "threshold": 0.5}),
+    (True, {"strategy": "low_confidence_static", "sub_block_size": 4, "dual_cache": True}),
+    (False, {"mode": "quality"}),
+    (False, {"threshold": 0.6, "fused_commit": False}),
+    (False, {"accelerators": {"focus": {}, "mage": {"k": 5, "exact_layers": 1}}}),
+    (False, {"accelerators": {"quest": {"k": 6, "page": 4, "exact_layers": 1}}}),
+]
+STATIC = {"graphs": "on", "num_inflight_steps": 3, "max_length": 64, "page_size": SIZE}
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    return {
+        shifted: write_block_toy(tmp_path_factory.mktemp("toy"), shifted=shifted, size=SIZE)
+        for shifted in (False, True)
+    }
+
+
+def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+class Watch:
+    """Wanted rows of each pass, and how long lanes waited."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.num_rows: list[int] = []
+        self.num_waits: list[int] = []
+        forward = Runner.forward
+
+        def watched(runner: Runner, plan: StepPlan) -> WantedRows:
+            self.num_rows.append(len(plan.logit_rows_X))
+            self.num_waits.append(int(engine.decoder.blocks.num_waits_Z.max()))  # type: ignore[attr-defined]
+            return forward(runner, plan)
+
+        patch.setattr(Runner, "forward", watched)
+
+
+@pytest.mark.parametrize(("shifted", "options"), CASES, ids=str)
+def test_no_answer_depends_on_the_room(
+    toys: dict[bool, Path], shifted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = build_engine(toys[shifted], "block", **options, max_num_seqs=1, max_length=64, page_size=SIZE)
+    expected = tokens(alone.generate(PROMPTS, params_of()))
+    for num_wanted, settings in ((0, {}), (24, {"max_num_seqs": 5, "num_pages": 24})):
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_graphs, "head_bucket", lambda *_, num=num_wanted: num)
+            engine = build_engine(toys[shifted], "block", **options, **STATIC, **settings)
+            watch = Watch(engine, patch)
+            assert tokens(engine.generate(PROMPTS, params_of())) == expected
+        assert_idle(engine)
+        assert max(watch.num_rows) < 8 * SIZE
+        # One always has room, and who waited longest is the first.
+        assert 1 <= max(watch.num_waits) <= 8 or num_wanted
+
+
+def test_aborts_while_sequences_wait(toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"strategy": "low_confidence_dynamic", "threshold": 0.6}
+    alone = build_engine(toys[False], "block", **options, max_num_seqs=1, max_length=64, page_size=SIZE)
+    expected = tokens(alone.generate(PROMPTS, params_of()))
+    monkeypatch.setattr(cuda_graphs, "head_bucket", lambda *_: 0)
+    engine = build_engine(toys[False], "block", **options, **STATIC)
+    watch = Watch(engine, monkeypatch)
+    done: dict[str, Completion] = {}
+    names = [f"{round_}-{number}" for round_ in range(4) for number in range(len(PROMPTS))]
+    for step in range(2000):
+        if step % 2 == 0 and names:
+            name = names.pop(0)
+            number = int(name.split("-")[1])
+            engine.add_request(name, PROMPTS[number], params_of()[number])
+        if step % 7 == 5:
+            engine.abort(f"{step % 4}-{step % len(PROMPTS)}")
+        done |= {e.request_id: e.completion for e in engine.step() if e.completion is not None}
+        if not names and not engine.has_work:
+            break
+    assert_idle(engine)
+    assert max(watch.num_waits) > 0
+    for name, completion in done.items():
+        if completion.finish_reason != "abort":
+            assert completion.token_ids == expected[int(name.split("-")[1])]
+
+
+def test_an_exact_pass_computes_no_row_that_is_decided(
+    toys: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(toys[False], "block", strategy="sequential", max_length=64, page_size=SIZE)
+    watch = Watch(engine, monkeypatch)
+    engine.generate(PROMPTS[3:4], params_of()[3:4])
+    assert watch.num_rows[:3] == [3, 2, 1], "a prompt of 5 tokens leaves three masks in its block of 8"
+
+
+def test_the_host_reserves_the_mean_and_a_margin() -> None:
+    rows = HeadRows()
+    for _ in range(MIN_PASSES):
+        assert rows.choose(64) is None
+        rows.observe(17 * 64, 64)
+    assert rows.choose(128) == 17 * 128
+    for number in range(64):
+        rows.observe((12 + 10 * (number % 2)) * 64, 64)
+    reserved = rows.choose(64)
+    assert reserved is not None and 22 * 64 < reserved < 32 * 64
+    rows.observe(0, 0)
+    assert rows.choose(64) == reserved, "a pass of prompts alone says nothing"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 16, 48, 128, 256])
+def test_room_comes_in_eighths_of_all_places(num_sequences: int) -> None:
+    num_places = num_sequences * 32
+    assert head_bucket(None, num_sequences, 32) is None
+    assert head_bucket(num_places, num_sequences, 32) is None
+    rooms = {head_bucket(num, num_sequences, 32) for num in range(num_places)}
+    if num_places <= 256:
+        assert rooms == {None}, "the head is bound by its weights"
+        return
+    assert len(rooms) <= 8
+    sizes = [room for room in rooms if room is not None]
+    assert all(room % (num_places // 8) == 0 and room >= num_sequences + 32 for room in sizes)
+    assert head_bucket(num_places // 2, num_sequences, 32) == num_places // 2

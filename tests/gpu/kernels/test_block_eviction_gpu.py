@@ -1,0 +1,58 @@
+"""The kernels of block_eviction on a CUDA device against the definition.
+
+python -m pytest tests/gpu/kernels/test_block_eviction_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from idlm.kernels.block_eviction import block_importance
+from tests.kernels.cases.block_eviction import SHAPES, check_importance, check_selection, make_layer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+DTYPES = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float16, None),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize("over_block", [False, True])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 32, 32, 8, 128, 32)], ids=str)
+def test_importance_equals_the_definition(
+    shape: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    over_block: bool,
+) -> None:
+    check_importance(make_layer(shape, dtype, kv_dtype=kv_dtype, device="cuda", over_block=over_block))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_selection_equals_the_definition(seed: int) -> None:
+    check_selection(seed, "cuda")
+
+
+def test_a_sequence_has_the_same_bits_in_any_company() -> None:
+    layer = make_layer((9, 32, 32, 8, 128, 32), torch.bfloat16, device="cuda")
+    options = {"is_query_BW": layer.is_query_BW, "is_key_BW": layer.is_key_BW}
+    together_BPW = block_importance(layer.q_RNH, layer.rows_BW, layer.keys, scale=layer.scale, **options)
+    for b in range(9):
+        table_BP, starts_B = layer.keys.block_table_BP[b : b + 1], layer.keys.starts_B[b : b + 1]
+        keys = type(layer.keys)(
+            keys_SKH=layer.keys.keys_SKH,
+            scale_K=None,
+            block_table_BP=table_BP,
+            page_size=layer.keys.page_size,
+            starts_B=starts_B,
+        )
+        own = {name: column_BW[b : b + 1] for name, column_BW in options.items()}
+        alone_BPW = block_importance(layer.q_RNH, layer.rows_BW[b : b + 1], keys, scale=layer.scale, **own)
+        assert torch.equal(alone_BPW[0], together_BPW[b])

@@ -1,0 +1,26 @@
+"""The kernels of row_compaction on a CUDA device against the definition.
+
+python -m pytest tests/gpu/kernels/test_row_compaction_gpu.py -m gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.cases.row_compaction import check, check_gather, make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_compaction_equals_the_definition(seed: int) -> None:
+    check(make_case(seed, "cuda"))
+
+
+@pytest.mark.parametrize("seed", range(54))
+def test_gathers_equal_indexing(seed: int) -> None:
+    check_gather(seed, "cuda")

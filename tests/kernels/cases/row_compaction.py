@@ -1,0 +1,172 @@
+"""Random packed rows for the tests of row_compaction: prompts, blocks that are fed in part or not at all,
+padding, and keep flags that mean nothing where no block has a row.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from idlm.kernels.row_compaction import (
+    Compacted,
+    Drop,
+    PackedRows,
+    Room,
+    compact_reference,
+    compact_rows,
+    gather_rows,
+)
+
+SIZES = (1, 3, 4, 8, 32)
+Moved = TypeVar("Moved", PackedRows, Drop, Room)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Arguments of `compact_rows`; for the reference the rows of each sequence before and in its block."""
+
+    rows: PackedRows
+    drop: Drop
+    room: Room | None
+    num_left: int
+    num_origins: int
+    by_sequence: list[tuple[list[int], list[int]]]
+
+    def run(self) -> Compacted:
+        """By the op."""
+        return compact_rows(
+            self.rows, self.drop, num_left=self.num_left, num_origins=self.num_origins, room=self.room
+        )
+
+
+def make_case(seed: int, device: str = "cpu") -> Case:
+    """One pass."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def ints(high: int, *of: int) -> Tensor:
+        return torch.randint(0, high, of, generator=generator)
+
+    size, num_sequences = SIZES[seed % len(SIZES)], rng.choice([1, 2, 5, 17])
+    by_sequence, places, number = [], [], 0
+    for _ in range(num_sequences):
+        before = list(range(number, number + rng.choice([0, 0, size, 3 * size])))
+        fed = sorted(rng.sample(range(size), rng.choice([0, size, size, rng.randrange(size + 1)])))
+        number += len(before) + len(fed)
+        by_sequence.append((before, list(range(number - len(fed), number))))
+        places.append(fed)
+    num_fed, num_rows = number, max(1, number + rng.choice([0, 0, 5, 140]))
+    ends = torch.tensor([0] + [len(before) + len(block) for before, block in by_sequence]).cumsum(0)
+    sequence_R = torch.searchsorted(ends[1:], torch.arange(num_rows), right=True).clamp(max=num_sequences - 1)
+    rows_BW = torch.full((num_sequences, size), -1)
+    for b, (fed, (_, block)) in enumerate(zip(places, by_sequence, strict=True)):
+        rows_BW[b, fed] = torch.tensor(block, dtype=torch.int64)
+    ints_JR = ints(1000, 7, num_rows)
+    names = ("token_ids_R", "positions_R", "slots_R", "limits_R", "branch_starts_R", "mapping_R", "origin_R")
+    has_masks = rng.random() < 0.8
+    rows = PackedRows(
+        cu_rows_B1=ends,
+        sequence_R=sequence_R,
+        is_mask_R=ints(2, num_rows) > 0 if has_masks else None,
+        **dict(zip(names, ints_JR, strict=True)),
+    )
+    scheduled_B = torch.tensor([rng.choice([0, len(before), 99]) for before, _ in by_sequence])
+    drop = Drop(
+        rows_BW=rows_BW,
+        keep_R=ints(3, num_rows) > 0,
+        needs_all_B=ints(5, num_sequences) == 0,
+        waits_B=ints(6, num_sequences) == 0,
+        limits_R=ints(1000, num_rows) if rng.random() < 0.7 else None,
+        scheduled_B=scheduled_B if rng.random() < 0.7 else None,
+    )
+    room = None
+    if rng.random() < 0.6:
+        room = Room(
+            capacity=rng.randrange(2 * size, max(2, num_sequences) * size + 1),
+            num_waits_B=ints(3, num_sequences),
+        )
+    return Case(
+        rows=_moved(rows, device),
+        drop=_moved(drop, device),
+        room=None if room is None else _moved(room, device),
+        num_left=max(1, rng.choice([num_rows, num_fed, num_fed // 2 if rng.random() < 0.3 else num_rows])),
+        num_origins=5000,
+        by_sequence=by_sequence,
+    )
+
+
+def _moved(given: Moved, device: str) -> Moved:
+    columns = {field.name: getattr(given, field.name) for field in fields(given)}
+    return type(given)(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in columns.items()})
+
+
+def check(case: Case) -> None:
+    """Equals the reference, row by row."""
+    found, rows, drop, room = case.run(), case.rows, case.drop, case.room
+    left, waits = compact_reference(
+        case.by_sequence,
+        kept=set(drop.keep_R.nonzero()[:, 0].tolist()),
+        needs_all=drop.needs_all_B.tolist(),
+        waits=drop.waits_B.tolist(),
+        scheduled=None if drop.scheduled_B is None else drop.scheduled_B.tolist(),
+        num_waits=None if room is None else room.num_waits_B.tolist(),
+        capacity=None if room is None else room.capacity,
+    )
+    assert found.waits_B.tolist() == waits
+    ends = torch.tensor([0] + [len(numbers) for numbers in left]).cumsum(0).clamp(max=case.num_left)
+    assert found.rows.cu_rows_B1.tolist() == ends.tolist()
+    kept = [row for numbers in left for row in numbers][: case.num_left]
+    num_padding = case.num_left - len(kept)
+    assert found.numbers_I.tolist() == kept + [0] * num_padding
+    chosen = torch.tensor([*kept, *[0] * num_padding], device=rows.slots_R.device)
+    is_row = torch.arange(case.num_left, device=chosen.device) < len(kept)
+    for name in ("sequence_R", "token_ids_R", "positions_R", "slots_R", "branch_starts_R"):
+        assert torch.equal(getattr(found.rows, name), getattr(rows, name)[chosen]), name
+    assert torch.equal(found.rows.mapping_R, torch.where(is_row, rows.mapping_R[chosen], -1))
+    assert torch.equal(found.rows.origin_R, torch.where(is_row, rows.origin_R[chosen], case.num_origins))
+    if rows.is_mask_R is not None:
+        assert found.rows.is_mask_R is not None
+        assert torch.equal(found.rows.is_mask_R, rows.is_mask_R[chosen] & is_row)
+    lowered = {
+        row
+        for b, (_, block) in enumerate(case.by_sequence)
+        for row in block
+        if not drop.needs_all_B[b] and drop.limits_R is not None
+    }
+    limits = rows.limits_R.tolist()
+    for row in lowered:
+        assert drop.limits_R is not None
+        limits[row] = min(limits[row], int(drop.limits_R[row]))
+    assert found.rows.limits_R.tolist() == [limits[row] for row in chosen.tolist()]
+    number_of = {row: number for number, row in enumerate(kept)}
+    assert found.rows_BW.tolist() == [
+        [number_of.get(row, -1) for row in of_sequence] for of_sequence in drop.rows_BW.tolist()
+    ]
+
+
+def check_gather(seed: int, device: str = "cpu") -> None:
+    """Bit by bit, NaN included; of tensors with gaps too."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = 1 + seed % 9
+    numbers_I = torch.randint(0, num_rows, (1 + seed % 13,), generator=generator).to(device)
+    qkv_RE = torch.randn(num_rows, 3, 24, generator=generator).to(torch.bfloat16)
+    tensors = [
+        torch.randn(num_rows, 1500, generator=generator),
+        qkv_RE[:, :2],
+        torch.randn(num_rows, 7, generator=generator).to(torch.float16),
+        torch.arange(num_rows) * 3,
+        torch.arange(num_rows) % 2 > 0,
+        torch.full((num_rows, 5), torch.nan).to(torch.float8_e4m3fn),
+    ][: 1 + seed % 6]
+    tensors = [tensor.to(device) for tensor in tensors]
+    for found, tensor in zip(gather_rows(numbers_I, tensors), tensors, strict=True):
+        expected = tensor[numbers_I] if tensor.element_size() > 1 else tensor.view(torch.uint8)[numbers_I]
+        assert found.is_contiguous() and found.dtype == tensor.dtype
+        assert torch.equal(_bits(found), _bits(expected.contiguous()))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1).view(torch.uint8)

@@ -1,0 +1,17 @@
+"""The kernels of row_compaction in Triton's interpreter: started by test_interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.cases.row_compaction import check, check_gather, make_case
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_compaction_equals_the_reference(seed: int) -> None:
+    check(make_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gathers_equal_indexing(seed: int) -> None:
+    check_gather(seed)
