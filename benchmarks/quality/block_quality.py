@@ -188,7 +188,7 @@ def table(results: Sequence[Result], base: Result) -> str:
 
 def rows(results: Sequence[Result], base: Result) -> list[dict[str, Any]]:
     """Result rows; the baseline of every arm decodes one token a step."""
-    out = []
+    out: list[dict[str, Any]] = []
     for result in results:
         num, threshold = result.evaluation.num_prompts, result.arm.threshold
         case = {

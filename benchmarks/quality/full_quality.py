@@ -166,7 +166,8 @@ def table(results: Sequence[Result]) -> str:
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Result rows; the baseline of every arm is the first one."""
-    out, base = [], results[0]
+    out: list[dict[str, Any]] = []
+    base = results[0]
     for result in results:
         arm, num = result.arm, result.evaluation.num_prompts
         case = {

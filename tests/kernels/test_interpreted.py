@@ -13,7 +13,11 @@ import pytest
 from tests.kernels.interpreter import run_interpreted
 
 FOLDER = Path(__file__).parent / "interpreted"
-FILES = sorted(path.name for path in FOLDER.glob("*.py") if "\ndef test_" in path.read_text(encoding="utf-8"))
+FILES = sorted(
+    path.relative_to(FOLDER).as_posix()
+    for path in FOLDER.rglob("*.py")
+    if "\ndef test_" in path.read_text(encoding="utf-8")
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The kernels of block_eviction on a CUDA device against the definition.
 
-python -m pytest tests/gpu/kernels/test_block_eviction_gpu.py -m gpu
+python -m pytest tests/gpu/kernels/sparse/test_block_eviction_gpu.py -m gpu
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from idlm.kernels.block_eviction import block_importance
-from tests.kernels.cases.block_eviction import SHAPES, check_importance, check_selection, make_layer
+from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
 
 pytestmark = [
     pytest.mark.gpu,

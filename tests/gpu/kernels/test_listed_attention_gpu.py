@@ -1,6 +1,6 @@
 """Lists, and sums before blocks, on a GPU: 1,000 random steps within twice PyTorch's own error.
 
-python -m pytest tests/gpu/kernels/test_listed_attention_gpu.py -m gpu
+python -m pytest tests/gpu/kernels/sparse/test_listed_attention_gpu.py -m gpu
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from idlm.kernels.paged_attention import BeforeBlock, HeadShape, paged_attention, plan_attention
-from tests.kernels.cases.listed_attention import (
+from tests.kernels.cases.paged_attention import SCALE, causal
+from tests.kernels.cases.sparse.listed_attention import (
     ListedCase,
     Work,
     assert_before,
@@ -23,7 +24,6 @@ from tests.kernels.cases.listed_attention import (
     listed_error_ratio,
     random_listed,
 )
-from tests.kernels.cases.paged_attention import SCALE, causal
 
 pytestmark = [
     pytest.mark.gpu,

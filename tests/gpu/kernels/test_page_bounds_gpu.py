@@ -1,6 +1,6 @@
 """Bounds of keys and page scores on a CUDA device against their definition.
 
-python -m pytest tests/gpu/kernels/test_page_bounds_gpu.py -m gpu
+python -m pytest tests/gpu/kernels/sparse/test_page_bounds_gpu.py -m gpu
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.page_bounds import check
+from tests.kernels.cases.sparse.page_bounds import check
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,6 @@
 """The ranking of prefixes on a CUDA device against its definition: many small cases, and long lists.
 
-python -m pytest tests/gpu/kernels/test_prefix_ranking_gpu.py -m gpu
+python -m pytest tests/gpu/kernels/sparse/test_prefix_ranking_gpu.py -m gpu
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from idlm.kernels.prefix_ranking import attention_share, rank_prefix, workspace_bytes
 from idlm.kernels.prefix_ranking import op as op_module
-from tests.kernels.cases.prefix_ranking import OLD, Sizes, check_selection, hard_scores, make_case
+from tests.kernels.cases.sparse.prefix_ranking import OLD, Sizes, check_selection, hard_scores, make_case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,6 @@
 """The kernels of row_compaction on a CUDA device against the definition.
 
-python -m pytest tests/gpu/kernels/test_row_compaction_gpu.py -m gpu
+python -m pytest tests/gpu/kernels/sparse/test_row_compaction_gpu.py -m gpu
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.row_compaction import check, check_gather, make_case
+from tests.kernels.cases.sparse.row_compaction import check, check_gather, make_case
 
 pytestmark = [
     pytest.mark.gpu,

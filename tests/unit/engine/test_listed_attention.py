@@ -1,6 +1,6 @@
 """The torch path of lists, and of sums before blocks, against slow references; unseen slots hold NaN.
 
-tests/kernels/interpreted/listed_attention.py checks the kernels alike.
+tests/kernels/interpreted/sparse/listed_attention.py checks the kernels alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from idlm.kernels.paged_attention import (
     plan_attention,
     sums_before_reference,
 )
-from tests.kernels.cases.listed_attention import (
+from tests.kernels.cases.paged_attention import SCALE, causal
+from tests.kernels.cases.sparse.listed_attention import (
     ListedCase,
     Work,
     assert_before,
@@ -28,7 +29,6 @@ from tests.kernels.cases.listed_attention import (
     empty_before,
     random_listed,
 )
-from tests.kernels.cases.paged_attention import SCALE, causal
 
 WIDE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.cases.row_compaction import check, check_gather, make_case
+from tests.kernels.cases.sparse.row_compaction import check, check_gather, make_case
 
 
 @pytest.mark.parametrize("seed", range(30))

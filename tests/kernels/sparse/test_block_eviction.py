@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.block_eviction import SHAPES, check_importance, check_selection, make_layer
+from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
 
 
 @pytest.mark.parametrize("over_block", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from idlm.kernels.page_bounds import launch
-from tests.kernels.cases.page_bounds import check
+from tests.kernels.cases.sparse.page_bounds import check
 
 # Columns after the head dim have bounds of infinity, and no part in the sum.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from idlm.kernels.prefix_ranking import op
-from tests.kernels.cases.prefix_ranking import Sizes, check_selection, hard_scores, make_case
+from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
 SIZES = (
     Sizes(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cases.block_eviction import SHAPES, check_importance, check_selection, make_layer
+from tests.kernels.cases.sparse.block_eviction import SHAPES, check_importance, check_selection, make_layer
 
 DTYPES = [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float8_e4m3fn)]
 

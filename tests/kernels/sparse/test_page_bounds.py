@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases.page_bounds import check
+from tests.kernels.cases.sparse.page_bounds import check
 
 
 @pytest.mark.parametrize("seed", range(9))

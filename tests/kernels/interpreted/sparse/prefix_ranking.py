@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from idlm.kernels.prefix_ranking import launch as launch_module
-from tests.kernels.cases.prefix_ranking import Sizes, check_selection, hard_scores, make_case
+from tests.kernels.cases.sparse.prefix_ranking import Sizes, check_selection, hard_scores, make_case
 
 SMALL = launch_module.Launch(block_n=32, max_queries=16, stages=1, per_sm=1, tile=256, read=256)
 SMALL_TILES = launch_module.Launch(tile=64, read=64)

@@ -1,6 +1,6 @@
 """Lists, and sums before blocks, of the Triton kernels in the interpreter: started by test_interpreted.py.
 
-tests/gpu/kernels/test_listed_attention_gpu.py has more shapes.
+tests/gpu/kernels/sparse/test_listed_attention_gpu.py has more shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from idlm.kernels.paged_attention import HeadShape, paged_attention, plan_attention
 from idlm.kernels.paged_attention.choice import Launch
-from tests.kernels.cases.listed_attention import (
+from tests.kernels.cases.paged_attention import SCALE, causal, steady
+from tests.kernels.cases.sparse.listed_attention import (
     ListedCase,
     Work,
     assert_before,
@@ -25,7 +26,6 @@ from tests.kernels.cases.listed_attention import (
     listed_error_ratio,
     random_listed,
 )
-from tests.kernels.cases.paged_attention import SCALE, causal, steady
 
 SMALL = HeadShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float16)
 TINY = Launch(block_m=16, block_n=16, min_blocks=1, combine_rows=8)
