@@ -18,7 +18,6 @@ from idlm.kernels.paged_attention.kernel_parts import (
     store_part,
     store_sums,
     write_before,
-    write_output,
 )
 from idlm.kernels.paged_attention.kernel_walk import (
     NO_SLOT,
@@ -162,9 +161,11 @@ def attend_kernel(
         elif is_part:
             store_sums(partial_before, my_part, in_tile, kv_head, before, K)
     if num_items == 1:
+        # As in the sum of parts: divided first, then scaled.
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         if SCALED:
             acc = acc * tl.load(v_scale_K + kv_head)
         at_o = rows[:, None] * stride_o_row + heads[:, None] * stride_o_head + columns[None, :]
-        write_output(o_RNH + at_o, acc, total, in_tile[:, None] & in_head)
+        tl.store(o_RNH + at_o, acc.to(o_RNH.dtype.element_ty), mask=in_tile[:, None] & in_head)
     elif is_part:
         store_part(partial_o, partial_sums, my_part, in_tile, kv_head, acc, total, highest, K, H)

@@ -71,12 +71,6 @@ def write_before(highest_RN, totals_RN, rows, heads, in_tile, before, N: tl.cons
 
 
 @triton.jit
-def write_output(at, acc, total, mask):
-    """Write the outputs of packed rows, 0 where nothing was seen."""
-    tl.store(at, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def store_part(
     partial_o, partial_sums, part, in_tile, kv_head, acc, total, highest, K: tl.constexpr, H: tl.constexpr
 ):
