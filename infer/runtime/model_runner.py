@@ -67,16 +67,16 @@ class Step:
             plan = wanted.dropped.apply(plan)
         outcome = self.decoder.advance(self.table, batch, plan, wanted)
         drafts = (outcome.num_accepted_B, outcome.num_tested_B)
-        counts = (outcome.nonfinite_B, *_room(plan), outcome.num_emitted_B, *drafts)
+        counts = (outcome.nonfinite_B, *_room(batch, plan), outcome.num_emitted_B, *drafts)
         counts_BJ = torch.cat((*(count_B[:, None] for count_B in counts), outcome.token_ids_BJ), dim=1)
         if batch.num_top is None:
             return StepResult(counts_BJ=counts_BJ)
         return _with_logprobs(counts_BJ, wanted.logits(), plan, outcome, num_top=batch.num_top)
 
 
-def _room(plan: StepPlan) -> tuple[Tensor, Tensor]:
-    """Whether each sequence waited, and how many wanted rows it asked for, int64 [B]."""
-    none_B, active = torch.zeros_like(plan.num_feed_B), plan.active
+def _room(batch: Batch, plan: StepPlan) -> tuple[Tensor, Tensor]:
+    """Whether each sequence of the batch waited, and how many wanted rows it asked for, int64 [B]."""
+    none_B, active = torch.zeros_like(batch.num_feed_B), plan.active
     if active is None or active.waits_B is None or active.num_wanted_B is None:
         return none_B, none_B
     return active.waits_B.long(), active.num_wanted_B
