@@ -377,8 +377,8 @@ def preemption_keeps_the_kv_pointer(patch: pytest.MonkeyPatch) -> None:
     """After preemption, the engine assumes that all KV is still in the pages that the sequence gets."""
     original = Scheduler._allocate
 
-    def allocate(self: Scheduler, request: Request, num_slots: int, schedule: Schedule) -> bool:
-        has_pages = original(self, request, num_slots, schedule)
+    def allocate(self: Scheduler, request: Request, num_slots: int) -> bool:
+        has_pages = original(self, request, num_slots)
         if has_pages and request in self.running:
             request.num_computed = request.num_known - 1
         return has_pages

@@ -1,6 +1,6 @@
 """What FOCUS adds to a pass on a GPU: importance, selection, compaction and gather, each against plain torch.
 
-    python -m benchmarks.kernels.blocks.block_eviction [batches=1,16,128,256] [rounds=9] [record=true]
+    python -m benchmarks.block_eviction [batches=1,16,128,256] [rounds=9] [record=true]
                                                        [step_ms=4.1,6.9,21.5,43] [results=DIR]
 
 SDAR-8B's shape (32 query heads, 8 KV heads of 128, width 4096, bf16), blocks of 32 of which half are masks;
@@ -232,9 +232,7 @@ def measure(arguments: list[str]) -> int:
     """Print and record times; returns the exit status."""
     options = parse_options(arguments, DEFAULTS)
     if not torch.cuda.is_available():
-        raise UserError(
-            "IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.blocks.block_eviction on a GPU"
-        )
+        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.block_eviction on a GPU")
     batches = [int(one) for one in options["batches"].split(",")]
     steps = [float(one) for one in options["step_ms"].split(",")]
     if len(batches) != len(steps):

@@ -123,7 +123,7 @@ def test_rows_of_static_shapes_hold_what_may_be_fed_and_little_more(num_feed: li
     """A block that is not stored beside decoding rows takes their place; one that is has rows reserved."""
     num, blocks = len(num_feed), [feed // 32 for feed in num_feed]
     schedule = Schedule(num_feed=num_feed, num_known=[64] * num, samples=[True] * num)
-    request = SimpleNamespace(params=SamplingParams(), max_length=64)
+    request = SimpleNamespace(params=SamplingParams(), max_length=64, num_canvases=1)
     schedule.requests = [request] * num  # type: ignore[list-item]
     meaning = Semantics(causality="block", logit_shift=False, block_size=32, mask_token_id=MASK_ID)
     shapes = [

@@ -170,7 +170,8 @@ def test_every_setting_is_compared_or_listed_as_irrelevant() -> None:
     fields = set(EngineSettings.__dataclass_fields__)
     assert set(SPEED_ONLY_KEYS) | set(EXCLUDED_KEYS) <= fields
     assert fields - set(SPEED_ONLY_KEYS) - set(EXCLUDED_KEYS) == {
-        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "chat_template")
+        *("dtype", "mask_token_id", "max_length", "weights", "kv_cache", "chat_template"),
+        *("rope", "rope_factor"),
     }
 
 
