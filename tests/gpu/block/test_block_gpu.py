@@ -16,8 +16,15 @@ import torch
 from idlm.contracts import Completion, SamplingParams
 from idlm.infer.decoders.block_unmask import UNMASKINGS
 from idlm.infer.runtime import cuda_graphs
-from tests.contracts.block.test_block_decoder import PROMPTS, params_of, write_block_toy
-from tests.contracts.engines import assert_idle, build_engine, clear_answers, write_converted_toy
+from tests.contracts.block.test_block_decoder import LENGTHS, PROMPTS, params_of, write_block_toy
+from tests.contracts.engines import (
+    MASK_ID,
+    assert_idle,
+    build_engine,
+    clear_answers,
+    prompts_of,
+    write_converted_toy,
+)
 from tests.kernels.cases.block_step import Case, run
 from tests.margins import NearTie
 
@@ -35,19 +42,23 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def clear_case(directory: Path, options: dict[str, Any]) -> tuple[list[SamplingParams], list[Completion]]:
-    """Requests with options of their own, with the first thresholds at which no choice is a near tie."""
-    for first in range(20):
-        own = [
-            {"threshold": 0.2 + first / 100 + number / 10, "steps": 1 + 4 * number}
-            for number in range(len(PROMPTS))
-        ]
-        params = [replace(one, decoder_options=mine) for one, mine in zip(params_of(), own, strict=True)]
+def clear_case(
+    directory: Path, options: dict[str, Any]
+) -> tuple[list[list[int]], list[SamplingParams], list[Completion]]:
+    """The first prompts at which no choice is a near tie, requests with options of their own, answers."""
+    own = [{"threshold": 0.23 + number / 10, "steps": 1 + 4 * number} for number in range(len(LENGTHS))]
+    params = [replace(one, decoder_options=mine) for one, mine in zip(params_of(), own, strict=True)]
+    for seed in range(40):
+        prompts = prompts_of(LENGTHS, vocab_size=MASK_ID, seed=seed)
         try:
-            return params, clear_answers(build_engine(directory, "block", **options), PROMPTS, params)
+            return (
+                prompts,
+                params,
+                clear_answers(build_engine(directory, "block", **options), prompts, params),
+            )
         except NearTie:
             continue
-    raise AssertionError("all thresholds have a near tie")
+    raise AssertionError("all prompts have a near tie")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -58,9 +69,9 @@ def test_edits_parts_and_options_of_requests_give_the_tokens_of_a_cpu(
 ) -> None:
     directory = write_block_toy(tmp_path, shifted=shifted, size=32)
     common = {**options, "page_size": 32}
-    params, expected = clear_case(directory, common)
+    prompts, params, expected = clear_case(directory, common)
     engine = build_engine(directory, "block", device="cuda", **common, **way)
-    found = engine.generate(PROMPTS, params)
+    found = engine.generate(prompts, params)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert_idle(engine)
 
