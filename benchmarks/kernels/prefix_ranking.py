@@ -239,15 +239,15 @@ def sweep(problem: Problem, timer: Timer) -> None:
             launch_module.attention_share, ranking, 0, num, launch=tiles
         )
     shares_LBKS = attention_share(ranking, 0, num)
-    for tile, read, stages, group in (
-        *((1024, 2048, 3, group) for group in (8, 16, 32)),
-        *((1024, 2048, 1, 16), (1024, 2048, 4, 16), (1024, 4096, 2, 16), (2048, 2048, 3, 16)),
+    for tile, read, group in (
+        *((1024, 4096, group) for group in (8, 16, 32)),
+        *((1024, 2048, 16), (2048, 4096, 16)),
     ):
-        calls[f"select {tile=} {read=} {stages=} {group=}"] = partial(
+        calls[f"select {tile=} {read=} {group=}"] = partial(
             launch_module.select_largest,
             *(shares_LBKS, ranking.starts_B, ranking.ranks_B, problem.lanes_B, problem.slots_LZKC[:num]),
             group=group,
-            launch=launch_module.Launch(tile=tile, read=read, select_stages=stages),
+            launch=launch_module.Launch(tile=tile, read=read),
         )
     calls["select by plain torch"] = partial(
         select_largest,

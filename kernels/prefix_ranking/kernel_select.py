@@ -95,12 +95,12 @@ def _store_taken(target, most, o_value, b_key, m_valid, interval, need, counts):
 
 
 @triton.jit
-def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr):
+def _maxima(scores, maxima, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """Store the largest key of each group of places; returns the least and the largest of them."""
     b_low = tl.full([GROUPS], 0xFFFFFFFF, tl.uint32)
     b_high = tl.full([GROUPS], 0, tl.uint32)
     num_groups = tl.cdiv(count, GROUP)
-    for tile in tl.range(tl.cdiv(num_groups, GROUPS), num_stages=STAGES):
+    for tile in range(tl.cdiv(num_groups, GROUPS)):
         o_group = tile * GROUPS + tl.arange(0, GROUPS)
         o_place = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         m_valid = o_place < count
@@ -174,7 +174,6 @@ def select_kernel(
     scores_LBKS, scratch, counts_B, is_selected_B, lanes_B, places_LZKC,
     num_sequences, num_scores, max_groups, num_listed, stride_layer, stride_lane,
     K: tl.constexpr, GROUP_BITS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The list of one layer, sequence and KV head. A group has 2 ** GROUP_BITS places; `scratch` has two
     numbers for each.
@@ -196,7 +195,7 @@ def select_kernel(
     if most == 0:
         return
     num_groups = tl.cdiv(count, 1 << GROUP_BITS)
-    low, high = _maxima(scores, scratch, count, 1 << GROUP_BITS, GROUPS, STAGES)
+    low, high = _maxima(scores, scratch, count, 1 << GROUP_BITS, GROUPS)
     tl.debug_barrier()
     ids, group_bits = scratch + max_groups, tl.full((), GROUP_BITS, tl.int32)
     num, low = _largest_groups(scratch, ids, num_groups, tl.minimum(most, num_groups), low, high, TILE)

@@ -28,8 +28,7 @@ class Launch:
     """A tile has `block_n` slots and at most `max_queries` queries, the widest product of Hopper; keys are
     loaded with `stages` buffers. `per_sm` programs share a multiprocessor, so that some compute exponentials
     while others wait for products; `max_registers` of a thread (None: no bound) let as many fit.
-    The selection reads `read` scores together with `select_stages` buffers, and then looks at `tile`
-    candidates together.
+    The selection reads `read` scores together, and then looks at `tile` candidates together.
     """
 
     block_n: int = 64
@@ -39,9 +38,8 @@ class Launch:
     per_sm: int = 2
     max_registers: int | None = None
     tile: int = 1024
-    read: int = 2048
+    read: int = 4096
     select_warps: int = 8
-    select_stages: int = 3
 
 
 USUAL = Launch()
@@ -135,7 +133,6 @@ def select_largest(
         GROUP_BITS=group.bit_length() - 1,
         TILE=launch.tile,
         GROUPS=max(1, launch.read // group),
-        STAGES=launch.select_stages,
         num_warps=launch.select_warps,
     )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ def measure(arguments: list[str]) -> int:
     return 0
 
 
+row_of = partial(result_row, BENCH, command="python -m benchmarks.block_attention")
+
+
 def cases_of(text: str) -> list[tuple[int, int]]:
     """Contexts and batches of "131072x6,32768x1"."""
     return [(int(case.split("x")[0]), int(case.split("x")[1])) for case in text.split(",")]
@@ -111,9 +115,9 @@ def _us(
     )
     where = {"arm": arm} | case
     return [
-        result_row(BENCH, where, "us", seconds * 1e6, "us", floor=floor * 1e6, gate_passed=gate),
+        row_of(where, "us", seconds * 1e6, "us", floor=floor * 1e6, gate_passed=gate),
         *(
-            [result_row(BENCH, case, "exact_share_of_floor", floor / seconds, "share", gate_passed=gate)]
+            [row_of(case, "exact_share_of_floor", floor / seconds, "share", gate_passed=gate)]
             if arm == "exact"
             else []
         ),
@@ -150,7 +154,7 @@ def _listed(
     ratio, gate = seconds["listed"] / seconds["exact"], max(errors.values()) <= 2
     print(f"listed over short exact, {batch=} {k=}: {ratio:.3f}", flush=True)
     where = {"batch": batch, "k": k}
-    return [*rows, result_row(BENCH, where, "listed_over_short_exact", ratio, "x", gate_passed=gate)]
+    return [*rows, row_of(where, "listed_over_short_exact", ratio, "x", gate_passed=gate)]
 
 
 def _gather(options: dict[str, str], batch: int, rounds: int) -> list[dict[str, Any]]:
@@ -170,7 +174,7 @@ def _gather(options: dict[str, str], batch: int, rounds: int) -> list[dict[str, 
         share = seconds[str(k)] / seconds[str(run)]
         print(f"gather, runs of {run:>3} slots, {batch=} {k=}: {share:.3f} of one run", flush=True)
         case = {"batch": batch, "k": k, "run": run}
-        rows.append(result_row(BENCH, case, "gather_efficiency", share, "share", gate_passed=gate))
+        rows.append(row_of(case, "gather_efficiency", share, "share", gate_passed=gate))
     return rows
 
 

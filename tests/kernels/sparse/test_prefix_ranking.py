@@ -91,6 +91,5 @@ def test_the_kernel_of_lists_compiles_for_hopper() -> None:
     from idlm.kernels.prefix_ranking.launch import USUAL
 
     constants = {"K": 8, "GROUP_BITS": 4, "TILE": USUAL.tile, "GROUPS": USUAL.read // 16}
-    constants |= {"STAGES": USUAL.select_stages}
     made = compiled(select_kernel, constants, USUAL.select_warps)
     assert made.spilled_bytes <= 16 and made.shared_bytes <= SHARED_BYTES // 3
