@@ -203,7 +203,7 @@ class Runner:
             self._trunk.logits,
             dropped=dropped,
             num_chunks=self._num_chunks,
-            weight_VD=self._trunk.head_weight,
+            weight_VD=self._trunk.head_weight if plan.takes_best else None,
             group=plan.logit_group,
         )
 
