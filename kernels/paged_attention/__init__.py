@@ -2,8 +2,7 @@
 
 from idlm.kernels.paged_attention.backends import BACKENDS, Plan, paged_attention, plan_attention, problems
 from idlm.kernels.paged_attention.reference import paged_attention_reference, sums_before_reference
-from idlm.kernels.paged_attention.sparse import sparse_attention
-from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape, SlotLists
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, HeadShape
 
 __all__ = [
     "BACKENDS",
@@ -11,11 +10,9 @@ __all__ = [
     "BeforeBlock",
     "HeadShape",
     "Plan",
-    "SlotLists",
     "paged_attention",
     "paged_attention_reference",
     "plan_attention",
     "problems",
-    "sparse_attention",
     "sums_before_reference",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock, SlotLists
+from idlm.kernels.paged_attention.types import AttentionRows, BeforeBlock
 
 FP8 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
@@ -113,75 +113,46 @@ def attend_lists(
     lists_BKC: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Output [b, W, N, H] of the rows that see lists; `caches`: keys and values, each with its scales."""
-    assert rows.starts_B is not None
-    (keys, k_scale_K), (values, v_scale_K) = caches
-    lists = SlotLists(
-        slots_BKC=lists_BKC[listed.sequences_b].long(),
-        block_table=rows.block_table[listed.sequences_b],
-        page_size=rows.page_size,
-        starts_B=rows.starts_B[listed.sequences_b],
-        limits_BW=listed.limits_bW,
-    )
-    q_bWNH, num_own = q_RNH[listed.rows_bW], listed.num_own
-    return sparse_attention(
-        q_bWNH, keys, values, lists, scale=scale, k_scale_K=k_scale_K, v_scale_K=v_scale_K, num_own=num_own
-    )
-
-
-def sparse_attention(
-    q_BWNH: torch.Tensor,
-    k_cache_SKH: torch.Tensor,
-    v_cache_SKH: torch.Tensor,
-    lists: SlotLists,
-    *,
-    scale: float,
-    k_scale_K: torch.Tensor | None = None,
-    v_scale_K: torch.Tensor | None = None,
-    num_own: int | None = None,
-) -> torch.Tensor:
-    """Return o_BWNH (q's dtype) of one block per sequence, whose rows see listed slots and their own block.
-
-    `num_own`: slots of the block, W if not given. Computed in fp32 (fp64 of fp64). Shapes depend on the
-    arguments' shapes only and nothing waits for the device, so a CUDA graph can hold it. A slot that no row
-    sees may hold NaN.
+    """Output [b, W, N, H] (q's dtype) of the rows that see lists; `caches`: keys and values, each with its
+    scales. Computed in fp32 (fp64 of fp64). A slot that no row sees may hold NaN.
     """
-    num_sequences, num_places, num_heads, head_dim = q_BWNH.shape
-    num_kv_heads = k_cache_SKH.shape[1]
-    own_slots = torch.arange(num_places if num_own is None else num_own, device=q_BWNH.device)
-    own_BO = lists.starts_B[:, None] + own_slots
-    slots_BKX = torch.cat((lists.slots_BKC, own_BO[:, None].expand(-1, num_kv_heads, -1)), dim=-1)
-    listed_BKWC = (lists.slots_BKC >= 0)[:, :, None].expand(-1, -1, num_places, -1)
-    sees_own_BWO = own_BO[:, None] < lists.limits_BW[:, :, None]
-    sees_BKWX = torch.cat((listed_BKWC, sees_own_BWO[:, None].expand(-1, num_kv_heads, -1, -1)), dim=-1)
-    slots_BKX = slots_BKX.clamp(0, lists.block_table.shape[1] * lists.page_size - 1)
-    pages_BKX = lists.block_table.gather(1, slots_BKX.flatten(1) // lists.page_size).view_as(slots_BKX)
-    physical_BKX = pages_BKX * lists.page_size + slots_BKX % lists.page_size
+    assert rows.starts_B is not None
+    num_kv_heads = caches[0][0].shape[1]
+    slots_bKC = lists_BKC[listed.sequences_b].long()
+    own_bO = rows.starts_B[listed.sequences_b][:, None] + torch.arange(listed.num_own, device=q_RNH.device)
+    slots_bKX = torch.cat((slots_bKC, own_bO[:, None].expand(-1, num_kv_heads, -1)), dim=-1)
+    num_places = listed.rows_bW.shape[1]
+    listed_bKWC = (slots_bKC >= 0)[:, :, None].expand(-1, -1, num_places, -1)
+    sees_own_bWO = own_bO[:, None] < listed.limits_bW[:, :, None]
+    sees_bKWX = torch.cat((listed_bKWC, sees_own_bWO[:, None].expand(-1, num_kv_heads, -1, -1)), dim=-1)
+    table_bP, size = rows.block_table[listed.sequences_b], rows.page_size
+    slots_bKX = slots_bKX.clamp(0, table_bP.shape[1] * size - 1)
+    pages_bKX = table_bP.gather(1, slots_bKX.flatten(1) // size).view_as(slots_bKX)
+    physical_bKX = pages_bKX * size + slots_bKX % size
     # A mask is not enough for slots that no row sees: 0 * NaN is NaN.
-    is_seen_BKX1 = sees_BKWX.any(dim=2)[..., None]
-    k_BKXH, v_BKXH = (
-        torch.where(is_seen_BKX1, _gathered_by_head(cache_SKH, physical_BKX, scale_K, q_BWNH.dtype), 0)
-        for cache_SKH, scale_K in ((k_cache_SKH, k_scale_K), (v_cache_SKH, v_scale_K))
+    is_seen_bKX1 = sees_bKWX.any(dim=2)[..., None]
+    k_bKXH, v_bKXH = (
+        torch.where(is_seen_bKX1, _gathered_by_head(cache_SKH, physical_bKX, scale_K, q_RNH.dtype), 0)
+        for cache_SKH, scale_K in caches
     )
-    q_BKGWH = q_BWNH.to(k_BKXH.dtype).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    scores_BKGWX = torch.einsum("bkgwh,bkxh->bkgwx", q_BKGWH, k_BKXH) * scale
-    scores_BKGWX = scores_BKGWX.masked_fill(~sees_BKWX[:, :, None], float("-inf"))
-    o_BKGWH = torch.einsum("bkgwx,bkxh->bkgwh", scores_BKGWX.softmax(dim=-1), v_BKXH)
-    o_BWNH = o_BKGWH.permute(0, 3, 1, 2, 4).reshape(num_sequences, num_places, num_heads, head_dim)
-    return o_BWNH.to(q_BWNH.dtype)
+    q_bKGWH = q_RNH[listed.rows_bW].to(k_bKXH.dtype).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    scores_bKGWX = torch.einsum("bkgwh,bkxh->bkgwx", q_bKGWH, k_bKXH) * scale
+    scores_bKGWX = scores_bKGWX.masked_fill(~sees_bKWX[:, :, None], float("-inf"))
+    o_bKGWH = torch.einsum("bkgwx,bkxh->bkgwh", scores_bKGWX.softmax(dim=-1), v_bKXH)
+    return o_bKGWH.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q_RNH.dtype)
 
 
 def _gathered_by_head(
-    cache_SKH: torch.Tensor, physical_BKX: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
+    cache_SKH: torch.Tensor, physical_bKX: torch.Tensor, scale_K: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Slots [B, K, X, H] of which each KV head has its own, in fp32 (fp64 if `dtype` is fp64)."""
+    """Slots [b, K, X, H] of which each KV head has its own, in fp32 (fp64 if `dtype` is fp64)."""
     num_kv_heads, head_dim = cache_SKH.shape[1:]
-    heads_K1 = torch.arange(num_kv_heads, device=physical_BKX.device)[:, None]
-    rows_Y = (physical_BKX * num_kv_heads + heads_K1).flatten()
+    heads_K1 = torch.arange(num_kv_heads, device=physical_bKX.device)[:, None]
+    rows_Y = (physical_bKX * num_kv_heads + heads_K1).flatten()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     read_YH = gathered(cache_SKH.reshape(-1, head_dim), rows_Y, None, wide).to(wide)
-    read_BKXH = read_YH.view(*physical_BKX.shape, head_dim)
-    return read_BKXH if scale_K is None else read_BKXH * scale_K[:, None, None]
+    read_bKXH = read_YH.view(*physical_bKX.shape, head_dim)
+    return read_bKXH if scale_K is None else read_bKXH * scale_K[:, None, None]
 
 
 def gathered(

@@ -61,25 +61,6 @@ class BeforeBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotLists:
-    """What `sparse_attention` shows the rows of one block per sequence. int64 on one device; slots are
-    LOGICAL.
-
-    The row at position w of the block sees, per KV head, the listed slots and the block's own slots
-    `[starts_B, limits_BW)`, of which there is at least one.
-    """
-
-    slots_BKC: torch.Tensor
-    """[B, K, C] slots below the block's first one, each at most once, in any order; -1 lists nothing."""
-    block_table: torch.Tensor
-    """[B, P] page ids."""
-    page_size: int
-    starts_B: torch.Tensor
-    """First slot of the block."""
-    limits_BW: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
     """Shape and dtype of the heads of a model."""
 
