@@ -38,7 +38,7 @@ from idlm.infer.options import EngineOptions, decoder_config
 from idlm.infer.parts import EngineParts
 from idlm.infer.planning.canvas import canvas_shape
 from idlm.infer.runtime.canvas_runner import CanvasRunner
-from idlm.infer.runtime.cuda_graphs import StaticStep
+from idlm.infer.runtime.cuda_graphs import StaticStep, most_stored_rows
 from idlm.infer.runtime.model_runner import (
     EagerStep,
     PassRunner,
@@ -277,7 +277,9 @@ def _stack(
 ) -> AcceleratorStack:
     """The accelerators from their `configs` by name."""
     kv_policy, local = decoder.kv_policy, model.local
-    clean_rows = settings.max_num_seqs * kv_policy.block_size
+    stored_rows = most_stored_rows(
+        kv_policy, budget=settings.max_num_batched_tokens, num_sequences=settings.max_num_seqs
+    )
     spec = EngineSpec(
         decoder=decoder.name,
         decoder_options=dataclasses.asdict(decoder.config),
@@ -290,7 +292,7 @@ def _stack(
         kv_dtype=sizes.kv_dtype,
         num_lanes=sizes.num_lanes,
         max_slots=sizes.max_slots,
-        max_rows=_most_rows(settings, decoder, sizes) + settings.max_num_batched_tokens + clean_rows,
+        max_rows=_most_rows(settings, decoder, sizes) + stored_rows,
         page_size=settings.slots_per_page,
         device=model.device,
         tensor_parallel=settings.tensor_parallel,

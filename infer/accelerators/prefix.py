@@ -115,8 +115,8 @@ class PrefixAccelerator(KVAccelerator, ABC):
         """Also names numbers out of range."""
         spec, k, exact_layers = self.spec, self.config.k, self.config.exact_layers
         found = set_problems(spec, k=k, exact_layers=exact_layers)
-        # A list's slot of all lanes, sparse layers and KV heads.
-        slot_bytes = 4 * max(0, spec.num_layers - exact_layers) * spec.num_lanes * spec.num_kv_heads
+        # The lists of lanes, and those that a pass takes of them.
+        slot_bytes = 2 * self._slot_bytes()
         num_bytes, free = slot_bytes * min(k, spec.max_slots), memory_bytes(spec.device)[0]
         if not found and num_bytes > free:
             found.append(
@@ -126,14 +126,19 @@ class PrefixAccelerator(KVAccelerator, ABC):
         return [*super().problems(), *found]
 
     def pass_bytes(self) -> int:
-        """Return the bytes of queries and sums of all sparse layers, and of the shares of some."""
+        """Return the bytes of queries, sums and lists of all sparse layers, and of the shares of some."""
         spec, num_layers = self.spec, self.spec.num_layers - self.config.exact_layers
-        kept_heads = (
-            2 * spec.num_heads + 2 * spec.num_kv_heads
-        )  # The fused product, and a copy of its queries.
+        # The fused product, and a copy of its queries.
+        kept_heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
         row_bytes = kept_heads * spec.head_dim * spec.dtype.itemsize + 4 * 4 * spec.num_heads
+        lists = self._slot_bytes() * min(self.config.k, spec.max_slots)
         shares = workspace_bytes(num_layers, spec.num_lanes, spec.num_kv_heads, spec.max_slots)
-        return num_layers * spec.max_rows * row_bytes + shares
+        return num_layers * spec.max_rows * row_bytes + lists + shares
+
+    def _slot_bytes(self) -> int:
+        """Bytes of one slot in the lists of all lanes, sparse layers and KV heads."""
+        spec = self.spec
+        return 4 * max(0, spec.num_layers - self.config.exact_layers) * spec.num_lanes * spec.num_kv_heads
 
     def allocate(self) -> None:
         """Allocate a set per lane."""

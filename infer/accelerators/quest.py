@@ -132,7 +132,9 @@ class QuestPass(KVPass):
         )
         self._slots = PagedSlots(block_table_BP=view.block_table_BP, page_size=view.page_size)
         self._num_pages = -(-view.max_slots // config.page)
-        self._num_pages_B = (view.active.starts_B + config.page - 1) // config.page
+        # The block of a sequence that is still prefilling begins behind the pages of this pass.
+        self._starts_B = torch.where(view.is_working_B, view.active.starts_B, 0)
+        self._num_pages_B = (self._starts_B + config.page - 1) // config.page
         self._offset_F = torch.arange(config.page, dtype=torch.int32, device=device)
 
     def commit_kv(self, layer: int) -> None:
@@ -153,7 +155,7 @@ class QuestPass(KVPass):
             q_RNH,
             view.rows_BW,
             self._bounds.layer(index),
-            view.active.starts_B,
+            self._starts_B,
             self._slots,
             page=page,
             num_pages=self._num_pages,
@@ -164,5 +166,5 @@ class QuestPass(KVPass):
         select_largest(scores_BKP[None], self._num_pages_B, is_listed_B, view.sequences_B, pages_1BKC)
         # Pages ascend, so that a slot of the block can only be the last one; page -1 has negative slots.
         slots_BKCF = torch.add(self._offset_F, pages_1BKC[0, ..., None], alpha=page)
-        is_before_BKCF = slots_BKCF < view.active.starts_B[:, None, None, None]
+        is_before_BKCF = slots_BKCF < self._starts_B[:, None, None, None]
         return torch.where(is_before_BKCF, slots_BKCF, NOT_LISTED).clamp_(min=NOT_LISTED).flatten(2)

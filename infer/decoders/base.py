@@ -153,11 +153,7 @@ def fitting_decoders(semantics: Semantics) -> list[str]:
 
 def choose_decoder(name: str | None, semantics: Semantics) -> type[Decoder]:
     """The decoder called `name`, or the checkpoint's default; UserError IDLM-0619 if no decoder fits it."""
-    # No decoder of this version runs full diffusion: say so, whichever is named.
-    if name is None or semantics.causality == "full":
-        fitting = fitting_decoders(semantics)
-        name = name or fitting[0]
-    return DECODERS.get(name)
+    return DECODERS.get(name or fitting_decoders(semantics)[0])
 
 
 def rows_by_mode(decoder: Decoder, max_length: int) -> tuple[int, ...]:

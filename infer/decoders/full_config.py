@@ -18,6 +18,8 @@ from idlm.infer.decoders.full_orders import ORDERS, Order
 from idlm.infer.decoders.full_rows import CACHES
 from idlm.infer.state.batch import to_device
 
+MAX_GUIDANCE = 1e4
+"""Logits that are mixed in fp32 stay finite."""
 REQUEST_OPTIONS = ("steps", "threshold", "factor", "order_temperature", "guidance")
 NO_THRESHOLD = 2.0
 """No probability exceeds this."""
@@ -117,8 +119,8 @@ def order_name(config: FullConfig, *, logit_shift: bool) -> str:
 def check(config: FullConfig, order: str, kind: type[Order], *, prefix: str = "decoder.") -> None:
     """UserError IDLM-0451 for options out of range or in conflict. `prefix`: of options of requests."""
     problems = [*_problems_of_limits(config, order, kind, prefix), *_problems_of_cache(config)]
-    if not 0 <= config.guidance < math.inf:
-        problems.append(f"{prefix}guidance={config.guidance} is not a number of at least 0")
+    if not 0 <= config.guidance <= MAX_GUIDANCE:
+        problems.append(f"{prefix}guidance={config.guidance} is not a number from 0 to {MAX_GUIDANCE:g}")
     if config.guidance > 0 and config.cache is not None:
         problems.append(f"{prefix}guidance={config.guidance} does not work with decoder.cache={config.cache}")
     if not config.order_temperature >= 0:

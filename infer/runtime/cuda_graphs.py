@@ -28,7 +28,7 @@ sequences padding adds at most a twenty-fifth.
 """
 PROMPT_BUCKETS = (0, 64, 256, 1024, 2048)
 """Prompt rows beside the decoding rows."""
-FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+FED_BLOCK_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """The same in blocks, including clean blocks of answers."""
 MIN_SLOTS = 1024
 DOUBLED_SLOTS = 1 << 15
@@ -195,7 +195,8 @@ def shape_of(schedule: Schedule, decoder: Decoder, max_length: int) -> PassShape
             longest_canvas = max(num_rows // request.num_canvases for num_rows, request in rows)
             max_rows = min(_rounded_up(longest_canvas), most)
             longest = min(_rounded_up(schedule.max_length), max_length)
-            is_greedy = schedule.is_greedy
+            # Guided passes need logits.
+            is_greedy = schedule.is_greedy and schedule.num_canvases == 1
     return PassShape(
         mode=schedule.mode,
         num_sequences=num_sequences,
@@ -224,6 +225,14 @@ def _num_blocks(schedule: Schedule, num_sequences: int, kv_policy: KVWritePolicy
         return sum(max(0, num_feed // kv_policy.block_size - 1) for num_feed in schedule.num_feed)
     num_told = sum(schedule.num_feed) // kv_policy.block_size
     return max(num_told, -(-num_sequences // 8))
+
+
+def most_stored_rows(kv_policy: KVWritePolicy, *, budget: int, num_sequences: int) -> int:
+    """Rows beside the decoding ones that a pass lays out at most. The first block of each sequence does not
+    count against the budget.
+    """
+    size = kv_policy.block_size
+    return size * _bucket(budget // size + num_sequences, FED_BLOCK_BUCKETS)
 
 
 def _bucket(size: int, buckets: tuple[int, ...]) -> int:

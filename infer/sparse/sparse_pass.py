@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from idlm.infer.accelerators.base import KVPass, RowSelection, RowsPass
-from idlm.infer.sparse.view import AttentionLists, PassView, ascending
+from idlm.infer.sparse.view import NOT_LISTED, AttentionLists, PassView, ascending
 from idlm.infer.state.batch import StepPlan
 from idlm.infer.state.wanted_rows import DroppedRows
 from idlm.kernels.paged_attention import Plan
@@ -68,6 +68,9 @@ class SparseKV:
         lists_BKC = sums = None
         if self._kv is not None:
             lists_BKC = self._kv.select_kv(number, q_RNH)
+            if lists_BKC is not None and not lists_BKC.shape[2]:
+                # Rows that see no slot before their block: a list of nothing.
+                lists_BKC = torch.nn.functional.pad(lists_BKC, (0, 1), value=NOT_LISTED)
             sums = None if lists_BKC is None else self._kv.prefix_sums(number, q_RNH)
             if lists_BKC is not None and not self._kv.lists_ascend:
                 lists_BKC = ascending(lists_BKC)

@@ -77,11 +77,6 @@ class PassView:
         pages_bX = self.block_table_BP[sequences_b[:, None], slots_bX // self.page_size]
         return pages_bX * self.page_size + slots_bX % self.page_size
 
-    def block_slots(self, sequences_b: Tensor) -> Tensor:
-        """Slots [b, W] of the active blocks."""
-        places_W = torch.arange(self.active.size, device=sequences_b.device)
-        return self.active.starts_B[sequences_b, None] + places_W
-
     def keys(self, layer: int, slots_bX: Tensor, sequences_b: Tensor) -> Tensor:
         """Keys [b, X, K, H] as attention reads them, fp32 (fp64 from an fp64 cache)."""
         (keys, _), (scale_K, _) = self.cache.layer(layer), self.cache.layer_scales(layer)

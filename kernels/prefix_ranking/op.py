@@ -85,5 +85,6 @@ def layer_bytes(num_sequences: int, num_kv_heads: int, max_slots: int) -> int:
 
 def workspace_bytes(num_layers: int, num_sequences: int, num_kv_heads: int, max_slots: int) -> int:
     """Bytes that `rank_prefix` allocates at most; known before any page is allocated."""
-    at_once = layers_at_once(num_layers, num_sequences, num_kv_heads, max_slots)
-    return at_once * layer_bytes(num_sequences, num_kv_heads, max_slots)
+    # A smaller pass takes more layers at once.
+    per_layer = layer_bytes(num_sequences, num_kv_heads, max_slots)
+    return min(num_layers * per_layer, max(MAX_SHARE_BYTES, per_layer))

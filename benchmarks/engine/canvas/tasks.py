@@ -146,6 +146,8 @@ def find_longest(task: Task) -> Answer:
         # Plans cost nothing, and a step of a million rows takes a minute.
         found = longest(lambda length: is_planned(arm, task, length, reasons), guess=task.length, limit=limit)
         limit = found.fits
+        if not limit:
+            return {"length": 0, "probes": found.probes, "reason": reasons[found.too_long or limit]}
     ran = longest(lambda length: fits(arm, task, length, reasons), guess=found.fits, limit=limit)
     reason = reasons.get(ran.too_long or found.too_long or -1, "")
     return {"length": ran.fits, "probes": ran.probes, "reason": reason, **_compilations(arm)}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from idlm.infer.accelerators import quest
 from idlm.infer.runtime.model_runner import Runner
 from idlm.infer.state.kv_cache import KVCache
 from idlm.infer.state.page_pool import PagePool
@@ -92,6 +93,23 @@ def test_static_shapes_change_no_token_of_a_mixed_batch(
         engine = engine_of(toys, accelerators=thinly(stack), **way)
         assert tokens(engine.generate(PROMPTS, PARAMS)) == expected
         assert_idle(engine)
+
+
+def test_quest_scores_no_page_behind_the_table(
+    toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of a sequence that prefills begins behind the slots that a pass has pages for."""
+    scored, scores = [], quest.page_scores
+
+    def checked(q_RNH: Any, rows_BW: Any, bounds: Any, starts_B: Any, slots: Any, **sizes: Any) -> Any:
+        assert int(starts_B.max()) <= slots.block_table_BP.shape[1] * slots.page_size
+        scored.append(int(starts_B.max()))
+        return scores(q_RNH, rows_BW, bounds, starts_B, slots, **sizes)
+
+    monkeypatch.setattr(quest, "page_scores", checked)
+    engine = engine_of(toys, accelerators={"quest": THIN["quest"]}, max_num_batched_tokens=SIZE)
+    [done] = engine.generate([[1 + number % 30 for number in range(9 * SIZE)]], greedy(max_tokens=SIZE))
+    assert len(done.token_ids) == SIZE and {0, 9 * SIZE} <= set(scored)
 
 
 @pytest.mark.parametrize("name", sorted(THIN))

@@ -290,9 +290,9 @@ def test_quest_reports_the_bytes_of_a_page() -> None:
 
 @pytest.mark.parametrize("name", ["mage", "sparsed"])
 def test_lists_that_do_not_fit_are_refused_before_they_are_allocated(name: str) -> None:
-    """With the bytes that they take and the largest k that fits."""
+    """With the bytes that they and a pass's copy of them take, and the largest k that fits."""
     place = dataclasses.replace(PLACE, num_lanes=1 << 28, max_slots=1 << 12)
-    kind, slot_bytes = ACCELERATORS.get(name), 4 * (NUM_LAYERS - 2) * (1 << 28) * NUM_KV_HEADS
+    kind, slot_bytes = ACCELERATORS.get(name), 8 * (NUM_LAYERS - 2) * (1 << 28) * NUM_KV_HEADS
     [problem] = kind(kind.Config(k=1 << 20), place).problems()
     free = memory_bytes(PLACE.device)[0]
     assert f"take {slot_bytes << 12:,} bytes" in problem
