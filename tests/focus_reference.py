@@ -28,7 +28,7 @@ Rows = dict[int, Tensor]
 class FocusRules:
     """`over`: the importance of a token is summed over "masked" tokens or the whole "block" (equation 2).
     `mean`: of decoded tokens, over the passes of the "block" or of the whole "request". `begins_full`: in the
-    first pass over a block somebody else needs all rows, as MAGE does. `published`: as the published code,
+    first pass over a block the kv side needs all rows, as MAGE does. `published`: as the published code,
     not the paper: rows see nothing behind the last one that is kept, and a request's first pass keeps all
     rows and is left out of the mean.
     """

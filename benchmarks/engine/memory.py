@@ -6,7 +6,7 @@
         [resize_layers=8] [budget_s=570] [timeout_s=540] [figures=FOLDER] [record=true]
 
 Models of true shapes have random bf16 weights. Every arm runs in a fresh process under a cap that binds
-everybody (`canvas/card.py`). Arms of libraries: native_fp64, native, compile, masked, compile_masked
+all of them (`canvas/card.py`). Arms of libraries: native_fp64, native, compile, masked, compile_masked
 (`canvas/native_arms.py`). Ours: paper (attention whole, 48 KiB a token of LLaDA-8B), mosaic (attention whole,
 planned), ours (query chunks).
 Part `l_max` bisects with `probe_layers` layers, the other layers' weights as ballast; `check_layers` compares

@@ -110,16 +110,6 @@ def ascending(slots_BKC: Tensor) -> Tensor:
     return torch.where(slots_BKC < beyond, slots_BKC, NOT_LISTED)
 
 
-def flagged(is_flagged_R: Tensor, capacity: int) -> Tensor:
-    """Numbers [capacity] of the flagged rows in order, R behind the last; those beyond `capacity` are left
-    out."""
-    num_rows, device = len(is_flagged_R), is_flagged_R.device
-    # Rows that are left out go to one more place, which is cut off.
-    place_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, capacity).clamp(max=capacity)
-    numbers = torch.full((capacity + 1,), num_rows, dtype=torch.int64, device=device)
-    return numbers.scatter_(0, place_R, torch.arange(num_rows, device=device))[:-1]
-
-
 def block_rows(plan: StepPlan, active: ActiveBlocks) -> Tensor:
     """Which rows of a plan belong to active blocks, bool [R]; padding rows do not."""
     rows_R = torch.arange(len(plan.slots_R), device=plan.slots_R.device)

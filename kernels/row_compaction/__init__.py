@@ -1,6 +1,7 @@
 """The rows that a pass goes on with, packed again; contract in README.md."""
 
 from idlm.kernels.row_compaction.op import compact_rows, gather_rows
+from idlm.kernels.row_compaction.plain import flagged
 from idlm.kernels.row_compaction.reference import compact_reference
 from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
 
@@ -11,5 +12,6 @@ __all__ = [
     "Room",
     "compact_reference",
     "compact_rows",
+    "flagged",
     "gather_rows",
 ]

@@ -36,7 +36,7 @@ def compact_rows(
         ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
         waits_B = waits_B | ((needs_B > 0) & (ends_B > room.capacity))
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
-    numbers_I = _flagged(keep_R, num_left)
+    numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows
     numbers_I = torch.where(is_row_I, numbers_I, 0)
     sequence_I = rows.sequence_R[numbers_I]
@@ -72,8 +72,10 @@ def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool
     return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
 
 
-def _flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
-    """Numbers [I] of the flagged rows in order, R behind the last."""
+def flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
+    """Numbers [num_left] of the flagged rows in order, R after the last; those beyond `num_left` are left
+    out.
+    """
     num_rows, device = len(is_flagged_R), is_flagged_R.device
     # Rows that are left out go to one more place, which is cut off.
     place_R = torch.where(is_flagged_R, is_flagged_R.cumsum(0) - 1, num_left).clamp(max=num_left)

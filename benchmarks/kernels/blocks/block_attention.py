@@ -64,7 +64,7 @@ def measure(arguments: list[str]) -> int:
     """Print and optionally record all cases, or sweep."""
     options = parse_options(arguments, DEFAULTS)
     if not torch.cuda.is_available():
-        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.kernels.attention on a GPU")
+        raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.block_attention on a GPU")
     if options["compile_part"]:
         return block_attention_sweep.compile_part(options)
     if options["sweep"] == "true":

@@ -37,7 +37,7 @@ CASES = [
 @dataclass(kw_only=True)
 class Lane:
     """A sequence, as the reference knows it. `keys`: of the block in work, by layer and place. `is_fed`: the
-    pass decodes for it; `is_needed`: and somebody needs all of its rows.
+    pass decodes for it; `is_needed`: and the kv side needs all of its rows.
     """
 
     num_stored: int
