@@ -22,6 +22,7 @@ from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import block_step
 from idlm.kernels.backend import runs_kernels
 from idlm.kernels.block_step import PASSES_BITS, BlockLanes, BlockShape, PackedBlocks, WantedPlaces
+from idlm.kernels.row_compaction import take_room
 
 OPENS = 1 << 40
 """Priority of a sequence that draws the first token of a shifted block: that block's last row must not wait,
@@ -266,9 +267,7 @@ def _with_room(
     `predicting_X`: the row that predicts each place, [B * W].
     """
     num_B = is_asked_BW.sum(dim=1)
-    order_B = priority_B.argsort(descending=True, stable=True)
-    ends_B = torch.empty_like(num_B).scatter_(0, order_B, num_B[order_B].cumsum(0))
-    waits_B = (num_B > 0) & (ends_B > num_wanted)
+    ends_B, waits_B = take_room(num_B, priority_B, num_wanted)
     number_BW = (ends_B - num_B)[:, None] + is_asked_BW.cumsum(dim=1) - 1
     number_BW = torch.where(is_asked_BW & ~waits_B[:, None], number_BW, -1)
     # Places without a row go to one more, which is cut off; padding is row 0, place 0.

@@ -1,7 +1,7 @@
 """The rows that a pass goes on with, packed again; contract in README.md."""
 
 from idlm.kernels.row_compaction.op import compact_rows, gather_rows
-from idlm.kernels.row_compaction.plain import flagged
+from idlm.kernels.row_compaction.plain import flagged, take_room
 from idlm.kernels.row_compaction.reference import compact_reference
 from idlm.kernels.row_compaction.types import Compacted, Drop, PackedRows, Room
 
@@ -14,4 +14,5 @@ __all__ = [
     "compact_rows",
     "flagged",
     "gather_rows",
+    "take_room",
 ]

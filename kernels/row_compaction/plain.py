@@ -32,9 +32,7 @@ def compact_rows(
         needs_B = torch.zeros_like(room.num_waits_B).scatter_add_(
             0, rows.sequence_R, (keep_R & ~is_scheduled_R).long()
         )
-        order_B = room.num_waits_B.argsort(descending=True, stable=True)
-        ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
-        waits_B = waits_B | ((needs_B > 0) & (ends_B > room.capacity))
+        waits_B = waits_B | take_room(needs_B, room.num_waits_B, room.capacity)[1]
         keep_R = keep_R & (is_scheduled_R | ~waits_B[rows.sequence_R])
     numbers_I = flagged(keep_R, num_left)
     is_row_I = numbers_I < num_rows
@@ -70,6 +68,15 @@ def _by_row(of_places_BW: Tensor, rows_BW: Tensor, num_rows: int, *, other: bool
     target_X = torch.where(rows_BW >= 0, rows_BW, num_rows).flatten()
     values_R = torch.full((num_rows + 1,), other, dtype=of_places_BW.dtype, device=rows_BW.device)
     return values_R.scatter(0, target_X, of_places_BW.flatten())[:-1]
+
+
+def take_room(needs_B: Tensor, priority_B: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Where the rows of each sequence end if sequences take room for `needs_B` rows each, those of the
+    highest priority first, then in order; and which find none (bool): one that does not and all after it.
+    """
+    order_B = priority_B.argsort(descending=True, stable=True)
+    ends_B = torch.empty_like(needs_B).scatter_(0, order_B, needs_B[order_B].cumsum(0))
+    return ends_B, (needs_B > 0) & (ends_B > capacity)
 
 
 def flagged(is_flagged_R: Tensor, num_left: int) -> Tensor:
