@@ -31,6 +31,8 @@ from idlm.infer.state.batch import Batch, Schedule, StepPlan, lane_of
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.kernels import sampling
 from idlm.kernels.sampling import Probs, Verdict
+from idlm.kernels.sampling.reference import dense_probs
+from tests.kernels.cases.sampling_steps import stored_probs
 from tests.law.sampling_halves import PARTS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -72,9 +74,10 @@ def _part(patch: pytest.MonkeyPatch) -> None:
     def emit_and_draft(
         probs: Probs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
     ) -> None:
-        ops = vars(isd)
-        ops["emit"](probs, store, verdict, lanes_B=lanes_B, uniforms_B=uniforms_BA[:, 0].contiguous())
-        ops["draw_drafts"](probs, verdict, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
+        ops, given = vars(isd), (probs, store, verdict)
+        drafts_ZJ = state["drafts_ZJ"]
+        ops["emit"](*given, lanes_B=lanes_B, uniforms_B=uniforms_BA[:, 0].contiguous(), drafts_ZJ=drafts_ZJ)
+        ops["draw_drafts"](*given, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
 
     patch.setattr(isd, "emit_and_draft", emit_and_draft)
     for name in PARTS.keys() - vars(isd).keys():
@@ -219,8 +222,9 @@ def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
         num_rows = len(lanes_B) * (drafts_ZJ.shape[1] + 1)
         depth_J = torch.arange(drafts_ZJ.shape[1], device=lanes_B.device)
         ids_BJ, rows_BJ = drafts_ZJ[lanes_B], (first_B[:, None] + depth_J).clamp(max=num_rows - 1)
-        p_BJ = probs.probs_XV[rows_BJ, ids_BJ]
-        q_BJ = store.probs_ZJV[lanes_B[:, None], depth_J, ids_BJ].clamp(min=1e-300)
+        p_BJ = dense_probs(probs)[rows_BJ, ids_BJ]
+        q_ZJV = stored_probs(store, getattr(probs, "tuning", None))
+        q_BJ = q_ZJV[lanes_B[:, None], depth_J, ids_BJ].clamp(min=1e-300)
         return op(probs, store, tables, uniforms_BJ=uniforms_BJ * (p_BJ / q_BJ) ** 2, **columns)
 
     _replace(patch, "verify", verify)

@@ -170,13 +170,15 @@ def test_the_best_tokens_are_those_of_the_logits(wide: Path, monkeypatch: pytest
 @pytest.mark.parametrize("guidance", [0.0, 1.5])
 @pytest.mark.parametrize("arena", ["plain", "mapped"])
 def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str, guidance: float) -> None:
-    """By the driver's count, at two lengths, the second one much larger; with guidance two canvases."""
+    """By the driver's count, at two lengths, the second one much larger; with guidance two canvases.
+
+    The first pass of a length loads the code of its kernels and libraries, so the second one is counted.
+    """
     engine = engine_of(wide, "mosaic", max_length=50_000, memory_arena=arena, guidance=guidance)
     num_canvases = 1 if guidance == 0 else 2
     runner: Any = engine._parts.runner
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, seed=1)
-    engine.generate([[1] * 600], params)  # kernels are compiled, and libraries take their workspaces
-    for length in (8_000, 40_000):
+    params, seen = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, seed=1), set[int]()
+    for length in (8_000, 40_000, 8_000, 40_000):
         runner.arena.resize(0)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -190,8 +192,11 @@ def test_a_pass_takes_the_planned_bytes_of_the_device(wide: Path, arena: str, gu
         )
         planned = plan.peak_bytes + runner.library_bytes
         engine.abort("one")
-        assert taken <= 1.01 * planned + SLACK, f"{taken / MIB:.0f} MiB of {planned / MIB:.0f} planned"
-        assert taken >= runner.arena.num_bytes > 0
+        print(f"{length=} {taken / MIB:.0f} MiB of {planned / MIB:.0f} planned")
+        if length in seen:
+            assert taken <= 1.01 * planned + SLACK, f"{taken / MIB:.0f} MiB of {planned / MIB:.0f} planned"
+            assert taken >= runner.arena.num_bytes > 0
+        seen.add(length)
 
 
 def test_the_mapped_arena_grows_and_shrinks_between_requests(wide: Path) -> None:

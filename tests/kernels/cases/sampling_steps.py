@@ -101,7 +101,7 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
     fed_XV = poisoned(logits_XV.masked_fill(is_padding_X[:, None], torch.nan), padding_rows=0)
     probs = row_probs(fed_XV, *base.settings, filters=base.has_filters, lanes_B=state.lanes_B, tuning=tuning)
     p_XV = all_probs(probs, len(logits_XV))
-    q_ZJV = _stored(state.store, tuning)
+    q_ZJV = stored_probs(state.store, tuning)
     before = (state.drafts_ZJ.clone(), state.layout_Z.clone(), q_ZJV.clone())
     verdict = verify(
         probs,
@@ -122,14 +122,15 @@ def _step(state: Step, logits_XV: Tensor, base: Case, uniforms_BD: Tensor, tunin
     emit_and_draft(probs, state.store, verdict, **lanes, **held, uniforms_BA=uniforms_BA)
     _check_verdict(drafted, verdict, p_XV, q_ZJV, uniforms_BD)
     put(state.store, state.lanes_B, probs, verdict.draft_rows_BJ, active_B=state.active_B)
-    kept_ZJV = _stored(state.store, tuning)
+    kept_ZJV = stored_probs(state.store, tuning)
     _check_lanes(state, verdict, p_XV, (*before, kept_ZJV), uniforms_BD[:, num_masks + 1 :])
 
 
-def _stored(store: Drafts, tuning: Tuning) -> Tensor:
-    """The stored probabilities [Z, J, V]."""
+def stored_probs(store: Drafts, tuning: Tuning | None) -> Tensor:
+    """The stored probabilities [Z, J, V]; `tuning` of the kernels, where they stored them."""
     if not isinstance(store, DraftProbs):
         return store.probs_ZJV.clone()
+    assert tuning is not None
     logits_XV, numbers_XF, masses_XC = (tensor.flatten(0, 1) for tensor in store.tensors())
     rows = RowProbs(logits_XV=logits_XV, numbers_XF=numbers_XF, masses_XC=masses_XC, tuning=tuning)
     return dense_probs(rows).view_as(store.logits_ZJV)
