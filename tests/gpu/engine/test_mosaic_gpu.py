@@ -59,8 +59,6 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module", params=tuple(full_reference.CONFIGS))
 def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint wide enough to measure bytes, random, in bf16."""
-    from idlm.infer.models.loader import read_outline
-
     path = tmp_path_factory.mktemp(f"wide_{request.param}")
     (path / "config.json").write_text(json.dumps(wide_config(request.param)))
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +72,6 @@ def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         },
         path / "model.safetensors",
     )
-    assert read_outline(path).spec.width == 512
     return path
 
 
