@@ -35,8 +35,10 @@ class EngineSettings:
         "plug-ins that compute sparse attention; options: accelerators.NAME.OPTION=VALUE", []
     )
     memory: str = option("memory manager", "caching")
-    memory_arena: Literal["plain", "mapped"] = option(
-        "workspace of memory=mosaic: one tensor, or pages mapped into reserved addresses", "plain"
+    memory_arena: Literal["auto", "plain", "mapped"] = option(
+        "workspace of memory=mosaic: plain is one tensor, mapped is pages mapped into reserved addresses; "
+        "auto is mapped on a GPU",
+        "auto",
     )
     max_num_seqs: int = option("sequences that run at once", 64)
     max_length: int | None = option("prompt and answer together; null is the model's context", None)

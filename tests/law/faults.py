@@ -74,9 +74,8 @@ def _part(patch: pytest.MonkeyPatch) -> None:
     def emit_and_draft(
         probs: Probs, store: Any, verdict: Verdict, *, lanes_B: Tensor, uniforms_BA: Tensor, **state: Any
     ) -> None:
-        ops, given = vars(isd), (probs, store, verdict)
-        drafts_ZJ = state["drafts_ZJ"]
-        ops["emit"](*given, lanes_B=lanes_B, uniforms_B=uniforms_BA[:, 0].contiguous(), drafts_ZJ=drafts_ZJ)
+        ops, given, first_B = vars(isd), (probs, store, verdict), uniforms_BA[:, 0].contiguous()
+        ops["emit"](*given, lanes_B=lanes_B, uniforms_B=first_B, drafts_ZJ=state["drafts_ZJ"])
         ops["draw_drafts"](*given, lanes_B=lanes_B, uniforms_BJ=uniforms_BA[:, 1:], **state)
 
     patch.setattr(isd, "emit_and_draft", emit_and_draft)
@@ -215,15 +214,12 @@ def residual_is_p(patch: pytest.MonkeyPatch) -> None:
 def acceptance_with_p_and_q_swapped(patch: pytest.MonkeyPatch) -> None:
     """u * p < q; the same numbers are accepted as by u' * q < p with u' = u * p^2 / q^2."""
 
-    def verify(
-        op: Any, probs: Any, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any
-    ) -> Verdict:
+    def verify(op: Any, probs: Any, store: Any, tables: Any, *, uniforms_BJ: Tensor, **columns: Any) -> Any:
         lanes_B, first_B, drafts_ZJ = (columns[name] for name in ("lanes_B", "first_rows_B", "drafts_ZJ"))
         num_rows = len(lanes_B) * (drafts_ZJ.shape[1] + 1)
         depth_J = torch.arange(drafts_ZJ.shape[1], device=lanes_B.device)
         ids_BJ, rows_BJ = drafts_ZJ[lanes_B], (first_B[:, None] + depth_J).clamp(max=num_rows - 1)
-        p_BJ = dense_probs(probs)[rows_BJ, ids_BJ]
-        q_ZJV = stored_probs(store, getattr(probs, "tuning", None))
+        p_BJ, q_ZJV = dense_probs(probs)[rows_BJ, ids_BJ], stored_probs(store, getattr(probs, "tuning", None))
         q_BJ = q_ZJV[lanes_B[:, None], depth_J, ids_BJ].clamp(min=1e-300)
         return op(probs, store, tables, uniforms_BJ=uniforms_BJ * (p_BJ / q_BJ) ** 2, **columns)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from idlm.errors import UserError
-from idlm.infer.planning.arena import MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
+from idlm.infer.planning.arena import AUTO, MAPPED, PLAIN, Arena, MappedArena, PlainArena, open_arena, view_of
 from idlm.infer.planning.chunking import plan_forward, trunk_forward
 from idlm.log import get_logger
 from tests.unit.planning.fake_driver import PAGE, FakeDriver
@@ -203,7 +203,8 @@ def test_an_arena_without_the_driver_is_plain_and_says_so(
         assert isinstance(open_arena(MAPPED, CPU), PlainArena)
     assert "arena=plain is used: cpu is not a CUDA device" in caplog.text
     caplog.clear()
-    assert isinstance(open_arena(PLAIN, CPU), PlainArena) and not caplog.text
+    for kind in (PLAIN, AUTO):
+        assert isinstance(open_arena(kind, CPU), PlainArena) and not caplog.text
 
 
 def test_views_of_more_elements_than_32_bits_count() -> None:
