@@ -284,16 +284,16 @@ def uniforms_kernel(
     num_draws,
     HAS_LANES: tl.constexpr,
     STEP_BY_LANE: tl.constexpr,
-    DRAWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Philox4x32-10 numbers in (0, 1), fp64, of one sequence's sampling step."""
+    """Philox4x32-10 numbers in (0, 1), fp64: a tile of those of one sequence's sampling step."""
     i_sequence = tl.program_id(0).to(tl.int64)
     lane = i_sequence
     if HAS_LANES:
         lane = tl.load(p_lanes + i_sequence).to(tl.int64)
     step = tl.load(p_steps + (lane if STEP_BY_LANE else i_sequence))
-    o_draw = tl.arange(0, DRAWS)
-    b_zero = tl.zeros([DRAWS], tl.uint32)
+    o_draw = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    b_zero = tl.zeros([TILE], tl.uint32)
     b_word, _, _, _ = tl.philox(
         tl.load(p_seeds + lane),
         o_draw.to(tl.uint32),

@@ -125,8 +125,10 @@ def test_uniform_numbers_equal_those_of_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     seeds, steps = (torch.randint(-(2**62), 2**62, (500,), generator=generator) for _ in range(2))
     samples = torch.randint(0, 2**31, (500,), generator=generator)
-    expected = uniforms(seeds, samples, steps, 15)
-    assert torch.equal(uniforms(seeds.cuda(), samples.cuda(), steps.cuda(), 15).cpu(), expected)
+    for num_draws in (15, 16_387):
+        expected = uniforms(seeds, samples, steps, num_draws)
+        found = uniforms(seeds.cuda(), samples.cuda(), steps.cuda(), num_draws)
+        assert torch.equal(found.cpu(), expected)
 
 
 def test_one_kept_token_and_massive_ties_at_full_size() -> None:

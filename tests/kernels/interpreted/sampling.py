@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from idlm.kernels.sampling import RowProbs, Tuning, draw, op, plain, probs_reference, row_probs, uniforms
+from idlm.kernels.sampling.launch import MAX_DRAWS
 from tests.kernels.cases.sampling import (
     Case,
     all_probs,
@@ -121,7 +122,9 @@ def test_uniform_numbers_equal_the_plain_ones() -> None:
     seeds = torch.tensor([0, -5, 2**62 + 7])
     samples, steps = torch.tensor([0, 3, 1]), torch.tensor([0, 9, 2**33 + 1])
     lanes = torch.tensor([2, 0, 2])
+    for num_draws in (7, 2 * MAX_DRAWS + 3):
+        expected = plain.uniforms(seeds, samples, steps, lanes, num_draws)
+        assert torch.equal(uniforms(seeds, samples, steps, num_draws, lanes_B=lanes), expected)
     expected = plain.uniforms(seeds, samples, steps, lanes, 7)
-    assert torch.equal(uniforms(seeds, samples, steps, 7, lanes_B=lanes), expected)
     of_sequences = uniforms(seeds, samples, steps[lanes], 7, lanes_B=lanes, steps_by_lane=False)
     assert torch.equal(of_sequences, expected)
