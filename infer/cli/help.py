@@ -10,12 +10,17 @@ import inspect
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from idlm.cli.help import CommandHelp, print_help, show_default
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, GenerateConfig
 from idlm.registry import Registry
+
+if TYPE_CHECKING:
+    from idlm.infer.decoders.base import Decoder
+    from idlm.infer.models.loader import Outline
+    from idlm.infer.options import EngineOptions
 
 PLUGIN_FLAGS = {
     "decoder=NAME decoder.OPTION=VALUE": "how to decode: ar, isd, block or full; the options are at the end",
@@ -143,8 +148,60 @@ def _assigned(node: ast.ClassDef) -> dict[str, ast.expr | None]:
 
 def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
     """What `describe=true` prints. Finds every mistake that can be found without weights."""
-    from idlm.infer.decoders.base import choose_decoder
     from idlm.infer.models.describe import description
+
+    outline, checked, decoder = _read(config, arguments)
+    accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
+    return "\n".join(
+        [
+            *description(outline),
+            f"decoder     {decoder.name}{_values(decoder.config)}",
+            f"accelerator {accelerators or 'none'}",
+        ]
+    )
+
+
+def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
+    """What `describe=memory` prints: the template of a request's canvases of `max_length` rows (two with
+    guidance), all of them wanted, with bytes and lifetimes; then that of greedy passes, where they store no
+    logits. UserError IDLM-0472 for a checkpoint whose passes are not planned.
+    """
+    from idlm.contracts import SamplingParams
+    from idlm.infer.build import resolve_device
+    from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
+    from idlm.infer.planning.chunking import plan_forward, trunk_forward
+    from idlm.infer.planning.describe import describe_plan
+    from idlm.kernels.masked_logits import has_fused
+
+    outline, _, decoder = _read(config, arguments)
+    spec, semantics = outline.spec, outline.semantics
+    if semantics.causality != "full":
+        raise UserError(
+            "IDLM-0472",
+            f"describe=memory prints plans of full-diffusion passes; the checkpoint has causality="
+            f"{semantics.causality!r}",
+            fix="use describe=true, which prints how the checkpoint is read",
+        )
+    shape, num_canvases = canvas_shape(spec, outline.dtype), decoder.num_canvases(SamplingParams())
+    num_rows = num_canvases * (config.max_length or spec.trained_length or spec.max_positions)
+    weights = sum(prod(target.shape) for target in outline.targets.values()) * outline.dtype.itemsize
+    device = resolve_device(config.device)
+    capacity = workspace_bytes(shape, device) - (weights if device.type == "cuda" else 0)
+    # The mixed logits of two canvases are no product of the head, so such passes store them.
+    shapes = [shape, fused_head(shape)] if has_fused(device) and num_canvases == 1 else [shape]
+    limits = {"length": num_rows, "wanted": num_rows, "capacity": capacity, "group": num_canvases}
+    return "\n".join(
+        [
+            *(describe_plan(plan_forward(trunk_forward(one), **limits)) for one in shapes),
+            f"beside the workspace: weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at "
+            f"any length; the workspace may have {capacity:,} bytes",
+        ]
+    )
+
+
+def _read(config: GenerateConfig, arguments: EngineArguments) -> tuple[Outline, EngineOptions, Decoder]:
+    """The checkpoint without its weights, the options and the decoder, all checked."""
+    from idlm.infer.decoders.base import choose_decoder
     from idlm.infer.models.loader import read_outline
     from idlm.infer.options import check_options, decoder_config
 
@@ -158,60 +215,7 @@ def describe_model(config: GenerateConfig, arguments: EngineArguments) -> str:
     )
     kind = choose_decoder(arguments.decoder, outline.semantics)
     decoding = checked.decoder_config or decoder_config(kind, checked.decoder_options)
-    if arguments.decoder or arguments.options:
-        kind(decoding, outline.semantics)
-    accelerators = ", ".join(name + _values(each) for name, each in checked.accelerators.items())
-    return "\n".join(
-        [
-            *description(outline),
-            f"decoder     {kind.name}{_values(decoding)}",
-            f"accelerator {accelerators or 'none'}",
-        ]
-    )
-
-
-def describe_memory(config: GenerateConfig, arguments: EngineArguments) -> str:
-    """What `describe=memory` prints: the template of a canvas of `max_length` rows, all of them wanted, with
-    bytes and lifetimes; then that of greedy passes, where they store no logits. UserError IDLM-0472 for a
-    checkpoint whose passes are not planned.
-    """
-    from idlm.infer.build import resolve_device
-    from idlm.infer.models.loader import read_outline
-    from idlm.infer.planning.canvas import canvas_shape, fused_head, library_bytes, workspace_bytes
-    from idlm.infer.planning.chunking import plan_forward, trunk_forward
-    from idlm.infer.planning.describe import describe_plan
-    from idlm.kernels.masked_logits import has_fused
-
-    outline = read_outline(
-        arguments.model,
-        dtype=config.dtype,
-        mask_token_id=config.mask_token_id,
-        base=config.base,
-        rope_factor=config.rope_factor,
-    )
-    spec, semantics = outline.spec, outline.semantics
-    if semantics.causality != "full":
-        raise UserError(
-            "IDLM-0472",
-            f"describe=memory prints plans of full-diffusion passes; the checkpoint has causality="
-            f"{semantics.causality!r}",
-            fix="use describe=true, which prints how the checkpoint is read",
-        )
-    shape, length = canvas_shape(spec, outline.dtype), config.max_length
-    length = length or spec.trained_length or spec.max_positions
-    weights = sum(prod(target.shape) for target in outline.targets.values()) * outline.dtype.itemsize
-    device = resolve_device(config.device)
-    capacity = workspace_bytes(shape, device) - (weights if device.type == "cuda" else 0)
-    shapes = [shape, fused_head(shape)] if has_fused(device) else [shape]
-    forwards = [trunk_forward(one) for one in shapes]
-    plans = [plan_forward(one, length=length, wanted=length, capacity=capacity) for one in forwards]
-    return "\n".join(
-        [
-            *map(describe_plan, plans),
-            f"beside the workspace: weights {weights:,} bytes, libraries {library_bytes(shape):,} bytes at "
-            f"any length; the workspace may have {capacity:,} bytes",
-        ]
-    )
+    return outline, checked, kind(decoding, outline.semantics)
 
 
 def _values(config: Any) -> str:

@@ -357,6 +357,11 @@ def test_describe_memory_prints_the_plan_of_a_canvas(
     assert further[0].startswith("dense, attention whole, no logits: 64 rows, 64 wanted")
     tensors_found = {line.split()[0] for line in further}
     assert {"x", "ranges"} <= tensors_found and "logits" not in tensors_found
+    guided = [f"model={tmp_path}", "describe=memory", "max_length=64", "device=cpu", "decoder.guidance=1.5"]
+    assert generate(guided) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert found[0].startswith("dense, attention whole: 128 rows, 128 wanted")
+    assert len(found) == len(lines), "two canvases store logits"
 
 
 def test_describe_memory_of_another_model_is_refused(tmp_path: Path) -> None:
