@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 MAX_NAMED = 8
 
@@ -19,6 +21,10 @@ class UserError(ValueError):
         self.code = code
         self.message = message
         self.fix = fix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of what it was made: processes of a pool send exceptions."""
+        return partial(type(self), fix=self.fix), (self.code, self.message)
 
 
 def some_of(names: Sequence[str]) -> str:
