@@ -5,7 +5,8 @@ SDAR (arXiv 2510.06303, logits in place), Fast-dLLM v2 (arXiv 2509.26328, logits
 whose first token is drawn from the last row of the clean block before) and LLaDA2.x, of which 2.1 also edits
 decided tokens. Blocks are counted from position 0; the tail of a prompt is fixed in the first block. Every
 sequence is at a step of its own.
-Departures: the MASK is never predicted; the first token of a shifted block is drawn with the request's own
+Departures: neither the MASK is ever predicted nor a token that asks for another length of the block
+(`Semantics.edit_token_ids`: LLaDA2.2's delete and split, which this decoder does not carry out); the first token of a shifted block is drawn with the request's own
 settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
 one-hot one tells nothing); an edit writes the argmax whatever the temperature, else edits would not end.
 Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes.
@@ -96,7 +97,10 @@ class BlockDecoder(Decoder):
         self._edits = config.sure_edit < NO_EDITS
         self.modes = (StrideMode(stride=size, strategy=config.strategy),)
         fused_commit = config.fused_commit and not semantics.logit_shift
-        self.kv_policy = KVWritePolicy(kind="block", block_size=size, fused_commit=fused_commit)
+        self.kv_policy = KVWritePolicy(
+            kind="block", block_size=size, fused_commit=fused_commit, feeds_parts=config.dual_cache
+        )
+        self._edit_token_ids = semantics.edit_token_ids
 
     def num_rows(self, mode: int, max_length: int) -> int:
         """Those of a block."""
@@ -124,6 +128,7 @@ class BlockDecoder(Decoder):
         """One block per lane."""
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self.options = LaneOptions.empty(num_lanes, device)
+        self._never_S = to_device(self._edit_token_ids, device)
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """New sequences have decided nothing."""
@@ -175,6 +180,8 @@ class BlockDecoder(Decoder):
         """
         assert plan.active is not None
         wanted, is_maskable_BW = plan.wanted, plan.active.is_maskable_BW
+        if self._edit_token_ids:
+            logits_XV.index_fill_(1, self._never_S, torch.finfo(logits_XV.dtype).min)
         probs = table.probs(
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )

@@ -93,6 +93,11 @@ def llada2(directory: Path, *, fault: str = "", has_qk_norm: bool = True, **chan
     return lambda token_ids, block_size: reference(token_ids, visibility(len(token_ids), block_size))
 
 
+def llada22(directory: Path, *, fault: str = "") -> Logits:
+    """Routing by blocks, which `block_size` counts like the decoder."""
+    return llada2(directory, fault=fault, **llada2_reference.CONFIG22)
+
+
 def llada2_bare(directory: Path) -> Logits:
     """Variants: no norms of queries and keys, biases, a fully rotated head."""
     return llada2(directory, has_qk_norm=False, use_qkv_bias=True, partial_rotary_factor=1.0, rotary_dim=12)
@@ -104,6 +109,7 @@ FAMILIES = {
     "fast_dllm": fast_dllm,
     "llada2": llada2,
     "llada2_bare": llada2_bare,
+    "llada22": llada22,
 }
 
 
@@ -158,12 +164,12 @@ def test_prefill_denoising_and_commit_equal_the_reference(family: str, tmp_path:
 class SlowReference(SlowBlocks):
     """The slow decoder on one of the references."""
 
-    def __init__(self, reference: Logits, rules: Rules) -> None:
-        self.reference, self.rules = reference, rules
+    def __init__(self, reference: Logits, rules: Rules, *, unsaid: tuple[int, ...] = ()) -> None:
+        self.reference, self.rules, self.unsaid = reference, rules, unsaid
 
     def _logits(self, ids: list[int]) -> list[list[float]]:
         logits_LV = self.reference(ids, BLOCK).clone()
-        logits_LV[:, MASK] = NEVER
+        logits_LV[:, [MASK, *self.unsaid]] = NEVER
         rows: list[list[float]] = logits_LV.tolist()
         return rows
 
@@ -176,7 +182,8 @@ STRATEGIES: list[dict[str, Any]] = [
 ]
 EDITS = {"strategy": "low_confidence_dynamic", "threshold": 0.5, "edit_threshold": 0.3}
 """The only difference of LLaDA2.1 from 2.0; the published mode changes little in a random model."""
-CASES = [(name, options) for name in ("sdar", "sdar_moe", "fast_dllm", "llada2") for options in STRATEGIES]
+DECODING = ("sdar", "sdar_moe", "fast_dllm", "llada2", "llada22")
+CASES = [(name, options) for name in DECODING for options in STRATEGIES]
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "seed": 1},
@@ -206,7 +213,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return checkpoint
 
 
-@pytest.mark.parametrize(("family", "options"), [*CASES, ("llada2", EDITS)], ids=str)
+@pytest.mark.parametrize(("family", "options"), [*CASES, ("llada2", EDITS), ("llada22", EDITS)], ids=str)
 def test_an_engine_generates_what_a_slow_decoder_does(
     family: str, options: dict[str, Any], checkpoints: Callable[[str], tuple[Path, Logits]]
 ) -> None:
@@ -214,7 +221,8 @@ def test_an_engine_generates_what_a_slow_decoder_does(
     directory, reference = checkpoints(family)
     fields = {"edit" if key == "edit_threshold" else key: value for key, value in options.items()}
     rules = Rules(size=BLOCK, mask=MASK, shifted=family == "fast_dllm", **fields)
-    slow, most = SlowReference(reference, rules), 3 * BLOCK
+    unsaid = (91, 92) if family == "llada22" else ()
+    slow, most = SlowReference(reference, rules, unsaid=unsaid), 3 * BLOCK
     # No case has a near tie after these.
     lengths = (2 * BLOCK + 1, BLOCK, BLOCK - 1, 1)
     prompts = [draw(length, seed) for seed, length in enumerate(lengths, start=56)]
@@ -247,6 +255,14 @@ def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tm
 @pytest.mark.parametrize("fault", llada2_reference.FAULTS)
 def test_traps_09_to_11_every_misreading_of_llada2_is_visible(fault: str, tmp_path: Path) -> None:
     misread = llada2(tmp_path, fault=fault)
+    tokens = draw(3 * BLOCK, 5)
+    found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
+    assert (found - misread(tokens, BLOCK)).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("fault", llada2_reference.BLOCK_FAULTS)
+def test_every_misreading_of_routing_by_blocks_is_visible(fault: str, tmp_path: Path) -> None:
+    misread = llada22(tmp_path, fault=fault)
     tokens = draw(3 * BLOCK, 5)
     found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
     assert (found - misread(tokens, BLOCK)).abs().max() > VISIBLE
