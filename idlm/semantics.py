@@ -33,9 +33,9 @@ class Semantics:
     tokens per forward pass that the checkpoint was trained for, with `stride - 1` masks in a block (1: a
     plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
-    `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: tokens that ask for a change of the block's
-    length (LLaDA2.2's delete and split) and are no text; no decoder predicts them. The defaults describe a plain autoregressive checkpoint.
-    Values that do not fit raise UserError IDLM-0304.
+    `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: tokens that ask for another length of the
+    block (LLaDA2.2's delete and split) and are no text; no decoder predicts them. The defaults describe a
+    plain autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304.
     """
 
     causality: str = "causal"
@@ -106,7 +106,9 @@ class Semantics:
         for name in ("stop_token_ids", "edit_token_ids"):
             ids = payload.get(name, [])
             if not isinstance(ids, list):
-                raise UserError("IDLM-0304", f"{path}: {name}={ids!r} is not a list", fix="give a list of ids")
+                raise UserError(
+                    "IDLM-0304", f"{path}: {name}={ids!r} is not a list", fix="give a list of ids"
+                )
             payload[name] = tuple(ids)
         return cls(**payload)
 

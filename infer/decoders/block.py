@@ -6,9 +6,10 @@ whose first token is drawn from the last row of the clean block before) and LLaD
 decided tokens. Blocks are counted from position 0; the tail of a prompt is fixed in the first block. Every
 sequence is at a step of its own.
 Departures: neither the MASK is ever predicted nor a token that asks for another length of the block
-(`Semantics.edit_token_ids`: LLaDA2.2's delete and split, which this decoder does not carry out); the first token of a shifted block is drawn with the request's own
-settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
-one-hot one tells nothing); an edit writes the argmax whatever the temperature, else edits would not end.
+(`Semantics.edit_token_ids`: LLaDA2.2's delete and split, which this decoder does not carry out); the first
+token of a shifted block is drawn with the request's own settings, not always the argmax; a greedy request's
+confidence is under the model's own distribution (a one-hot one tells nothing); an edit writes the argmax
+whatever the temperature, else edits would not end.
 Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lanes.
 """
 
@@ -181,7 +182,8 @@ class BlockDecoder(Decoder):
         assert plan.active is not None
         wanted, is_maskable_BW = plan.wanted, plan.active.is_maskable_BW
         if self._edit_token_ids:
-            logits_XV.index_fill_(1, self._never_S, torch.finfo(logits_XV.dtype).min)
+            with torch.inference_mode():
+                logits_XV.index_fill_(1, self._never_S, torch.finfo(logits_XV.dtype).min)
         probs = table.probs(
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )

@@ -7,6 +7,7 @@ width, F ffn of an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -126,22 +127,7 @@ def run_route(
             experts_RC if slots_R is None else slots_R,
             experts_RC if positions_R is None else positions_R,
         )
-        admitted_RX = experts_RC
-        if routing.capacity is not None:
-            assert positions_R is not None, f"{routing=}"
-            admitted_RX = torch.empty(num_rows, X, dtype=torch.int8, device=logits_RX.device)
-            admit_kernel[(num_rows,)](
-                *given,
-                admitted_RX,
-                num_rows,
-                logits_RX.stride(0),
-                CAPACITY=routing.capacity,
-                SIZE=routing.block_size,
-                PAD_W=triton.next_power_of_2(routing.block_size),
-                PAD_X=triton.next_power_of_2(X),
-                num_warps=ADMIT_WARPS,
-                **shared,
-            )
+        admitted_RX = experts_RC if routing.capacity is None else _admit(given, routing, shared)
         route_kernel[(num_rows,)](
             *given,
             admitted_RX,
@@ -162,6 +148,27 @@ def run_route(
             **shared,
         )
     return experts_RC, weights_RC
+
+
+def _admit(given: tuple[Tensor, ...], routing: Routing, shared: dict[str, Any]) -> Tensor:
+    """Whether each block admits each expert, int8 [R, X], in the row of the block's first row; the other rows
+    are not written.
+    """
+    (num_rows, X), device = given[0].shape, given[0].device
+    admitted_RX = torch.empty(num_rows, X, dtype=torch.int8, device=device)
+    admit_kernel[(num_rows,)](
+        *given,
+        admitted_RX,
+        num_rows,
+        given[0].stride(0),
+        CAPACITY=routing.capacity,
+        SIZE=routing.block_size,
+        PAD_W=triton.next_power_of_2(routing.block_size),
+        PAD_X=triton.next_power_of_2(X),
+        num_warps=ADMIT_WARPS,
+        **shared,
+    )
+    return admitted_RX
 
 
 def run_experts(

@@ -39,18 +39,17 @@ def route(
     Scores are computed in fp32; `bias_X` affects the choice, not the weights; weights are rounded once to the
     dtype of the logits, as the published routers do. Among equal scores, the lower number is chosen.
     A row whose slot is negative is padding: its experts are -1, its weights unspecified, and its block does
-    not see it. `positions_R` (integers), needed with a capacity: the rows of a block are consecutive rows from
-    a position that `block_size` divides to the last position of the block that is fed.
+    not see it. `positions_R` (integers), needed with a capacity: the rows of a block follow one another, from
+    a position that `block_size` divides on.
     """
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
+    assert routing.capacity is None or positions_R is not None, f"{routing=}"
     if _runs_kernels(logits_RX):
         from idlm.kernels.experts.launch import run_route
 
         pdl = has_pdl(logits_RX.device) if pdl is None else pdl
-        return run_route(
-            logits_RX, routing, bias_X=bias_X, slots_R=slots_R, positions_R=positions_R, pdl=pdl
-        )
+        return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, positions_R=positions_R, pdl=pdl)
     return plain_route(logits_RX, routing, bias_X, slots_R, positions_R)
 
 
@@ -68,7 +67,7 @@ def plain_route(
     if routing.num_chosen_groups < routing.num_groups:
         quality_RX = _in_best_groups(quality_RX, routing)
     if routing.capacity is not None:
-        assert positions_R is not None, f"{routing=}"
+        assert positions_R is not None
         quality_RX = _admitted(quality_RX, routing, positions_R, slots_R)
     experts_RC = _largest(quality_RX, routing.num_chosen)
     weights_RC = scores_RX.gather(1, experts_RC)

@@ -19,8 +19,9 @@ class Routing:
     """How rows choose experts. `is_normalised`: divide the weights of the chosen experts by their sum.
 
     `capacity`: the rows of a block, `block_size` consecutive positions of one sequence, first admit so many
-    experts together, those whose largest quality among these rows is highest, and choose among them (LLaDA2.2;
-    sgl-project/sglang, pull requests 31743 and 31768); None: every row chooses among all. Not with groups.
+    experts together, those whose largest score (bias included) among these rows is highest, and choose among
+    them (LLaDA2.2; sgl-project/sglang, pull requests 31743 and 31768); None: every row chooses among all. Not
+    with groups.
     """
 
     num_chosen: int
@@ -33,7 +34,9 @@ class Routing:
     block_size: int = 1
 
     def __post_init__(self) -> None:
-        assert self.capacity is None or (self.num_groups == 1 and self.capacity >= self.num_chosen), f"{self=}"
+        assert self.capacity is None or (self.num_groups == 1 and self.capacity >= self.num_chosen), (
+            f"{self=}"
+        )
 
 
 def route_reference(
