@@ -300,9 +300,7 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
             "be merged, it applies to MASK rows only",
             fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
         )
-    if spec.moe is not None and spec.moe.capacity is not None and spec.moe.block_size != meaning.block_size:
-        size = spec.moe.block_size
-        moe.refuse(f"block_size={meaning.block_size} where experts are chosen by blocks (allowed: {size})")
+    moe.check_blocks(spec, block_size=meaning.block_size)
     has_own_row = adapter is not None and adapter.has_mask_row
     if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
         raise UserError(

@@ -147,10 +147,17 @@ class MoeTrunk(DenseTrunk):
         return kind(self.spec, device, dtype, self.shards)
 
 
-def check_rows(spec: ModelSpec, *, feeds_parts: bool) -> None:
-    """Raise UserError IDLM-0617 for a decoder that feeds parts of the blocks that experts are chosen by."""
-    if feeds_parts and spec.moe is not None and spec.moe.capacity is not None:
-        refuse("passes over parts of a block (decoder.dual_cache=true) where experts are chosen by block")
+def check_blocks(spec: ModelSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
+    """Raise UserError IDLM-0617 for a decoder whose blocks, or the parts of them that it feeds, are not those
+    that experts are chosen by. `block_size` None: not known here.
+    """
+    if spec.moe is None or spec.moe.capacity is None:
+        return
+    size = spec.moe.block_size
+    if block_size not in (None, size):
+        refuse(f"block_size={block_size} where experts are chosen by blocks (allowed: {size})")
+    if feeds_parts:
+        refuse("passes over parts of a block (decoder.dual_cache=true) where experts are chosen by blocks")
 
 
 def refuse(problem: str) -> NoReturn:

@@ -230,7 +230,7 @@ def plan_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "num_experts"])
-def combine_kernel(
+def add_experts_kernel(
     y_PD,
     experts_RC,
     weights_RC,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from idlm.kernels.backend import pdl_options
 from idlm.kernels.experts.kernel import grouped_kernel
-from idlm.kernels.experts.kernel_rows import admit_kernel, combine_kernel, plan_kernel, route_kernel
+from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
 from idlm.kernels.experts.reference import MIN_SUM, Routing
 
 PLAN_PAIRS = 8192
@@ -213,7 +213,7 @@ def combine(
     """Write the weighted sum of each row's pairs, plus `shared_RD`, which may be `out_RD` itself."""
     (num_rows, num_chosen), D = experts_RC.shape, out_RD.shape[1]
     block = min(COMBINE_COLUMNS, triton.next_power_of_2(D))
-    combine_kernel[(num_rows * triton.cdiv(D, block),)](
+    add_experts_kernel[(num_rows * triton.cdiv(D, block),)](
         y_PD,
         experts_RC,
         weights_RC,

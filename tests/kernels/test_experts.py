@@ -122,7 +122,7 @@ def test_the_products_compile_for_hopper_without_spills(rows: int, gated: bool) 
 
 def test_other_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.experts.kernel_rows import admit_kernel, combine_kernel, plan_kernel, route_kernel
+    from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
     from idlm.kernels.experts.launch import ADMIT_WARPS
     from tests.kernels.hopper_compiler import compile_for_hopper
 
@@ -137,7 +137,7 @@ def test_other_kernels_compile_for_hopper_without_spills() -> None:
         (route_kernel, router | flags | one_group, 1),
         (admit_kernel, admission, ADMIT_WARPS),
         (plan_kernel, {"BLOCK_P": 8192, "BLOCK_R": 128, "PAD_E": 256}, 8),
-        (combine_kernel, {"CHOSEN": 8, "HAS_SHARED": True, "BLOCK_D": 1024}, 4),
+        (add_experts_kernel, {"CHOSEN": 8, "HAS_SHARED": True, "BLOCK_D": 1024}, 4),
     ):
         made = compile_for_hopper(kernel, TYPES, {**constants, "PDL": True}, num_warps=warps)
         assert made.spilled_bytes == 0, kernel
