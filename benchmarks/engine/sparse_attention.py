@@ -9,11 +9,12 @@
 SDAR-8B's shape, or LLaDA2.2-mini's, whose experts are chosen by block, with random weights and random KV
 (attention that is nearly flat: times, no fidelity), blocks of 32, in CUDA graphs in every arm, every sequence
 at another step of its block. First the gate: at full budget the logits of each accelerator are those of exact
-attention. `blocks` times whole blocks, commits included: `tpob_ms` is the time per output block of a sequence.
-`exact_unsplit` walks each context with one program per KV head, the kind of baseline of MAGE's paper (8
-programs at one sequence). `share` is attention's part of the kernels' time of exact passes, from which the
-ceiling of `step_speedup_vs_exact` follows (its `floor`). `host` counts waits of the host and the GPU's idle
-share. `profile` prints the kernels of a whole block by name. `batch=max` is the largest batch whose KV fits.
+attention. `blocks` times whole blocks, commits included; `tpob_ms` is the time per output block of a
+sequence. `exact_unsplit` walks each context with one program per KV head, the kind of baseline of MAGE's
+paper (8 programs at one sequence). `share` is attention's part of the kernels' time of exact passes, from
+which the ceiling of `step_speedup_vs_exact` follows (its `floor`). `host` counts waits of the host and the
+GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the largest batch
+whose KV fits.
 """
 
 from __future__ import annotations

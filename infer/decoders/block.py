@@ -15,6 +15,7 @@ Shapes: B sequences, W positions of a block, X wanted rows, V vocabulary, Z lane
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -102,6 +103,12 @@ class BlockDecoder(Decoder):
             kind="block", block_size=size, fused_commit=fused_commit, feeds_parts=config.dual_cache
         )
         self._edit_token_ids = semantics.edit_token_ids
+        if self._edit_token_ids:
+            warnings.warn(
+                f"tokens {self._edit_token_ids} ask for another length of a block and are never predicted: "
+                "answers may be worse than those that the checkpoint's publishers report",
+                stacklevel=2,
+            )
 
     def num_rows(self, mode: int, max_length: int) -> int:
         """Those of a block."""
