@@ -33,9 +33,9 @@ class Semantics:
     tokens per forward pass that the checkpoint was trained for, with `stride - 1` masks in a block (1: a
     plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
-    `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: tokens that ask for another length of the
-    block (LLaDA2.2's delete and split) and are no text; no decoder predicts them. The defaults describe a
-    plain autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304.
+    `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: two tokens that are no text: a row predicts
+    the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift). The defaults
+    describe a plain autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304.
     """
 
     causality: str = "causal"
@@ -68,7 +68,10 @@ class Semantics:
             "causality='block' needs a block_size": self.causality != "block" or self.block_size is not None,
             f"mask_token_id={mask} is one of stop_token_ids: it is another model's": mask not in stops,
             f"stop_token_ids={stops!r} are not token ids": all(_is_int(token, 0) for token in stops),
-            f"edit_token_ids={edits!r} are not token ids": all(_is_int(token, 0) for token in edits),
+            f"edit_token_ids={edits!r} are not two token ids": len(edits) in (0, 2)
+            and all(_is_int(token, 0) for token in edits),
+            "edit_token_ids need causality='block' without logit_shift": not edits
+            or (self.causality == "block" and not self.logit_shift),
         }
         problems = [text for text, holds in checks.items() if not holds]
         if problems:

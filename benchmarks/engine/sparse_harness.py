@@ -213,7 +213,7 @@ def routing(routes: list[tuple[torch.Tensor, torch.Tensor]], *, replays: bool) -
     def replayed(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return routes.pop(0)
 
-    Experts.route = replayed if replays else recorded  # type: ignore[method-assign]
+    Experts.route = replayed if replays else recorded  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

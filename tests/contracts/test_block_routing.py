@@ -61,11 +61,12 @@ def test_answers_do_not_depend_on_how_passes_are_made(
     assert_idle(engine)
 
 
-def test_parts_of_a_block_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=r"IDLM-0617.*dual_cache=true"):
-        build_engine(checkpoint, "block", sub_block_size=2, dual_cache=True)
+def test_parts_of_a_block_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)IDLM-0460.*focus: .*choose experts together"):
         build_engine(checkpoint, "block", accelerators={"focus": {}})
+    llada22(tmp_path, delete_token_id=None, split_token_id=None)
+    with pytest.raises(UserError, match=r"IDLM-0617.*dual_cache=true"):
+        build_engine(tmp_path, "block", sub_block_size=2, dual_cache=True)
 
 
 def test_blocks_of_another_size_are_refused(checkpoint: Path) -> None:

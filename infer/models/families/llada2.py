@@ -70,9 +70,11 @@ class Llada2(Family):
         reader.allow("score_function", "sigmoid", None)
         reader.allow("router_dtype", "fp32", "float32", None)
         rotary_dim, moe = _rotary_dim(reader), _experts(reader)
-        for name in EDIT_TOKENS:
-            if reader.integer(name, 0, least=0) >= reader.integer("vocab_size"):
-                reader.problems.append(f"{name}={config[name]!r} (must be below vocab_size)")
+        edit_tokens = [reader.integer(name, least=0) for name in EDIT_TOKENS if config.get(name) is not None]
+        if edit_tokens and (moe.capacity is None or len(edit_tokens) < 2):
+            reader.problems.append(f"{' or '.join(EDIT_TOKENS)} without the other or without expert_capacity")
+        if max(edit_tokens, default=0) >= reader.integer("vocab_size"):
+            reader.problems.append(f"{', '.join(EDIT_TOKENS)}={edit_tokens} (must be below vocab_size)")
         reader.allow("use_bias", False)
         qkv_bias = reader.flag("use_qkv_bias")
         reader.check()

@@ -59,7 +59,9 @@ def test_line_11_every_family_has_a_released_model() -> None:
         ({"expert_capacity": 1.25}, "expert_capacity=1.25 (must be an integer >= "),
         ({"expert_capacity": 1}, "expert_capacity=1 (must be an integer >= "),
         ({"expert_capacity": 4, "block_size": 0}, "block_size=0 (must be an integer >= 1)"),
-        ({"split_token_id": 1 << 20}, "split_token_id=1048576 (must be below vocab_size)"),
+        ({"split_token_id": 7, "expert_capacity": 4}, "without the other"),
+        ({"delete_token_id": 1, "split_token_id": 7}, "without expert_capacity"),
+        ({"delete_token_id": 1, "split_token_id": 1 << 20}, "[1, 1048576] (must be below vocab_size)"),
     ],
 )
 def test_line_11_impossible_numbers_of_llada22_are_refused(
