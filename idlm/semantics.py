@@ -33,8 +33,9 @@ class Semantics:
     tokens per forward pass that the checkpoint was trained for, with `stride - 1` masks in a block (1: a
     plain autoregressive model). `mask_region`: the part of a training sample that was masked. `gated`: the
     checkpoint is a LoRA that applies to MASK rows only, for the base whose weights have the digest
-    `base_identity` (`idlm.lora.base_identity`). The defaults describe a plain autoregressive checkpoint.
-    Values that do not fit raise UserError IDLM-0304.
+    `base_identity` (`idlm.lora.base_identity`). `edit_token_ids`: two tokens that are no text: a row predicts
+    the first to delete its position, the second to split it (LLaDA2.2; blocks without a shift). The defaults
+    describe a plain autoregressive checkpoint. Values that do not fit raise UserError IDLM-0304.
     """
 
     causality: str = "causal"
@@ -46,9 +47,10 @@ class Semantics:
     gated: bool = False
     base_identity: str | None = None
     stop_token_ids: tuple[int, ...] = ()
+    edit_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        mask, stops = self.mask_token_id, self.stop_token_ids
+        mask, stops, edits = self.mask_token_id, self.stop_token_ids, self.edit_token_ids
         checks = {
             f"causality={self.causality!r} is not one of {CAUSALITIES}": self.causality in CAUSALITIES,
             f"mask_region={self.mask_region!r} is not one of {MASK_REGIONS}": self.mask_region
@@ -66,6 +68,10 @@ class Semantics:
             "causality='block' needs a block_size": self.causality != "block" or self.block_size is not None,
             f"mask_token_id={mask} is one of stop_token_ids: it is another model's": mask not in stops,
             f"stop_token_ids={stops!r} are not token ids": all(_is_int(token, 0) for token in stops),
+            f"edit_token_ids={edits!r} are not two token ids": len(edits) in (0, 2)
+            and all(_is_int(token, 0) for token in edits),
+            "edit_token_ids need causality='block' without logit_shift": not edits
+            or (self.causality == "block" and not self.logit_shift),
         }
         problems = [text for text, holds in checks.items() if not holds]
         if problems:
@@ -75,7 +81,10 @@ class Semantics:
 
     def save(self, directory: Path) -> None:
         """Write `idlm_config.json` into `directory`."""
-        payload: dict[str, Any] = dataclasses.asdict(self) | {"stop_token_ids": list(self.stop_token_ids)}
+        payload = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
+        }
         (Path(directory) / FILE_NAME).write_text(json.dumps(payload, indent=2) + "\n")
 
     @classmethod
@@ -97,12 +106,14 @@ class Semantics:
                 f"{path} has unknown keys: {unknown}; known keys are {sorted(known)}",
                 fix="the checkpoint may come from a newer idlm: update, or remove the unknown keys",
             )
-        stops = payload.get("stop_token_ids", [])
-        if not isinstance(stops, list):
-            raise UserError(
-                "IDLM-0304", f"{path}: stop_token_ids={stops!r} is not a list", fix="give a list of ids"
-            )
-        return cls(**{**payload, "stop_token_ids": tuple(stops)})
+        for name in ("stop_token_ids", "edit_token_ids"):
+            ids = payload.get(name, [])
+            if not isinstance(ids, list):
+                raise UserError(
+                    "IDLM-0304", f"{path}: {name}={ids!r} is not a list", fix="give a list of ids"
+                )
+            payload[name] = tuple(ids)
+        return cls(**payload)
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -31,7 +31,7 @@ from idlm.infer.memory.base import (
     Transient,
     runner_of,
 )
-from idlm.infer.models import fp8
+from idlm.infer.models import fp8, moe
 from idlm.infer.models.loader import LoadedModel, load_outline, read_outline
 from idlm.infer.models.shards import ALONE, Shards
 from idlm.infer.options import EngineOptions, decoder_config
@@ -125,6 +125,7 @@ def build(path: str | Path, options: EngineOptions, shards: Shards = ALONE) -> E
     chosen = choose_decoder(options.decoder, outline.semantics)
     config = options.decoder_config or decoder_config(chosen, options.decoder_options)
     decoder = chosen(config, outline.semantics)
+    moe.check_blocks(outline.spec, feeds_parts=decoder.kv_policy.feeds_parts)
     kind = RUNNERS[runner_of(MEMORY_MANAGERS.get(settings.memory))]
     settings = kind.resolve(settings, decoder.kv_policy, outline, options.accelerators)
     model = load_outline(outline, device=device, shards=shards)
@@ -298,6 +299,7 @@ def _stack(
         tensor_parallel=settings.tensor_parallel,
         deterministic=settings.deterministic,
         graphs=settings.graphs,
+        routes_blocks=local.moe is not None and local.moe.capacity is not None,
     )
     return stack_of(configs, spec)
 

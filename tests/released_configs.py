@@ -97,6 +97,13 @@ LLADA20_MINI: dict[str, Any] = STOCK | {
     "using_split_qkv_in_self_attention": False,
     "vocab_size": 157184,
 }
+LLADA22_MINI: dict[str, Any] = LLADA20_MINI | {
+    "block_size": 32,
+    "delete_token_id": 156930,
+    "expert_capacity": 48,
+    "max_position_embeddings": 131072,
+    "split_token_id": 156931,
+}
 LLADA_8B: dict[str, Any] = {
     "activation_type": "silu",
     "alibi": False,
@@ -153,6 +160,7 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Fast_dLLM_v2_7B": ("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", QWEN | {"bd_size": 32}),
     "LLaDA2.0-mini": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI),
     "LLaDA2.1-mini": ("LLaDA2MoeModelLM", "llada2_moe", LLADA20_MINI | {"sliding_window": 4096}),
+    "LLaDA2.2-mini": ("LLaDA2MoeModelLM", "llada2_moe", LLADA22_MINI),
     "LLaDA-8B-Instruct": ("LLaDAModelLM", "llada", LLADA_8B),
     "Dream-v0-Instruct-7B": ("DreamModel", "Dream", DREAM),
     "LLaDA-MoE-7B-A1B-Instruct": ("LLaDAMoEModelLM", "llada", LLADA_MOE),

@@ -3,14 +3,18 @@
     python -m benchmarks.sparse_attention [context=32768,131072] [batch=1,max] [k=1024] [passes=32]
         [arms=exact,exact_unsplit,mage,quest,sparsed] [parts=gate,blocks,host] [blocks=1] [rounds=2]
     python -m benchmarks.sparse_attention context=131072 batch=1 arms=mage parts=profile     (not recorded)
+    python -m benchmarks.sparse_attention model=llada22_mini context=124928 batch=1,4 arms=exact,mage
+        parts=gate,share,blocks
 
-SDAR-8B's shape with random weights and random KV (attention that is nearly flat: times, no fidelity), blocks
-of 32, in CUDA graphs in every arm, every sequence at another step of its block. First the gate: at full
-budget the logits of each accelerator are those of exact attention. `blocks` times whole blocks, commits
-included: `tpob_ms` is the time per output block of a sequence. `exact_unsplit` walks each context with one
-program per KV head, the kind of baseline of MAGE's paper (8 programs at one sequence). `host` counts waits of
-the host and the GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the
-largest batch whose KV fits.
+SDAR-8B's shape, or LLaDA2.2-mini's, whose experts are chosen by block, with random weights and random KV
+(attention that is nearly flat: times, no fidelity), blocks of 32, in CUDA graphs in every arm, every sequence
+at another step of its block. First the gate: at full budget the logits of each accelerator are those of exact
+attention. `blocks` times whole blocks, commits included; `tpob_ms` is the time per output block of a
+sequence. `exact_unsplit` walks each context with one program per KV head, the kind of baseline of MAGE's
+paper (8 programs at one sequence). `share` is attention's part of the kernels' time of exact passes, from
+which the ceiling of `step_speedup_vs_exact` follows (its `floor`). `host` counts waits of the host and the
+GPU's idle share. `profile` prints the kernels of a whole block by name. `batch=max` is the largest batch
+whose KV fits.
 """
 
 from __future__ import annotations
@@ -27,17 +31,19 @@ from benchmarks.engine.block_harness import BlockMeasured
 from benchmarks.engine.decoding import arms as decode_arms
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
 from benchmarks.engine.decoding.host import host_cost
-from benchmarks.engine.kernel_profile import kernel_times, lines_of
+from benchmarks.engine.kernel_profile import KernelTime, kernel_times, lines_of
 from benchmarks.engine.sparse_harness import (
     ARMS,
     GATE_LIMIT,
     SPARSE,
     SparseArm,
     SteadyContexts,
+    attention_share,
     floor_of,
     largest_batch,
     parity_error,
     steady_contexts,
+    step_ceiling,
     tpob_ms,
 )
 from benchmarks.options import parse_options
@@ -64,6 +70,7 @@ DEFAULTS = {
     "record": "true",
     "results": str(RESULTS),
 }
+PARTS = ("gate", "share", "blocks", "host", "profile")
 GATE_CONTEXT = 480
 """Half a block of slots of the kernel is left over: lists are cut in other places than the context."""
 WARM_UP_BLOCKS = 2
@@ -82,6 +89,8 @@ class Bench:
     num_blocks: int
     rounds: int
     gates: dict[str, bool] = field(default_factory=dict)
+    shares: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Attention's share of an exact pass, by passes of a block, context and batch."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def load(self, context: int, batch: str) -> Load:
@@ -97,6 +106,8 @@ class Bench:
         """Append one result row and print it as a line."""
         case = {"arm": arm.name, "batch": load.concurrency, "context": load.context}
         case |= {"k": arm.k, "passes": arm.num_passes}
+        if str(self.model.directory) != DEFAULTS["model"]:
+            case["model"] = str(self.model.directory)
         exactness = "lossy" if arm.accelerators() else "exact"
         gate = self.gates.get(arm.name)
         row = result_row(
@@ -117,11 +128,11 @@ def measure(arguments: list[str]) -> int:
     """Run the parts that the arguments name; returns the exit status, 1 if a gate fails."""
     options = parse_options(arguments, DEFAULTS)
     parts, arms = options["parts"].split(","), options["arms"].split(",")
-    if not set(parts) <= {"gate", "blocks", "host", "profile"} or not set(arms) <= set(ARMS):
+    if not set(parts) <= {*PARTS} or not set(arms) <= set(ARMS):
         raise UserError(
             "IDLM-0107",
             f"parts={options['parts']} arms={options['arms']}",
-            fix=f"use parts of gate, blocks, host, profile and arms of {', '.join(ARMS)}",
+            fix=f"use parts of {', '.join(PARTS)} and arms of {', '.join(ARMS)}",
         )
     if options["device"].startswith("cuda") and not torch.cuda.is_available():
         raise UserError("IDLM-0543", "no CUDA device", fix="run benchmarks.sparse_attention on a GPU")
@@ -182,9 +193,11 @@ def gate(bench: Bench) -> None:
 
 def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
     """All arms of one context and batch."""
-    found: dict[SparseArm, float] = {}
+    found: dict[SparseArm, BlockMeasured] = {}
     for arm in bench.arms:
         start = time.perf_counter()
+        if "share" in parts and arm.name == "exact":
+            _share(bench, arm, load)
         if "blocks" in parts and not _measured_before(found, arm):
             found[arm] = _blocks(bench, arm, load)
         if "host" in parts and arm.name != "exact_unsplit":
@@ -195,13 +208,21 @@ def _cell(bench: Bench, load: Load, parts: list[str]) -> None:
     _compare(bench, found, load)
 
 
-def _measured_before(found: dict[SparseArm, float], arm: SparseArm) -> bool:
+def _measured_before(found: dict[SparseArm, BlockMeasured], arm: SparseArm) -> bool:
     """Exact attention has no `k`, so one of them is enough."""
     same = [other for other in found if (other.name, other.num_passes) == (arm.name, arm.num_passes)]
     return bool(same) and not arm.accelerators()
 
 
-def _blocks(bench: Bench, arm: SparseArm, load: Load) -> float:
+def _share(bench: Bench, arm: SparseArm, load: Load) -> None:
+    """Attention's share of the passes of a whole block."""
+    times = _kernels(bench, arm, load)
+    share = attention_share(times)
+    bench.shares[arm.num_passes, load.context, load.concurrency] = share
+    bench.add(arm, load, "attention_share", share, "share")
+
+
+def _blocks(bench: Bench, arm: SparseArm, load: Load) -> BlockMeasured:
     """Time per output block."""
     steady = steady_contexts(bench.model, arm, load, num_blocks=bench.num_blocks)
     measured = BlockMeasured(arm=arm, load=load, width=arm.stride)
@@ -209,11 +230,10 @@ def _blocks(bench: Bench, arm: SparseArm, load: Load) -> float:
         steady.measure(measured)
     _free(bench, steady)
     floor = floor_of(bench.model, arm, load, stream=bench.stream, product=bench.product)
-    found = tpob_ms(measured)
-    bench.add(arm, load, "tpob_ms", found, "ms", floor=floor.block_ms(arm))
+    bench.add(arm, load, "tpob_ms", tpob_ms(measured), "ms", floor=floor.block_ms(arm))
     bench.add(arm, load, "step_ms", measured.step_ms(), "ms")
     print(f"    rows laid out {sorted(measured.rows)}, tokens of each round {measured.tokens}", flush=True)
-    return found
+    return measured
 
 
 def _host(bench: Bench, arm: SparseArm, load: Load) -> None:
@@ -227,14 +247,20 @@ def _host(bench: Bench, arm: SparseArm, load: Load) -> None:
 
 def _profile(bench: Bench, arm: SparseArm, load: Load) -> None:
     """Kernels of the passes of a whole block, by name and kind."""
+    times = _kernels(bench, arm, load)
+    print(f"profile of {arm.name}, {load.concurrency} sequences of {load.context}, a pass of its block")
+    print("\n".join(lines_of(times, {})), flush=True)
+
+
+def _kernels(bench: Bench, arm: SparseArm, load: Load) -> list[KernelTime]:
+    """Kernels of the passes of a whole block."""
     steady = steady_contexts(bench.model, arm, load, num_blocks=1)
     with steady.toggled():
         steady.start_and_warm_up()
         times = kernel_times(steady, arm.num_passes)
         steady.abort_all()
     _free(bench, steady)
-    print(f"profile of {arm.name}, {load.concurrency} sequences of {load.context}, a pass of its block")
-    print("\n".join(lines_of(times, {})), flush=True)
+    return times
 
 
 def _free(bench: Bench, steady: SteadyContexts) -> None:
@@ -244,23 +270,29 @@ def _free(bench: Bench, steady: SteadyContexts) -> None:
     decode_arms.free_memory(bench.model.device)
 
 
-def _compare(bench: Bench, found: dict[SparseArm, float], load: Load) -> None:
+def _compare(bench: Bench, found: dict[SparseArm, BlockMeasured], load: Load) -> None:
     """Ratios within the cell: every arm over exact, MAGE over the others."""
-    for arm, ms in found.items():
+    for arm, measured in found.items():
         of_arm = {
-            other.name: other_ms
-            for other, other_ms in found.items()
+            other.name: each
+            for other, each in found.items()
             if other.num_passes == arm.num_passes and (other.k == arm.k or not other.accelerators())
         }
+        ms = tpob_ms(measured)
         for metric, name in (
             ("tpob_speedup_vs_exact", "exact"),
             ("tpob_speedup_vs_unsplit", "exact_unsplit"),
         ):
             if name in of_arm and arm.name != name and arm.name != "exact_unsplit":
-                bench.add(arm, load, metric, of_arm[name] / ms, "x")
+                bench.add(arm, load, metric, tpob_ms(of_arm[name]) / ms, "x")
+        share = bench.shares.get((arm.num_passes, load.context, load.concurrency))
+        if share is not None and "exact" in of_arm and arm.accelerators():
+            ratio = of_arm["exact"].step_ms() / measured.step_ms()
+            ceiling = step_ceiling(bench.model, arm, load, share)
+            bench.add(arm, load, "step_speedup_vs_exact", ratio, "x", floor=ceiling)
         for name in ("quest", "sparsed"):
             if arm.name == "mage" and name in of_arm:
-                bench.add(arm, load, f"mage_over_{name}", of_arm[name] / ms, "x")
+                bench.add(arm, load, f"mage_over_{name}", tpob_ms(of_arm[name]) / ms, "x")
 
 
 if __name__ == "__main__":

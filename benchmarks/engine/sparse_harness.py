@@ -18,9 +18,11 @@ from benchmarks.engine.block_harness import WARM_UP_PASSES, BlockArm, BlockMeasu
 from benchmarks.engine.block_profile import pass_cost
 from benchmarks.engine.decoding.harness import Load, slot_bytes, weights_of
 from benchmarks.engine.decoding.trace import Trace
+from benchmarks.engine.kernel_profile import KernelTime
 from idlm.infer.accelerators.base import ACCELERATORS
 from idlm.infer.accelerators.prefix import EVERYTHING
 from idlm.infer.models.loader import LoadedModel
+from idlm.infer.models.moe import Experts
 
 SPARSE = ("mage", "quest", "sparsed")
 ARMS = ("exact", "exact_unsplit", *SPARSE)
@@ -169,15 +171,53 @@ def floor_of(model: LoadedModel, arm: SparseArm, load: Load, *, stream: float, p
     )
 
 
+def attention_share(times: list[KernelTime]) -> float:
+    """The part of the kernels' time of a pass that attention takes."""
+    return sum(time.ms for time in times if time.kind == "attention") / sum(time.ms for time in times)
+
+
+def step_ceiling(model: LoadedModel, arm: SparseArm, load: Load, share: float) -> float:
+    """How much faster a step can become if lists alone make it so: attention to everything takes `share`
+    of it, and reads listed slots in its place in all but the exact layers.
+    """
+    exact = arm.exact_layers / model.spec.num_layers
+    listed = min(1.0, (arm.k + arm.stride) / (load.context + arm.stride))
+    return 1 / (1 - share * (1 - exact) * (1 - listed))
+
+
 def parity_error(model: LoadedModel, arm: SparseArm, load: Load) -> float:
     """How far the logits of a block's second pass, over lists of all slots, are from those of exact
-    attention: root mean square of the difference over that of the logits. 1 if that pass has no lists.
+    attention: root mean square of the difference over that of the logits. 1 if that pass has no lists. Rows
+    go to the experts that they chose with exact attention: rounding would choose others, and what those
+    compute says nothing of lists.
     """
     full = replace(arm, k=EVERYTHING, graphs=False, num_inflight_steps=0, exact_share=1 / arm.num_passes)
-    found, is_listed = _second_logits(model, full, load)
-    expected, _ = _second_logits(model, replace(full, name="exact"), load)
+    routes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with routing(routes, replays=False):
+        expected, _ = _second_logits(model, replace(full, name="exact"), load)
+    with routing(routes, replays=True):
+        found, is_listed = _second_logits(model, full, load)
     error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     return float(error) if is_listed else 1.0
+
+
+@contextlib.contextmanager
+def routing(routes: list[tuple[torch.Tensor, torch.Tensor]], *, replays: bool) -> Iterator[None]:
+    """Note the experts of all rows and their weights, layer by layer; or take them from there, in order."""
+    original = Experts.route
+
+    def recorded(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        routes.append(original(self, *given))
+        return routes[-1]
+
+    def replayed(self: Experts, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return routes.pop(0)
+
+    Experts.route = replayed if replays else recorded  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Experts.route = original  # type: ignore[method-assign]
 
 
 def _second_logits(model: LoadedModel, arm: SparseArm, load: Load) -> tuple[torch.Tensor, bool]:

@@ -33,7 +33,8 @@ Side = Literal["kv", "rows"]
 class EngineSpec:
     """The engine that an accelerator is built for. `block_size` is None if its decoder has no blocks. Heads
     are those of one rank, `graphs` is what the user asked for, `decoder_options` the decoder's whole Config,
-    `max_rows` an upper bound of the rows of a pass.
+    `max_rows` an upper bound of the rows of a pass. `routes_blocks`: the rows of a block choose experts
+    together (`Routing.capacity`), so that each depends on all of them.
     """
 
     decoder: str
@@ -53,6 +54,7 @@ class EngineSpec:
     tensor_parallel: int
     deterministic: bool
     graphs: str
+    routes_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +207,13 @@ class RowsAccelerator(Accelerator, ABC):
     """Leaves out rows."""
 
     side: ClassVar[Side] = "rows"
+
+    def problems(self) -> list[str]:
+        """Also names a model whose routing needs all rows of a block."""
+        if not self.spec.routes_blocks:
+            return super().problems()
+        told = "the rows of a block choose experts together, so none can be dropped (allowed: accelerators of"
+        return [*super().problems(), f"{told} the kv side)"]
 
     @abstractmethod
     def begin(self, view: PassView) -> RowsPass | None:

@@ -2,10 +2,10 @@
 queries to them, and keep the best of them per layer and KV head for the block's other passes.
 
 All layers are ranked at once behind the last one, by `kernels/prefix_ranking`: attention leaves each row's
-softmax sums over the slots before its block, and the pass keeps its queries. Lists hold logical slots, so
-they stay right when the prefix cache swaps a page.
+softmax sums over the slots before its block, and the pass keeps the queries of blocks. Lists hold logical
+slots, so they stay right when the prefix cache swaps a page.
 B sequences, R rows, W places of a block, S physical slots, C listed slots, N query heads, K KV heads, H head
-dim, L sparse layers, Z lanes.
+dim, L sparse layers, Z lanes, X places of all blocks of a pass.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from torch import Tensor
 
 from idlm.devices import memory_bytes
 from idlm.infer.accelerators.base import BlockMemory, EngineSpec, KVAccelerator, KVPass
-from idlm.infer.sparse.view import NOT_LISTED, PassView, by_row
+from idlm.infer.sparse.view import NOT_LISTED, PassView
 from idlm.infer.state.batch import to_device
 from idlm.kernels.paged_attention import BeforeBlock
 from idlm.kernels.prefix_ranking import RankingPass, rank_prefix, workspace_bytes
+from idlm.kernels.row_compaction import gather_rows
 
 EVERYTHING = 1 << 30
 """A budget above the length of any prefix."""
+KEPT_ROWS = 512
+"""A pass of at most so many rows keeps the fused product of each sparse layer until its end. A larger one
+copies the rows of blocks: a launch a layer, but a fraction of the memory, as prompts have most of its rows.
+"""
 
 
 class PrefixSets:
@@ -46,8 +51,8 @@ class PrefixSets:
 class PrefixPass(KVPass):
     """`ranks_B` (bool): sequences whose sets this exact pass makes; the others use theirs of `sets`.
 
-    What ranking needs is kept of all sequences, so that no shape depends on who ranks; nothing is copied
-    until the last layer, and ranking kernels end at once for a sequence that does not rank.
+    What ranking needs is kept of all sequences, so that no shape depends on who ranks; ranking kernels end at
+    once for a sequence that does not.
     """
 
     lists_ascend: ClassVar[bool] = True
@@ -56,8 +61,12 @@ class PrefixPass(KVPass):
         super().__init__(view, is_sparse_B=is_sparse_B, needs_all_rows_B=ranks_B)
         self._sets, self._ranks_B = sets, ranks_B
         self._lists_LBKC = sets.slots_LZKC[:, view.plan.lanes_B]
-        self._layers: list[tuple[Tensor, Tensor, BeforeBlock]] = []
-        """Per sparse layer: queries, the rows of blocks as they were numbered there, and sums."""
+        self._copies = len(view.plan.slots_R) > KEPT_ROWS
+        self._rows: list[tuple[tuple[Tensor, Tensor, Tensor], Tensor]] = []
+        """Of each layer that is not copied yet: queries and sums of all rows, and the rows of blocks."""
+        self._places: list[Tensor] = []
+        """Queries [L, X, N, H] and both sums [L, X, N] by place, as far as layers are copied."""
+        self._num_copied = 0
 
     def select_kv(self, layer: int, q_RNH: Tensor) -> Tensor | None:
         """Return the sets made in an earlier pass over the block."""
@@ -66,25 +75,26 @@ class PrefixPass(KVPass):
 
     def prefix_sums(self, layer: int, q_RNH: Tensor) -> BeforeBlock:
         """Keep the queries, and return where attention leaves their sums."""
+        if self._copies:
+            self._copy_places()
         highest_RN, totals_RN = q_RNH.new_empty(2, *q_RNH.shape[:2], dtype=torch.float32)
-        sums = BeforeBlock(highest_RN=highest_RN, totals_RN=totals_RN)
-        self._layers.append((q_RNH, self.view.rows_BW, sums))
-        return sums
+        self._rows.append(((q_RNH, highest_RN, totals_RN), self.view.rows_BW))
+        return BeforeBlock(highest_RN=highest_RN, totals_RN=totals_RN)
 
     def finish(self) -> None:
         """Rank all layers. The sets count from now on; a sequence that waited in this pass makes none."""
         view, sets = self.view, self._sets
         cache, first = view.cache, sets.exact_layers
         ranks_B = self._ranks_B & ~view.waits_B
-        q_LRNH, max_LRN, sum_LRN = (torch.stack(each) for each in zip(*map(self._numbered, self._layers)))
+        (q_LXNH, max_LXN, sum_LXN), rows_BW = self._kept()
         ranking = RankingPass(
-            q_LRNH=q_LRNH,
-            max_LRN=max_LRN,
-            sum_LRN=sum_LRN,
+            q_LRNH=q_LXNH,
+            max_LRN=max_LXN,
+            sum_LRN=sum_LXN,
             keys_LSKH=cache.keys[first:],
             block_table_BP=view.block_table_BP,
             page_size=view.page_size,
-            rows_BW=view.rows_BW,
+            rows_BW=rows_BW,
             starts_B=view.active.starts_B,
             ranks_B=ranks_B,
             max_slots=view.max_slots,
@@ -94,14 +104,27 @@ class PrefixPass(KVPass):
         rank_prefix(ranking, view.plan.lanes_B, sets.slots_LZKC)
         sets.memory.claim(view, ranks_B)
 
-    def _numbered(self, layer: tuple[Tensor, Tensor, BeforeBlock]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and sums of a layer by the numbers that rows have in the last one."""
-        (q_RNH, rows_BW, sums), (last_RNH, last_rows_BW, _) = layer, self._layers[-1]
-        kept = q_RNH, sums.highest_RN, sums.totals_RN
-        if rows_BW is last_rows_BW:
-            return kept
-        earlier_R = by_row(rows_BW.clamp(min=0), last_rows_BW, len(last_RNH), other=0)
-        return kept[0][earlier_R], kept[1][earlier_R], kept[2][earlier_R]
+    def _kept(self) -> tuple[list[Tensor], Tensor]:
+        """Queries and sums of all layers, and the row [B, W] of each place in them."""
+        last_BW = self._rows[-1][1]
+        # Rows are numbered anew where some are dropped, places are not.
+        if not self._copies and all(rows_BW is last_BW for _, rows_BW in self._rows):
+            layers = zip(*(kept for kept, _ in self._rows), strict=True)
+            return [torch.stack(each) for each in layers], last_BW
+        self._copy_places()
+        places_BW = torch.arange(last_BW.numel(), device=last_BW.device).view_as(last_BW)
+        return self._places, torch.where(last_BW >= 0, places_BW, PassView.NOT_FED)
+
+    def _copy_places(self) -> None:
+        """Copy what the layers left of the rows of blocks, and forget the others."""
+        for kept, rows_BW in self._rows:
+            rows_X = rows_BW.clamp(min=0).flatten()
+            if not self._places:
+                shape = len(self._sets.slots_LZKC), len(rows_X)
+                self._places = [each.new_empty(*shape, *each.shape[1:]) for each in kept]
+            gather_rows(rows_X, kept, out=[each[self._num_copied] for each in self._places])
+            self._num_copied += 1
+        self._rows.clear()
 
 
 class PrefixAccelerator(KVAccelerator, ABC):
@@ -128,12 +151,20 @@ class PrefixAccelerator(KVAccelerator, ABC):
     def pass_bytes(self) -> int:
         """Return the bytes of queries, sums and lists of all sparse layers, and of the shares of some."""
         spec, num_layers = self.spec, self.spec.num_layers - self.config.exact_layers
-        # The fused product, and a copy of its queries.
-        kept_heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
-        row_bytes = kept_heads * spec.head_dim * spec.dtype.itemsize + 4 * 4 * spec.num_heads
+        assert spec.block_size is not None
+        head_bytes, sum_bytes = spec.head_dim * spec.dtype.itemsize, 2 * 4 * spec.num_heads
+        place_bytes = spec.num_heads * head_bytes + sum_bytes
+        # A row in place holds the fused product.
+        row_bytes = place_bytes + 2 * spec.num_kv_heads * head_bytes
+        kept = num_layers * min(spec.max_rows, KEPT_ROWS) * (row_bytes + place_bytes)
+        if spec.max_rows > KEPT_ROWS:
+            # Of a copied layer the product is held during the next one. A pass is padded to at most half as
+            # many sequences again.
+            num_places = min(spec.max_rows, 3 * spec.num_lanes * spec.block_size // 2)
+            kept = max(kept, num_layers * num_places * place_bytes + spec.max_rows * row_bytes)
         lists = self._slot_bytes() * min(self.config.k, spec.max_slots)
         shares = workspace_bytes(num_layers, spec.num_lanes, spec.num_kv_heads, spec.max_slots)
-        return num_layers * spec.max_rows * row_bytes + lists + shares
+        return kept + lists + shares
 
     def _slot_bytes(self) -> int:
         """Bytes of one slot in the lists of all lanes, sparse layers and KV heads."""

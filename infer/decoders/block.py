@@ -5,6 +5,7 @@ SDAR (arXiv 2510.06303, logits in place), Fast-dLLM v2 (arXiv 2509.26328, logits
 whose first token is drawn from the last row of the clean block before) and LLaDA2.x, of which 2.1 also edits
 decided tokens. Blocks are counted from position 0; the tail of a prompt is fixed in the first block. Every
 sequence is at a step of its own.
+LLaDA2.2's edits that delete and insert positions are in `kernels/block_step`.
 Departures: the MASK is never predicted; the first token of a shifted block is drawn with the request's own
 settings, not always the argmax; a greedy request's confidence is under the model's own distribution (a
 one-hot one tells nothing); an edit writes the argmax whatever the temperature, else edits would not end.
@@ -38,7 +39,16 @@ from idlm.infer.state.kv_cache import KVWritePolicy
 from idlm.infer.state.sequence_state import SequenceState
 from idlm.infer.state.wanted_rows import WantedRows
 from idlm.kernels.backend import runs_kernels
-from idlm.kernels.block_step import RULES, BlockLanes, BlockShape, Limits, Proposed, decide_blocks
+from idlm.kernels.block_step import (
+    RULES,
+    BlockLanes,
+    BlockShape,
+    Held,
+    Limits,
+    Proposed,
+    Resizing,
+    decide_blocks,
+)
 from idlm.kernels.sampling import entropy, judged_draws, nonfinite, uniforms
 from idlm.semantics import Semantics
 
@@ -55,6 +65,11 @@ class _Places:
     is_maskable_BW: Tensor
     editable_BW: Tensor | None
     opens_B: Tensor
+
+    @property
+    def masks_BW(self) -> Tensor:
+        """All masks, also those that this pass may not decide."""
+        return ~(self.fixed_BW | self.decided_BW)
 
 
 @DECODERS.register("block")
@@ -96,7 +111,18 @@ class BlockDecoder(Decoder):
         self._edits = config.sure_edit < NO_EDITS
         self.modes = (StrideMode(stride=size, strategy=config.strategy),)
         fused_commit = config.fused_commit and not semantics.logit_shift
-        self.kv_policy = KVWritePolicy(kind="block", block_size=size, fused_commit=fused_commit)
+        self.kv_policy = KVWritePolicy(
+            kind="block", block_size=size, fused_commit=fused_commit, feeds_parts=config.dual_cache
+        )
+        self._edit_token_ids = semantics.edit_token_ids
+        self._resizing: Resizing | None = None
+        if self._edit_token_ids and config.sub_block_size is not None:
+            raise UserError(
+                "IDLM-0451",
+                f"decoder.sub_block_size={config.sub_block_size} decides parts of a block, but edits of this "
+                "model move tokens from one part to another",
+                fix="leave decoder.sub_block_size out",
+            )
 
     def num_rows(self, mode: int, max_length: int) -> int:
         """Those of a block."""
@@ -124,10 +150,15 @@ class BlockDecoder(Decoder):
         """One block per lane."""
         self.blocks = BlockLanes.empty(num_lanes, self.shape.size, device)
         self.options = LaneOptions.empty(num_lanes, device)
+        if self._edit_token_ids:
+            ids, most = self._edit_token_ids, self.config.max_edit_passes
+            self._resizing = Resizing.empty(
+                ids, most, num_lanes=num_lanes, size=self.shape.size, device=device
+            )
 
     def admit(self, lanes: list[int], params: Sequence[SamplingParams]) -> None:
         """New sequences have decided nothing."""
-        self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
+        self.rewind(lanes)
         configs = [self.configure(one.decoder_options) for one in params]
         self.options.admit(lanes, configs, block_size=self.shape.size)
 
@@ -135,7 +166,10 @@ class BlockDecoder(Decoder):
         """Begin the blocks anew, with the same outcome: what the parts of a block or an accelerator kept of
         earlier passes is gone.
         """
-        self.blocks.reset(to_device(lanes, self.blocks.num_passes_Z.device))
+        lanes_B = to_device(lanes, self.blocks.num_passes_Z.device)
+        self.blocks.reset(lanes_B)
+        if self._resizing is not None:
+            self._resizing.reset(lanes_B)
 
     def plan(self, table: SequenceState, batch: Batch) -> StepPlan:
         """Whole known blocks that are not stored yet, then the active block."""
@@ -150,7 +184,7 @@ class BlockDecoder(Decoder):
             plan = replace(plan, has_logits_BW=has_logits_BW)
         logits_XV = wanted.logits()
         proposed, nonfinite_B = self._propose(table, batch, plan, logits_XV)
-        has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES
+        has_kernel = runs_kernels(logits_XV) and self.config.strategy in RULES and self._resizing is None
         decide = self._decide_by_kernel if has_kernel else self._decide
         emitted_BW, num_emitted_B = decide(table, plan, proposed)
         none_B = torch.zeros_like(num_emitted_B)
@@ -175,6 +209,9 @@ class BlockDecoder(Decoder):
         """
         assert plan.active is not None
         wanted, is_maskable_BW = plan.wanted, plan.active.is_maskable_BW
+        if self._resizing is not None:
+            last_B = self._is_last(plan, self._places(table.num_known_Z[plan.lanes_B], plan))
+            self._resizing.forbid(logits_XV, last_B[wanted.places_X // self.shape.size])
         probs = table.probs(
             logits_XV, wanted.lanes_X, batch.filters, forbidden_id=self.shape.mask_token_id, own=True
         )
@@ -251,20 +288,32 @@ class BlockDecoder(Decoder):
         tokens_BW, proposed_BW = blocks.tokens_ZW[lanes_B], proposed.token_ids_BW
         chosen_BW = self._strategy.choose(self._masks(plan, proposed, places))
         chosen_BW = torch.where(places.opens_B[:, None], places.is_maskable_BW, chosen_BW)
-        is_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW | chosen_BW).all(-1)
+        last_B = torch.zeros_like(plan.samples_B) if self._resizing is None else self._is_last(plan, places)
+        chosen_BW = chosen_BW | (places.is_maskable_BW & last_B[:, None])
+        is_settled_B = plan.samples_B
         if places.editable_BW is not None:
             is_sure_BW = proposed.confidence_BW > self.options.edit_threshold_Z[lanes_B, None]
             edited_BW = places.editable_BW & (proposed_BW != tokens_BW) & is_sure_BW
-            is_clean_B &= self._is_settled(plan, places, edited_BW)
+            is_settled_B = is_settled_B & self._is_settled(plan, places, edited_BW, last_B)
             chosen_BW = chosen_BW | edited_BW
-        tokens_BW = torch.where(chosen_BW, proposed_BW, tokens_BW)
+        if self._resizing is None:
+            tokens_BW = torch.where(chosen_BW, proposed_BW, tokens_BW)
+            decided_BW = places.decided_BW | chosen_BW
+        else:
+            new_BW = self._resizing.is_new_ZW[lanes_B]
+            held = Held(tokens_BW=tokens_BW, is_decided_BW=places.decided_BW, is_new_BW=new_BW)
+            held = self._resizing.apply(held, chosen_BW, proposed_BW)
+            tokens_BW, decided_BW = held.tokens_BW, held.is_decided_BW
+        is_clean_B = is_settled_B & (decided_BW | places.fixed_BW).all(-1)
+        if self._resizing is not None:
+            self._resizing.store(lanes_B, plan.samples_B, held, places.masks_BW, is_clean_B)
         num_passes_B = blocks.num_passes_Z[lanes_B] + (plan.samples_B & ~places.opens_B)
         if self.shape.reused_part is not None:
             fed = fed_places(blocks, lanes_B, known_B, plan.num_feed_B, self.shape)
             part_B = torch.where(plan.samples_B & ~places.opens_B, fed.part_B, blocks.whole_part_Z[lanes_B])
             blocks.whole_part_Z[lanes_B] = torch.where(is_clean_B, -1, part_B)
         blocks.tokens_ZW[lanes_B] = tokens_BW
-        blocks.is_decided_ZW[lanes_B] = (places.decided_BW | chosen_BW) & ~is_clean_B[:, None]
+        blocks.is_decided_ZW[lanes_B] = decided_BW & ~is_clean_B[:, None]
         blocks.num_passes_Z[lanes_B] = torch.where(is_clean_B, 0, num_passes_B)
         blocks.num_waits_Z[lanes_B] = torch.where(_waits(plan), blocks.num_waits_Z[lanes_B] + 1, 0)
         num_fixed_B = known_B % size
@@ -281,6 +330,8 @@ class BlockDecoder(Decoder):
         if quota_B is None:
             steps_B, num_passes_B = options.steps_Z[lanes_B], self.blocks.num_passes_Z[lanes_B]
             quota_B = size // steps_B + (num_passes_B < size % steps_B).long()
+        if self._resizing is not None:
+            quota_B = quota_B + (places.is_maskable_BW & self._resizing.is_new_ZW[lanes_B]).sum(-1)
         return Masks(
             is_maskable_BW=places.is_maskable_BW,
             confidence_BW=proposed.confidence_BW,
@@ -313,14 +364,22 @@ class BlockDecoder(Decoder):
             opens_B=opens_B,
         )
 
-    def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor) -> Tensor:
-        """Whether no more edits are due, bool [B]; counts passes that began without a mask."""
+    def _is_last(self, plan: BlockPlan, places: _Places) -> Tensor:
+        """Whether this pass must leave a whole block, bool [B]."""
+        assert self._resizing is not None
+        num_passes_B = self.blocks.num_passes_Z[plan.lanes_B]
+        return self._resizing.is_last(plan.lanes_B, places.masks_BW, num_passes_B)
+
+    def _is_settled(self, plan: StepPlan, places: _Places, edited_BW: Tensor, last_B: Tensor) -> Tensor:
+        """Whether no more edits are due, bool [B], as in the last pass; counts passes that began without a
+        mask.
+        """
         lanes_B, blocks = plan.lanes_B, self.blocks
-        began_clean_B = plan.samples_B & (places.decided_BW | places.fixed_BW).all(-1)
+        began_clean_B = plan.samples_B & ~places.masks_BW.any(-1)
         num_clean_B = blocks.num_clean_passes_Z[lanes_B] + began_clean_B
         is_last_B = ~edited_BW.any(-1) | (num_clean_B >= self.config.max_edit_passes)
         has_none_B = self.options.edit_threshold_Z[lanes_B] >= NO_EDITS
-        is_settled_B = has_none_B | (began_clean_B & is_last_B)
+        is_settled_B = has_none_B | (began_clean_B & is_last_B) | (plan.samples_B & last_B)
         blocks.num_clean_passes_Z[lanes_B] = torch.where(is_settled_B, 0, num_clean_B)
         return is_settled_B
 

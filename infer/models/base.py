@@ -40,6 +40,10 @@ class MoeSpec:
     num_chosen_groups: int = 1
     shared_ffn_width: int = 0
     """Hidden units of an expert that processes every row, without `scaling`; 0: there is none."""
+    capacity: int | None = None
+    """Experts that the rows of a block admit together, of which each chooses (`Routing`); None: all."""
+    block_size: int = 1
+    """Positions of a block, with a `capacity`: a pass must be fed all rows of a block, or none."""
 
     def is_in(self, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has experts."""
@@ -174,6 +178,11 @@ class Family(ABC):
     def block_size(cls, config: dict[str, Any]) -> int | None:
         """Tokens of a block; None if the model does not decode in blocks."""
         return None
+
+    @classmethod
+    def edit_token_ids(cls, config: dict[str, Any]) -> tuple[int, ...]:
+        """Tokens that are no text (`Semantics.edit_token_ids`)."""
+        return ()
 
     @classmethod
     def semantics(cls, config: dict[str, Any]) -> Semantics:

@@ -277,7 +277,11 @@ def _semantics(
             "trained with",
             stacklevel=2,
         )
-    meaning = replace(given, mask_token_id=own if mask_token_id is None else mask_token_id)
+    meaning = replace(
+        given,
+        mask_token_id=own if mask_token_id is None else mask_token_id,
+        edit_token_ids=given.edit_token_ids or family.edit_token_ids(config),
+    )
     problems = family.contradictions(meaning)
     if problems:
         raise UserError(
@@ -296,6 +300,7 @@ def _check_meaning(meaning: Semantics, spec: ModelSpec, directory: Path, adapter
             "be merged, it applies to MASK rows only",
             fix="give the directory of the adapter (adapter_config.json), or remove gated if it is a mistake",
         )
+    moe.check_blocks(spec, block_size=meaning.block_size)
     has_own_row = adapter is not None and adapter.has_mask_row
     if not has_own_row and meaning.mask_token_id is not None and meaning.mask_token_id >= spec.vocab_size:
         raise UserError(

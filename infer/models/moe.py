@@ -40,6 +40,8 @@ class Experts(nn.Module):
             scaling=moe.scaling,
             num_groups=moe.num_groups,
             num_chosen_groups=moe.num_chosen_groups,
+            capacity=moe.capacity,
+            block_size=moe.block_size,
         )
         wide = torch.promote_types(dtype, torch.float32)
         empty = partial(empty_weight, device=device, dtype=dtype)
@@ -53,12 +55,19 @@ class Experts(nn.Module):
         self.shared_gate_up = empty(2 * shared, width) if shared else None
         self.shared_down = empty(width, shared) if shared else None
 
-    def forward(self, x_RD: Tensor, linears: Linears, slot_mapping_R: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_RD: Tensor,
+        linears: Linears,
+        slot_mapping_R: Tensor | None = None,
+        positions_R: Tensor | None = None,
+    ) -> Tensor:
         """The weighted sum of the chosen experts' outputs plus the shared expert's, [R, D].
 
         Sums run in fp32 and in order of experts. Rows with a negative slot are padding and reach no expert.
+        A router with a capacity needs positions.
         """
-        experts_RC, weights_RC = self.route(x_RD, linears, slot_mapping_R)
+        experts_RC, weights_RC = self.route(x_RD, linears, slot_mapping_R, positions_R)
         shared_RD = None
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared_RD = linears.linear(linears.swiglu(x_RD, self.shared_gate_up), self.shared_down)
@@ -75,11 +84,21 @@ class Experts(nn.Module):
         return self.shards.sum(out_RD)
 
     def route(
-        self, x_RD: Tensor, linears: Linears, slot_mapping_R: Tensor | None = None
+        self,
+        x_RD: Tensor,
+        linears: Linears,
+        slot_mapping_R: Tensor | None = None,
+        positions_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The chosen experts of each row and their weights (fp32), both [R, C]."""
         logits_RE = linears.linear(x_RD.to(self.router.dtype), self.router)
-        return route(logits_RE, self.routing, bias_X=self.router_bias, slots_R=slot_mapping_R)
+        return route(
+            logits_RE,
+            self.routing,
+            bias_X=self.router_bias,
+            slots_R=slot_mapping_R,
+            positions_R=positions_R,
+        )
 
     def targets(self, number: int, names: TensorNames) -> dict[str, WeightTarget]:
         """Targets of the tensors of layer `number`, without the experts of other ranks."""
@@ -116,7 +135,7 @@ class MoeLayer(Layer):
 
     def feed_forward(self, normed_RD: Tensor, rows: Rows, slot_mapping_R: Tensor) -> Tensor:
         """The output of the experts, [R, D]."""
-        return self.mlp(normed_RD, rows.linears, slot_mapping_R)
+        return self.mlp(normed_RD, rows.linears, slot_mapping_R, rows.rope.positions_R)
 
 
 class MoeTrunk(DenseTrunk):
@@ -126,6 +145,19 @@ class MoeTrunk(DenseTrunk):
         assert self.spec.moe is not None
         kind = MoeLayer if self.spec.moe.is_in(number) else DenseLayer
         return kind(self.spec, device, dtype, self.shards)
+
+
+def check_blocks(spec: ModelSpec, *, block_size: int | None = None, feeds_parts: bool = False) -> None:
+    """Raise UserError IDLM-0617 for a decoder whose blocks, or the parts of them that it feeds, are not those
+    that experts are chosen by. `block_size` None: not known here.
+    """
+    if spec.moe is None or spec.moe.capacity is None:
+        return
+    size = spec.moe.block_size
+    if block_size not in (None, size):
+        refuse(f"block_size={block_size} where experts are chosen by blocks (allowed: {size})")
+    if feeds_parts:
+        refuse("passes over parts of a block (decoder.dual_cache=true) where experts are chosen by blocks")
 
 
 def refuse(problem: str) -> NoReturn:

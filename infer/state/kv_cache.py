@@ -52,12 +52,14 @@ class KVWritePolicy:
     it and read what earlier passes have left of the rest.
 
     `fused_commit`: a block is stored beside the decoding rows of the next one, in rows of its own; else it
-    takes the place of a sequence's decoding rows. `has_drafts`: drafts are tested, which `tau` relaxes.
+    takes the place of a sequence's decoding rows. `feeds_parts`: a pass may feed some rows of a block and not
+    the others. `has_drafts`: drafts are tested, which `tau` relaxes.
     """
 
     kind: KVKind = "append"
     block_size: int = 1
     fused_commit: bool = True
+    feeds_parts: bool = False
     has_drafts: bool = False
     reuse: CanvasReuse | None = None
 

@@ -2,6 +2,7 @@
 
 from idlm.kernels.block_step.op import decide_blocks, pack_blocks
 from idlm.kernels.block_step.reference import decide_reference, pack_reference, wanted_reference
+from idlm.kernels.block_step.resizing import Held, Resizing
 from idlm.kernels.block_step.types import (
     PASSES_BITS,
     RULES,
@@ -18,9 +19,11 @@ __all__ = [
     "RULES",
     "BlockLanes",
     "BlockShape",
+    "Held",
     "Limits",
     "PackedBlocks",
     "Proposed",
+    "Resizing",
     "WantedPlaces",
     "decide_blocks",
     "decide_reference",

@@ -2,7 +2,7 @@
 
 The order in which they add floats depends on the row alone. Contract in README.md.
 R rows, X experts that rows choose from, E experts that are here, C chosen experts, P = R C pairs, T tiles, G
-groups, D width.
+groups, D width, W rows of a block.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -43,11 +43,65 @@ def _outside_best_groups(
     return is_chosen == 0
 
 
+@triton.jit(do_not_specialize=["R"])
+def admit_kernel(
+    logits_RX,
+    bias_X,
+    slots_R,
+    positions_R,
+    admitted_RX,
+    R,
+    stride_logits,
+    X: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD_W: tl.constexpr,
+    PAD_X: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block, by its first row, where the experts are marked that it admits. Other rows end at once."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions_R + row)
+    if position % SIZE != 0:
+        return
+    o_w, number = tl.arange(0, PAD_W), tl.arange(0, PAD_X)
+    m_w = (o_w < SIZE) & (row + o_w < R)
+    # A block that ends early is followed by another block, or by padding.
+    m_w = m_w & (tl.load(positions_R + row + o_w, mask=m_w, other=-1) == position + o_w)
+    if HAS_SLOTS:
+        m_w = m_w & (tl.load(slots_R + row + o_w, mask=m_w, other=-1) >= 0)
+    m_x = number < X
+    m_wx = m_w[:, None] & m_x[None, :]
+    p_logits = logits_RX + (row + o_w)[:, None] * stride_logits + number[None, :]
+    logits = tl.load(p_logits, mask=m_wx, other=NEVER).to(tl.float32)
+    if SIGMOID:
+        quality = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        raised = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        quality = raised / tl.sum(raised, axis=1)[:, None]
+    quality = tl.where(quality == quality, quality, 0.0)
+    if HAS_BIAS:
+        quality += tl.load(bias_X + number, mask=m_x, other=0.0).to(tl.float32)[None, :]
+    best = tl.max(tl.where(m_wx, quality, NEVER), axis=0)
+    is_same_before = (best[None, :] == best[:, None]) & (number[None, :] < number[:, None])
+    is_before = (best[None, :] > best[:, None]) | is_same_before
+    rank = tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(admitted_RX + row * X + number, (rank < CAPACITY).to(tl.int8), mask=m_x)
+
+
 @triton.jit
 def route_kernel(
     logits_RX,
     bias_X,
     slots_R,
+    positions_R,
+    admitted_RX,
     experts_RC,
     weights_RC,
     stride_logits,
@@ -62,15 +116,20 @@ def route_kernel(
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
     MIN_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it]."""
+    """One row: the chosen experts in rising order, and their weights. Experts lie as [group, place in it].
+
+    BY_BLOCK: among those that the first row of its block, of SIZE positions, has admitted.
+    """
     row = tl.program_id(0).to(tl.int64)
-    SIZE: tl.constexpr = X // GROUPS
+    IN_GROUP: tl.constexpr = X // GROUPS
     group, place = tl.arange(0, PAD_G)[:, None], tl.arange(0, PAD_S)[None, :]
-    m_x = (group < GROUPS) & (place < SIZE)
-    number = group * SIZE + place
+    m_x = (group < GROUPS) & (place < IN_GROUP)
+    number = group * IN_GROUP + place
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -88,6 +147,14 @@ def route_kernel(
     is_taken = m_x == 0
     if CHOSEN_GROUPS < GROUPS:
         is_taken = is_taken | _outside_best_groups(quality, group, m_x, GROUPS, CHOSEN_GROUPS, PAD_G)
+    is_padding = False
+    if HAS_SLOTS:
+        is_padding = tl.load(slots_R + row) < 0
+    if BY_BLOCK:
+        # Padding has no block; it chooses too, so that its whole row of the tables is written.
+        first = tl.where(is_padding, row, row - tl.load(positions_R + row) % SIZE)
+        admitted = tl.load(admitted_RX + first * X + number, mask=m_x & (is_padding == 0), other=1)
+        is_taken = is_taken | (admitted == 0)
     is_chosen = number < 0
     for _ in range(CHOSEN):
         is_new = m_x & (number == _largest(quality, is_taken, number, PAD_G * PAD_S))
@@ -101,9 +168,6 @@ def route_kernel(
     num_before = tl.sum(chosen, axis=1)
     num_before = tl.cumsum(num_before, axis=0) - num_before
     at = num_before[:, None] + tl.cumsum(chosen, axis=1) - chosen
-    is_padding = False
-    if HAS_SLOTS:
-        is_padding = tl.load(slots_R + row) < 0
     said = tl.where(is_padding, -1, number)
     tl.store(experts_RC + row * CHOSEN + at, said, mask=is_chosen)
     tl.store(weights_RC + row * CHOSEN + at, weights, mask=is_chosen)
@@ -166,7 +230,7 @@ def plan_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "num_experts"])
-def combine_kernel(
+def add_experts_kernel(
     y_PD,
     experts_RC,
     weights_RC,

@@ -31,26 +31,34 @@ def route(
     *,
     bias_X: Tensor | None = None,
     slots_R: Tensor | None = None,
+    positions_R: Tensor | None = None,
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The chosen experts of each row (integers) and their weights, fp32 (fp64 for fp64), both [R, C].
 
     Scores are computed in fp32; `bias_X` affects the choice, not the weights; weights are rounded once to the
     dtype of the logits, as the published routers do. Among equal scores, the lower number is chosen.
-    A row whose slot is negative is padding: its experts are -1, its weights unspecified.
+    A row whose slot is negative is padding: its experts are -1, its weights unspecified, and its block does
+    not see it. `positions_R` (integers), needed with a capacity: the rows of a block follow one another, from
+    a position that `block_size` divides on.
     """
     assert logits_RX.stride(1) == 1, f"{logits_RX.stride()=}"
     assert logits_RX.shape[1] % routing.num_groups == 0, f"{logits_RX.shape=} {routing=}"
+    assert routing.capacity is None or positions_R is not None, f"{routing=}"
     if _runs_kernels(logits_RX):
         from idlm.kernels.experts.launch import run_route
 
         pdl = has_pdl(logits_RX.device) if pdl is None else pdl
-        return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, pdl=pdl)
-    return plain_route(logits_RX, routing, bias_X, slots_R)
+        return run_route(logits_RX, routing, bias_X=bias_X, slots_R=slots_R, positions_R=positions_R, pdl=pdl)
+    return plain_route(logits_RX, routing, bias_X, slots_R, positions_R)
 
 
 def plain_route(
-    logits_RX: Tensor, routing: Routing, bias_X: Tensor | None = None, slots_R: Tensor | None = None
+    logits_RX: Tensor,
+    routing: Routing,
+    bias_X: Tensor | None = None,
+    slots_R: Tensor | None = None,
+    positions_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route` in torch ops."""
     wide_RX = logits_RX.to(torch.promote_types(logits_RX.dtype, torch.float32))
@@ -58,6 +66,9 @@ def plain_route(
     quality_RX = scores_RX if bias_X is None else scores_RX + bias_X
     if routing.num_chosen_groups < routing.num_groups:
         quality_RX = _in_best_groups(quality_RX, routing)
+    if routing.capacity is not None:
+        assert positions_R is not None
+        quality_RX = _admitted(quality_RX, routing, positions_R, slots_R)
     experts_RC = _largest(quality_RX, routing.num_chosen)
     weights_RC = scores_RX.gather(1, experts_RC)
     if routing.is_normalised:
@@ -149,6 +160,21 @@ def _in_best_groups(quality_RX: Tensor, routing: Routing) -> Tensor:
     best = _largest(sums_RG, routing.num_chosen_groups)
     is_out_RG = torch.ones_like(sums_RG, dtype=torch.bool).scatter_(1, best, False)
     return grouped_RGx.masked_fill(is_out_RG[:, :, None], float("-inf")).view_as(quality_RX)
+
+
+def _admitted(quality_RX: Tensor, routing: Routing, positions_R: Tensor, slots_R: Tensor | None) -> Tensor:
+    """Set qualities to -inf for the experts that a row's block does not admit."""
+    assert routing.capacity is not None
+    never = float("-inf")
+    seen_RX = quality_RX if slots_R is None else quality_RX.masked_fill(slots_R[:, None] < 0, never)
+    # The first row of a block stands for it.
+    rows_R = torch.arange(len(quality_RX), device=quality_RX.device)
+    first_R1 = (rows_R - positions_R % routing.block_size).clamp(min=0)[:, None]
+    best_RX = torch.full_like(quality_RX, never)
+    best_RX.scatter_reduce_(0, first_R1.expand_as(seen_RX), seen_RX, "amax")
+    is_out_RX = torch.ones_like(quality_RX, dtype=torch.bool)
+    is_out_RX.scatter_(1, _largest(best_RX, routing.capacity), False)
+    return quality_RX.masked_fill(is_out_RX[first_R1[:, 0]], never)
 
 
 def _runs_kernels(x: Tensor) -> bool:

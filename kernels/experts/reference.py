@@ -1,6 +1,6 @@
 """The definition of both ops, row by row, in fp32 or, for fp64 input, fp64. Formula in README.md.
 
-R rows, E experts, C chosen experts, G groups, D width, F ffn of an expert.
+R rows, E experts, C chosen experts, D width, F ffn of an expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ MIN_SUM = 1e-20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How rows choose experts. `is_normalised`: divide the weights of the chosen experts by their sum."""
+    """How rows choose experts. `is_normalised`: divide the weights of the chosen experts by their sum.
+
+    `capacity`: the rows of a block, `block_size` consecutive positions of one sequence, first admit so many
+    experts together, those whose largest score (bias included) among these rows is highest, and choose among
+    them (LLaDA2.2; sgl-project/sglang, pull requests 31743 and 31768); None: every row chooses among all. Not
+    with groups.
+    """
 
     num_chosen: int
     score: Literal["softmax", "sigmoid"]
@@ -24,17 +30,32 @@ class Routing:
     scaling: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
+    capacity: int | None = None
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.capacity is None or (self.num_groups == 1 and self.capacity >= self.num_chosen), (
+            f"{self=}"
+        )
 
 
 def route_reference(
-    logits_RE: Tensor, routing: Routing, *, bias_E: Tensor | None = None
+    logits_RE: Tensor,
+    routing: Routing,
+    *,
+    bias_E: Tensor | None = None,
+    blocks: list[int] | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Per row the numbers of the chosen experts, ascending, and their weights, not rounded."""
+    """Per row the numbers of the chosen experts, ascending, and their weights, not rounded. `blocks`: with a
+    capacity, the number of each row's block; rows of a block may stand anywhere.
+    """
     experts, weights = [], []
+    rows = []
     for logits_E in logits_RE.to(torch.promote_types(logits_RE.dtype, torch.float32)):
         scores = (logits_E.softmax(dim=0) if routing.score == "softmax" else logits_E.sigmoid()).tolist()
         added = [0.0] * len(scores) if bias_E is None else bias_E.tolist()
-        quality = [score + bias for score, bias in zip(scores, added, strict=True)]
+        rows.append((scores, [score + bias for score, bias in zip(scores, added, strict=True)]))
+    for row, (scores, quality) in enumerate(rows):
         size = len(scores) // routing.num_groups
         sums = []
         for group in range(routing.num_groups):
@@ -43,6 +64,11 @@ def route_reference(
         groups = sorted(range(routing.num_groups), key=lambda group: -sums[group])
         groups = groups[: routing.num_chosen_groups]
         allowed = [expert for expert in range(len(scores)) if expert // size in groups]
+        if routing.capacity is not None:
+            assert blocks is not None
+            mine = [other for other, block in enumerate(blocks) if block == blocks[row]]
+            best = [max(rows[other][1][expert] for other in mine) for expert in allowed]
+            allowed = sorted(allowed, key=lambda expert: -best[expert])[: routing.capacity]
         chosen = sorted(sorted(allowed, key=lambda expert: -quality[expert])[: routing.num_chosen])
         total = sum(scores[expert] for expert in chosen) + MIN_SUM if routing.is_normalised else 1.0
         experts.append(chosen)

@@ -94,23 +94,30 @@ def compact_rows(
     )
 
 
-def gather_rows(numbers_I: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def gather_rows(
+    numbers_I: Tensor, tensors: Sequence[Tensor], *, out: Sequence[Tensor] | None = None
+) -> Sequence[Tensor]:
     """`[tensor[numbers_I] for tensor in tensors]`, contiguous, in one launch; up to `MAX_GATHERED` tensors.
+    `out`: where they go.
 
     Each is [R, ...] of any dtype, its rows contiguous; they may have gaps between them.
     """
     assert len(tensors) <= MAX_GATHERED, f"{len(tensors)=}"
     if not runs_kernels(numbers_I):
-        return [tensor[numbers_I] for tensor in tensors]
+        found = [tensor[numbers_I] for tensor in tensors]
+        for target, rows in zip(out or (), found, strict=out is not None):
+            target.copy_(rows)
+        return found if out is None else out
     import triton
 
     from idlm.kernels.row_compaction.kernel import gather_kernel
 
     num_left = len(numbers_I)
-    results = [
+    results = out or [
         torch.empty(num_left, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
         for tensor in tensors
     ]
+    assert all(result.is_contiguous() for result in results), f"{[t.stride() for t in results]=}"
     if not tensors or not num_left:
         return results
     assert all(tensor[:1].is_contiguous() for tensor in tensors), f"{[t.stride() for t in tensors]=}"

@@ -30,6 +30,14 @@ def test_the_plain_path_equals_the_references(seed: int) -> None:
     torch.testing.assert_close(found_RD.double(), true_RD, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_the_plain_path_routes_by_blocks_as_the_reference(seed: int) -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.cases.experts import check_block_route
+
+    check_block_route(seed, "cpu", torch.float32, most_blocks=6)
+
+
 def test_ranks_parts_add_up_to_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     x, shared = (torch.randn(9, 8, generator=generator) for _ in range(2))
@@ -71,7 +79,14 @@ class Integers(dict[str, str]):
 TYPES = Integers(
     dict.fromkeys(("x", "w", "y", "logits_RX", "y_PD", "shared_RD", "out_RD"), "*bf16")
     | dict.fromkeys(("tiles_T4", "order_P", "experts_P", "experts_RC"), "*i32")
-    | {"bias_X": "*fp32", "slots_R": "*i64", "weights_RC": "*fp32", "scaling": "fp32"}
+    | {
+        "bias_X": "*fp32",
+        "slots_R": "*i64",
+        "positions_R": "*i64",
+        "admitted_RX": "*i8",
+        "weights_RC": "*fp32",
+        "scaling": "fp32",
+    }
 )
 
 
@@ -107,15 +122,22 @@ def test_the_products_compile_for_hopper_without_spills(rows: int, gated: bool) 
 
 def test_other_kernels_compile_for_hopper_without_spills() -> None:
     pytest.importorskip("triton")
-    from idlm.kernels.experts.kernel_rows import combine_kernel, plan_kernel, route_kernel
+    from idlm.kernels.experts.kernel_rows import add_experts_kernel, admit_kernel, plan_kernel, route_kernel
+    from idlm.kernels.experts.launch import ADMIT_WARPS
     from tests.kernels.hopper_compiler import compile_for_hopper
 
     router = {"X": 256, "CHOSEN": 8, "GROUPS": 8, "CHOSEN_GROUPS": 4, "PAD_G": 8, "PAD_S": 32}
     flags = {"SIGMOID": True, "NORMALISED": True, "HAS_BIAS": True, "HAS_SLOTS": True, "MIN_SUM": 1e-20}
+    flags |= {"BY_BLOCK": False, "SIZE": 1}
+    one_group = {"GROUPS": 1, "CHOSEN_GROUPS": 1, "PAD_G": 1, "PAD_S": 256, "BY_BLOCK": True, "SIZE": 32}
+    admission = {"X": 256, "CAPACITY": 48, "SIZE": 32, "PAD_W": 32, "PAD_X": 256}
+    admission |= {"SIGMOID": True, "HAS_BIAS": True, "HAS_SLOTS": True}
     for kernel, constants, warps in (
         (route_kernel, router | flags, 1),
+        (route_kernel, router | flags | one_group, 1),
+        (admit_kernel, admission, ADMIT_WARPS),
         (plan_kernel, {"BLOCK_P": 8192, "BLOCK_R": 128, "PAD_E": 256}, 8),
-        (combine_kernel, {"CHOSEN": 8, "HAS_SHARED": True, "BLOCK_D": 1024}, 4),
+        (add_experts_kernel, {"CHOSEN": 8, "HAS_SHARED": True, "BLOCK_D": 1024}, 4),
     ):
         made = compile_for_hopper(kernel, TYPES, {**constants, "PDL": True}, num_warps=warps)
         assert made.spilled_bytes == 0, kernel

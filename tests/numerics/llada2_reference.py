@@ -1,4 +1,5 @@
-"""LLaDA2 in plain PyTorch, written from its published description; deliberately slow, row by row.
+"""LLaDA2 in plain PyTorch, written from its published description; deliberately slow, row by row. With
+`expert_capacity` in the config it is LLaDA2.2, whose blocks admit experts before their rows choose.
 
 Shares nothing with the engine. `fault` plants one of the known misreadings of a checkpoint.
 L sequence length, N query heads, K KV heads, H head dim, D width, V vocabulary, E experts.
@@ -26,6 +27,16 @@ FAULTS = (
     "shared_scaled",
     "no_qk_norm",
 )
+
+BLOCK_FAULTS = (
+    "capacity_ignored",
+    "capacity_of_the_sequence",
+    "capacity_without_bias",
+    "capacity_by_the_mean",
+    "capacity_and_groups",
+    "capacity_one_more",
+)
+"""Misreadings of LLaDA2.2."""
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LLaDA2MoeModelLM"],
@@ -58,6 +69,7 @@ CONFIG: dict[str, Any] = {
     "mask_token_id": 90,
     "dtype": "float32",
 }
+CONFIG22 = CONFIG | {"expert_capacity": 5, "block_size": 4, "delete_token_id": 91, "split_token_id": 92}
 
 
 def random_tensors(config: dict[str, Any], *, has_qk_norm: bool = True) -> dict[str, Tensor]:
@@ -109,7 +121,7 @@ class Reference:
     """`__call__` gives the logits [L, V] of a whole sequence."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], fault: str = "") -> None:
-        assert fault in ("", *FAULTS)
+        assert fault in ("", *FAULTS, *BLOCK_FAULTS)
         self.config, self.tensors, self.fault = config, tensors, fault
 
     def __call__(self, token_ids: list[int], visible_LL: Tensor) -> Tensor:
@@ -121,7 +133,12 @@ class Reference:
             if number < self.config["first_k_dense_replace"]:
                 x_LD = x_LD + self.mlp(f"{layer}.mlp", normed_LD)
             else:
-                x_LD = x_LD + torch.stack([self.experts(f"{layer}.mlp", row_D) for row_D in normed_LD])
+                prefix = f"{layer}.mlp"
+                rows = [
+                    self.experts(prefix, row_D, self.admitted(prefix, normed_LD, place))
+                    for place, row_D in enumerate(normed_LD)
+                ]
+                x_LD = x_LD + torch.stack(rows)
         return self.norm(x_LD, "model.norm") @ self.tensors["lm_head.weight"].T
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -171,12 +188,30 @@ class Reference:
         gate, up, down = (self.tensors[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down"))
         return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
-    def experts(self, prefix: str, x_D: Tensor) -> Tensor:
-        config, fault = self.config, self.fault
+    def scores(self, prefix: str, x_D: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores of all experts, and what experts are selected by."""
         logits_E = self.tensors[f"{prefix}.gate.weight"].float() @ x_D.float()
-        scores_E = logits_E.softmax(dim=0) if fault == "router_softmax" else logits_E.sigmoid()
+        scores_E = logits_E.softmax(dim=0) if self.fault == "router_softmax" else logits_E.sigmoid()
         bias_E = self.tensors[f"{prefix}.gate.expert_bias"]
-        selection_E = scores_E if fault == "router_without_bias" else scores_E + bias_E
+        return scores_E, scores_E if self.fault == "router_without_bias" else scores_E + bias_E
+
+    def admitted(self, prefix: str, x_LD: Tensor, place: int) -> list[int] | None:
+        """The experts that the block of a place admits; None: the model has no such rule."""
+        if "expert_capacity" not in self.config or self.fault == "capacity_ignored":
+            return None
+        size, capacity = self.config["block_size"], self.config["expert_capacity"]
+        block = x_LD[place // size * size : (place // size + 1) * size]
+        if self.fault == "capacity_of_the_sequence":
+            block = x_LD
+        is_plain = self.fault == "capacity_without_bias"
+        scores_WE = torch.stack([self.scores(prefix, row_D)[0 if is_plain else 1] for row_D in block])
+        best_E = scores_WE.mean(dim=0) if self.fault == "capacity_by_the_mean" else scores_WE.amax(dim=0)
+        order = sorted(range(len(best_E)), key=lambda e: -float(best_E[e]))
+        return order[: capacity + (self.fault == "capacity_one_more")]
+
+    def experts(self, prefix: str, x_D: Tensor, admitted: list[int] | None) -> Tensor:
+        config, fault = self.config, self.fault
+        scores_E, selection_E = self.scores(prefix, x_D)
         per_group = config["num_experts"] // config["n_group"]
         group_of = [expert // per_group for expert in range(config["num_experts"])]
         quality = []
@@ -184,9 +219,11 @@ class Reference:
             best = sorted(selection_E[group * per_group : (group + 1) * per_group].tolist(), reverse=True)
             quality.append(best[0] if fault == "router_group_maximum" else best[0] + best[1])
         kept = sorted(range(config["n_group"]), key=lambda g: -quality[g])[: config["topk_group"]]
-        if fault == "router_ignores_groups":
+        is_grouped = "expert_capacity" not in config or fault in ("capacity_ignored", "capacity_and_groups")
+        if fault == "router_ignores_groups" or not is_grouped:
             kept = list(range(config["n_group"]))
         allowed = [expert for expert in range(config["num_experts"]) if group_of[expert] in kept]
+        allowed = [expert for expert in allowed if admitted is None or expert in admitted]
         chosen = sorted(allowed, key=lambda e: -float(selection_E[e]))[: config["num_experts_per_tok"]]
         source_E = selection_E if fault == "router_bias_in_weights" else scores_E
         total = sum(float(source_E[e]) for e in chosen) + 1e-20

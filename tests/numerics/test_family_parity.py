@@ -83,14 +83,28 @@ def fast_dllm(directory: Path) -> Logits:
     return as_transformers(reference)
 
 
-def llada2(directory: Path, *, fault: str = "", has_qk_norm: bool = True, **changes: Any) -> Logits:
+def llada2(
+    directory: Path,
+    *,
+    fault: str = "",
+    has_qk_norm: bool = True,
+    likely: tuple[int, ...] = (),
+    **changes: Any,
+) -> Logits:
+    """`likely`: tokens that are predicted more often than others."""
     config = llada2_reference.CONFIG | changes
     tensors = llada2_reference.random_tensors(config, has_qk_norm=has_qk_norm)
+    tensors["lm_head.weight"][list(likely)] *= 1.6
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     reference = llada2_reference.Reference(config, tensors, fault)
     return lambda token_ids, block_size: reference(token_ids, visibility(len(token_ids), block_size))
+
+
+def llada22(directory: Path, **options: Any) -> Logits:
+    """Routing by blocks, which `block_size` counts like the decoder."""
+    return llada2(directory, **{**llada2_reference.CONFIG22, **options})
 
 
 def llada2_bare(directory: Path) -> Logits:
@@ -104,6 +118,7 @@ FAMILIES = {
     "fast_dllm": fast_dllm,
     "llada2": llada2,
     "llada2_bare": llada2_bare,
+    "llada22": llada22,
 }
 
 
@@ -247,6 +262,14 @@ def test_trap_06_kv_of_the_last_denoising_step_is_not_that_of_the_clean_block(tm
 @pytest.mark.parametrize("fault", llada2_reference.FAULTS)
 def test_traps_09_to_11_every_misreading_of_llada2_is_visible(fault: str, tmp_path: Path) -> None:
     misread = llada2(tmp_path, fault=fault)
+    tokens = draw(3 * BLOCK, 5)
+    found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
+    assert (found - misread(tokens, BLOCK)).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("fault", llada2_reference.BLOCK_FAULTS)
+def test_every_misreading_of_routing_by_blocks_is_visible(fault: str, tmp_path: Path) -> None:
+    misread = llada22(tmp_path, fault=fault)
     tokens = draw(3 * BLOCK, 5)
     found = PagedSession(load_model(tmp_path, device="cpu"), 1).feed([tokens], block_size=BLOCK)[0]
     assert (found - misread(tokens, BLOCK)).abs().max() > VISIBLE

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.engine.decoding.moe_models import MOE_MODELS
 from benchmarks.engine.decoding.replay import Replay, replaying
 from benchmarks.engine.decoding.trace import Trace
 from benchmarks.stream import Timer
@@ -28,8 +29,9 @@ from idlm.infer import build as parts_builder
 from idlm.infer.decoders.base import DECODERS, max_rows
 from idlm.infer.engine import Engine
 from idlm.infer.models.base import FAMILIES, TensorNames
-from idlm.infer.models.dense import DenseLayer, DenseTrunk, LowRank
-from idlm.infer.models.loader import LoadedModel
+from idlm.infer.models.dense import DenseLayer, DenseTrunk, Layer, LowRank
+from idlm.infer.models.loader import LoadedModel, make_trunk
+from idlm.infer.models.moe import MoeLayer, check_blocks
 from idlm.infer.settings import EngineSettings
 from idlm.kernels.sampling import op as sampling_op
 from idlm.semantics import Semantics
@@ -80,18 +82,21 @@ MAX_STRIDE = 32
 
 
 def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int | None = None) -> LoadedModel:
-    """The trunk of `MODELS[name]`, created on the device: matrices normal with variance 1 / columns, norms 1.
-    It is block-causal with `block_size`, else a converted model for strides up to `MAX_STRIDE`.
+    """The trunk of a model of `MODELS` or `MOE_MODELS`, created on the device: matrices normal with variance
+    1 / columns, norms 1. It is block-causal with `block_size`, else a converted model for strides up to
+    `MAX_STRIDE`. UserError IDLM-0617 for blocks that its experts are not chosen by.
     """
     config = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        **MODELS[name],
+        **{**MODELS, **MOE_MODELS}[name],
     }
-    spec = FAMILIES.get("Qwen3ForCausalLM").spec(config)
-    trunk = DenseTrunk(spec, device=torch.device(device), dtype=dtype)
+    architecture = config.pop("architecture", "Qwen3ForCausalLM")
+    spec = FAMILIES.get(architecture).spec(config)
+    check_blocks(spec, block_size=block_size)
+    trunk = make_trunk(spec, device=torch.device(device), dtype=dtype)
     fill_randomly(trunk)
     mask_id = spec.vocab_size - 1
     return LoadedModel(
@@ -101,7 +106,7 @@ def random_model(name: str, *, device: str, dtype: torch.dtype, block_size: int 
         semantics=Semantics(mask_token_id=mask_id, stride=MAX_STRIDE)
         if block_size is None
         else Semantics(mask_token_id=mask_id, causality="block", block_size=block_size, logit_shift=False),
-        architecture="Qwen3ForCausalLM",
+        architecture=architecture,
         dtype=dtype,
         device=torch.device(device),
         directory=Path(name),
@@ -346,13 +351,21 @@ def slot_bytes(model: LoadedModel) -> int:
 
 
 def weights_of(model: LoadedModel) -> list[Tensor]:
-    """The matrices that every pass reads, in order, without the input embedding."""
-    layers = [
-        (layer.qkv, layer.o, layer.gate_up, layer.down)
-        for layer in model.trunk.layers
-        if isinstance(layer, DenseLayer)
-    ]
-    return [*(weight for layer in layers for weight in layer), model.trunk.head]
+    """The matrices that every pass reads, in order, without the input embedding. Of experts as many as one
+    row chooses: fewer bytes than a pass reads, but the products of every row.
+    """
+    found: list[Tensor] = []
+    for layer in model.trunk.layers:
+        assert isinstance(layer, Layer)
+        found += [layer.qkv, layer.o]
+        if isinstance(layer, DenseLayer):
+            found += [layer.gate_up, layer.down]
+        if isinstance(layer, MoeLayer):
+            mlp, num = layer.mlp, layer.mlp.moe.num_chosen
+            shared = (mlp.shared_gate_up, mlp.shared_down)
+            found += [mlp.router, mlp.gate_up[:num], mlp.down[:num]]
+            found += [weight for weight in shared if weight is not None]
+    return [*found, model.trunk.head]
 
 
 def floor_ms(model: LoadedModel, load: Load, bytes_per_second: float) -> float:

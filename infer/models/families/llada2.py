@@ -1,4 +1,6 @@
-"""LLaDA2.0 and 2.1 (BailingMoeV2): sigmoid router with groups and a shared expert, half of each head rotates.
+"""LLaDA2.0, 2.1 and 2.2 (BailingMoeV2): sigmoid router with groups and a shared expert, half of each head
+rotates. 2.2 routes by block: 32 tokens admit `expert_capacity` experts together, and groups play no part then
+(sgl-project/sglang, pull requests 31743 and 31768).
 
 The defaults of the published config classes fit no published weights, so every field must be given. Query,
 key and value projections are one tensor.
@@ -23,10 +25,11 @@ REQUIRED = (
     *("num_experts", "num_experts_per_tok", "num_shared_experts", "moe_intermediate_size", "n_group"),
     *("topk_group", "routed_scaling_factor", "first_k_dense_replace", "norm_topk_prob"),
 )
+EDIT_TOKENS = ("delete_token_id", "split_token_id")
 ATTENTION = "model.layers.{}.attention."
 OF_TRAINING = "only training reads it"
 CONFIG_KEYS = {
-    **dict.fromkeys((*REQUIRED, "router_dtype"), READ),
+    **dict.fromkeys((*REQUIRED, *("router_dtype", "expert_capacity", "block_size", *EDIT_TOKENS)), READ),
     "output_router_logits": OF_TRAINING,
     "router_aux_loss_coef": OF_TRAINING,
     "mtp_loss_scaling_factor": OF_TRAINING,
@@ -34,15 +37,11 @@ CONFIG_KEYS = {
     "moe_shared_expert_intermediate_size": "the shapes of the tensors are checked",
     "_moe_implementation": "names a kernel of the publisher, not the arithmetic",
 }
-LLADA22, LLADA20_UNI = (
-    "LLaDA2.2 (routing with a capacity, edits that delete and split)",
-    "LLaDA2.0-Uni (images)",
-)
 
 
 @FAMILIES.register("LLaDA2MoeModelLM")
 class Llada2(Family):
-    """2.1 differs from 2.0 only in how it is decoded."""
+    """2.1 differs from 2.0 only in how it is decoded, and so does 2.2, beside its router."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llada2_moe",)
     causality: ClassVar[str] = "block"
@@ -52,10 +51,7 @@ class Llada2(Family):
     stop_token_ids: ClassVar[tuple[int, ...]] = (156_892, 156_900)
     """<|endoftext|> and <|role_end|>."""
     config_keys: ClassVar[Mapping[str, str]] = CONFIG_KEYS
-    foreign_keys: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("expert_capacity", "delete_token_id", "split_token_id"), LLADA22),
-        "image_token_offset": LLADA20_UNI,
-    }
+    foreign_keys: ClassVar[Mapping[str, str]] = {"image_token_offset": "LLaDA2.0-Uni (images)"}
     tensor_names: ClassVar[TensorNames] = TensorNames(
         embed="model.word_embeddings.weight",
         qkv=f"{ATTENTION}query_key_value",
@@ -74,6 +70,11 @@ class Llada2(Family):
         reader.allow("score_function", "sigmoid", None)
         reader.allow("router_dtype", "fp32", "float32", None)
         rotary_dim, moe = _rotary_dim(reader), _experts(reader)
+        edit_tokens = [reader.integer(name, least=0) for name in EDIT_TOKENS if config.get(name) is not None]
+        if edit_tokens and (moe.capacity is None or len(edit_tokens) < 2):
+            reader.problems.append(f"{' or '.join(EDIT_TOKENS)} without the other or without expert_capacity")
+        if max(edit_tokens, default=0) >= reader.integer("vocab_size"):
+            reader.problems.append(f"{', '.join(EDIT_TOKENS)}={edit_tokens} (must be below vocab_size)")
         reader.allow("use_bias", False)
         qkv_bias = reader.flag("use_qkv_bias")
         reader.check()
@@ -93,8 +94,13 @@ class Llada2(Family):
 
     @classmethod
     def block_size(cls, config: dict[str, Any]) -> int:
-        """That of every published checkpoint."""
-        return BLOCK_SIZE
+        """That of every published checkpoint, which only 2.2 says."""
+        return BLOCK_SIZE if config.get("block_size") is None else config["block_size"]
+
+    @classmethod
+    def edit_token_ids(cls, config: dict[str, Any]) -> tuple[int, ...]:
+        """2.2 predicts them to take a position out of a block, or to put one in."""
+        return tuple(config[name] for name in EDIT_TOKENS if config.get(name) is not None)
 
 
 def _rotary_dim(reader: ConfigReader) -> int | None:
@@ -126,6 +132,9 @@ def _experts(reader: ConfigReader) -> MoeSpec:
     elif num_experts // num_groups < 2 or num_chosen > num_experts // num_groups * chosen_groups:
         reader.problems.append(f"num_experts_per_tok={num_chosen} from groups of {num_experts // num_groups}")
     ffn_width = reader.integer("moe_intermediate_size")
+    block_size, capacity = reader.integer("block_size", BLOCK_SIZE), None
+    if reader.config.get("expert_capacity") is not None:
+        capacity, num_groups, chosen_groups = reader.integer("expert_capacity", least=num_chosen), 1, 1
     return MoeSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
@@ -138,4 +147,6 @@ def _experts(reader: ConfigReader) -> MoeSpec:
         num_groups=num_groups,
         num_chosen_groups=chosen_groups,
         shared_ffn_width=ffn_width * reader.integer("num_shared_experts", least=0),
+        capacity=capacity,
+        block_size=block_size,
     )

@@ -16,8 +16,8 @@ from idlm.contracts import SamplingParams
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.experts.launch import COMPUTED, EXACT, STREAMED, Launch
 from tests.contracts.engines import assert_idle, build_engine, clear_answers
-from tests.kernels.cases.experts import LARGE, Case, check_experts, check_route
-from tests.numerics.test_family_parity import BLOCK, MASK, llada2
+from tests.kernels.cases.experts import LARGE, Case, check_block_route, check_experts, check_route
+from tests.numerics.test_family_parity import BLOCK, MASK, llada2, llada22
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +40,12 @@ def launch_of(seed: int, dtype: torch.dtype) -> Launch:
 def test_random_routers_choose_as_in_fp64(batch: int) -> None:
     for seed in range(batch * SHAPES_PER_BATCH, (batch + 1) * SHAPES_PER_BATCH):
         check_route(Case(seed, "cuda", DTYPES[seed % 3], LARGE))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_blocks_admit_and_choose_as_in_fp64(batch: int) -> None:
+    for seed in range(batch * SHAPES_PER_BATCH, (batch + 1) * SHAPES_PER_BATCH):
+        check_block_route(seed, "cuda", DTYPES[seed % 3], most_blocks=12)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -116,10 +122,11 @@ def test_a_graph_follows_the_choices_of_rows(num_rows: int) -> None:
         assert expected.isfinite().all()
 
 
+@pytest.mark.parametrize("write", [llada2, llada22])
 @pytest.mark.parametrize("way", [{"graphs": "off"}, {}, {"deterministic": True}], ids=str)
-def test_an_engine_gives_the_tokens_of_a_cpu(tmp_path: Path, way: dict[str, Any]) -> None:
-    """Graphs are on by default, and hold experts."""
-    llada2(tmp_path)
+def test_an_engine_gives_the_tokens_of_a_cpu(tmp_path: Path, write: Any, way: dict[str, Any]) -> None:
+    """Graphs are on by default, and hold experts, chosen by row and by block."""
+    write(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK, ignore_eos=True)
     prompts = [[(7 * place + 5 * number) % MASK for place in range(3 * number + 1)] for number in range(6)]
     expected = clear_answers(build_engine(tmp_path, "block"), prompts, params)

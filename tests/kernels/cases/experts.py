@@ -119,6 +119,73 @@ def check_route(case: Case) -> None:
     assert num_clear >= 0.5 * len(real) or len(real) < 10, "nearly all draws are ties: nothing was compared"
 
 
+BLOCK_ROUTERS: tuple[tuple[int, int, int, int, Literal["softmax", "sigmoid"]], ...] = (
+    (7, 2, 3, 4, "sigmoid"),
+    (256, 8, 48, 32, "sigmoid"),
+    (12, 3, 3, 5, "softmax"),
+    (16, 4, 16, 8, "sigmoid"),
+    (100, 1, 9, 1, "sigmoid"),
+)
+"""(X, chosen, capacity, block size, score)."""
+
+
+def check_block_route(seed: int, device: str, dtype: torch.dtype, *, most_blocks: int) -> None:
+    """Blocks of several sequences, of which the last may be short, then padding that holds NaN: choices are
+    those of the reference, and a block alone gets the bits that it gets among others.
+    """
+    dice = random.Random(seed)
+    num_experts, num_chosen, capacity, size, score = dice.choice(BLOCK_ROUTERS)
+    limits = {"num_chosen": num_chosen, "capacity": capacity, "block_size": size}
+    routing = Routing(score=score, is_normalised=True, scaling=2.5, **limits)
+    positions, blocks, spans = [], [], []
+    for number in range(dice.randint(1, most_blocks)):
+        # A block that starts a sequence may have the position of the one before.
+        start = size * dice.randint(0, 3)
+        length = size if dice.random() < 0.7 else dice.randint(1, size)
+        spans.append((len(positions), len(positions) + length))
+        positions += range(start, start + length)
+        blocks += [number] * length
+    num_rows, num_padding = len(positions), dice.randint(0, 3)
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.full((num_rows + num_padding + 2, num_experts + 8), NAN, dtype=dtype)
+    logits_RX = memory[1:-1, :num_experts]
+    logits_RX[:num_rows] = torch.randn(num_rows, num_experts, generator=generator).to(dtype)
+    bias_X = 0.2 * torch.randn(num_experts, generator=generator) if score == "sigmoid" else None
+    positions_R = torch.tensor(positions + [0] * num_padding)
+    slots_R = torch.tensor([*range(num_rows), *[-1] * num_padding])
+    given = (memory.to(device)[1:-1, :num_experts], positions_R.to(device), slots_R.to(device))
+    there = None if bias_X is None else bias_X.to(device)
+
+    def chosen_in(rows: slice) -> tuple[Tensor, Tensor]:
+        logits, positions, slots = (one[rows] for one in given)
+        found = route(logits, routing, bias_X=there, slots_R=slots, positions_R=positions)
+        assert (found[0][slots < 0] == -1).all()
+        return found[0].cpu(), found[1].cpu()
+
+    found_RC, weights_RC = chosen_in(slice(None))
+    wide, bias = logits_RX[:num_rows].double(), None if bias_X is None else bias_X.double()
+    chosen, weights = route_reference(wide, routing, bias_E=bias, blocks=blocks)
+    quality_RX = wide.softmax(1) if bias is None else wide.sigmoid() + bias
+    num_clear = 0
+    for start, stop in spans:
+        alone_RC, alone_weights_RC = chosen_in(slice(start, stop))
+        assert torch.equal(alone_RC, found_RC[start:stop])
+        assert torch.equal(alone_weights_RC, weights_RC[start:stop])
+        best_X, order_X = quality_RX[start:stop].amax(0).sort(descending=True)
+        if capacity < num_experts and best_X[capacity - 1] - best_X[capacity] < MARGIN:
+            continue
+        for row in range(start, stop):
+            ranked_X = quality_RX[row, order_X[:capacity]].sort(descending=True).values
+            if num_chosen < capacity and ranked_X[num_chosen - 1] - ranked_X[num_chosen] < MARGIN:
+                continue
+            num_clear += 1
+            order = found_RC[row].long().argsort()
+            assert found_RC[row][order].tolist() == chosen[row], f"{seed=} {row=} {routing=}"
+            error = (weights_RC[row].double()[order] - torch.tensor(weights[row]).double()).abs()
+            assert (error <= MAX_WEIGHT_SHARE[dtype] * routing.scaling + 1e-6).all(), f"{seed=} {row=}"
+    assert num_clear >= 0.5 * num_rows or num_rows < 10, "nearly all draws are ties: nothing was compared"
+
+
 def _is_clear(logits_X: Tensor, routing: Routing, bias_X: Tensor | None) -> bool:
     """Whether the chosen scores exceed the others by more than errors of fp32."""
     quality_X = logits_X.softmax(0) if routing.score == "softmax" else logits_X.sigmoid()

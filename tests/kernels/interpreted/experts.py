@@ -10,7 +10,7 @@ import torch
 
 from idlm.kernels.experts import Routing, experts, route
 from idlm.kernels.experts.launch import Launch, Tile
-from tests.kernels.cases.experts import SMALL, Case, check_experts, check_route
+from tests.kernels.cases.experts import SMALL, Case, check_block_route, check_experts, check_route
 from tests.kernels.cases.places import check_expert_steps
 
 TINY = Launch(
@@ -30,6 +30,21 @@ STACKED = Launch(
 @pytest.mark.parametrize("seed", range(3))
 def test_routing(dtype: torch.dtype, seed: int) -> None:
     check_route(Case(seed, "cpu", dtype, SMALL))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(5))
+def test_routing_by_blocks(dtype: torch.dtype, seed: int) -> None:
+    check_block_route(seed, "cpu", dtype, most_blocks=2)
+
+
+def test_ties_between_experts_of_a_block_admit_the_lowest() -> None:
+    logits = torch.zeros(6, 12)
+    logits[4:, 5:] = 1
+    routing = Routing(num_chosen=2, score="sigmoid", is_normalised=True, capacity=3, block_size=4)
+    experts_RC, _ = route(logits, routing, positions_R=torch.tensor([0, 1, 2, 3, 4, 5]))
+    assert experts_RC.tolist() == [[0, 1]] * 4 + [[5, 6]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

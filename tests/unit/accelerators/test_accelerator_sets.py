@@ -17,6 +17,7 @@ from torch import Tensor
 
 from idlm.devices import memory_bytes
 from idlm.errors import UserError
+from idlm.infer.accelerators import prefix
 from idlm.infer.accelerators.base import ACCELERATORS, EngineSpec, KVAccelerator
 from idlm.infer.memory.base import Caching, MemoryDemand
 from idlm.infer.sparse.sparse_pass import SparseKV
@@ -279,6 +280,37 @@ def test_random_blocks(num_worlds: int, name: str, options: dict[str, Any], make
     assert num_sparse >= num_worlds * 2 * NUM_SEQUENCES
 
 
+@pytest.mark.parametrize("name", ["mage", "sparsed"])
+def test_a_pass_that_copies_the_rows_of_blocks_ranks_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows of prompts and of clean blocks among them; they are not kept."""
+    found = []
+    for kept_rows in (0, 1 << 20):
+        monkeypatch.setattr(prefix, "KEPT_ROWS", kept_rows)
+        world, accelerator = World(5), accelerator_of(name, k=6, exact_layers=1)
+        starts = [SIZE * start for start in world.ints(1, 16)]
+        view = world.view(starts, [0] * NUM_SEQUENCES, [world.places() for _ in starts])
+        made: Any = accelerator.begin(view)
+        kv = SparseKV(
+            view.plan,
+            view,
+            view.plan.slots_R,
+            kv=made,
+            rows=None,
+            make_plan=functools.partial(make_plan, world),
+        )
+        for layer in range(NUM_LAYERS):
+            kv.attend(layer, world.normal(len(view.plan.slots_R), NUM_HEADS, HEAD_DIM))
+            assert len(made._rows) <= 1 or kept_rows
+        kv.finish()
+        assert bool(made._places) == (kept_rows == 0)
+        assert all(each.shape[1] == NUM_SEQUENCES * SIZE for each in made._places)
+        sets: Any = accelerator
+        found.append(sets.sets.slots_LZKC)
+    assert torch.equal(found[0], found[1]) and bool((found[0] >= 0).any())
+
+
 def test_quest_reports_the_bytes_of_a_page() -> None:
     for page in (4, 6, 8, 16):
         quest: Any = accelerator_of("quest", page=page)
@@ -301,11 +333,16 @@ def test_lists_that_do_not_fit_are_refused_before_they_are_allocated(name: str) 
 
 @pytest.mark.parametrize("name", ["mage", "sparsed"])
 def test_memory_for_ranking_is_asked_for(name: str) -> None:
-    """At least what a pass of the most rows keeps: queries of each sparse layer, and their sums."""
-    kind = ACCELERATORS.get(name)
-    made = kind(kind.Config(k=8), PLACE)
-    row_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
-    assert made.pass_bytes() > (NUM_LAYERS - 2) * PLACE.max_rows * row_bytes
+    """At least what a pass keeps: queries of the blocks' rows of each sparse layer, and their sums. Rows of
+    prompts are kept for one layer at a time, however many layers there are.
+    """
+    kind, place = ACCELERATORS.get(name), dataclasses.replace(PLACE, num_layers=40)
+    made = kind(kind.Config(k=8), place)
+    place_bytes = NUM_HEADS * HEAD_DIM * 8 + 2 * NUM_HEADS * 4
+    assert made.pass_bytes() > 38 * NUM_SEQUENCES * SIZE * place_bytes
+    longer = kind(kind.Config(k=8), dataclasses.replace(place, max_rows=PLACE.max_rows + 10_000))
+    per_row = place_bytes + 2 * NUM_KV_HEADS * HEAD_DIM * 8
+    assert 0 <= longer.pass_bytes() - made.pass_bytes() <= 10_000 * per_row
     assert accelerator_of("quest").pass_bytes() == 0
 
 

@@ -26,7 +26,6 @@ from tests.toy import write_toy_checkpoint
 from tests.unit.models.test_family_loading import BLOCKS, CONFIGS, write
 from tests.unit.models.test_loader import refused
 
-LLADA22 = {"expert_capacity": 1.25, "delete_token_id": 156_896, "split_token_id": 156_897}
 SPEAKING = (
     *("shared_expert_layers", "moe_layer_freq", "router_temperature", "topk_method", "attention_window"),
     *("scale_emb", "residual_scaling", "hidden_multiplier", "router_softcap", "image_token_index"),
@@ -54,10 +53,22 @@ def test_line_11_every_family_has_a_released_model() -> None:
     assert {architecture for architecture, _, _ in RELEASED.values()} == set(FAMILIES.names())
 
 
-@pytest.mark.parametrize("key", LLADA22)
-def test_line_11_llada22_is_refused_by_name(key: str, tmp_path: Path) -> None:
-    write(tmp_path, "LLaDA2MoeModelLM", **{key: LLADA22[key]})
-    refused(tmp_path, "IDLM-0618", f"{key}={LLADA22[key]}", "this is LLaDA2.2", "does not support")
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"expert_capacity": 1.25}, "expert_capacity=1.25 (must be an integer >= "),
+        ({"expert_capacity": 1}, "expert_capacity=1 (must be an integer >= "),
+        ({"expert_capacity": 4, "block_size": 0}, "block_size=0 (must be an integer >= 1)"),
+        ({"split_token_id": 7, "expert_capacity": 4}, "without the other"),
+        ({"delete_token_id": 1, "split_token_id": 7}, "without expert_capacity"),
+        ({"delete_token_id": 1, "split_token_id": 1 << 20}, "[1, 1048576] (must be below vocab_size)"),
+    ],
+)
+def test_line_11_impossible_numbers_of_llada22_are_refused(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "LLaDA2MoeModelLM", **changes)
+    refused(tmp_path, "IDLM-0604", told)
 
 
 def test_line_11_llada20_uni_is_refused_by_name(tmp_path: Path) -> None:

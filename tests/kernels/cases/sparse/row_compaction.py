@@ -162,7 +162,10 @@ def check_gather(seed: int, device: str = "cpu") -> None:
         torch.full((num_rows, 5), torch.nan).to(torch.float8_e4m3fn),
     ][: 1 + seed % 6]
     tensors = [tensor.to(device) for tensor in tensors]
-    for found, tensor in zip(gather_rows(numbers_I, tensors), tensors, strict=True):
+    out = [tensor.new_empty(2, len(numbers_I), *tensor.shape[1:])[1] for tensor in tensors]
+    assert gather_rows(numbers_I, tensors, out=out) is out
+    found_twice = [*gather_rows(numbers_I, tensors), *out]
+    for found, tensor in zip(found_twice, [*tensors, *tensors], strict=True):
         expected = tensor[numbers_I] if tensor.element_size() > 1 else tensor.view(torch.uint8)[numbers_I]
         assert found.is_contiguous() and found.dtype == tensor.dtype
         assert torch.equal(_bits(found), _bits(expected.contiguous()))

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.engine import sparse_attention
 from benchmarks.engine.decoding.harness import SAMPLING, Load, random_model
-from benchmarks.engine.sparse_harness import ARMS, SparseArm, floor_of, trace_of_passes
+from benchmarks.engine.sparse_harness import ARMS, SparseArm, floor_of, step_ceiling, trace_of_passes
 from benchmarks.results import read_rows
 from idlm.errors import UserError
 
@@ -46,6 +46,29 @@ def test_every_part_runs_and_leaves_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["gate_passed"] for row in rows if row["case"]["arm"] in ("mage", "quest", "sparsed"))
     assert {row["class"] for row in rows if row["case"]["arm"] == "mage"} == {"lossy"}
     assert "profile of mage" in capsys.readouterr().out
+
+
+def test_a_model_that_routes_by_blocks_runs_with_its_ceiling(tmp_path: Path) -> None:
+    options = [*SMALL, "model=tiny_llada22", "context=64", "passes=4", f"results={tmp_path}"]
+    assert sparse_attention.measure([*options, "batch=1", "arms=exact,mage", "parts=gate,share,blocks"]) == 0
+    rows = {row["metric"]: row for row in read_rows("sparse_attention", results=tmp_path)}
+    assert 0 <= rows["attention_share"]["value"] < 1
+    assert rows["step_speedup_vs_exact"]["floor"] >= 1
+    assert rows["full_budget_error"]["gate_passed"]
+    assert {row["case"]["model"] for row in rows.values()} == {"tiny_llada22"}
+    with pytest.raises(UserError, match="IDLM-0617"):
+        sparse_attention.measure([*options, "block=4"])
+
+
+def test_ceilings_follow_from_attentions_share() -> None:
+    """An issue's: a third of a step, of which a fifteenth is left, makes 1.46."""
+    model = random_model("tiny", device="cpu", dtype=torch.float32, block_size=32)
+    load = Load(concurrency=1, context=15 * 1056 - 32, num_tokens=0, sampling=SAMPLING["greedy"])
+    arm = SparseArm(name="mage", stride=32, exact_layers=0)
+    assert step_ceiling(model, arm, load, 0.34) == pytest.approx(1 / (1 - 0.34 + 0.34 / 15))
+    half = replace(arm, exact_layers=1)
+    assert step_ceiling(model, half, load, 0.34) == pytest.approx(1 / (1 - 0.17 + 0.17 / 15))
+    assert step_ceiling(model, arm, replace(load, context=512), 0.34) == 1
 
 
 def test_a_failed_gate_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
