@@ -25,6 +25,7 @@ from idlm.infer.server.messages import (
     Event,
     Message,
     Stats,
+    joined,
     pack,
     params_message,
     read_event,
@@ -37,6 +38,8 @@ PROGRAM = ("-P", "-m", "idlm.infer.server.engine_process")
 """-P: a module of the working directory must never take the place of a library."""
 STOP_SECONDS = 10.0
 MAX_PAUSE = 30.0
+STATUS = {"IDLM-0448": 503}
+"""Status of errors that end a request in the engine, if it is not 500."""
 State = Literal["loading", "ready", "restarting", "stopped"]
 LOG = get_logger(__name__)
 
@@ -219,7 +222,8 @@ class EngineClient:
 
 
 class Generation:
-    """The prompts of one HTTP request in the engine, with `n` samples each. Iterating yields their events."""
+    """The prompts of one HTTP request in the engine, with `n` samples each. Iterating yields their
+    events."""
 
     def __init__(
         self, client: EngineClient, metrics: Metrics, prompts: dict[str, list[int]], num_samples: int
@@ -229,7 +233,9 @@ class Generation:
         self._places = {request_id: place for place, request_id in enumerate(prompts)}
         self._left = dict.fromkeys(prompts, num_samples)
         self._answers: asyncio.Queue[Message | ApiError] = asyncio.Queue()
-        self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+        self._unread: dict[int, Event] = {}
+        self._has_news = asyncio.Event()
+        self._error: ApiError | None = None
         self._start = time.perf_counter()
         self._emitted_at: dict[int, float] = {}
 
@@ -237,10 +243,6 @@ class Generation:
     def num_open(self) -> int:
         """Samples that are not finished."""
         return sum(self._left.values())
-
-    def choice(self, event: Event) -> int:
-        """The number of an event's sample among all samples of the HTTP request."""
-        return self._places[event.request_id] * self.num_samples + event.index
 
     async def wait_until_added(self) -> None:
         """Wait for the engine's next answer to a prompt; raises UserError if it refuses the prompt."""
@@ -250,15 +252,22 @@ class Generation:
         if answer["type"] == "refused":
             raise UserError(answer["code"], answer["message"], fix=answer["fix"])
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Events until all samples are finished. Raises ApiError if the engine is lost."""
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """Each event, after the number of its sample among all samples of the HTTP request.
+
+        A sample's events that a slow reader has not read yet become one. Raises ApiError if the engine is
+        lost, or fails a sample.
+        """
         try:
-            while self.num_open or not self._events.empty():
-                event = await self._events.get()
-                if isinstance(event, ApiError):
-                    raise event
-                self._observe(event)
-                yield event
+            while self._unread or self.num_open or self._error:
+                while self._unread:
+                    choice = next(iter(self._unread))
+                    yield choice, self._unread.pop(choice)
+                if self._error is not None:
+                    raise self._error
+                if self.num_open:
+                    self._has_news.clear()
+                    await self._has_news.wait()
             self._metrics.request_ended(time.perf_counter() - self._start)
         finally:
             self.close()
@@ -276,24 +285,31 @@ class Generation:
 
     def put(self, event: Event) -> None:
         """An event of one of the samples."""
+        choice = self._places[event.request_id] * self.num_samples + event.sample
         if event.figures is not None:
             self._left[event.request_id] -= 1
             if not self._left[event.request_id]:
                 self._client.forget(event.request_id)
-        self._events.put_nowait(event)
+        if event.error is not None:
+            code, message, fix = event.error
+            self._error = ApiError(STATUS.get(code, 500), f"{message} ({fix})", code=code)
+        if event.token_ids:
+            self._observe(choice, len(event.token_ids))
+        unread = self._unread.get(choice)
+        self._unread[choice] = event if unread is None else joined(unread, event)
+        self._has_news.set()
 
     def fail(self, error: ApiError) -> None:
         """End all samples with an error."""
         self._left = dict.fromkeys(self._left, 0)
         self._answers.put_nowait(error)
-        self._events.put_nowait(error)
+        self._error = error
+        self._has_news.set()
 
-    def _observe(self, event: Event) -> None:
-        if not event.token_ids:
-            return
-        now, choice = time.perf_counter(), self.choice(event)
+    def _observe(self, choice: int, num_tokens: int) -> None:
+        now = time.perf_counter()
         if choice in self._emitted_at:
-            self._metrics.between_tokens((now - self._emitted_at[choice]) / len(event.token_ids))
+            self._metrics.between_tokens((now - self._emitted_at[choice]) / num_tokens)
         elif not self._emitted_at:
             self._metrics.first_token(now - self._start)
         self._emitted_at[choice] = now

@@ -73,7 +73,7 @@ class Event(NamedTuple):
     """A `StreamEvent` as plain data. `logprobs` has (token id, logprob, [(id, logprob) of alternatives])."""
 
     request_id: str
-    index: int
+    sample: int
     token_ids: list[int]
     text: str
     logprobs: list[tuple[int, float, list[tuple[int, float]]]]
@@ -118,7 +118,7 @@ def event_message(event: StreamEvent) -> Event:
     error = event.error
     return Event(
         request_id=event.request_id,
-        index=event.index,
+        sample=event.index,
         token_ids=list(event.token_ids),
         text=event.text,
         logprobs=[_logprob(one) for one in event.logprobs],
@@ -129,8 +129,17 @@ def event_message(event: StreamEvent) -> Event:
 
 def read_event(fields: Sequence[Any]) -> Event:
     """The event of a message."""
-    *values, figures, error = fields
-    return Event(*values, None if figures is None else Figures(*figures), error)
+    event = Event(*fields)
+    return event if event.figures is None else event._replace(figures=Figures(*event.figures))
+
+
+def joined(first: Event, second: Event) -> Event:
+    """Two successive events of a sample as one."""
+    return second._replace(
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        logprobs=first.logprobs + second.logprobs,
+    )
 
 
 def engine_stats(engine: Engine) -> Stats:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
 from idlm.infer.server.errors import ApiError, dump
-from idlm.infer.server.messages import Event, Figures
+from idlm.infer.server.messages import Event, Figures, joined
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.text.tokenizer import plain_text
 
 FLOOR = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold."""
-SERVER_FAULTS = {"IDLM-0448": 503}
-"""Status of errors that end a request in the engine; others are 500."""
 
 
 class TokenTexts:
@@ -66,24 +64,23 @@ class Reply:
 
     async def collect(self, generation: Generation) -> dict[str, Any]:
         """The whole answer. Raises ApiError if one of its samples fails."""
-        events: dict[int, list[Event]] = {}
-        async for event in generation:
-            self._count(generation, event)
-            events.setdefault(generation.choice(event), []).append(event)
-        choices = [self.choice(index, _joined(events[index])) for index in sorted(events)]
+        done: dict[int, Event] = {}
+        async for index, event in generation:
+            self._count(index, event)
+            done[index] = joined(done[index], event) if index in done else event
+        choices = [self.choice(index, done[index]) for index in sorted(done)]
         exactness = {"exactness": self._figures[0].exactness}
         return {**self._head, "object": self.whole, "choices": choices, "usage": self.usage(), **exactness}
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
+        has_usage = self._body.has_continuous_usage
         try:
-            async for event in generation:
-                index = generation.choice(event)
+            async for index, event in generation:
                 is_first = index not in self._num_tokens
-                self._count(generation, event)
+                self._count(index, event)
                 if is_first or event.text or event.logprobs or event.figures:
                     choice = self.delta(index, event, is_first=is_first)
-                    has_usage = self._body.has_continuous_usage
                     yield self._chunk([choice], usage=self.usage() if has_usage else None)
         except ApiError as error:
             yield b"data: " + dump(error.body()) + b"\n\n"
@@ -124,11 +121,7 @@ class Reply:
         """One sample's part of a chunk."""
         return {"index": index, **self._new_text(event.text, index, is_first), **self._rest(index, event)}
 
-    def _count(self, generation: Generation, event: Event) -> None:
-        if event.error is not None:
-            code, message, fix = event.error
-            raise ApiError(SERVER_FAULTS.get(code, 500), f"{message} ({fix})", code=code)
-        index = generation.choice(event)
+    def _count(self, index: int, event: Event) -> None:
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(event.token_ids)
         if event.figures is not None:
             self._figures.append(event.figures)
@@ -215,13 +208,3 @@ class CompletionReply(Reply):
             return ""
         prompt = self._body.prompts[index // self._num_samples]
         return prompt if isinstance(prompt, str) else self._texts.whole(prompt)
-
-
-def _joined(events: Iterable[Event]) -> Event:
-    """The events of one sample as one."""
-    parts = list(events)
-    return parts[-1]._replace(
-        token_ids=[token_id for part in parts for token_id in part.token_ids],
-        text="".join(part.text for part in parts),
-        logprobs=[logprob for part in parts for logprob in part.logprobs],
-    )
