@@ -51,13 +51,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         generation = await while_connected(request, service.chat(body))
-        reply = ChatReply(body, **_reply_options(service, generation))
+        reply = ChatReply(body, generation, service.model_name, service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         generation = await while_connected(request, service.complete(body))
-        reply = CompletionReply(body, **_reply_options(service, generation))
+        reply = CompletionReply(body, generation, service.model_name, service.token_texts)
         return await _respond(request, reply, generation, streams=bool(body.stream))
 
 
@@ -122,20 +122,11 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def _reply_options(service: Service, generation: Generation) -> dict[str, Any]:
-    return {
-        "model_name": service.model_name,
-        "texts": service.token_texts,
-        "prompts": generation.prompts,
-        "num_samples": generation.num_samples,
-    }
-
-
 async def _respond(request: Request, reply: Reply, generation: Generation, *, streams: bool) -> Response:
     if streams:
-        return EventStream(reply.stream(generation), generation)
+        return EventStream(reply.stream(), generation)
     try:
-        return json_response(await while_connected(request, reply.collect(generation)))
+        return json_response(await while_connected(request, reply.collect()))
     finally:
         generation.close()
 

@@ -102,7 +102,7 @@ class EngineClient:
                 await self._send({"type": "add", **message})
             for prompt in prompts:
                 await generation.wait_until_added()
-                self._metrics.prompt(len(prompt))
+                self._metrics.prompt_tokens.inc(len(prompt))
         except BaseException:
             generation.close()
             raise
@@ -203,7 +203,7 @@ class EngineClient:
                 self._metrics.engine_ready()
 
     def _deliver(self, event: Event) -> None:
-        self._metrics.emitted(len(event.token_ids))
+        self._metrics.generation_tokens.inc(len(event.token_ids))
         if event.figures is not None:
             self._metrics.finished(event.figures)
         # An event of an aborted request has no reader.
@@ -222,8 +222,7 @@ class EngineClient:
 
 
 class Generation:
-    """The prompts of one HTTP request in the engine, with `n` samples each. Iterating yields their
-    events."""
+    """The prompts of one HTTP request in the engine, with `n` samples each; iterating yields events."""
 
     def __init__(
         self, client: EngineClient, metrics: Metrics, prompts: dict[str, list[int]], num_samples: int
@@ -268,7 +267,7 @@ class Generation:
                 if self.num_open:
                     self._has_news.clear()
                     await self._has_news.wait()
-            self._metrics.request_ended(time.perf_counter() - self._start)
+            self._metrics.whole_request.observe(time.perf_counter() - self._start)
         finally:
             self.close()
 
@@ -293,10 +292,10 @@ class Generation:
         if event.error is not None:
             code, message, fix = event.error
             self._error = ApiError(STATUS.get(code, 500), f"{message} ({fix})", code=code)
-        if event.token_ids:
+        else:
+            unread = self._unread.get(choice)
+            self._unread[choice] = event if unread is None else joined(unread, event)
             self._observe(choice, len(event.token_ids))
-        unread = self._unread.get(choice)
-        self._unread[choice] = event if unread is None else joined(unread, event)
         self._has_news.set()
 
     def fail(self, error: ApiError) -> None:
@@ -308,8 +307,8 @@ class Generation:
 
     def _observe(self, choice: int, num_tokens: int) -> None:
         now = time.perf_counter()
-        if choice in self._emitted_at:
-            self._metrics.between_tokens((now - self._emitted_at[choice]) / num_tokens)
+        if choice in self._emitted_at and num_tokens:
+            self._metrics.between_tokens.observe((now - self._emitted_at[choice]) / num_tokens)
         elif not self._emitted_at:
-            self._metrics.first_token(now - self._start)
+            self._metrics.first_token.observe(now - self._start)
         self._emitted_at[choice] = now

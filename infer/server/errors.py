@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
 
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 
 RETRY_SECONDS = 1
@@ -61,13 +62,11 @@ def engine_unavailable(why: str) -> ApiError:
     return ApiError(503, f"{why}; try again later", code="engine_unavailable")
 
 
-def from_user_error(error: UserError, *, fields: Iterable[str], default: str) -> ApiError:
-    """An error of the engine's checks about the field of the request that its message names, else about
-    `default`, which holds the prompt.
-    """
+def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:
+    """An error of the engine's checks: about the sampling setting that its message names, else the prompt."""
     message = REQUEST_ID.sub("", error.message)
-    given = set(fields)
-    param = next((word for word in re.findall(r"\w+", message) if word in given), default)
+    words = re.findall(r"\w+", message)
+    param = next((word for word in words if word in SamplingParams.__dataclass_fields__), prompt_field)
     return ApiError(400, f"{param}: {message} ({error.fix})", param=param, code=error.code)
 
 

@@ -92,6 +92,9 @@ class Stats(NamedTuple):
     num_cache_hits: int
 
 
+IDLE = Stats(0, 0, 0.0, 0, 0, 0)
+
+
 def pack(message: Message) -> bytes:
     """The bytes of one message."""
     packed: bytes = msgpack.packb(message, unicode_errors="backslashreplace")

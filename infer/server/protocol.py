@@ -214,8 +214,8 @@ class CompletionRequest(Sampling):
         return self.merged(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """One or more prompts."""
+    def prompts(self) -> list[Any]:
+        """One or more prompts: texts, or lists of token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 

@@ -46,13 +46,11 @@ class Reply:
     def __init__(
         self,
         body: ChatRequest | CompletionRequest,
-        *,
+        generation: Generation,
         model_name: str,
         texts: TokenTexts,
-        prompts: Sequence[Sequence[int]],
-        num_samples: int,
     ) -> None:
-        self._body, self._texts, self._prompts, self._num_samples = body, texts, prompts, num_samples
+        self._body, self._generation, self._texts = body, generation, texts
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -62,21 +60,21 @@ class Reply:
         self._num_tokens: dict[int, int] = {}
         self._figures: list[Figures] = []
 
-    async def collect(self, generation: Generation) -> dict[str, Any]:
+    async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError if one of its samples fails."""
         done: dict[int, Event] = {}
-        async for index, event in generation:
+        async for index, event in self._generation:
             self._count(index, event)
             done[index] = joined(done[index], event) if index in done else event
         choices = [self.choice(index, done[index]) for index in sorted(done)]
         exactness = {"exactness": self._figures[0].exactness}
         return {**self._head, "object": self.whole, "choices": choices, "usage": self.usage(), **exactness}
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
         has_usage = self._body.has_continuous_usage
         try:
-            async for index, event in generation:
+            async for index, event in self._generation:
                 is_first = index not in self._num_tokens
                 self._count(index, event)
                 if is_first or event.text or event.logprobs or event.figures:
@@ -92,7 +90,7 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Tokens of all samples so far; passes and drafts of those that are finished."""
         figures, num_tokens = self._figures, sum(self._num_tokens.values())
-        num_prompt_tokens = sum(map(len, self._prompts))
+        num_prompt_tokens = sum(map(len, self._generation.prompts))
         num_forwards = sum(one.num_forwards for one in figures)
         num_tested = sum(sum(one.tested) for one in figures)
         num_accepted = sum(sum(one.accepted) for one in figures)
@@ -206,5 +204,5 @@ class CompletionReply(Reply):
     def _echo(self, index: int) -> str:
         if not (isinstance(self._body, CompletionRequest) and self._body.echo):
             return ""
-        prompt = self._body.prompts[index // self._num_samples]
+        prompt = self._body.prompts[index // self._generation.num_samples]
         return prompt if isinstance(prompt, str) else self._texts.whole(prompt)

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from idlm import __version__
+from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import ServeConfig
 from idlm.infer.server.engine_client import EngineClient, Generation
@@ -37,6 +38,7 @@ class Service:
         self.start_time = int(time.time())
         self.is_draining = False
         self._has_tokenizer = False
+        self._num_encoding = 0
         # One thread, because tokenizers are not made for several at once.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
@@ -54,6 +56,11 @@ class Service:
             raise engine_unavailable(f"the engine is {self.client.state}")
         return self.client.info
 
+    @property
+    def num_open(self) -> int:
+        """Samples that are not finished."""
+        return self.client.num_open + self._num_encoding
+
     def describe(self) -> dict[str, Any]:
         """What /server_info says; it has no key."""
         info, config = self.info, self.config
@@ -64,7 +71,7 @@ class Service:
             "status": self.status,
             "start_time": self.start_time,
             "num_restarts": self.client.num_restarts,
-            "num_open": self.client.num_open,
+            "num_open": self.num_open,
             "limits": {name: getattr(config, name) for name in LIMITS},
             "engine": dataclasses.asdict(info),
         }
@@ -79,7 +86,7 @@ class Service:
         """Refuse new requests, and wait for those under way, at most `drain_seconds`."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while self.client.num_open and time.monotonic() < deadline and not is_hurried():
+        while self.num_open and time.monotonic() < deadline and not is_hurried():
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
@@ -91,29 +98,21 @@ class Service:
         """Queue the answers of a conversation."""
         body.check()
         with self._checked(body, "messages"):
-            params = body.params(self.config.sampling)
-            self._admit(params.n)
+            params = self._admit(body, num_prompts=1)
             thinking = body.thinking(self.config.enable_thinking)
             messages = [message.plain() for message in body.messages]
-            prompt = await self._encode(encode_messages, messages, enable_thinking=thinking)
-            return await self.client.generate([prompt], params)
+            encode = functools.partial(encode_messages, enable_thinking=thinking)
+            return await self.client.generate(await self._encode(encode, [messages], params.n), params)
 
     async def complete(self, body: CompletionRequest) -> Generation:
         """Queue the answers of one or more prompts."""
         body.check()
         with self._checked(body, "prompt"):
-            params, prompts = body.params(self.config.sampling), body.prompts
-            if len(prompts) > self.config.max_prompts:
-                rule = f"{len(prompts)} prompts, at most {self.config.max_prompts} are allowed"
-                raise ApiError(400, f"prompt: {rule}", param="prompt")
-            self._admit(params.n * len(prompts))
-            encoded = [
-                await self._encode(encode_prompt, prompt, template="none")
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in prompts
-            ]
-            return await self.client.generate(encoded, params)
+            prompts, params = body.prompts, self._admit(body, num_prompts=len(body.prompts))
+            if not isinstance(prompts[0], str):
+                return await self.client.generate(prompts, params)
+            encode = functools.partial(encode_prompt, template="none")
+            return await self.client.generate(await self._encode(encode, prompts, params.n), params)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than the one that is served."""
@@ -123,35 +122,43 @@ class Service:
 
     @contextlib.contextmanager
     def _checked(self, body: ChatRequest | CompletionRequest, prompt_field: str) -> Iterator[None]:
-        """Turn errors of the engine's checks into answers that name a field."""
+        """Check the model's name; turn errors of the engine's checks into answers that name a field."""
         self.check_model(body.model)
-        if body.n is not None and body.n > self.config.max_n:
-            raise ApiError(400, f"n: {body.n} is above {self.config.max_n}, the largest allowed", param="n")
-        if self.status != "ready":
-            raise engine_unavailable(f"the engine is {self.status}")
         try:
             yield
         except UserError as error:
-            fields = type(body).model_fields.keys() - {prompt_field}
-            raise from_user_error(error, fields=fields, default=prompt_field) from error
+            raise from_user_error(error, prompt_field=prompt_field) from error
 
-    def _admit(self, num_samples: int) -> None:
-        """Raise ApiError 429 if the queue is full."""
+    def _admit(self, body: ChatRequest | CompletionRequest, *, num_prompts: int) -> SamplingParams:
+        """The sampling settings of a request. Raises ApiError 400, 429 or 503 if it cannot be taken."""
+        config, params = self.config, body.params(self.config.sampling)
+        for field, num, most in (("n", params.n, config.max_n), ("prompt", num_prompts, config.max_prompts)):
+            if num > most:
+                raise ApiError(400, f"{field}: {num} of them, at most {most} are allowed", param=field)
+        if self.status != "ready":
+            raise engine_unavailable(f"the engine is {self.status}")
         num_lanes: int = self.info.settings["max_num_seqs"]
-        limit = self.config.max_waiting
-        most = num_lanes + (QUEUE_FACTOR * num_lanes if limit is None else limit)
-        if self.client.num_open + num_samples > most:
-            raise ApiError(
-                429, f"{most} answers are under way, the most allowed; try again", code="queue_full"
-            )
+        most = num_lanes + (QUEUE_FACTOR * num_lanes if config.max_waiting is None else config.max_waiting)
+        if self.num_open + params.n * num_prompts > most:
+            message = f"{most} answers may be under way, and this one would be more; try again later"
+            raise ApiError(429, message, code="queue_full")
+        return params
 
-    async def _encode(self, encode: Callable[..., list[int]], text: Any, **options: Any) -> list[int]:
+    async def _encode(
+        self, encode: Callable[..., list[int]], prompts: Sequence[Any], num_samples: int
+    ) -> list[list[int]]:
+        """Token ids of prompts, which are counted meanwhile."""
         if self.tokenizer is None:
             raise UserError(
                 "IDLM-0414", "the checkpoint has no tokenizer files", fix="POST token ids to /v1/completions"
             )
-        call = functools.partial(encode, self.tokenizer, text, max_tokens=self.info.max_length, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, call)
+        call = functools.partial(encode, self.tokenizer, max_tokens=self.info.max_length)
+        loop, num_encoded = asyncio.get_running_loop(), num_samples * len(prompts)
+        self._num_encoding += num_encoded
+        try:
+            return [await loop.run_in_executor(self._encoder, call, prompt) for prompt in prompts]
+        finally:
+            self._num_encoding -= num_encoded
 
     async def _load_tokenizer(self) -> None:
         """Load the tokenizer of the checkpoint (an adapter may bring its own), else that of its base."""

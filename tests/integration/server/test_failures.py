@@ -29,12 +29,13 @@ from tests.integration.server.servers import (
 )
 
 KEY = "a-key-of-this-test"
-LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 140, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+"""A request that takes seconds: it is under way while a test looks."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running("max_waiting=2", api_key=KEY) as found:
+    with running("max_waiting=2", "max_length=2000", api_key=KEY) as found:
         yield found
 
 
@@ -55,7 +56,7 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running)
     before = server.metric("vllm:request_success_total", finished_reason="abort")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        body = b'{"prompt": "Lea has 3 hats.", "max_tokens": 140, "ignore_eos": true}'
+        body = b'{"prompt": "Lea has 3 hats.", "max_tokens": 1900, "ignore_eos": true}'
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
@@ -132,7 +133,7 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
         server = Client(url, KEY)
         server.wait_until_ready()
         with server.client.stream(
-            "POST", "/v1/completions", json={**LONG, "max_tokens": 400, "stream": True}
+            "POST", "/v1/completions", json={**LONG, "max_tokens": 800, "stream": True}
         ) as response:
             lines = response.iter_lines()
             next(lines)
