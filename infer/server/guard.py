@@ -1,7 +1,7 @@
-"""What every request passes before it reaches a route: the API key, and limits on its body.
+"""What every request passes before it reaches a route: the API key, and limits on its headers and body.
 
-The body is read whole, so that no route sees one that is too large or too slow. Limits on headers are those
-of the HTTP parser (`run.py`).
+The body is read whole, so that no route sees one that is too large or too slow. The HTTP parser limits the
+size of headers (`run.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import hmac
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from idlm.infer.server.errors import ApiError
 
 OPEN_PATHS = frozenset(("/health", "/ready"))
-BODY_SECONDS = 30.0
+HEADER_SECONDS, BODY_SECONDS = 30.0, 30.0
 
 
 class Guard:
@@ -96,3 +97,44 @@ class Guard:
             await send(message)
 
         return observed
+
+
+class TimedProtocol(H11Protocol):
+    """Closes a connection whose request line and headers take longer than `HEADER_SECONDS`."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; a part of a request begins to wait for the rest."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        if not self._is_waiting():
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._expire)
+
+    def _is_waiting(self) -> bool:
+        """Whether no request has come whole that is not answered yet."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._is_waiting():
+            self.transport.close()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

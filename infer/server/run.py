@@ -20,6 +20,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments, ServeConfig
 from idlm.infer.server.app import create_app
 from idlm.infer.server.engine_client import EngineClient
+from idlm.infer.server.guard import TimedProtocol
 from idlm.infer.server.metrics import Metrics
 from idlm.infer.server.service import Service
 from idlm.log import get_logger
@@ -53,7 +54,7 @@ class FrontEnd(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(self.service, api_key=api_key),
-                http="h11",
+                http=TimedProtocol,
                 ws="none",
                 lifespan="off",
                 log_level="warning",

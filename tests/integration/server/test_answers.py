@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from benchmarks.serving import http_overhead
 from idlm.contracts import Completion, SamplingParams
 from idlm.text.tokenizer import encode_messages, encode_prompt
 from tests.contracts.engines import clear_answers
-from tests.integration.server.servers import PATIENCE, PROMPT, Running, events, reference, running
+from tests.integration.server.servers import PATIENCE, PROMPT, Running, checkpoint, events, reference, running
 
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 SHORT = 12
@@ -244,3 +246,22 @@ def test_metrics_count_what_was_answered(server: Running) -> None:
     assert server.metric("vllm:request_success_total", finished_reason="length") > 0
     assert server.metric("vllm:inter_token_latency_seconds_count") > 0
     server.wait_until_idle()
+
+
+def test_the_benchmark_of_http_counts_all_tokens(server: Running) -> None:
+    options = {
+        **http_overhead.DEFAULTS,
+        "device": "cpu",
+        "prompt": "6",
+        "rounds": "2",
+        "path": str(checkpoint()),
+    }
+    loads = http_overhead._loads({**options, "concurrency": "2"})
+    port = int(server.url.rpartition(":")[2])
+    arms = [
+        asyncio.run(http_overhead._over_http(port, loads, 2, 5)),
+        http_overhead._on_engine(options, loads, 2, 5),
+    ]
+    for rate, seconds, num_tokens in arms:
+        assert num_tokens == 2 * 2 * 5
+        assert rate > 0 and seconds > 0

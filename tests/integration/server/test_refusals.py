@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from idlm.errors import UserError
+from idlm.infer.server import guard
 from idlm.infer.server.app import routes
 from idlm.infer.server.cli import serve
 from idlm.infer.server.guard import OPEN_PATHS
 from idlm.infer.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from idlm.infer.server.run import check_address
-from tests.integration.server.servers import Running, checkpoint, running
+from tests.integration.server.servers import PATIENCE, Running, checkpoint, running
 
 KEY = "a-key-of-this-test"
 MAX_BODY = 20_000
@@ -202,6 +203,26 @@ def test_large_headers_and_other_protocols_end_the_connection(server: Running) -
             answer = connection.recv(1000)
             assert answer.startswith(b"HTTP/1.1 4") or not answer
     assert server.client.get("/health").status_code == 200
+
+
+def test_slow_headers_and_bodies_end_the_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".encode()
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    for sent, status in (
+        (b"", b""),
+        (head, b""),
+        (whole + head, b"HTTP/1.1 200"),
+        (head + b"content-length: 9\r\n\r\n{", b"HTTP/1.1 408"),
+    ):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+            connection.sendall(sent)
+            answer = b""
+            while data := connection.recv(1000):
+                answer += data
+            assert answer.startswith(status) and bool(answer) == bool(status)
 
 
 VALUES = st.recursive(
