@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from idlm import __version__
 from idlm.infer.server.engine_client import Generation
-from idlm.infer.server.errors import ApiError, from_validation, json_response
+from idlm.infer.server.errors import ApiError, from_validation, internal_error, json_response
 from idlm.infer.server.guard import Guard
 from idlm.infer.server.protocol import ChatRequest, CompletionRequest
 from idlm.infer.server.replies import ChatReply, CompletionReply, Reply
@@ -192,5 +192,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    """An error of ours: what it says may hold what no client shall know, and is in the server's log."""
-    return ApiError(500, "the server failed; its log says why", code="internal_error").response()
+    return internal_error().response()

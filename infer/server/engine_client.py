@@ -18,8 +18,9 @@ from typing import Literal
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
-from idlm.infer.server.errors import ApiError, engine_unavailable
+from idlm.infer.server.errors import ApiError, engine_unavailable, internal_error
 from idlm.infer.server.messages import (
+    FAULT,
     RECEIVE_BYTES,
     EngineInfo,
     Event,
@@ -244,11 +245,16 @@ class Generation:
         return sum(self._left.values())
 
     async def wait_until_added(self) -> None:
-        """Wait for the engine's next answer to a prompt; raises UserError if it refuses the prompt."""
+        """Wait for the engine's next answer to a prompt.
+
+        Raises UserError if it refuses the prompt, ApiError if it fails.
+        """
         answer = await self._answers.get()
         if isinstance(answer, ApiError):
             raise answer
         if answer["type"] == "refused":
+            if answer["code"] == FAULT:
+                raise internal_error()
             raise UserError(answer["code"], answer["message"], fix=answer["fix"])
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:

@@ -20,6 +20,7 @@ from idlm.errors import UserError
 from idlm.infer.cli.config import EngineArguments
 from idlm.infer.engine import Engine, StreamEvent
 from idlm.infer.server.messages import (
+    FAULT,
     RECEIVE_BYTES,
     EngineInfo,
     Message,
@@ -29,6 +30,9 @@ from idlm.infer.server.messages import (
     pack,
     unpacker,
 )
+from idlm.log import get_logger
+
+LOG = get_logger(__name__)
 
 
 def main() -> int:
@@ -39,10 +43,12 @@ def main() -> int:
 
 def run(connection: socket.socket) -> int:
     """Build the engine that the first message asks for, and serve it; returns the exit status."""
-    inbox = Inbox(connection)
-    start = inbox.wait()
-    if start is None:
+    inbox, messages = Inbox(connection), list[Message]()
+    while inbox.is_open and not messages:
+        messages = inbox.take(waits=True)
+    if not messages:
         return 0
+    [start] = messages
     try:
         arguments = EngineArguments(
             **{key: start[key] for key in ("model", "decoder", "settings", "options")}
@@ -87,15 +93,6 @@ class Inbox:
         self._connection, self._unpacker = connection, unpacker()
         self.is_open = True
 
-    def wait(self) -> Message | None:
-        """The next message; None if the front end is gone."""
-        while self.is_open:
-            for message in self._unpacker:
-                found: Message = message
-                return found
-            self._receive()
-        return None
-
     def take(self, *, waits: bool) -> list[Message]:
         """The messages that are here. `waits`: wait until there is one, or the front end is gone."""
         ready, _, _ = select.select([self._connection], [], [], None if waits else 0)
@@ -136,6 +133,10 @@ class EngineLoop:
             self._engine.add_request(request_id, message["prompt_ids"], params, streams=True)
         except UserError as error:
             self._send({"type": "refused", "id": request_id, **error_message(error)})
+        except Exception:
+            # A mistake of ours, found before anything is queued: other requests do not suffer from it.
+            LOG.exception("a request could not be queued")
+            self._send({"type": "refused", "id": request_id, "code": FAULT, "message": "", "fix": ""})
         else:
             self._send({"type": "added", "id": request_id})
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from idlm.contracts import SamplingParams
 from idlm.errors import UserError
+from idlm.infer.server.messages import FAULT
 
 RETRY_SECONDS = 1
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -60,6 +61,11 @@ def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | 
 def engine_unavailable(why: str) -> ApiError:
     """No engine can work on the request now."""
     return ApiError(503, f"{why}; try again later", code="engine_unavailable")
+
+
+def internal_error() -> ApiError:
+    """A mistake of ours. What it says may hold what no client shall know, and is in the server's log."""
+    return ApiError(500, "the server failed; its log says why", code=FAULT)
 
 
 def from_user_error(error: UserError, *, prompt_field: str) -> ApiError:

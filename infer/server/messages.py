@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 MAX_MESSAGE = 1 << 28
 RECEIVE_BYTES = 1 << 18
+FAULT = "internal_error"
+"""Code of a refusal that is no fault of the request."""
 MAX_INTEGER = 2**63 - 1
 """Largest integer that a request may hold; msgpack has 64 bits."""
 

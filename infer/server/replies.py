@@ -58,7 +58,7 @@ class Reply:
             "system_fingerprint": f"idlm-{__version__}",
         }
         self._num_tokens: dict[int, int] = {}
-        self._figures: list[Figures] = []
+        self._figures: dict[int, Figures] = {}
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError if one of its samples fails."""
@@ -67,8 +67,8 @@ class Reply:
             self._count(index, event)
             done[index] = joined(done[index], event) if index in done else event
         choices = [self.choice(index, done[index]) for index in sorted(done)]
-        exactness = {"exactness": self._figures[0].exactness}
-        return {**self._head, "object": self.whole, "choices": choices, "usage": self.usage(), **exactness}
+        own = {"object": self.whole, "choices": choices, "usage": self.usage()}
+        return {**self._head, **own, "exactness": self._figures[0].exactness}
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk for each emission, then usage if it is asked for. An error ends it."""
@@ -89,8 +89,10 @@ class Reply:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all samples so far; passes and drafts of those that are finished."""
-        figures, num_tokens = self._figures, sum(self._num_tokens.values())
-        num_prompt_tokens = sum(map(len, self._generation.prompts))
+        figures, num_tokens = self._figures.values(), sum(self._num_tokens.values())
+        prompts, num_samples = self._generation.prompts, self._generation.num_samples
+        num_prompt_tokens = sum(map(len, prompts))
+        firsts = [self._figures.get(place * num_samples) for place in range(len(prompts))]
         num_forwards = sum(one.num_forwards for one in figures)
         num_tested = sum(sum(one.tested) for one in figures)
         num_accepted = sum(sum(one.accepted) for one in figures)
@@ -100,7 +102,7 @@ class Reply:
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": max((one.num_cached_tokens for one in figures), default=0)
+                "cached_tokens": sum(one.num_cached_tokens for one in firsts if one is not None)
             },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": num_accepted,
@@ -122,7 +124,7 @@ class Reply:
     def _count(self, index: int, event: Event) -> None:
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(event.token_ids)
         if event.figures is not None:
-            self._figures.append(event.figures)
+            self._figures[index] = event.figures
 
     def _chunk(self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None) -> bytes:
         content = {**self._head, "object": self.chunk, "choices": choices}

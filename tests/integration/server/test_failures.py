@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +15,11 @@ from typing import Any
 import pytest
 
 from idlm.contracts import SamplingParams
-from idlm.infer.server.errors import RETRY_SECONDS
+from idlm.infer.server import engine_process
+from idlm.infer.server.engine_client import Generation
+from idlm.infer.server.errors import RETRY_SECONDS, ApiError
+from idlm.infer.server.messages import Event, Figures, unpacker
+from idlm.infer.server.metrics import Metrics
 from idlm.text.tokenizer import encode_prompt
 from tests.contracts.engines import clear_answers
 from tests.integration.server.servers import (
@@ -146,3 +151,65 @@ def test_the_command_drains_and_exits_with_status_0() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+class StubClient:
+    """A client of an engine that is not there."""
+
+    def forget(self, request_id: str) -> None:
+        """Take note of nothing."""
+
+    abort = forget
+
+
+def test_a_mistake_of_ours_while_a_request_is_queued_costs_only_that_request() -> None:
+    class Faulty:
+        def add_request(self, *arguments: Any, **options: Any) -> None:
+            raise TypeError("a secret")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine: Any = Faulty()
+        loop = engine_process.EngineLoop(engine, engine_process.Inbox(theirs), theirs)
+        loop._handle({"type": "add", "id": "0-0", "prompt_ids": [1], "params": {}})
+        messages = unpacker()
+        messages.feed(ours.recv(1000))
+    [answer] = messages
+    assert (answer["type"], answer["message"]) == ("refused", "")
+    generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+    generation.put_answer(answer)
+    with pytest.raises(ApiError) as refusal:
+        asyncio.run(generation.wait_until_added())
+    assert refusal.value.status == 500 and "secret" not in refusal.value.message
+
+
+@pytest.mark.parametrize(("code", "status"), [("IDLM-0448", 503), ("IDLM-0457", 500)])
+def test_an_answer_that_the_engine_fails_is_an_error(code: str, status: int) -> None:
+    figures = Figures("error", 1, 1, 0, 1, [], [], "exact")
+
+    async def read() -> list[int]:
+        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1]}, 1)  # type: ignore[arg-type]
+        generation.put(Event("0-0", 0, [5], "a", [], None, None))
+        generation.put(Event("0-0", 0, [], "", [], figures, (code, "what", "fix")))
+        found = []
+        with pytest.raises(ApiError) as failure:
+            async for _, event in generation:
+                found += event.token_ids
+        assert (failure.value.status, failure.value.code) == (status, code)
+        return found
+
+    assert asyncio.run(read()) == [5]
+
+
+def test_events_that_are_not_read_yet_become_one() -> None:
+    figures = Figures("length", 1, 3, 0, 3, [], [], "exact")
+
+    async def read() -> list[tuple[int, list[int], str]]:
+        generation = Generation(StubClient(), Metrics("x"), {"0-0": [1], "0-1": [2]}, 1)  # type: ignore[arg-type]
+        for token, text in ((5, "a"), (6, "b"), (7, "c")):
+            for name in ("0-0", "0-1"):
+                end = figures if token == 7 else None
+                generation.put(Event(name, 0, [token], text, [], end, None))
+        return [(choice, event.token_ids, event.text) async for choice, event in generation]
+
+    assert asyncio.run(read()) == [(0, [5, 6, 7], "abc"), (1, [5, 6, 7], "abc")]
